@@ -5,17 +5,14 @@ All problems are collected before any tensor is read, and raised as one error.
 
 from __future__ import annotations
 
-import copy
 import re
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
@@ -24,22 +21,34 @@ from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model, predicts_words
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
-from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
 from nrl_models.common.state_dict.ties import as_keywords, have_same_values, tying_keys
-from nrl_models.common.upstream import (
-    BUILDING,
-    Renaming,
-    WeightConverter,
-    dot_natural_key,
-    get_model_conversion_mapping,
-)
-from nrl_models.common.views.view import HFTensor
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
-from nrl_models.loading.shared_classes import shared_class_note, shared_classes, takes_config
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, listed
+from nrl_models.loading.names.checkpoint_names import CheckpointNames
+from nrl_models.loading.names.other_parts import head_keys, modules_of, new_head_names, tower_keys
+from nrl_models.loading.shared_classes import shared_class_note
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What of a checkpoint need not fit the model.
+
+    Attributes:
+        new_head: Accepts a missing head, a head of another shape, and other heads.
+        mismatched: Accepts tensors of another shape: they are initialized (`ignore_mismatched_sizes`).
+        composite: The configuration of a composite checkpoint of which the model is a part. The other parts are not
+            loaded.
+    """
+
+    new_head: bool = False
+    mismatched: bool = False
+    composite: PreTrainedConfig | None = None
+
+
+EXACT = Tolerance()
 
 
 @dataclass(slots=True)
@@ -51,10 +60,13 @@ class Fit:
         names: the tensors that the checkpoint's keys stand for.
         found: which keys fill which tensors.
         dtypes: the dtype to load each parameter in.
-        skipped: keys that the model has no use for, where `strict=False` allows that, or of the head that a base
-            model does not have; MTP weights that are dropped.
+        skipped: keys that the model has no use for, where `strict=False` allows that; keys of other heads and of
+            towers; MTP weights that are dropped.
         unused: keys that the model has no use for but writes into the next checkpoint.
         mtp: of them those of multi-token prediction, which engines get, too.
+        of_head: skipped keys of a head that the model does not have.
+        of_towers: keys of other parts of a composite checkpoint, skipped, or ignored by the model's class.
+        mismatched: for each key of another shape that was accepted: the stored shape and the model's.
     """
 
     adapter: StateDictAdapter
@@ -64,6 +76,9 @@ class Fit:
     skipped: list[str]
     unused: list[str]
     mtp: frozenset[str]
+    of_head: frozenset[str]
+    of_towers: frozenset[str]
+    mismatched: dict[str, tuple[torch.Size, torch.Size]]
 
     def narrowed(self, files: CheckpointFiles) -> list[str]:
         """The keys that are stored with more precision than they are loaded in."""
@@ -76,21 +91,41 @@ class Fit:
 
     def info(self) -> dict[str, Any]:
         """What `output_loading_info` returns, with transformers' keys."""
+        misfits = {name for key in self.mismatched for name in self.names.parameters(key)}
         return {
-            "missing_keys": set(self.found.missing) - self.found.copies.keys(),
+            "missing_keys": set(self.found.missing) - self.found.copies.keys() - misfits,
             "unexpected_keys": set(self.skipped),
-            "mismatched_keys": set(),
+            "mismatched_keys": {
+                (name, *shapes) for key, shapes in self.mismatched.items() for name in self.names.parameters(key)
+            },
             "error_msgs": [],
         }
 
     def warn(self, model: PreTrainedModel, files: CheckpointFiles) -> None:
-        """Log one warning that lists what was missing and what was skipped (`strict=False`)."""
-        others = [key for key in self.skipped if key not in self.names.of_head and key not in self.mtp]
+        """Log one warning each: what was initialized or skipped, and which heads and towers are not loaded."""
+        known = self.of_head | self.of_towers | self.mtp
+        others = [key for key in self.skipped if key not in known]
         if others or self.found.missing:
+            shapes = [f"{key} has shape {tuple(was)}, not {tuple(new)}" for key, (was, new) in self.mismatched.items()]
             logger.warning(
-                f"{files.folder} does not hold all of {class_name(model)} (strict=False): initialised "
-                f"{', '.join(self.found.missing) or 'nothing'}; skipped {', '.join(others) or 'nothing'}."
+                f"{files.folder} does not hold all of {class_name(model)}: initialized "
+                f"{', '.join(self.found.missing) or 'nothing'}{f' ({listed(shapes, limit=8)})' if shapes else ''}; "
+                f"skipped {', '.join(others) or 'nothing'}."
             )
+        if self.of_head:
+            # An ordinary base model's load drops the head; a new head replaces another one.
+            log = logger.info if is_base_model(model) else logger.warning
+            log(self._not_loaded(model, files, "heads", self.of_head))
+        if self.of_towers:
+            logger.warning_once(self._not_loaded(model, files, "other parts", self.of_towers))
+
+    def _not_loaded(self, model: PreTrainedModel, files: CheckpointFiles, kind: str, keys: Collection[str]) -> str:
+        size = sum(files.tensors[key].nbytes for key in keys) / 1e9
+        count = f"{len(keys)} tensor{'s' if len(keys) > 1 else ''}"
+        return (
+            f"{files.folder}: {class_name(model)} does not have the checkpoint's {kind} "
+            f"{', '.join(modules_of(model, keys))} ({count}, {size:.2f} GB). They are not loaded, saved or exported."
+        )
 
 
 @no_collections()
@@ -103,11 +138,12 @@ def fit_checkpoint(
     key_mapping: Mapping[str, str] | None = None,
     share: tuple[int, int] = (0, 1),
     mtp: MTP = "keep",
+    tolerance: Tolerance = EXACT,
 ) -> Fit:
     """Match a checkpoint to a model on meta. Only tied tensors that are stored twice are read, to compare them.
 
     Args:
-        model, files, dtype, strict, key_mapping, mtp: as in `load_weights`.
+        model, files, dtype, strict, key_mapping, mtp, tolerance: as in `load_weights`.
         share: `(i, n)`: compare the i-th of n slices of tensors that are stored twice.
 
     Raises:
@@ -117,6 +153,7 @@ def fit_checkpoint(
     names = CheckpointNames(model, adapter, files.tensors, key_mapping)
     mtp_names = MTPNames(model)
     ignored = [key for key in model._keys_to_ignore_on_load_unexpected or () if not mtp_names.is_pattern(key)]
+    former = _joined(_former_buffers(model))
     ignorable = _joined([*ignored, *_former_buffers(model)])
     of_mtp = frozenset(mtp_names.among([key for key, tensor in names.found.items() if tensor is None]))
     keeps_mtp = keeps(model, mtp)
@@ -124,27 +161,47 @@ def fit_checkpoint(
     kept = keeps_unused(model)
     skipped: list[str] = []
     unused: list[str] = []
+    unknown = [key for key, tensor in names.found.items() if tensor is None and key not in of_mtp]
+    unknown = [key for key in unknown if not ignorable.search(key)]
+    of_head: set[str] = set()
+    of_towers: set[str] = set()
+    if unknown and (tolerance.new_head or is_base_model(model)):
+        of_head = head_keys(model, names.renamed, unknown, key_mapping)
+    if (rest := [key for key in unknown if key not in of_head]) and tolerance.composite is not None:
+        of_towers = tower_keys(model, tolerance.composite, rest, key_mapping)
+    new_head = set(new_head_names(model, adapter.own)) if tolerance.new_head else set()
+    if tolerance.new_head and not new_head:
+        raise UnknownArgumentError(
+            f"new_head=True: {class_name(model)} has no head beside its base model. Leave it out, or load a class with "
+            "one (nrl_models.AutoModelForSequenceClassification, ...)"
+        )
+    mismatched = _accepted_mismatches(names, files, tolerance, new_head)
+    misfits = {name for key in mismatched for name in names.parameters(key)}
 
     def why_unexpected(key: str) -> str | None:
+        if key in mismatched:
+            return None
         if key in of_mtp:
             (unused if keeps_mtp else skipped).append(key)
             return None
         if ignorable.search(key):
             if kept.search(key):
                 unused.append(key)
+            elif tolerance.composite is not None and not former.search(key):
+                of_towers.add(key)
             return None
-        if key in names.of_head or not strict:
+        if key in of_head or key in of_towers or not strict:
             skipped.append(key)
             return None
         return "the model has no such tensor"
 
     found = match(
         files.tensors,
-        names.found.get,
+        lambda key: None if key in mismatched else names.found[key],
         adapter.own,
         adapter.absent,
         adapter.tied,
-        may_miss=lambda name: not strict or bool(optional.search(name)),
+        may_miss=lambda name: not strict or name in new_head or name in misfits or bool(optional.search(name)),
         why_unexpected=why_unexpected,
     )
     found.problems += _dtype_problems(adapter, found, files)
@@ -154,9 +211,26 @@ def fit_checkpoint(
         found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
-        raise CheckpointError(summary, found.problems, _advice(model, adapter, found))
+        raise CheckpointError(summary, found.problems, _advice(model, adapter, names, found))
     note_mtp(model, files, of_mtp, mtp)
-    return Fit(adapter, names, found, _target_dtypes(model, adapter, dtype), skipped, unused, of_mtp)
+    dtypes = _target_dtypes(model, adapter, dtype)
+    heads, towers = frozenset(of_head), frozenset(of_towers)
+    return Fit(adapter, names, found, dtypes, skipped, unused, of_mtp, heads, towers, mismatched)
+
+
+def _accepted_mismatches(
+    names: CheckpointNames, files: CheckpointFiles, tolerance: Tolerance, new_head: Collection[str]
+) -> dict[str, tuple[torch.Size, torch.Size]]:
+    """The stored shape and the model's of each key of another shape that `tolerance` accepts."""
+    if not tolerance.mismatched and not new_head:
+        return {}
+    return {
+        key: (torch.Size(files.tensors[key].shape), torch.Size(target.shape))
+        for key, target in names.found.items()
+        if target is not None
+        and files.tensors[key].shape != target.shape
+        and (tolerance.mismatched or all(name in new_head for name in target.parameters))
+    }
 
 
 def keeps(model: PreTrainedModel, mtp: MTP) -> bool:
@@ -184,106 +258,6 @@ def note_mtp(model: PreTrainedModel, files: CheckpointFiles, found: Collection[s
             f"{files.folder} announces {names.announced} layers of multi-token prediction ({names.key}) and holds "
             "none. None are made up: what is saved or exported has none, and engines cannot draft with them."
         )
-
-
-class CheckpointNames:
-    """What each key of a checkpoint stands for, by transformers' own renamings and conversions.
-
-    A key may be the hub's name, transformers' in-memory name, an older name that transformers
-    renames, or any of these with the base model's prefix added or left out.
-
-    Args:
-        model: the model to load.
-        adapter: its adapter.
-        keys: all keys of the checkpoint.
-        key_mapping: renamings of these keys that come before transformers'.
-
-    Attributes:
-        found: for each key the tensor it stands for, or None.
-        of_head: keys of the head, where a base model is loaded from a checkpoint of a model with one.
-        published: keys in place of which transformers saves others, though not because they are its own names in
-            memory, older ones, or without the base model's prefix: see `note_published_names`.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        adapter: StateDictAdapter,
-        keys: Iterable[str],
-        key_mapping: Mapping[str, str] | None = None,
-    ) -> None:
-        self._conversions: list[Any] = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
-        self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
-        self._prefix = base_prefix(model)
-        self._rename = Renaming()
-        renamed = renamed_keys(keys, self._conversions, self._rename)
-        # A key and the hub's name for the same tensor become the same name when both are renamed.
-        others = adapter.hub.keys() - renamed.keys()
-        names = renamed | renamed_keys(others, get_model_conversion_mapping(model), Renaming())
-        hub = {names[name]: tensor for name, tensor in adapter.hub.items()}
-        if len(hub) < len(adapter.hub):  # of several that become one name the last in transformers' order wins
-            hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
-        self._table: dict[str, HFTensor] = adapter.transformers | hub
-        self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
-        unknown = [key for key, tensor in self.found.items() if tensor is None]
-        self.of_head = _names_of_head(model, renamed, key_mapping).intersection(unknown) if unknown else set()
-        self.published = [] if key_mapping else self._published(model, adapter, renamed)
-
-    def used_conversions(self) -> list[Any]:
-        """The conversions that applied to some key: those that saving has to revert."""
-        return [conversion for conversion in self._conversions if self._rename.has_used(conversion)]
-
-    def _published(self, model: PreTrainedModel, adapter: StateDictAdapter, renamed: Mapping[str, str]) -> list[str]:
-        saved = {
-            key: tensor.name
-            for key, tensor in self.found.items()
-            if tensor is not None and key != tensor.name and key not in adapter.transformers
-        }
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        if not saved or not conversions:  # of which saving undoes none
-            return []
-        names = renamed_keys({*saved, *saved.values()}, conversions, Renaming())
-        # Where some names have the prefix, others lack it as published; where none has, it is the base model's file.
-        has_prefix = any(name.startswith(self._prefix) for name in renamed.values())
-        alike = ("", self._prefix) if has_prefix else ("",)
-        return [key for key, name in saved.items() if names[name] in [prefix + names[key] for prefix in alike]]
-
-    def _resolve(self, key: str, renamed: str) -> HFTensor | None:
-        for candidate in (renamed, key):
-            for name in (candidate.removeprefix(self._prefix), self._prefix + candidate, candidate):
-                if name in self._table:
-                    self._mark_used(candidate)
-                    return self._table[name]
-        return None
-
-    def _mark_used(self, key: str) -> None:
-        """Mark the converter that applies to `key` as used, as transformers does."""
-        for converter in self._converters:
-            if self._rename(converter, key)[1] is not None:
-                return
-
-
-def _names_of_head(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str] | None) -> set[str]:
-    """Of a base model: the keys of what the model with a head that the configuration names has beside it.
-
-    That model is built without weights, because only it knows its names: in some checkpoints `lm_head.weight` is
-    `language_model.lm_head.weight`.
-    """
-    architecture = next(iter(model.config.architectures or ()), "")
-    # The code of models that are not in transformers has both classes in one module.
-    modules = (transformers, sys.modules[type(model).__module__])
-    named: list[Any] = [getattr(module, architecture) for module in modules if hasattr(module, architecture)]
-    head_class: Any = next(iter(named or shared_classes(model.config)), None)
-    if not is_base_model(model) or head_class is None or head_class.__name__ == type(model).__name__:
-        return set()
-    if getattr(head_class, "config_class", None) is None or not takes_config(head_class, model.config):
-        return set()
-    with BUILDING, torch.device("meta"):
-        head: PreTrainedModel = head_class._from_config(copy.deepcopy(model.config))
-    own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
-    conversions = get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None)
-    renamed = renamed_keys(keys, conversions, Renaming())
-    return {key for key, name in renamed.items() if name in own and not name.startswith(inside)}
 
 
 def _former_buffers(model: nn.Module) -> list[str]:
@@ -343,16 +317,24 @@ _ADVICE = {
 """What to do about each kind of problem."""
 
 
-def _advice(model: PreTrainedModel, adapter: StateDictAdapter, found: Match) -> list[str]:
+def _advice(model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, found: Match) -> list[str]:
     kinds = {problem.kind for problem in found.problems}
     advice = []
     if ProblemKind.MISSING in kinds or ProblemKind.UNEXPECTED in kinds:
         advice.append(
             f"check that this is a complete checkpoint of {class_name(model)}; to load only part of it "
-            "(a new head on a base model) pass strict=False"
+            "pass strict=False"
         )
     if ProblemKind.MISSING in kinds and (keys := tying_keys(model, found.missing, tie=False)):
         advice.append(f"if the checkpoint ties its head to the embeddings, pass {as_keywords(keys, True)}")
+    unfit = {problem.subject for problem in found.problems if problem.kind is ProblemKind.SHAPE}
+    misfits = {name for key in unfit for name in names.parameters(key)}
+    head = new_head_names(model, dict.fromkeys((*found.missing, *sorted(misfits))))
+    if head and not is_base_model(model) and not predicts_words(model):
+        advice.append(
+            "for a new head on the model in this checkpoint (a reward model from a language model) pass new_head=True: "
+            f"it initializes {listed(head)} and skips other heads"
+        )
     if ProblemKind.TIED in kinds:
         advice.append(f"pass {as_keywords(tying_keys(model, adapter.tied), False)} to keep both")
     if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):

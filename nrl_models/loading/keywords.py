@@ -21,12 +21,9 @@ ALWAYS = ("low_cpu_mem_usage",)
 """What asks for no more than is always so; transformers takes and drops it, too."""
 
 _NEVER = {
-    "ignore_mismatched_sizes": "a tensor of another shape is another model's. Leave it out of the checkpoint and pass "
-    "strict=False, which initialises what is missing",
     "weights_only": "only safetensors are read, which hold nothing but tensors",
     "from_tf": "only safetensors are read",
     "from_flax": "only safetensors are read",
-    "state_dict": "make the model with from_config(config) and call model.load_state_dict(state_dict)",
 }
 """What transformers does and is not done here, with what to do."""
 

@@ -45,7 +45,14 @@ class LoadOptions:
         plan: how to shard it: "auto" (the same as None), rules that override it, or a
             `nrl_models.distributed.ParallelPlan`.
         strict: whether the checkpoint must match the model exactly. False initialises what is missing and skips what
-            is unknown, with a warning that lists both: for a new head on a base model.
+            is unknown, with a warning that lists both.
+        new_head: put a new head on the model in the checkpoint: a reward model from a causal language model. A head
+            that the checkpoint lacks, or has in another shape, is initialized as in transformers; other heads in the
+            checkpoint are skipped; a warning lists both. Everything else must match. A head that fits is loaded.
+        ignore_mismatched_sizes: initialize tensors that have another shape in the checkpoint, with a warning that lists
+            them, as in transformers. Missing and unexpected tensors are errors all the same.
+        state_dict: tensors to load in place of the checkpoint's files, as in transformers. With `config=` the path may
+            be None. They are matched as strictly as files are, and copied.
         key_mapping: renames the checkpoint's tensors before anything else, as in transformers: regular expressions,
             each with what replaces it. What is saved has the checkpoint's names.
         variant: of the weights' files: "fp16" reads `model.fp16.safetensors`.
@@ -77,6 +84,9 @@ class LoadOptions:
     mesh: DeviceMesh | None = None
     plan: Any = None
     strict: bool = True
+    new_head: bool = False
+    ignore_mismatched_sizes: bool = False
+    state_dict: Mapping[str, Any] | None = None
     key_mapping: Mapping[str, str] | None = None
     variant: str | None = None
     output_loading_info: bool = False

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.checkpoint import given_tensors
 from nrl_models.common.checkpoint.dequantised import DequantisedFiles, quantized_part
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.generations import (
@@ -19,6 +20,7 @@ from nrl_models.common.checkpoint.generations import (
     identity_at,
     was_replaced,
 )
+from nrl_models.common.checkpoint.given_tensors import GivenTensors
 from nrl_models.common.checkpoint.limits import limited_build
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.at_fault import blaming
@@ -28,6 +30,7 @@ from nrl_models.common.logs import get_logger
 from nrl_models.common.upstream import BUILDING, device_in_context
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import CheckpointError, NRLModelsError, Problem, ProblemKind, UnknownArgumentError
+from nrl_models.loading.fit import Tolerance
 from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
 from nrl_models.loading.options import LoadOptions
 from nrl_models.loading.placement import dispatch, on_cpu, present_device
@@ -45,18 +48,18 @@ class Source:
     """A checkpoint to load, of which only the configuration has been read.
 
     Attributes:
-        name: what was asked for: a directory, or the name of a hub repository.
-        folder: where it is.
+        name: what was asked for: a directory, or the name of a hub repository; `state_dict` if only that was passed.
+        folder: where it is; None if only a state dict was passed.
         config: its configuration, with the values that were passed as keywords.
         options: how to load it.
-        watch: finds out whether it is replaced meanwhile.
+        watch: finds out whether it is replaced meanwhile; None without a directory.
     """
 
     name: str
-    folder: Path
+    folder: Path | None
     config: PreTrainedConfig
     options: LoadOptions
-    watch: Watch
+    watch: Watch | None
 
 
 def attempts(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> Iterator[AbstractContextManager[None]]:
@@ -77,6 +80,9 @@ def attempts(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> Iter
         UnknownArgumentError: no path was given, or two.
     """
     path_or_id, keywords = _named_path(path_or_id, keywords)
+    if path_or_id is None:
+        yield nullcontext()  # nothing that another process could replace
+        return
     folder = Path(path_or_id).expanduser() / str(keywords.get("subfolder") or "")
     replaced: list[str] = []
     yield _attempt(folder, replaced, last=keywords.get("mesh") is not None)  # ranks cannot begin again one by one
@@ -106,7 +112,7 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
 
     Args:
         path_or_id: a directory, a GGUF file, or the name of a hub repository; None if `keywords` have it under
-            transformers' name.
+            transformers' name, or have `config` and `state_dict`.
         keywords: options, see `LoadOptions`, and values of the configuration.
 
     Raises:
@@ -118,34 +124,43 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
     with ExitStack() as opened:
         with on_cpu(), agreed(options.mesh, "read the checkpoint's configuration"):
             asked = ("subfolder", "revision", "token", "cache_dir", "gguf_file", "local_files_only")
-            folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
-            watch = opened.enter_context(Watch(folder.parent if is_gguf(folder) else folder))
-            if not is_gguf(folder):  # published meanwhile: what is watched is what is read
-                folder = watch.location
+            folder: Path | None = None
+            watch: Watch | None = None
+            if path_or_id is not None:
+                folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
+                watch = opened.enter_context(Watch(folder.parent if is_gguf(folder) else folder))
+                if not is_gguf(folder):  # published meanwhile: what is watched is what is read
+                    folder = watch.location
             if isinstance(options.config, PreTrainedConfig):
                 config = copy.deepcopy(options.config)
             else:
-                place = Path(options.config or folder).expanduser()
+                place = Path(options.config or folder or "").expanduser()
                 place = current(place) if place.exists() else resolve_folder(place)
                 config = read_config(place, trust_remote_code=options.trust_remote_code)
             override(config, overrides)
-            config.name_or_path = str(path_or_id)
-        yield Source(str(path_or_id), folder, config, options, watch)
+            if path_or_id is not None:
+                config.name_or_path = str(path_or_id)
+        yield Source(str(path_or_id or given_tensors.NAME), folder, config, options, watch)
 
 
 PATH_NAME = "pretrained_model_name_or_path"
 """transformers' name of the first argument."""
 
 
-def _named_path(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> tuple[str | Path, dict[str, Any]]:
-    """The path, given as the first argument or under transformers' name, and the other keywords."""
+def _named_path(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> tuple[str | Path | None, dict[str, Any]]:
+    """The path, given as the first argument or under transformers' name, and the other keywords.
+
+    None if there is none, and `config` and `state_dict` take its place.
+    """
     given = [path for path in (path_or_id, keywords.get(PATH_NAME)) if path is not None]
-    if len(given) != 1:
+    complete = all(keywords.get(name) is not None for name in ("config", "state_dict"))
+    if len(given) > 1 or (not given and not complete):
         raise UnknownArgumentError(
-            f"expected a directory or the name of a hub repository, once: as the first argument, or as {PATH_NAME}"
+            f"expected a directory or the name of a hub repository, once: as the first argument, or as {PATH_NAME}. "
+            "Without one, pass both config= and state_dict="
         )
     rest = {name: value for name, value in keywords.items() if name != PATH_NAME}
-    return given[0], rest
+    return (given[0] if given else None), rest
 
 
 def load(model_class: type[PreTrainedModel], source: Source) -> Any:
@@ -173,7 +188,10 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 check_config(model_class, config, options.ignore_config_keys)
             built_with = construction(model_class, options.combine, options.backend, device)
             files: CheckpointFiles
-            if is_gguf(folder):
+            if options.state_dict is not None or folder is None:
+                _require_plain_tensors(options, quantized_part(config))
+                files = GivenTensors(options.state_dict or {})
+            elif is_gguf(folder):
                 require_plain_gguf(folder, options)
                 files = GGUFFiles(folder)
             elif (part := quantized_part(config)) is not None and is_read_plain(config, options):
@@ -182,9 +200,12 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             elif options.quantization_config is not None or part is not None:
                 _refuse_sharding(source)
                 generation_config(model_class, folder)
-                source.watch.saw({path.name: identity_at(path) for path in folder.glob("*.safetensors*")})
-                quantised = load_quantised(model_class, folder, config, options, built_with)
-                source.watch.check()
+                seen = {path.name: identity_at(path) for path in folder.glob("*.safetensors*")}
+                tolerance = _tolerance(source, config)
+                quantised = load_quantised(model_class, folder, config, options, built_with, tolerance)
+                if source.watch is not None:
+                    source.watch.saw(seen)
+                    source.watch.check()
                 return quantised
             else:
                 files = CheckpointFiles(folder, options.variant)
@@ -192,9 +213,10 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             with blaming(config, f"build {model_class.__name__}"), limited_build(len(files.tensors)):
                 dtype = resolve_dtype(options.dtype, config, files)
                 model = build_skeleton(model_class, config, dtype, **built_with)
-            generation = generation_config(model_class, folder)
+            generation = None if folder is None else generation_config(model_class, folder)
         how: Any = {"dtype": dtype, "device": device, "strict": options.strict, "key_mapping": options.key_mapping}
         how["mtp"] = options.mtp
+        how["tolerance"] = _tolerance(source, config)
         if options.mesh is None:
             fit = load_weights(model, files, **how)
         else:
@@ -209,8 +231,9 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
         if generation is not None:
             model.generation_config = generation
         with agreed(options.mesh, "read one checkpoint"):
-            source.watch.saw(files.seen)
-            source.watch.check()
+            if source.watch is not None:
+                source.watch.saw(files.seen)
+                source.watch.check()
         model.eval()
         if options.device_map is not None:
             dispatch(
@@ -221,6 +244,24 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 offload_buffers=options.offload_buffers,
             )
         return model, fit.info()
+
+
+def _require_plain_tensors(options: LoadOptions, quantized: PreTrainedConfig | None) -> None:
+    """Raise UnknownArgumentError if a state dict would be read as anything but plain tensors."""
+    others = [name for name in ("gguf_file", "variant", "quantization_config") if getattr(options, name)]
+    if quantized is not None and "quantization_config" not in others:
+        others.append("the configuration's quantization_config")
+    if others:
+        raise UnknownArgumentError(
+            f"{', '.join(others)} with state_dict=: a state dict is loaded as the unquantized tensors that it holds. "
+            "Leave out one of them"
+        )
+
+
+def _tolerance(source: Source, config: PreTrainedConfig) -> Tolerance:
+    """What of a checkpoint need not fit the model that is built from `config`, a part of its configuration or all."""
+    composite = source.config if config is not source.config else None
+    return Tolerance(source.options.new_head, source.options.ignore_mismatched_sizes, composite)
 
 
 def _refuse_sharding(source: Source) -> None:

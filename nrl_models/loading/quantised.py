@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.checkpoint.dequantised import METHODS, DequantisedFiles, quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.at_fault import blaming
+from nrl_models.common.modules import is_base_model
 from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import BUILDING, set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
-from nrl_models.loading.fit import keeps, note_mtp
+from nrl_models.loading.fit import EXACT, Tolerance, keeps, note_mtp
+from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
 from nrl_models.loading.options import LoadOptions
 
 
@@ -60,18 +63,40 @@ def _files(model: PreTrainedModel, folder: Path, options: LoadOptions, stored_as
     return CheckpointFiles(folder, options.variant)
 
 
+def _accepted(
+    model: PreTrainedModel, info: Mapping[str, Any], files: CheckpointFiles, options: LoadOptions, tolerance: Tolerance
+) -> dict[ProblemKind, set[Any]]:
+    """What transformers reports and `tolerance` accepts, by kind."""
+    unexpected = [str(key) for key in info.get("unexpected_keys", ())]
+    renamed = {key: key for key in (*files.tensors, *unexpected)}
+    others: set[Any] = set()
+    if unexpected and (tolerance.new_head or is_base_model(model)):
+        others |= head_keys(model, renamed, unexpected, options.key_mapping)
+    if tolerance.composite is not None and (rest := [key for key in unexpected if key not in others]):
+        others |= tower_keys(model, tolerance.composite, rest, options.key_mapping)
+    missing = new_head_names(model, info.get("missing_keys", ())) if tolerance.new_head else ()
+    mismatched = set(info.get("mismatched_keys", ())) if tolerance.mismatched else set()
+    return {
+        ProblemKind.MISSING: set(missing),
+        ProblemKind.UNEXPECTED: others,
+        ProblemKind.SHAPE: mismatched,
+    }
+
+
 def load_quantised(
     model_class: type[PreTrainedModel],
     folder: Path,
     config: PreTrainedConfig,
     options: LoadOptions,
     construction: dict[str, Any],
+    tolerance: Tolerance = EXACT,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a quantised checkpoint with transformers; linears that its quantisers replace are not grouped.
 
     Args:
         model_class, folder, config, options: what to load, from where, and how.
         construction: keywords for the model's constructor.
+        tolerance: what need not fit.
 
     Returns:
         The model, and what transformers says of how it was loaded.
@@ -87,7 +112,7 @@ def load_quantised(
     if options.device_map is not None:
         asked = ("device_map", "offload_folder", "max_memory", "offload_buffers")
         keywords |= {name: getattr(options, name) for name in asked}
-    keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant")}
+    keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant", "ignore_mismatched_sizes")}
     part = quantized_part(config)
     stored_as = copy.deepcopy(part.quantization_config) if part is not None else None
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
@@ -107,11 +132,12 @@ def load_quantised(
     files = _files(model, folder, options, stored_as)
     names = MTPNames(model)
     of_mtp = names.among(files.tensors)  # transformers reports them under other names, experts stacked
+    accepted = _accepted(model, info, files, options, tolerance)
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantised checkpoints")
         for name, kind in kinds.items()
         for key in sorted(info.get(name, ()), key=str)
-        if not (of_mtp and names.may_be(str(key)))
+        if not (of_mtp and names.may_be(str(key))) and key not in accepted[kind]
     ]
     problems += names.incomplete(of_mtp) if keeps(model, options.mtp) else []
     if options.strict and problems:

@@ -31,7 +31,7 @@ from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import local_of, over_shard, own_blocks, share_of
-from nrl_models.loading.fit import Fit, fit_checkpoint
+from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
 from nrl_models.loading.weights import keep_unused, require_written, run_readers
 
 
@@ -46,11 +46,13 @@ def load_sharded(
     strict: bool = True,
     key_mapping: Mapping[str, str] | None = None,
     mtp: MTP = "keep",
+    tolerance: Tolerance = EXACT,
 ) -> Fit:
     """Shard a model on meta and fill each rank's shards of it.
 
     Args:
-        model, files, dtype, device, strict, key_mapping, mtp: as in `nrl_models.loading.weights.load_weights`.
+        model, files, dtype, device, strict, key_mapping, mtp, tolerance: as in
+            `nrl_models.loading.weights.load_weights`.
         mesh, plan: as in `nrl_models.distributed.parallelize`.
 
     Returns:
@@ -65,6 +67,7 @@ def load_sharded(
         sharding, whole = divide_stages(model, mesh, chosen, cut_for(model, mesh, chosen))
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
         how: Any = {"dtype": dtype, "strict": strict, "key_mapping": key_mapping, "mtp": mtp}
+        how["tolerance"] = tolerance
         fit = fit_checkpoint(whole, files, share=share, **how)
         for part in (model, whole):
             set_loaded_conversions(part, fit.names.used_conversions())

@@ -39,7 +39,8 @@ from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import BUILDING, mark_initialised, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
-from nrl_models.loading.fit import CheckpointNames, Fit, fit_checkpoint
+from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
+from nrl_models.loading.names.checkpoint_names import CheckpointNames
 
 logger = logging.get_logger(__name__)
 
@@ -62,6 +63,7 @@ def load_weights(
     strict: bool = True,
     key_mapping: Mapping[str, str] | None = None,
     mtp: MTP = "keep",
+    tolerance: Tolerance = EXACT,
 ) -> Fit:
     """Fill `model`, built with meta parameters and real buffers, from `files`.
 
@@ -75,6 +77,7 @@ def load_weights(
             Incomplete tensors, duplicates and wrong shapes are always errors.
         key_mapping: renames the checkpoint's keys before anything else, see `LoadOptions`.
         mtp: what becomes of weights of multi-token prediction, see `LoadOptions`.
+        tolerance: What need not fit even if `strict`.
 
     Returns:
         How the checkpoint fitted the model.
@@ -83,7 +86,8 @@ def load_weights(
         CheckpointError: everything that does not fit; the model is unchanged.
     """
     device = device or torch.device("cpu")
-    fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, key_mapping=key_mapping, mtp=mtp)
+    how: Any = {"strict": strict, "key_mapping": key_mapping, "mtp": mtp, "tolerance": tolerance}
+    fit = fit_checkpoint(model, files, dtype=dtype, **how)
     _read(model, fit, files, device)
     set_loaded_conversions(model, fit.names.used_conversions())
     note_published_names(model, fit.names.published)
@@ -180,7 +184,7 @@ def _over_pages(
         files: the checkpoint.
         dtype: of all parameters.
     """
-    if any(stored.dtype != dtype for found in sources for stored, _ in found):
+    if not files.is_private or any(stored.dtype != dtype for found in sources for stored, _ in found):
         return None
     stored, target = sources[0][0]
     if len(sources) == len(sources[0]) == 1 and target.view is not None and not target.view.steps:

@@ -39,7 +39,10 @@ LOADING = (
         applies=predicates.declares("tower-names"),
         handling="Keys are renamed by transformers' own rules and looked for with and without the inner model's "
         "prefix; a tensor that is still missing is an error before anything is written.",
-        code=("nrl_models.loading.fit:CheckpointNames", "nrl_models.common.state_dict.matching:match"),
+        code=(
+            "nrl_models.loading.names.checkpoint_names:CheckpointNames",
+            "nrl_models.common.state_dict.matching:match",
+        ),
         off="load with transformers' own class",
         fixed="transformers>=5.6",
         kept_for="trainers with an older transformers",

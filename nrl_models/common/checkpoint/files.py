@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, ClassVar, NoReturn
 
 import torch
 from huggingface_hub import snapshot_download
@@ -90,6 +90,7 @@ class CheckpointFiles:
         tensors: every tensor by key.
         seen: what was read, by the names of files; None for what was looked for and not there.
         dequantised: keys of tensors whose values are computed when they are read; here none.
+        is_private: whether `read` returns memory that nothing else writes to, so that a model may keep it.
 
     Raises:
         CheckpointError: no safetensors weights, a damaged or missing file, an index that is wrong or
@@ -97,9 +98,10 @@ class CheckpointFiles:
     """
 
     dequantised: frozenset[str] = frozenset()
+    is_private: ClassVar[bool] = True
 
     @no_collections()
-    def __init__(self, folder: str | Path, variant: str | None = None) -> None:
+    def __init__(self, folder: str | Path, variant: str | None = None, *, _by_index: bool = False) -> None:
         self.folder = current(Path(folder))
         self.seen: dict[str, Identity | None] = {}
         self._maps: dict[str, tuple[mmap.mmap, int]] = {}
@@ -109,10 +111,13 @@ class CheckpointFiles:
         self.weights_name, self.index_name = (with_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
         self.tensors: dict[str, StoredTensor] = {}
         self._index_dtype: torch.dtype | None = None
+        self._is_by_index = _by_index
         problems: list[Problem] = []
         files = self._files(problems)
         for file, expected in files.items():
             self._read_header(file, expected, problems)
+        if not problems and self.weights_name in files:
+            problems += self._differs_from_index(variant)
         if problems:
             self.close()
             raise CheckpointError(f"cannot load {self.folder}", problems, _advice(problems, self.folder))
@@ -199,7 +204,7 @@ class CheckpointFiles:
 
     def _files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
         """The files to read and, where an index says so, the keys each must hold."""
-        if (self.folder / self.weights_name).is_file():
+        if (self.folder / self.weights_name).is_file() and not self._is_by_index:
             return {self.weights_name: None}
         self.seen[self.weights_name] = None
         try:
@@ -218,6 +223,26 @@ class CheckpointFiles:
             detail = f"has neither {self.weights_name} nor {self.index_name}"
             problems.append(Problem(ProblemKind.FILE, str(self.folder), detail))
         return {}
+
+    def _differs_from_index(self, variant: str | None) -> list[Problem]:
+        """Problems with a single file next to the index and shards of another checkpoint: one of them is stale."""
+        if not (self.folder / self.index_name).is_file():
+            return []
+        try:
+            indexed = CheckpointFiles(self.folder, variant, _by_index=True)
+        except CheckpointError:  # the shards are gone, and only their index is left
+            return []
+        self.seen |= {name: seen for name, seen in indexed.seen.items() if name != self.weights_name}
+        different = sorted(self.tensors.keys() ^ indexed.tensors.keys()) or (
+            key for key, tensor in self.tensors.items() if not _are_same(self, tensor, indexed, indexed.tensors[key])
+        )
+        first = next(iter(different), None)
+        indexed.close()
+        if first is None:
+            return []
+        detail = f"is not the same in {self.weights_name} and in the shards of {self.index_name}; one of them is stale"
+        advice = f"remove {self.weights_name}, or {self.index_name} and its shards"
+        return [Problem(ProblemKind.DUPLICATED, first, detail, self.weights_name, advice)]
 
     def _indexed_files(self, index: BinaryIO, problems: list[Problem]) -> dict[str, set[str] | None]:
         try:
@@ -279,6 +304,16 @@ class CheckpointFiles:
             problems.append(
                 Problem(ProblemKind.INDEX, key, f"is not in {file}, where {self.index_name} says it is", file)
             )
+
+
+def _are_same(files: CheckpointFiles, tensor: StoredTensor, others: CheckpointFiles, other: StoredTensor) -> bool:
+    """Whether two stored tensors are equal, bit for bit."""
+    if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        return False
+    first, second = (
+        source.read(each).reshape(-1).view(torch.uint8) for source, each in ((files, tensor), (others, other))
+    )
+    return torch.equal(first, second)
 
 
 def _close(handles: dict[str, BinaryIO]) -> None:

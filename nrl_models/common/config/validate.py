@@ -155,7 +155,9 @@ class _Check:
 
     def unsupported(self) -> Iterator[Problem]:
         """Values that are read by nobody, or of which it is known that the model does something else."""
-        for path, _, key, value in walk(self.config):
+        for path, part, key, value in walk(self.config):
+            if key == "layer_types" and not self._is_ignored(path, key) and self._is_read(key):
+                yield from _without_window(path, part, value)
             if key in self.values and not self._is_ignored(path, key) and value not in self.values[key]:
                 valid = " or ".join(map(shown, self.values[key]))
                 yield Problem(ProblemKind.UNSUPPORTED, path, f"is {shown(value)}; only {valid} is supported")
@@ -213,6 +215,20 @@ class _Check:
             for inner in parts_of(part)
             if inner is not part
         )
+
+
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""The key with the size of the window, by the type of the layers that have one."""
+
+
+def _without_window(path: str, part: PreTrainedConfig, layer_types: Any) -> Iterator[Problem]:
+    """Layers with a window whose size the configuration does not state: their masks cannot be made."""
+    for kind, key in WINDOWS.items():
+        if isinstance(layer_types, (list, tuple)) and kind in layer_types and getattr(part, key, 0) is None:
+            where = f"{path.removesuffix('layer_types')}{key}"
+            detail = f"is null, and {layer_types.count(kind)} of the {path} are {kind!r}; expected the window's size"
+            advice = f"set {where}, or list those layers as 'full_attention'"
+            yield Problem(ProblemKind.UNSUPPORTED, where, detail, advice=advice)
 
 
 def _value_or(config: PreTrainedConfig, path: str, default: Any) -> Any:

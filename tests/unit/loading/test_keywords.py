@@ -114,7 +114,6 @@ def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytes
         ({"model_type": "mistral"}, UnknownArgumentError, "model_type: expected values of the configuration"),
         ({"sub_configs": {}, "base_model_tp_plan": {}}, UnknownArgumentError, "sub_configs, base_model_tp_plan: "),
         ({"from_tf": True, "use_safetensors": False}, UnknownArgumentError, "from_tf: .*; use_safetensors=False"),
-        ({"ignore_mismatched_sizes": True}, UnknownArgumentError, "strict=False"),
         ({"key_mapping": {"(": "x"}}, UnknownArgumentError, r"key_mapping: '\(' is no regular expression"),
         ({"local_file_only": True}, UnknownArgumentError, r"local_file_only \(did you mean local_files_only\?\)"),
         ({"torch_dtpye": "auto"}, UnknownArgumentError, r"torch_dtpye \(did you mean torch_dtype\?\)"),

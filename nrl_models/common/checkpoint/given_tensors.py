@@ -1,0 +1,69 @@
+"""A state dict, read as a checkpoint's files are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nrl_models.common.checkpoint.files import CheckpointFiles, Identity, StoredTensor
+from nrl_models.errors import UnknownArgumentError, listed
+
+NAME = "state_dict"
+"""The name of a state dict in messages, in place of a directory and a file."""
+
+
+class GivenTensors(CheckpointFiles):
+    """The tensors of a state dict. The model that is loaded gets copies of them.
+
+    Args:
+        state_dict: Complete tensors under names of checkpoints or of the model.
+
+    Raises:
+        UnknownArgumentError: It is not a mapping of names to tensors, or tensors are sharded, sparse or on meta.
+    """
+
+    is_private = False
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        if not isinstance(state_dict, Mapping):
+            raise UnknownArgumentError(
+                f"state_dict is a {type(state_dict).__name__}: expected a mapping of names to tensors"
+            )
+        self.folder = Path(NAME)
+        self.seen: dict[str, Identity | None] = {}
+        if wrong := [str(key) for key, value in state_dict.items() if not _is_complete(key, value)]:
+            raise UnknownArgumentError(
+                f"state_dict: {listed(wrong)}: expected complete, dense tensors with values, by name. Gather sharded "
+                "tensors first (tensor.full_tensor()), and leave out what is not a tensor"
+            )
+        self._given = {key: value.detach() for key, value in state_dict.items()}
+        self._index_dtype = None
+        self.tensors = {
+            key: StoredTensor(key, NAME, tuple(tensor.shape), tensor.dtype, 0) for key, tensor in self._given.items()
+        }
+
+    def read(self, tensor: StoredTensor) -> torch.Tensor:
+        """Return the tensor of the state dict itself, not a copy."""
+        return self._given[tensor.key]
+
+    def stored_parts(self, tensor: StoredTensor) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor] | None]:
+        """Return a copy of the tensor."""
+        return (self.read(tensor).clone(),), None
+
+    def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return None: tensors of a state dict do not share pages."""
+        return None
+
+    def close(self) -> None:
+        """Forget the state dict."""
+        self._given = {}
+
+
+def _is_complete(key: object, value: object) -> bool:
+    if not isinstance(key, str) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return value.layout is torch.strided and value.device.type != "meta"

@@ -1,0 +1,94 @@
+"""What each key of a checkpoint stands for in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
+from nrl_models.common.upstream import Renaming, WeightConverter, dot_natural_key, get_model_conversion_mapping
+from nrl_models.common.views.view import HFTensor
+
+
+class CheckpointNames:
+    """What each key of a checkpoint stands for, by transformers' own renamings and conversions.
+
+    A key may be the hub's name, transformers' in-memory name, an older name that transformers
+    renames, or any of these with the base model's prefix added or left out.
+
+    Args:
+        model: the model to load.
+        adapter: its adapter.
+        keys: all keys of the checkpoint.
+        key_mapping: renamings of these keys that come before transformers'.
+
+    Attributes:
+        found: for each key the tensor it stands for, or None.
+        renamed: the name that transformers' renamings give each key.
+        published: keys in place of which transformers saves others, though not because they are its own names in
+            memory, older ones, or without the base model's prefix: see `note_published_names`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: StateDictAdapter,
+        keys: Iterable[str],
+        key_mapping: Mapping[str, str] | None = None,
+    ) -> None:
+        self._conversions: list[Any] = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
+        self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
+        self._prefix = base_prefix(model)
+        self._rename = Renaming()
+        renamed = renamed_keys(keys, self._conversions, self._rename)
+        # A key and the hub's name for the same tensor become the same name when both are renamed.
+        others = adapter.hub.keys() - renamed.keys()
+        names = renamed | renamed_keys(others, get_model_conversion_mapping(model), Renaming())
+        hub = {names[name]: tensor for name, tensor in adapter.hub.items()}
+        if len(hub) < len(adapter.hub):  # of several that become one name the last in transformers' order wins
+            hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
+        self._table: dict[str, HFTensor] = adapter.transformers | hub
+        self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
+        self.renamed = renamed
+        self.published = [] if key_mapping else self._published(model, adapter, renamed)
+
+    def parameters(self, key: str) -> tuple[str, ...]:
+        """The model's own tensors that a key stands for, in whole or in part; none if it is unknown."""
+        tensor = self.found[key]
+        return () if tensor is None else tuple(tensor.parameters)
+
+    def used_conversions(self) -> list[Any]:
+        """The conversions that applied to some key: those that saving has to revert."""
+        return [conversion for conversion in self._conversions if self._rename.has_used(conversion)]
+
+    def _published(self, model: PreTrainedModel, adapter: StateDictAdapter, renamed: Mapping[str, str]) -> list[str]:
+        saved = {
+            key: tensor.name
+            for key, tensor in self.found.items()
+            if tensor is not None and key != tensor.name and key not in adapter.transformers
+        }
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        if not saved or not conversions:  # of which saving undoes none
+            return []
+        names = renamed_keys({*saved, *saved.values()}, conversions, Renaming())
+        # Where some names have the prefix, others lack it as published; where none has, it is the base model's file.
+        has_prefix = any(name.startswith(self._prefix) for name in renamed.values())
+        alike = ("", self._prefix) if has_prefix else ("",)
+        return [key for key, name in saved.items() if names[name] in [prefix + names[key] for prefix in alike]]
+
+    def _resolve(self, key: str, renamed: str) -> HFTensor | None:
+        for candidate in (renamed, key):
+            for name in (candidate.removeprefix(self._prefix), self._prefix + candidate, candidate):
+                if name in self._table:
+                    self._mark_used(candidate)
+                    return self._table[name]
+        return None
+
+    def _mark_used(self, key: str) -> None:
+        """Mark the converter that applies to `key` as used, as transformers does."""
+        for converter in self._converters:
+            if self._rename(converter, key)[1] is not None:
+                return

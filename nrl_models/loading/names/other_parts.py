@@ -1,0 +1,179 @@
+"""Keys of a checkpoint that belong to parts the model does not have: another head, or the towers of a composite model.
+
+A base model loads from a checkpoint of any model with a head. A text model loads from a checkpoint of a vision-language
+model. Keys of the model's own layers are never among them: it is still an error if nothing uses those.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nrl_models.common.modules import is_base_model
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
+from nrl_models.common.upstream import BUILDING, Renaming, architectures_of, get_model_conversion_mapping
+from nrl_models.loading.names.checkpoint_names import CheckpointNames
+from nrl_models.loading.shared_classes import shared_classes, takes_config
+
+LAYER_DEPTH = 3
+"""Parts of a name after a layer's number, at least, in layers of a tower: `layers.0.mlp.fc1.weight`."""
+
+
+def head_keys(
+    model: PreTrainedModel,
+    renamed: Mapping[str, str],
+    unknown: Collection[str],
+    key_mapping: Mapping[str, str] | None = None,
+) -> set[str]:
+    """Return the keys of heads that `model` does not have.
+
+    A key is a head's if a class with a head has it outside its base model. That covers keys that only the class gives
+    away, such as `language_model.lm_head.weight`. If the checkpoint's names have the base model's prefix, a module
+    outside the prefix is a head as well, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`.
+
+    Args:
+        model: The model to load: a base model, or one with a head of its own.
+        renamed: For each key of the checkpoint the name that transformers' renamings give it.
+        unknown: The keys that stand for nothing in `model`.
+        key_mapping: Renamings that come before transformers'.
+    """
+    found = _outside_prefix(model, renamed, unknown)
+    for head_class in _head_classes(model):
+        if found >= set(unknown):
+            break
+        found |= _keys_outside_base(head_class, model.config, unknown, key_mapping)
+    return found
+
+
+def new_head_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return which of a model's tensors are its head's: those outside its base model; none if it has no base model."""
+    base: Any = model.base_model
+    if base is model:
+        return []
+    inside = {id(tensor) for tensor in base.state_dict(keep_vars=True).values()}
+    own = model.state_dict(keep_vars=True)
+    return [name for name in names if name in own and id(own[name]) not in inside]
+
+
+def tower_keys(
+    model: PreTrainedModel,
+    composite: PreTrainedConfig,
+    unknown: Collection[str],
+    key_mapping: Mapping[str, str] | None = None,
+) -> set[str]:
+    """Return the keys of a composite checkpoint's other parts: vision and audio towers, projectors.
+
+    Args:
+        model: The model to load, built from a part of `composite`.
+        composite: The checkpoint's configuration.
+        unknown: The keys that stand for nothing in `model`.
+        key_mapping: Renamings that come before transformers'.
+    """
+    for whole_class in _composite_classes(model, composite):
+        with BUILDING, torch.device("meta"):
+            whole: PreTrainedModel = whole_class._from_config(copy.deepcopy(composite))
+        kind = type(model.config)
+        parts = (item for item in whole.named_modules() if isinstance(item[1], PreTrainedModel))
+        text = tuple(f"{name}." for name, part in parts if name and isinstance(part.config, kind))
+        if not text:
+            continue
+        found = CheckpointNames(whole, StateDictAdapter(whole), unknown, key_mapping).found
+        return {
+            key
+            for key, tensor in found.items()
+            if tensor is not None and not any(name.startswith(text) for name in tensor.parameters)
+        }
+    return set()
+
+
+def modules_of(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
+    """Return the names of the outermost modules that keys belong to, for messages."""
+    prefix = base_prefix(model)
+    return sorted(
+        {f"{prefix if key.startswith(prefix) else ''}{key.removeprefix(prefix).partition('.')[0]}" for key in keys}
+    )
+
+
+def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> set[str]:
+    """Unknown keys of modules outside the base model, in a checkpoint whose names have the base model's prefix."""
+    prefix, base = base_prefix(model), model.base_model
+    body = {name.partition(".")[0] for name in base.state_dict()} | {name for name, _ in base.named_children()}
+    inside = (name for key, name in renamed.items() if key not in set(unknown))
+    if not prefix or not any(name.startswith(prefix) and name[len(prefix) :].split(".")[0] in body for name in inside):
+        return set()
+    groups: dict[str, list[str]] = defaultdict(list)
+    for key in unknown:
+        if not key.startswith(prefix) and not renamed[key].startswith(prefix):
+            groups[key.partition(".")[0]].append(key)
+    return {
+        key
+        for module, keys in groups.items()
+        if module not in body and module not in keys and not any(map(_is_in_layers, keys))
+        for key in keys
+    }
+
+
+def _is_in_layers(key: str) -> bool:
+    """Whether a name is that of a tensor in a stack of layers, not of a short sequence as in `classifier.0.weight`."""
+    parts = key.split(".")
+    return any(part.isdecimal() and len(parts) - position > LAYER_DEPTH for position, part in enumerate(parts))
+
+
+def _head_classes(model: PreTrainedModel) -> Iterator[Any]:
+    """Yield classes with a head over the same base model: the one that the configuration names, or transformers'."""
+    config, yielded = model.config, 0
+    for architecture in config.architectures or ():
+        for head_class in _classes_named(architecture, model):
+            if _is_head_class(head_class, model):
+                yield head_class
+                yielded += 1
+    if yielded or not is_base_model(model):
+        return
+    candidates = [*shared_classes(config), *(getattr(transformers, name, None) for name in _known_names(config))]
+    yield from (head_class for head_class in candidates if head_class and _is_head_class(head_class, model))
+
+
+def _is_head_class(head_class: Any, model: PreTrainedModel) -> bool:
+    if head_class.__name__ == type(model).__name__ or getattr(head_class, "config_class", None) is None:
+        return False
+    return takes_config(head_class, model.config)
+
+
+def _keys_outside_base(
+    head_class: Any, config: PreTrainedConfig, keys: Iterable[str], key_mapping: Mapping[str, str] | None
+) -> set[str]:
+    """Keys of what a class has beside its base model. It is built without weights: only it has these names."""
+    with BUILDING, torch.device("meta"):
+        head: PreTrainedModel = head_class._from_config(copy.deepcopy(config))
+    own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
+    conversions = get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None)
+    names = renamed_keys(keys, conversions, Renaming())
+    return {key for key, name in names.items() if name in own and not name.startswith(inside)}
+
+
+def _composite_classes(model: PreTrainedModel, composite: PreTrainedConfig) -> Iterator[Any]:
+    """Yield classes that are built from a composite configuration: the one that it names, or transformers'."""
+    named = [found for name in composite.architectures or () for found in _classes_named(name, model)]
+    for whole_class in (*named, *(getattr(transformers, name, None) for name in _known_names(composite))):
+        config_class = getattr(whole_class, "config_class", None)
+        if config_class is not None and isinstance(composite, config_class):
+            yield whole_class
+
+
+def _classes_named(architecture: str, model: nn.Module) -> list[Any]:
+    # The code of models that are not in transformers has all classes in one module.
+    modules = (transformers, sys.modules[type(model).__module__])
+    return [getattr(module, architecture) for module in modules if hasattr(module, architecture)]
+
+
+def _known_names(config: PreTrainedConfig) -> tuple[str, ...]:
+    return architectures_of(config.model_type)

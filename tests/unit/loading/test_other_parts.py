@@ -1,0 +1,246 @@
+"""Checkpoints with other heads or towers than the model that is loaded, new heads, and state dicts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import WEIGHTS, assert_same, edit_config, edit_weights, hf_tensors, new_model, stored
+from transformers import BertConfig, LlamaConfig, PreTrainedModel
+
+from nrl_models import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CheckpointError,
+    UnknownArgumentError,
+    registry,
+)
+from nrl_models.errors import ConfigurationError, StateDictError
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.tiny import tiny_config
+
+HIDDEN = 256
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """bert-base-uncased as published: two heads, `architectures` naming one of them."""
+    model = new_model(tiny_config(BertConfig), "ForPreTraining")
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, architectures=["BertForMaskedLM"])
+    return tmp_path
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def body_of(folder: Path) -> dict[str, torch.Tensor]:
+    """transformers' base model of a checkpoint."""
+    return dict(transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+@pytest.mark.parametrize("architectures", [["BertForMaskedLM"], ["BertForPreTraining"], None])
+def test_a_base_model_of_a_file_with_other_heads(bert: Path, architectures: list[str] | None) -> None:
+    edit_config(bert, architectures=architectures)
+    model, info = AutoModel.from_pretrained(bert, dtype=torch.float32, output_loading_info=True)
+    assert_same(hf_tensors(model), body_of(bert))
+    assert info["unexpected_keys"] == {name for name in stored(bert) if name.startswith("cls.")} != set()
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["LlamaForSequenceClassification"], None])
+@pytest.mark.parametrize("heads", [["v_head.summary.weight", "v_head.summary.bias"], ["score.weight"]])
+def test_a_base_model_of_a_value_or_reward_model(llama: Path, heads: list[str], architectures: Any) -> None:
+    added = {name: torch.randn((1, HIDDEN) if name.endswith("weight") else (1,)) for name in heads}
+    edit_weights(llama, lambda tensors: tensors.update(added))
+    edit_config(llama, architectures=architectures)
+    model = AutoModel.from_pretrained(llama, dtype=torch.float32)
+    assert_same(hf_tensors(model), body_of(llama))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.9.mlp.up_proj.weight", "model.extra.weight", "encoder.layers.0.mlp.w.weight"]
+)
+def test_a_weight_of_the_body_that_nothing_uses_is_an_error(llama: Path, name: str) -> None:
+    edit_weights(llama, lambda tensors: tensors.update({name: torch.zeros(2, 2), "v_head.weight": torch.zeros(1, 2)}))
+    with pytest.raises(CheckpointError, match=rf"unexpected: {name}") as raised:
+        AutoModel.from_pretrained(llama)
+    assert "v_head" not in str(raised.value)
+
+
+# New heads
+
+
+def test_a_reward_model_of_a_language_model(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The head has transformers' initialization, and the rest the checkpoint's weights."""
+    with pytest.raises(CheckpointError, match=r"missing: score\.weight[\s\S]*new_head=True.*score\.weight"):
+        AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1)
+    with caplog.at_level(logging.WARNING):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            llama, num_labels=1, new_head=True, dtype=torch.float32, output_loading_info=True
+        )
+    assert info["missing_keys"] == {"score.weight"}
+    assert info["unexpected_keys"] == {"lm_head.weight"}
+    assert "initialized score.weight" in caplog.text
+    assert "lm_head" in caplog.text
+    own = hf_tensors(model)
+    head = own.pop("score.weight")
+    assert head.std().item() == pytest.approx(model.config.initializer_range, rel=0.3)
+    expected = stored(llama)
+    del expected["lm_head.weight"]
+    assert_same(own, expected)
+
+
+def test_a_head_that_fits_is_loaded(llama: Path, tmp_path: Path) -> None:
+    rewards = AutoModelForSequenceClassification.from_pretrained(llama, num_labels=3, new_head=True)
+    rewards.save_pretrained(tmp_path / "rewards")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rewards", num_labels=3, new_head=True)
+    assert torch.equal(again.score.weight, rewards.score.weight)
+    with pytest.raises(CheckpointError, match=r"score\.weight.*has shape \(3, 256\)[\s\S]*new_head=True"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "rewards", num_labels=2)
+    other, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "rewards", num_labels=2, new_head=True, output_loading_info=True
+    )
+    assert other.score.weight.shape == (2, HIDDEN)
+    assert info["mismatched_keys"] == {("score.weight", torch.Size((3, HIDDEN)), torch.Size((2, HIDDEN)))}
+
+
+def test_a_new_head_excuses_nothing_else(llama: Path) -> None:
+    edit_weights(llama, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"\(1 problem\)\n  - missing: model\.layers\.0\.mlp\.up_proj\.weight"):
+        AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1, new_head=True)
+    with pytest.raises(UnknownArgumentError, match="LlamaModel has no head"):
+        AutoModel.from_pretrained(llama, new_head=True)
+
+
+def test_mismatched_sizes(llama: Path) -> None:
+    """As in transformers, which tensors are initialized is in the loading information."""
+    with pytest.raises(StateDictError, match=r"embed_tokens"):
+        AutoModelForCausalLM.from_pretrained(llama, vocab_size=600)
+    keywords: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
+    config = LlamaConfig.from_pretrained(llama, vocab_size=600)
+    ours, info = AutoModelForCausalLM.from_pretrained(llama, vocab_size=600, **keywords)
+    theirs, expected = transformers.AutoModelForCausalLM.from_pretrained(llama, config=config, **keywords)
+    assert info["mismatched_keys"] == {tuple(found) for found in expected["mismatched_keys"]} != set()
+    new = {name for name, *_ in info["mismatched_keys"]}
+    own, other = hf_tensors(ours), theirs.state_dict()
+    assert {name: tensor.shape for name, tensor in own.items()} == {name: t.shape for name, t in other.items()}
+    assert_same(
+        {name: tensor for name, tensor in own.items() if name not in new},
+        {name: tensor for name, tensor in other.items() if name not in new},
+    )
+    edit_weights(llama, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
+        AutoModelForCausalLM.from_pretrained(llama, vocab_size=600, ignore_mismatched_sizes=True)
+
+
+# State dicts
+
+
+def test_a_state_dict_in_place_of_files(llama: Path) -> None:
+    config, tensors = LlamaConfig.from_pretrained(llama), stored(llama)
+    for path in (None, llama):
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, state_dict=tensors, dtype=torch.float32)
+        assert_same(hf_tensors(model), tensors)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    assert tensors["model.norm.weight"].abs().sum() > 0  # the model has copies
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), CheckpointError, r"missing: model\.norm\.weight"),
+        (lambda tensors: tensors.update(x=torch.ones(2)), CheckpointError, r"unexpected: x"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}), CheckpointError, r"has shape \(3,\)"),
+        (lambda tensors: tensors.update(x=3), UnknownArgumentError, r"state_dict: x: expected complete, dense"),
+        (lambda tensors: tensors.update(x=torch.ones(2, device="meta")), UnknownArgumentError, "state_dict: x"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit(llama: Path, change: Any, error: type[Exception], message: str) -> None:
+    tensors = stored(llama)
+    change(tensors)
+    with pytest.raises(error, match=message):
+        AutoModelForCausalLM.from_pretrained(None, config=LlamaConfig.from_pretrained(llama), state_dict=tensors)
+
+
+def test_no_path_needs_a_configuration_and_a_state_dict(llama: Path) -> None:
+    for keywords in ({"config": LlamaConfig.from_pretrained(llama)}, {"state_dict": {}}, {}):
+        with pytest.raises(UnknownArgumentError, match="pass both config= and state_dict="):
+            AutoModelForCausalLM.from_pretrained(None, **keywords)
+
+
+# Files and configurations
+
+
+def test_a_stale_file_next_to_an_index(llama: Path) -> None:
+    """The same weights twice load; other weights are an error that names the file."""
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(llama / "shards", max_shard_size="500KB")
+    for file in (llama / "shards").glob("model*"):
+        file.rename(llama / file.name)
+    assert_same(hf_tensors(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)), hf_tensors(model))
+    edit_weights(llama, lambda tensors: tensors["model.norm.weight"].add_(1))
+    with pytest.raises(CheckpointError, match=rf"model\.norm\.weight.*{WEIGHTS}[\s\S]*remove {WEIGHTS}"):
+        AutoModelForCausalLM.from_pretrained(llama)
+
+
+def test_layers_with_a_window_need_its_size(tmp_path: Path) -> None:
+    config = tiny_config(transformers.Qwen2Config, {"layer_types": ["sliding_attention", "full_attention"]})
+    new_model(config).save_pretrained(tmp_path)
+    edit_config(tmp_path, layer_types=["sliding_attention", "full_attention"], sliding_window=None)
+    with pytest.raises(ConfigurationError, match=r"sliding_window: is null[\s\S]*set sliding_window"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# Text models of composite checkpoints
+
+
+def composites() -> list[str]:
+    """Architectures with towers whose configuration transformers maps to a causal language model of its text part."""
+    found = []
+    for name in registry.architectures(aliases=False):
+        if registry.unmet_requirement(name):
+            continue
+        model_class: Any = registry.model_class(name)
+        config_class = model_class.config_class
+        text_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+        if text_class is None or text_class.__name__ == name or text_class.config_class is config_class:
+            continue
+        found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("architecture", composites())
+def test_the_text_model_of_a_checkpoint_with_towers(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = FamilyCase(registry.model_class(architecture), torch.device("cpu"))
+    reference: PreTrainedModel = case.reference()
+    reference.save_pretrained(tmp_path)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    if info["missing_keys"]:  # which transformers initializes
+        with pytest.raises(CheckpointError, match="missing: "):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        return
+    with caplog.at_level(logging.WARNING):
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert "does not have the checkpoint's other parts" in caplog.text
+    assert_same(hf_tensors(ours), theirs.state_dict())
+    ids = torch.arange(20, 36)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits, rtol=0, atol=1e-4)
+
+
+def test_composite_checkpoints_of_three_families_are_tested() -> None:
+    wanted = {"Llama4ForConditionalGeneration", "MllamaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
+    assert wanted <= set(composites())
