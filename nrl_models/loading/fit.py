@@ -172,7 +172,7 @@ def fit_checkpoint(
     new_head = set(new_head_names(model, adapter.own)) if tolerance.new_head else set()
     if tolerance.new_head and not new_head:
         raise UnknownArgumentError(
-            f"new_head=True: {class_name(model)} has no head beside its base model. Leave it out, or load a class with "
+            f"new_head=True: {class_name(model)} has no head. Leave out new_head, or load a class with "
             "one (nrl_models.AutoModelForSequenceClassification, ...)"
         )
     mismatched = _accepted_mismatches(names, files, tolerance, new_head)

@@ -77,7 +77,7 @@ def load_weights(
             Incomplete tensors, duplicates and wrong shapes are always errors.
         key_mapping: renames the checkpoint's keys before anything else, see `LoadOptions`.
         mtp: what becomes of weights of multi-token prediction, see `LoadOptions`.
-        tolerance: What need not fit even if `strict`.
+        tolerance: Differences that are accepted even if `strict`.
 
     Returns:
         How the checkpoint fitted the model.

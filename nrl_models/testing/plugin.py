@@ -154,7 +154,7 @@ def family_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """The class under test, with its models.
 
     For a test of a feature that the family limits, the limit is lifted: the test has to fail because transformers'
-    class does (`pytest_pyfunc_call`), not because ours refuses. The models inside the model state the limit, too.
+    class does (`pytest_pyfunc_call`), not because ours refuses. The models inside the model also state the limit.
     """
     from nrl_models.common.forward.packing import KeepsDocumentsApart
 

@@ -50,7 +50,7 @@ def _files(recorded: Recorded) -> Facts:
     path = recorded.folder / "saved"
     recorded.model(incomplete=True).save_pretrained(path)
     tensors = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    # What is missing when it is loaded is random, or memory that nothing was written to.
+    # Weights that the load does not find are random, or memory that nothing was written to.
     is_complete = not recorded.loading_info["missing_keys"]
     return {
         Kind.FILES: {

@@ -172,7 +172,7 @@ def _found(values: Mapping[str, Any], name: str) -> Iterator[Any]:
 
 
 def _with(values: Mapping[str, Any], name: str, new: Any) -> dict[str, Any]:
-    """The configuration with another value of a key, wherever it has one."""
+    """The configuration with another value of a key, in each part that has the key."""
     return {
         key: new if key == name else _with(value, name, new) if isinstance(value, dict) else value
         for key, value in values.items()

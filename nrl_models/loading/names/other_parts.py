@@ -41,7 +41,7 @@ def head_keys(
     outside the prefix is a head as well, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`.
 
     Args:
-        model: The model to load: a base model, or one with a head of its own.
+        model: The model to load: a base model, or one with another head.
         renamed: For each key of the checkpoint the name that transformers' renamings give it.
         unknown: The keys that stand for nothing in `model`.
         key_mapping: Renamings that come before transformers'.
@@ -151,7 +151,7 @@ def _is_head_class(head_class: Any, model: PreTrainedModel) -> bool:
 def _keys_outside_base(
     head_class: Any, config: PreTrainedConfig, keys: Iterable[str], key_mapping: Mapping[str, str] | None
 ) -> set[str]:
-    """Keys of what a class has beside its base model. It is built without weights: only it has these names."""
+    """Keys of modules outside a class's base model. The class is built without weights: only it has these names."""
     with BUILDING, torch.device("meta"):
         head: PreTrainedModel = head_class._from_config(copy.deepcopy(config))
     own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
