@@ -103,12 +103,20 @@ def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(two: World, four:
             assert peak >= share  # it was measured
 
 
+@pytest.mark.parametrize("keywords", [{"strict": False}, {"new_head": True}], ids=str)
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_a_missing_head_is_initialised_alike_on_all_ranks(two: World, llama: Path, layout: str) -> None:
-    for found in two.run(partial(loading.loads_classifier, **LAYOUTS[layout]), str(llama)):
+def test_a_missing_head_is_initialized_alike_on_all_ranks(
+    two: World, llama: Path, layout: str, keywords: dict[str, bool]
+) -> None:
+    for found in two.run(partial(loading.loads_classifier, **LAYOUTS[layout]), str(llama), keywords):
         assert found["std"] > 0.01
         assert found["same"]
         assert found["body"]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_a_state_dict_is_loaded_over_a_mesh(two: World, llama: Path, layout: str) -> None:
+    two.run(partial(loading.loads_state_dict, **LAYOUTS[layout]), str(llama))
 
 
 # What goes wrong

@@ -61,6 +61,16 @@ def loads_alike(path: str, auto: str, **sizes: int) -> float:
         return (model(**inputs)[0] - whole(**inputs)[0]).abs().max().item()
 
 
+def loads_state_dict(folder: str, **sizes: int) -> None:
+    """Load a state dict over a mesh, without a directory."""
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    tensors = dict(whole.state_dict_adapter.iter_export(whole))
+    model = AutoModelForCausalLM.from_pretrained(
+        None, config=whole.config, state_dict=tensors, mesh=mesh_of(**sizes), dtype=whole.dtype
+    )
+    assert_same(dict(model.state_dict_adapter.iter_export(model)), tensors)
+
+
 def loads_over(folder: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> None:
     """Load over a mesh with any names, or none."""
     AutoModelForCausalLM.from_pretrained(folder, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
@@ -106,12 +116,10 @@ def peak_of_loading(folder: str, **sizes: int) -> int:
     return peak.peak
 
 
-def loads_classifier(folder: str, **sizes: int) -> dict[str, Any]:
+def loads_classifier(folder: str, keywords: dict[str, Any], **sizes: int) -> dict[str, Any]:
     """A classifier on a language model's body: its head is new, and the same on all ranks."""
     torch.manual_seed(dist.get_rank())
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder, mesh=mesh_of(**sizes), strict=False, num_labels=6
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(folder, mesh=mesh_of(**sizes), num_labels=6, **keywords)
     weights = dict(model.state_dict_adapter.iter_export(model))
     whole = AutoModelForCausalLM.from_pretrained(folder)
     expected = whole.state_dict_adapter.to_hf(whole.state_dict())
