@@ -50,8 +50,9 @@ test-real: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/real
 
 # Outcomes of planted bugs are kept, so that a run goes on where another was cut; a survivor fails it.
-test-full: setup
+test-full: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/full
+	$(BIN)/python -m pytest -q tests/distributed/test_integrations.py -k compiled
 	$(MAKE) test-all TRANSFORMERS=5.5.0
 	$(BIN)/nrl-models dev mutate
 
@@ -62,7 +63,7 @@ campaign: setup
 
 # The first one test at a time: they start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
-	$(BIN)/python -m pytest -q tests/distributed
+	$(BIN)/python -m pytest -q -m "not long" tests/distributed
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m integrations tests/unit/consistency tests/unit/edits tests/unit/engines tests/unit/loading tests/unit/losses
 
 # Goes on where another run was cut.

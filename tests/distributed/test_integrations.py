@@ -435,9 +435,14 @@ MIXTURES = [
 ]
 """Different routers, shared experts, and biases of experts."""
 
+QUICK = ("DeepseekV3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM")
+"""Mixtures that are compiled in `make test-distributed`; `make test-full` compiles all."""
+
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}], ids=["ep", "tp"])
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in MIXTURES]
+)
 def test_compiled_mixtures_have_uncompiled_gradients(two: World, architecture: str, sizes: dict[str, int]) -> None:
     check_compiled(two, architecture, **sizes)
 

@@ -157,8 +157,20 @@ def test_nothing_is_mapped_where_it_would_not_be_aligned(tmp_path: Path, padding
         assert torch.equal(joined, torch.cat(list(tensors.values())))
 
 
-def test_a_single_file_is_read_before_an_index(shards: Path) -> None:
-    save_file({"a": torch.ones(1)}, shards / WEIGHTS)  # transformers' rule
+def test_a_single_file_next_to_an_index(shards: Path) -> None:
+    """transformers reads the single file. That is right if the shards are equal or missing."""
+    tensors = stored(shards)
+    name = next(iter(tensors))
+    save_file(tensors, shards / WEIGHTS)
+    with closing(CheckpointFiles(shards)) as single:
+        assert {tensor.file for tensor in single.tensors.values()} == {WEIGHTS}
+    for other in ({**tensors, name: tensors[name] + 1}, {"a": torch.ones(1)}):
+        save_file(other, shards / WEIGHTS)
+        error = refuse(shards)
+        assert {kind for kind, _ in problems(error)} == {"duplicated"}
+        assert f"remove {WEIGHTS}, or {INDEX} and its shards" in str(error)
+    for shard in shards.glob("model-*.safetensors"):
+        shard.unlink()
     assert list(CheckpointFiles(shards).tensors) == ["a"]
 
 
