@@ -81,6 +81,10 @@ def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts).cpu() if parts else torch.zeros(0, dtype=torch.int64)
 
 
+HEAD = "lm_head.weight"
+"""Name of the weights that a configuration ties to the embeddings, after the names of modules around them."""
+
+
 def tied_apart(name: str, source: str) -> str:
     """The message about a tensor that differs from the one that the engine's configuration ties it to."""
     return (

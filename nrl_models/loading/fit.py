@@ -153,16 +153,17 @@ def fit_checkpoint(
     names = CheckpointNames(model, adapter, files.tensors, key_mapping)
     mtp_names = MTPNames(model)
     ignored = [key for key in model._keys_to_ignore_on_load_unexpected or () if not mtp_names.is_pattern(key)]
-    former = _joined(_former_buffers(model))
-    ignorable = _joined([*ignored, *_former_buffers(model)])
+    former_buffers = _former_buffers(model)
+    former, ignorable = _joined(former_buffers), _joined([*ignored, *former_buffers])
     of_mtp = frozenset(mtp_names.among([key for key, tensor in names.found.items() if tensor is None]))
     keeps_mtp = keeps(model, mtp)
     optional = _joined(model._keys_to_ignore_on_load_missing or ())
     kept = keeps_unused(model)
     skipped: list[str] = []
     unused: list[str] = []
-    unknown = [key for key, tensor in names.found.items() if tensor is None and key not in of_mtp]
-    unknown = [key for key in unknown if not ignorable.search(key)]
+    unknown = [
+        key for key, tensor in names.found.items() if tensor is None and key not in of_mtp and not ignorable.search(key)
+    ]
     of_head: set[str] = set()
     of_towers: set[str] = set()
     if unknown and (tolerance.new_head or is_base_model(model)):

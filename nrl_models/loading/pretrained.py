@@ -15,6 +15,7 @@ from nrl_models.common.checkpoint import given_tensors
 from nrl_models.common.checkpoint.dequantised import DequantisedFiles, quantized_part
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.generations import (
+    Identity,
     Watch,
     current,
     identity_at,
@@ -48,11 +49,11 @@ class Source:
     """A checkpoint to load, of which only the configuration has been read.
 
     Attributes:
-        name: what was asked for: a directory, or the name of a hub repository; `state_dict` if only that was passed.
-        folder: where it is; None if only a state dict was passed.
+        name: the directory or hub repository that the caller named; `state_dict` if the call has no path.
+        folder: its local directory; None if the call has no path.
         config: its configuration, with the values that were passed as keywords.
         options: how to load it.
-        watch: finds out whether it is replaced meanwhile; None without a directory.
+        watch: detects that another process replaces the directory during the load; None if `folder` is None.
     """
 
     name: str
@@ -129,7 +130,7 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
             if path_or_id is not None:
                 folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
                 watch = opened.enter_context(Watch(folder.parent if is_gguf(folder) else folder))
-                if not is_gguf(folder):  # published meanwhile: what is watched is what is read
+                if not is_gguf(folder):  # a publish may replace the directory; read the one that `watch` observes
                     folder = watch.location
             if isinstance(options.config, PreTrainedConfig):
                 config = copy.deepcopy(options.config)
@@ -203,9 +204,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 seen = {path.name: identity_at(path) for path in folder.glob("*.safetensors*")}
                 tolerance = _tolerance(source, config)
                 quantised = load_quantised(model_class, folder, config, options, built_with, tolerance)
-                if source.watch is not None:
-                    source.watch.saw(seen)
-                    source.watch.check()
+                _require_unchanged(source, seen)
                 return quantised
             else:
                 files = CheckpointFiles(folder, options.variant)
@@ -231,9 +230,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
         if generation is not None:
             model.generation_config = generation
         with agreed(options.mesh, "read one checkpoint"):
-            if source.watch is not None:
-                source.watch.saw(files.seen)
-                source.watch.check()
+            _require_unchanged(source, files.seen)
         model.eval()
         if options.device_map is not None:
             dispatch(
@@ -244,6 +241,13 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 offload_buffers=options.offload_buffers,
             )
         return model, fit.info()
+
+
+def _require_unchanged(source: Source, seen: Mapping[str, Identity | None]) -> None:
+    """Raise if the files that were read are not those of the directory now. A state dict has no files."""
+    if source.watch is not None:
+        source.watch.saw(seen)
+        source.watch.check()
 
 
 def _require_plain_tensors(options: LoadOptions, quantized: PreTrainedConfig | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nrl_models.common.forward.evaluation import modes_kept
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.forward.routing import RoutingRecord, flip_rate, record_routing, replay_routing
 from nrl_models.common.modules import is_base_model
@@ -96,23 +97,22 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
     The loss of a base model, which has none, is a random linear function of its hidden states, always the same. So is
     what dropout drops.
     """
-    was_training = model.training
-    model.train()
-    model.zero_grad()
-    try:
-        with random_states_kept():
-            torch.manual_seed(SEED)
-            output = model(**cast(inputs, model), use_cache=False)
-        loss = _any_loss(output[0]) if is_base_model(model) else output.loss
-        loss.backward()
-        return {
-            name: parameter.grad.detach().clone()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-    finally:
+    with modes_kept(model):
+        model.train()
         model.zero_grad()
-        model.train(was_training)
+        try:
+            with random_states_kept():
+                torch.manual_seed(SEED)
+                output = model(**cast(inputs, model), use_cache=False)
+            loss = _any_loss(output[0]) if is_base_model(model) else output.loss
+            loss.backward()
+            return {
+                name: parameter.grad.detach().clone()
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+        finally:
+            model.zero_grad()
 
 
 def _any_loss(hidden_states: torch.Tensor) -> torch.Tensor:

@@ -85,9 +85,7 @@ def cached_logits(model: PreTrainedModel, inputs: Inputs, name: str) -> torch.Te
         CacheIgnoredError: the first step has the logits of a forward without a cache.
         NoCacheError: the model returns no cache.
     """
-    prefix = _prefix(inputs)
-    # An encoder's sequence is passed again; its keys and values come from the cache.
-    again = {key: value for key, value in inputs.items() if not key.startswith(prefix)} if prefix else {}
+    prefix, again = _prefix(inputs), _passed_again(inputs)
     output = model(**inputs, use_cache=True)
     logits = []
     tokens = step_tokens(inputs)
@@ -115,11 +113,9 @@ def chunk_logits(model: PreTrainedModel, inputs: Inputs, name: str, steps: int =
     Raises:
         NoCacheError: the model returns no cache.
     """
-    prefix = _prefix(inputs)
-    again = {key: value for key, value in inputs.items() if not key.startswith(prefix)} if prefix else {}
     cache = cache_of(model(**inputs, use_cache=True))
-    tokens = {f"{prefix}input_ids": step_tokens(inputs, steps)}
-    logits: torch.Tensor = model(**again, **tokens, **{name: cache}, use_cache=True).logits
+    tokens = {f"{_prefix(inputs)}input_ids": step_tokens(inputs, steps)}
+    logits: torch.Tensor = model(**_passed_again(inputs), **tokens, **{name: cache}, use_cache=True).logits
     return logits
 
 
@@ -141,6 +137,12 @@ def with_tokens(inputs: Inputs, tokens: torch.Tensor) -> dict[str, Any]:
         if same_sequence and key.endswith(per_token) and value.ndim > 1 and value.shape[:2] == ids.shape:
             extended[key] = torch.cat([value, *[value[:, -1:]] * count], dim=1)
     return extended
+
+
+def _passed_again(inputs: Inputs) -> Inputs:
+    """Inputs that each step also gets: an encoder's sequence, whose keys and values come from the cache."""
+    prefix = _prefix(inputs)
+    return {key: value for key, value in inputs.items() if not key.startswith(prefix)} if prefix else {}
 
 
 def _prefix(inputs: Inputs) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -43,6 +43,7 @@ from tools.release_check.cached_steps import (
 )
 from tools.release_check.failing_function import failing_function
 from tools.release_check.independent import independent_logits
+from tools.release_check.number_cases import stored_tensors
 from tools.release_check.sweep_outcome import Check, Outcome, Reference, SweepOutcome
 
 TOLERANCE = 1e-4
@@ -572,7 +573,7 @@ def _fp8_checkpoint(case: ClassUnderTest) -> Path:
         NotApplicableError: the class is not one that publishes FP8 in this form: it has no routed experts.
     """
     source, path = case.bf16_checkpoint, case.folder / "fp8"
-    tensors = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = stored_tensors(source)
     if not any("e_score_correction_bias" in name for name in tensors):
         raise NotApplicableError("is not published in FP8 with blocks")
     _without_dtype(source, path)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "upstream_numbers"
@@ -79,6 +80,11 @@ class NumberCase:
     def from_file(cls, architecture: str, folder: Path = FOLDER) -> NumberCase:
         """Read the fixture of an architecture."""
         return cls(**json.loads((folder / f"{architecture}.json").read_text()))
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the safetensors files of a directory."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def case_names(folder: Path = FOLDER) -> list[str]:

@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tools.release_check.cached_steps import NoCacheError, cache_argument, cached_logits
 from tools.release_check.facts import Facts, Kind, Section, fingerprint, number
+from tools.release_check.number_cases import stored_tensors
 from tools.release_check.number_variants import (
+    PADDING,
     assisted,
     bidirectional,
     cached_chunk,
+    masked,
     other_class,
     padded_alone,
     small_window,
@@ -27,7 +29,6 @@ from tools.release_check.number_variants import (
 from tools.release_check.recorded import NotApplicableError, Recorded, forward, parameters_of
 
 NEW_TOKENS = 8
-PADDING = 5
 
 
 def _loading(recorded: Recorded) -> Facts:
@@ -49,7 +50,7 @@ def _loading(recorded: Recorded) -> Facts:
 def _files(recorded: Recorded) -> Facts:
     path = recorded.folder / "saved"
     recorded.model(incomplete=True).save_pretrained(path)
-    tensors = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = stored_tensors(path)
     # Weights that the load does not find are random, or memory that nothing was written to.
     is_complete = not recorded.loading_info["missing_keys"]
     return {
@@ -136,9 +137,7 @@ def _padding(recorded: Recorded) -> Facts:
         raise NotApplicableError("takes no tokens")
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, :PADDING] = 0
-    logits = forward(recorded.model(), inputs | {"attention_mask": mask}).logits
-    per_token = logits.shape[:2] == mask.shape and logits.ndim == 3 and "decoder_input_ids" not in inputs
-    return {Kind.NUMBERS: {"logits": fingerprint(logits[mask.bool()] if per_token else logits)}}
+    return masked(recorded, inputs, mask)
 
 
 def _packed(recorded: Recorded) -> Facts:

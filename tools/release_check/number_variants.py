@@ -34,8 +34,13 @@ def padded_alone(recorded: Recorded) -> Facts:
     ids = inputs["input_ids"][:1]
     mask = torch.ones_like(ids)
     mask[:, :PADDING] = 0
-    logits = forward(recorded.model(), {"input_ids": ids, "attention_mask": mask}).logits
-    per_token = logits.ndim == 3 and logits.shape[:2] == mask.shape
+    return masked(recorded, {"input_ids": ids}, mask)
+
+
+def masked(recorded: Recorded, inputs: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Facts:
+    """Logits with a mask, without those of masked tokens if there is one for each token."""
+    logits = forward(recorded.model(), {**inputs, "attention_mask": mask}).logits
+    per_token = logits.shape[:2] == mask.shape and logits.ndim == 3 and "decoder_input_ids" not in inputs
     return {Kind.NUMBERS: {"logits": fingerprint(logits[mask.bool()] if per_token else logits)}}
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from nrl_models.testing.case import randomise
-from tools.release_check.number_cases import NumberCase, stated, with_every_value
+from tools.release_check.number_cases import NumberCase, stated, stored_tensors, with_every_value
 
 _T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 _SAM_PART = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_layers": 1}
@@ -119,9 +118,7 @@ def make_case(architecture: str) -> NumberCase:
     randomise(model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        tensors = {
-            name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
-        }
+        tensors = stored_tensors(Path(folder))
     tensors |= {name: tensors[source] for name, source in case.copies.items()}
     kept = {name: stated(tensor) for name, tensor in sorted(tensors.items()) if name not in case.dropped}
     inputs = {

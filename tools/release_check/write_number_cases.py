@@ -18,14 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from nrl_models import registry
 from nrl_models.errors import one_line
 from nrl_models.testing.case import FamilyCase
 from tools.release_check import unregistered
 from tools.release_check.class_checks import quiet
-from tools.release_check.number_cases import FOLDER, NumberCase, case_names, filled, stated, with_every_value
+from tools.release_check.number_cases import (
+    FOLDER,
+    NumberCase,
+    case_names,
+    filled,
+    stated,
+    stored_tensors,
+    with_every_value,
+)
 
 LENGTH = 24
 """Tokens of a sequence: more than the tiny configurations' sliding windows."""
@@ -88,9 +95,7 @@ def make_case(architecture: str) -> NumberCase | None:
     with quiet(), tempfile.TemporaryDirectory() as folder:
         reference = case.reference()
         reference.save_pretrained(folder)
-        tensors = {
-            name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
-        }
+        tensors = stored_tensors(Path(folder))
         inputs = {kind: _inputs(case, images) for kind, images in (("text", False), ("media", None))}
     if inputs["media"] is not None and inputs["text"] is not None and inputs["media"].keys() == inputs["text"].keys():
         inputs["media"] = None

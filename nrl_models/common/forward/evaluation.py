@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Training and evaluation mode, changed for the duration of a block."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ from nrl_models.common.recording import forward_replaced
 
 
 @contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the mode of each module at the end: frozen parts of a model that is trained may be in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put `model` into evaluation mode while open: no dropout, no noise in routers.
 
     transformers' layers use activation checkpointing in training mode only. Layers that do so when this opens keep it,
     if the backward pass also runs while it is open.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    with ExitStack() as stack:
-        for module, training in modes:
-            if training and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+    with modes_kept(model), ExitStack() as stack:
+        for module in model.modules():
+            is_layer = isinstance(module, GradientCheckpointingLayer)
+            if is_layer and module.training and module.gradient_checkpointing:
                 stack.enter_context(forward_replaced(module, partial(_checkpointed, module, module.forward)))
         model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        yield
 
 
 def _checkpointed(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -82,12 +82,12 @@ class Model(WorkerModel):
         """See `WorkerModel.apply`."""
         arrived, self.arrived = self.arrived, {}
         adapter, targets = self.source.state_dict_adapter, RefitTargets(self.source, "megatron")
-        found = [target for name, tensor in arrived.items() if (target := targets.find(name, tensor)) is not None]
+        found = [targets.find(name, tensor) for name, tensor in arrived.items()]
         own = adapter.from_hf(arrived, strict=False)
         targets.require_tied({**targets.held, **own})
         self.source.load_state_dict(own, strict=False)
         load(self.model, adapter, self.source.state_dict())
-        return {"unwritten": sorted(targets.missing({target.name for target in found}))}
+        return {"unwritten": sorted(targets.missing({target.name for target in found if target is not None}))}
 
 
 if __name__ == "__main__":

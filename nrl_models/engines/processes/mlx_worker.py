@@ -16,16 +16,13 @@ from mlx_lm.utils import load_config, load_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.common.dtypes import same_kind, wrong_kind
-from nrl_models.engines.digests import tensor_digest, tied_apart
+from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
 from nrl_models.errors import EngineError, listed
 from nrl_models.loading.read_config import read_config
 
 _SAME_BITS = {mx.bfloat16: (mx.uint16, torch.bfloat16)}
 """Dtypes that NumPy lacks: one of the same size that it has, and torch's."""
-
-
-HEAD = "lm_head.weight"
 
 
 class Model(WorkerModel):

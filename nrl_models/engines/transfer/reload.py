@@ -17,7 +17,7 @@ from nrl_models.common.dtypes import same_kind, wrong_kind
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream_torch import TorchDispatchMode, tree_leaves
 from nrl_models.engines.base import is_finite
-from nrl_models.engines.digests import tied_apart
+from nrl_models.engines.digests import HEAD, tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
 from nrl_models.engines.transfer.updates import fast_digest
@@ -37,8 +37,6 @@ class Unwritten:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
 
-
-HEAD = "lm_head.weight"
 
 HEAD_BIAS = "lm_head.bias"
 """What vLLM, with transformers' classes, registers when it comes. In a layer whose weight is still awaited its reload

@@ -79,8 +79,7 @@ def tower_keys(
         key_mapping: Renamings that come before transformers'.
     """
     for whole_class in _composite_classes(model, composite):
-        with BUILDING, torch.device("meta"):
-            whole: PreTrainedModel = whole_class._from_config(copy.deepcopy(composite))
+        whole = _on_meta(whole_class, composite)
         kind = type(model.config)
         parts = (item for item in whole.named_modules() if isinstance(item[1], PreTrainedModel))
         text = tuple(f"{name}." for name, part in parts if name and isinstance(part.config, kind))
@@ -107,7 +106,8 @@ def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown:
     """Unknown keys of modules outside the base model, in a checkpoint whose names have the base model's prefix."""
     prefix, base = base_prefix(model), model.base_model
     body = {name.partition(".")[0] for name in base.state_dict()} | {name for name, _ in base.named_children()}
-    inside = (name for key, name in renamed.items() if key not in set(unknown))
+    others = set(unknown)
+    inside = (name for key, name in renamed.items() if key not in others)
     if not prefix or not any(name.startswith(prefix) and name[len(prefix) :].split(".")[0] in body for name in inside):
         return set()
     groups: dict[str, list[str]] = defaultdict(list)
@@ -138,8 +138,8 @@ def _head_classes(model: PreTrainedModel) -> Iterator[Any]:
                 yielded += 1
     if yielded or not is_base_model(model):
         return
-    candidates = [*shared_classes(config), *(getattr(transformers, name, None) for name in _known_names(config))]
-    yield from (head_class for head_class in candidates if head_class and _is_head_class(head_class, model))
+    candidates = (*shared_classes(config), *_known_classes(config))
+    yield from (head_class for head_class in candidates if _is_head_class(head_class, model))
 
 
 def _is_head_class(head_class: Any, model: PreTrainedModel) -> bool:
@@ -152,8 +152,7 @@ def _keys_outside_base(
     head_class: Any, config: PreTrainedConfig, keys: Iterable[str], key_mapping: Mapping[str, str] | None
 ) -> set[str]:
     """Keys of modules outside a class's base model. The class is built without weights: only it has these names."""
-    with BUILDING, torch.device("meta"):
-        head: PreTrainedModel = head_class._from_config(copy.deepcopy(config))
+    head = _on_meta(head_class, config)
     own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
     conversions = get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None)
     names = renamed_keys(keys, conversions, Renaming())
@@ -163,7 +162,7 @@ def _keys_outside_base(
 def _composite_classes(model: PreTrainedModel, composite: PreTrainedConfig) -> Iterator[Any]:
     """Yield classes that are built from a composite configuration: the one that it names, or transformers'."""
     named = [found for name in composite.architectures or () for found in _classes_named(name, model)]
-    for whole_class in (*named, *(getattr(transformers, name, None) for name in _known_names(composite))):
+    for whole_class in (*named, *_known_classes(composite)):
         config_class = getattr(whole_class, "config_class", None)
         if config_class is not None and isinstance(composite, config_class):
             yield whole_class
@@ -175,5 +174,14 @@ def _classes_named(architecture: str, model: nn.Module) -> list[Any]:
     return [getattr(module, architecture) for module in modules if hasattr(module, architecture)]
 
 
-def _known_names(config: PreTrainedConfig) -> tuple[str, ...]:
-    return architectures_of(config.model_type)
+def _known_classes(config: PreTrainedConfig) -> list[Any]:
+    """transformers' classes of a model type."""
+    names = architectures_of(config.model_type)
+    return [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+
+
+def _on_meta(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model without weights."""
+    with BUILDING, torch.device("meta"):
+        model: PreTrainedModel = model_class._from_config(copy.deepcopy(config))
+    return model
