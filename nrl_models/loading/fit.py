@@ -112,20 +112,7 @@ class Fit:
                 f"{', '.join(self.found.missing) or 'nothing'}{f' ({listed(shapes, limit=8)})' if shapes else ''}; "
                 f"skipped {', '.join(others) or 'nothing'}."
             )
-        if self.of_head:
-            # An ordinary base model's load drops the head; a new head replaces another one.
-            log = logger.info if is_base_model(model) else logger.warning
-            log(self._not_loaded(model, files, "heads", self.of_head))
-        if self.of_towers:
-            logger.warning_once(self._not_loaded(model, files, "other parts", self.of_towers))
-
-    def _not_loaded(self, model: PreTrainedModel, files: CheckpointFiles, kind: str, keys: Collection[str]) -> str:
-        size = sum(files.tensors[key].nbytes for key in keys) / 1e9
-        count = f"{len(keys)} tensor{'s' if len(keys) > 1 else ''}"
-        return (
-            f"{files.folder}: {class_name(model)} does not have the checkpoint's {kind} "
-            f"{', '.join(modules_of(model, keys))} ({count}, {size:.2f} GB). They are not loaded, saved or exported."
-        )
+        note_not_loaded(model, files, self.of_head, self.of_towers)
 
 
 @no_collections()
@@ -171,11 +158,8 @@ def fit_checkpoint(
     if (rest := [key for key in unknown if key not in of_head]) and tolerance.composite is not None:
         of_towers = tower_keys(model, tolerance.composite, rest, key_mapping)
     new_head = set(new_head_names(model, adapter.own)) if tolerance.new_head else set()
-    if tolerance.new_head and not new_head:
-        raise UnknownArgumentError(
-            f"new_head=True: {class_name(model)} has no head. Leave out new_head, or load a class with "
-            "one (nrl_models.AutoModelForSequenceClassification, ...)"
-        )
+    if tolerance.new_head:
+        require_head(model, new_head)
     mismatched = _accepted_mismatches(names, files, tolerance, new_head)
     misfits = {name for key in mismatched for name in names.parameters(key)}
 
@@ -232,6 +216,57 @@ def _accepted_mismatches(
         and files.tensors[key].shape != target.shape
         and (tolerance.mismatched or all(name in new_head for name in target.parameters))
     }
+
+
+def note_not_loaded(
+    model: PreTrainedModel, files: CheckpointFiles, of_head: Collection[str], of_towers: Collection[str]
+) -> None:
+    """Log which heads and which other parts of a composite checkpoint are not loaded, if any.
+
+    Args:
+        model: The model that does not have them.
+        files: The checkpoint.
+        of_head: Keys of heads.
+        of_towers: Keys of other parts.
+    """
+    # A base model's ordinary load drops the head; a new head replaces another one.
+    log = logger.info if is_base_model(model) else logger.warning
+    for keys, kind, report in ((of_head, "heads", log), (of_towers, "other parts", logger.warning_once)):
+        if not keys:
+            continue
+        size = sum(files.tensors[key].nbytes for key in keys if key in files.tensors) / 1e9
+        count = f"{len(keys)} tensor{'s' if len(keys) > 1 else ''}"
+        report(
+            f"{files.folder}: {class_name(model)} does not have the checkpoint's {kind} "
+            f"{', '.join(modules_of(model, keys))} ({count}, {size:.2f} GB). They are not loaded, saved or exported."
+        )
+
+
+def require_head(model: PreTrainedModel, head: Collection[str]) -> None:
+    """Raise UnknownArgumentError if `new_head=True` was passed for a model without a head."""
+    if not head:
+        raise UnknownArgumentError(
+            f"new_head=True: {class_name(model)} has no head. Leave out new_head, or load a class with "
+            "one (nrl_models.AutoModelForSequenceClassification, ...)"
+        )
+
+
+def head_advice(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return the advice to pass `new_head=True` if some of the tensors that a checkpoint lacks are a head's.
+
+    A language model gets none: its head is not a new one.
+
+    Args:
+        model: The model to load.
+        names: The model's tensors that the checkpoint lacks, or has in another shape.
+    """
+    head = new_head_names(model, names)
+    if not head or is_base_model(model) or predicts_words(model):
+        return []
+    return [
+        "for a new head on the model in this checkpoint (a reward model from a language model) pass new_head=True: "
+        f"it initializes {listed(head)} and skips other heads"
+    ]
 
 
 def keeps(model: PreTrainedModel, mtp: MTP) -> bool:
@@ -330,12 +365,7 @@ def _advice(model: PreTrainedModel, adapter: StateDictAdapter, names: Checkpoint
         advice.append(f"if the checkpoint ties its head to the embeddings, pass {as_keywords(keys, True)}")
     unfit = {problem.subject for problem in found.problems if problem.kind is ProblemKind.SHAPE}
     misfits = {name for key in unfit for name in names.parameters(key)}
-    head = new_head_names(model, dict.fromkeys((*found.missing, *sorted(misfits))))
-    if head and not is_base_model(model) and not predicts_words(model):
-        advice.append(
-            "for a new head on the model in this checkpoint (a reward model from a language model) pass new_head=True: "
-            f"it initializes {listed(head)} and skips other heads"
-        )
+    advice += head_advice(model, dict.fromkeys((*found.missing, *sorted(misfits))))
     if ProblemKind.TIED in kinds:
         advice.append(f"pass {as_keywords(tying_keys(model, adapter.tied), False)} to keep both")
     if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,27 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.checkpoint.dequantised import METHODS, DequantisedFiles, quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.at_fault import blaming
-from nrl_models.common.modules import is_base_model
+from nrl_models.common.logs import get_logger
+from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import BUILDING, set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
-from nrl_models.loading.fit import EXACT, Tolerance, keeps, note_mtp
+from nrl_models.loading.fit import (
+    EXACT,
+    Tolerance,
+    head_advice,
+    keeps,
+    note_mtp,
+    note_not_loaded,
+    require_head,
+)
 from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
 from nrl_models.loading.options import LoadOptions
+
+logger = get_logger(__name__)
 
 
 def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
@@ -63,24 +75,38 @@ def _files(model: PreTrainedModel, folder: Path, options: LoadOptions, stored_as
     return CheckpointFiles(folder, options.variant)
 
 
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """What transformers reports and a `Tolerance` accepts."""
+
+    missing: Collection[Any]
+    of_head: Collection[Any]
+    of_towers: Collection[Any]
+    mismatched: Collection[Any]
+
+    def has(self, kind: ProblemKind, key: Any) -> bool:
+        """Whether a reported key is accepted."""
+        accepted = {
+            ProblemKind.MISSING: self.missing,
+            ProblemKind.UNEXPECTED: {*self.of_head, *self.of_towers},
+            ProblemKind.SHAPE: self.mismatched,
+        }
+        return key in accepted[kind]
+
+
 def _accepted(
     model: PreTrainedModel, info: Mapping[str, Any], files: CheckpointFiles, options: LoadOptions, tolerance: Tolerance
-) -> dict[ProblemKind, set[Any]]:
-    """What transformers reports and `tolerance` accepts, by kind."""
+) -> _Accepted:
     unexpected = [str(key) for key in info.get("unexpected_keys", ())]
     renamed = {key: key for key in (*files.tensors, *unexpected)}
-    others: set[Any] = set()
+    heads: set[str] = set()
+    towers: set[str] = set()
     if unexpected and (tolerance.new_head or is_base_model(model)):
-        others |= head_keys(model, renamed, unexpected, options.key_mapping)
-    if tolerance.composite is not None and (rest := [key for key in unexpected if key not in others]):
-        others |= tower_keys(model, tolerance.composite, rest, options.key_mapping)
-    missing = new_head_names(model, info.get("missing_keys", ())) if tolerance.new_head else ()
-    mismatched = set(info.get("mismatched_keys", ())) if tolerance.mismatched else set()
-    return {
-        ProblemKind.MISSING: set(missing),
-        ProblemKind.UNEXPECTED: others,
-        ProblemKind.SHAPE: mismatched,
-    }
+        heads = head_keys(model, renamed, unexpected, options.key_mapping)
+    if tolerance.composite is not None and (rest := [key for key in unexpected if key not in heads]):
+        towers = tower_keys(model, tolerance.composite, rest, options.key_mapping)
+    missing = new_head_names(model, info.get("missing_keys", ())) if tolerance.new_head else []
+    return _Accepted(missing, heads, towers, info.get("mismatched_keys", ()) if tolerance.mismatched else ())
 
 
 def load_quantised(
@@ -132,18 +158,23 @@ def load_quantised(
     files = _files(model, folder, options, stored_as)
     names = MTPNames(model)
     of_mtp = names.among(files.tensors)  # transformers reports them under other names, experts stacked
+    if tolerance.new_head:
+        require_head(model, new_head_names(model, model.state_dict(keep_vars=True)))
     accepted = _accepted(model, info, files, options, tolerance)
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantised checkpoints")
         for name, kind in kinds.items()
         for key in sorted(info.get(name, ()), key=str)
-        if not (of_mtp and names.may_be(str(key))) and key not in accepted[kind]
+        if not (of_mtp and names.may_be(str(key))) and not accepted.has(kind, key)
     ]
     problems += names.incomplete(of_mtp) if keeps(model, options.mtp) else []
     if options.strict and problems:
-        raise CheckpointError(
-            f"{folder} does not fit {model_class.__name__}", problems, ["pass strict=False to load it anyway"]
-        )
+        remedies = ["pass strict=False to load it anyway", *head_advice(model, sorted(info.get("missing_keys", ())))]
+        raise CheckpointError(f"{folder} does not fit {model_class.__name__}", problems, remedies)
+    if accepted.missing or accepted.mismatched:
+        initialized = sorted({*accepted.missing, *(name for name, *_ in accepted.mismatched)})
+        logger.warning(f"{folder} does not hold all of {class_name(model)}: initialized {', '.join(initialized)}.")
+    note_not_loaded(model, files, accepted.of_head, accepted.of_towers)
     if getattr(model, "hf_quantizer", None) is None:
         set_loaded_conversions(model, None)  # dequantised: saving must not quantise it again
     join(model)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import WEIGHTS, assert_same, edit_config, edit_weights, hf_tensors, new_model, stored
-from transformers import BertConfig, LlamaConfig, PreTrainedModel
+from transformers import BertConfig, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from nrl_models import (
     AutoModel,
@@ -244,3 +245,56 @@ def test_the_text_model_of_a_checkpoint_with_towers(
 def test_composite_checkpoints_of_three_families_are_tested() -> None:
     wanted = {"Llama4ForConditionalGeneration", "MllamaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
     assert wanted <= set(composites())
+
+
+@pytest.mark.integrations
+def test_a_quantized_reward_model_and_base_model(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("bitsandbytes")
+    options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "output_loading_info": True}
+    with pytest.raises(CheckpointError, match=r"(?s)missing: score\.weight.*new_head=True: it initializes score"):
+        AutoModelForSequenceClassification.from_pretrained(llama, **options)
+    model, info = AutoModelForSequenceClassification.from_pretrained(llama, new_head=True, num_labels=1, **options)
+    assert model.score.weight.shape == (1, 256)
+    assert info["missing_keys"] == {"score.weight"}
+    assert info["unexpected_keys"] == {"lm_head.weight"}
+    assert "initialized score.weight" in caplog.text
+    assert "heads lm_head" in caplog.text
+    _, info = AutoModel.from_pretrained(llama, **options)
+    assert info["unexpected_keys"] == {"lm_head.weight"}
+    with pytest.raises(UnknownArgumentError, match="LlamaModel has no head"):
+        AutoModel.from_pretrained(llama, new_head=True, **options)
+
+
+CLASSIFIERS = {
+    classifier: language_model
+    for model_type, classifier in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.items()
+    if (language_model := modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)) in registry.architectures()
+    and classifier in registry.architectures()
+}
+"""For each registered classifier a language model with the same configuration class."""
+
+
+def test_classifiers_are_found() -> None:
+    assert len(CLASSIFIERS) >= 20
+
+
+@pytest.mark.parametrize("classifier", sorted(CLASSIFIERS))
+def test_every_classifier_from_its_language_model(classifier: str, tmp_path: Path) -> None:
+    case = FamilyCase(registry.model_class(CLASSIFIERS[classifier]))
+    case.reference().save_pretrained(tmp_path)
+    options = {"num_labels": 1, "output_loading_info": True}
+    expected, told = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **options)
+    inside = getattr(transformers, classifier).base_model_prefix
+    if body := [name for name in told["missing_keys"] if name.startswith(f"{inside}.")]:  # a pooler
+        with pytest.raises(CheckpointError, match=f"missing: .*{body[0].rpartition('.')[2]}"):
+            AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, new_head=True)
+        return
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path, new_head=True, **options)
+    assert type(model).__name__ == type(expected).__name__
+    assert info["missing_keys"] == told["missing_keys"] != set()
+    assert info["unexpected_keys"] == told["unexpected_keys"]
+    own, theirs = hf_tensors(model), expected.state_dict()
+    for name in told["missing_keys"]:  # other random values of the same distribution
+        deviations = [tensors.pop(name).std(correction=0).item() for tensors in (own, theirs)]
+        assert deviations[0] == pytest.approx(deviations[1], rel=0.3)
+    assert_same(own, theirs)
