@@ -1,4 +1,4 @@
-"""Every registered class on the cheap checks of `tools.release_check.class_sweep`, also those without a generated test.
+"""Every registered class on the cheap checks of `tools.release_check.sweep`, also those without a generated test.
 
 The generated suite runs for one family of each pattern in `make test`. Changes of transformers reach families in other
 combinations: 16 vision-language models once decoded wrong logits after an image while that selection passed.
@@ -12,8 +12,8 @@ from packaging.version import Version
 from versions import tested_version
 
 from nrl_models import registry
-from tools.release_check.class_checks import run_checks
-from tools.release_check.sweep_outcome import PASSED, REFERENCES_OWN, Check, Outcome, SweepOutcome
+from tools.release_check.sweep.class_checks import run_checks
+from tools.release_check.sweep.outcomes import PASSED, REFERENCES_OWN, Check, Outcome, SweepOutcome
 
 FEATURES = {
     Check.CACHED_STEPS: ("cached decoding",),

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from nrl_models.errors import NRLModelsError
-from tools.release_check.environments import ROOT
 from tools.release_check.findings import Phase
+from tools.release_check.packages.environments import ROOT
 from tools.release_check.phases import PHASES
 from tools.release_check.report import table, write_report
 from tools.release_check.run import Request, commit_of, release_check

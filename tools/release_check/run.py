@@ -12,14 +12,20 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tools.release_check import index
-from tools.release_check.environments import make_environment
 from tools.release_check.errors import InstallError, NoReleaseError, ReleaseCheckError
 from tools.release_check.findings import Cause, Finding, Kind, Phase, causes_of
 from tools.release_check.outcome_files import source_digest
-from tools.release_check.packages import NEWEST, PACKAGES, InstallGroup, requested_versions, tested_versions
+from tools.release_check.packages import index
+from tools.release_check.packages.environments import make_environment
+from tools.release_check.packages.tested_versions import (
+    NEWEST,
+    PACKAGES,
+    InstallGroup,
+    requested_versions,
+    tested_versions,
+)
 from tools.release_check.phases import PHASES, Subject, wheels_folder
-from tools.release_check.sources import LARGEST_DOWNLOAD, function_diff, sources_of
+from tools.release_check.upstream_code.sources import LARGEST_DOWNLOAD, function_diff, sources_of
 
 FOR_ENGINES = frozenset({Phase.SIGNATURES, Phase.SUITE})
 """Phases that judge an engine's environment; the others judge what models are trained with."""

@@ -14,10 +14,11 @@ import torch
 from nrl_models import registry
 from nrl_models.errors import NRLModelsError
 from nrl_models.testing.case import FamilyCase
-from tools.release_check import class_sweep
-from tools.release_check.class_checks import CHECKS, ClassUnderTest, difference, run_checks, run_one
-from tools.release_check.independent import independent_logits
-from tools.release_check.sweep_outcome import Check, Outcome, Reference, SweepOutcome
+from tools.release_check import saved_runs
+from tools.release_check.sweep import class_sweep
+from tools.release_check.sweep.class_checks import CHECKS, ClassUnderTest, difference, run_checks, run_one
+from tools.release_check.sweep.independent import independent_logits
+from tools.release_check.sweep.outcomes import Check, Outcome, Reference, SweepOutcome
 from tools.release_check.workers import End, Ending, Result
 
 LLAMA = "LlamaForCausalLM"
@@ -188,7 +189,7 @@ def fake_events(started: list[str], crash: str = "") -> Callable[..., Iterator[R
 
 def test_an_interrupted_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, started = tmp_path / "outcomes.jsonl", list[str]()
-    monkeypatch.setattr(class_sweep, "run_subjects", fake_events(started))
+    monkeypatch.setattr(saved_runs, "run_subjects", fake_events(started))
     monkeypatch.setattr(class_sweep, "installed_versions", lambda: {"transformers": "5.24.0"})
     first = class_sweep.sweep(path, ["A", "B", "C"], jobs=1)
     for _ in range(len(Check) + 2):  # interrupted in B
@@ -208,7 +209,7 @@ def test_an_interrupted_sweep_resumes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_crash_keeps_the_checks_that_came_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_sweep, "run_subjects", fake_events([], crash="A"))
+    monkeypatch.setattr(saved_runs, "run_subjects", fake_events([], crash="A"))
     outcomes = {outcome.check: outcome for outcome in class_sweep.sweep(tmp_path / "o.jsonl", ["A"], jobs=1)}
     assert outcomes[Check.LOAD].outcome is Outcome.EQUAL
     assert outcomes[Check.LOGITS].outcome is outcomes[Check.GRADIENTS].outcome is Outcome.CRASHED

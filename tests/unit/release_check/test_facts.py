@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.release_check.facts import Change, Facts, Kind, Section, SectionRecord, compare, fingerprint
+from tools.release_check.numbers.facts import Change, Facts, Kind, Section, SectionRecord, compare, fingerprint
 
 LOGITS = fingerprint(torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(0)))
 

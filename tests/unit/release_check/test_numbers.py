@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,26 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
-from tools.release_check import numbers
-from tools.release_check.facts import Change, Kind, Section, SectionRecord, compare
-from tools.release_check.number_cases import NumberCase, case_names, filled, stated
-from tools.release_check.write_number_cases import make_case
+from tools.release_check import saved_runs
+from tools.release_check.numbers.cases import NumberCase, case_names, filled, stated
+from tools.release_check.numbers.facts import Change, Kind, Section, SectionRecord, compare
+from tools.release_check.numbers.record import record, record_all, recorded_versions
+from tools.release_check.numbers.write_cases import make_case
+from tools.release_check.outcome_files import OutcomeFile
 
 LLAMA = "LlamaForCausalLM"
 
 
 @pytest.fixture(scope="module")
 def before() -> list[SectionRecord]:
-    records = list(numbers.record(LLAMA))
-    assert [record.section for record in records] == list(Section)
-    assert not [record for record in records if record.error_type]
+    records = list(record(LLAMA))
+    assert [one.section for one in records] == list(Section)
+    assert not [one for one in records if one.error_type]
     return records
 
 
 def changes(before: list[SectionRecord]) -> list[Change]:
-    return compare(before, numbers.record(LLAMA))
+    return compare(before, record(LLAMA))
 
 
 def test_the_same_version_has_no_change(before: list[SectionRecord]) -> None:
@@ -102,13 +104,15 @@ def test_a_fixture_survives_its_file(tmp_path: Path) -> None:
 
 def test_records_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[SectionRecord]) -> None:
     path = tmp_path / "numbers.jsonl"
-    monkeypatch.setattr(numbers, "run_subjects", lambda run, names, **_: iter(()) if not names else pytest.fail(names))
-    file = numbers.OutcomeFile(path, ("architecture", "section"))
-    for record in before:
-        file.add({**record.to_json(), "versions": numbers.recorded_versions()})
-    resumed = list(numbers.record_all(path, [LLAMA], jobs=1))
+    monkeypatch.setattr(
+        saved_runs, "run_subjects", lambda run, names, **_: iter(()) if not names else pytest.fail(names)
+    )
+    file = OutcomeFile(path, ("architecture", "section"))
+    for one in before:
+        file.add({**one.to_json(), "versions": recorded_versions()})
+    resumed = list(record_all(path, [LLAMA], jobs=1))
     assert compare(before, resumed) == []
-    assert {record.section for record in resumed} == set(Section)
+    assert {one.section for one in resumed} == set(Section)
 
 
 def test_padding_in_a_batch_of_one_has_its_own_section(
@@ -147,7 +151,7 @@ def test_weights_of_the_base_model_that_stay_random_are_a_change(
 
 
 def test_a_small_window_is_recorded_with_text_and_media() -> None:
-    records = {record.section: record for record in numbers.record("Gemma3ForConditionalGeneration")}
+    records = {one.section: one for one in record("Gemma3ForConditionalGeneration")}
     window = records[Section.SMALL_WINDOW].facts[Kind.NUMBERS]
     assert {"logits of text, window", "logits of media, window"} <= window.keys()
     eager, media = records[Section.EAGER].facts[Kind.NUMBERS]["logits"], records[Section.MEDIA].facts[Kind.NUMBERS]
@@ -160,9 +164,9 @@ def test_a_small_window_is_recorded_with_text_and_media() -> None:
 def test_changes_of_the_library_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are initialized again after loading, and gradients that are divided twice."""
     name = "PreTrainedModel"
-    records = list(numbers.record(name))
-    assert not [record for record in records if record.error_type]
-    assert compare(records, numbers.record(name)) == []
+    records = list(record(name))
+    assert not [one for one in records if one.error_type]
+    assert compare(records, record(name)) == []
     load = transformers.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
     def initialized_again(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +177,7 @@ def test_changes_of_the_library_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(initialized_again))
     step = transformers.Trainer.training_step
     monkeypatch.setattr(transformers.Trainer, "training_step", lambda *args: step(*args) + 0 * halved(args[1]))
-    found = {(change.section, change.kind) for change in compare(records, numbers.record(name))}
+    found = {(change.section, change.kind) for change in compare(records, record(name))}
     assert found == {(Section.LOADING, Kind.LOADING), (Section.GRADIENTS, Kind.GRADIENTS)}
 
 

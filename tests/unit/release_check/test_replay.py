@@ -9,9 +9,9 @@ import pytest
 from packaging.version import Version
 
 from tests.unit.release_check.wheels import sources
-from tools.release_check import changes
-from tools.release_check.changes import ChangeGroup, UpstreamDifference, groups_of
-from tools.release_check.facts import Change, Kind, Section
+from tools.release_check.numbers import changes
+from tools.release_check.numbers.changes import ChangeGroup, UpstreamDifference, groups_of
+from tools.release_check.numbers.facts import Change, Kind, Section
 from tools.release_check.replay import Judgment, Reported, judgment_of, page, score
 
 MODULE = "transformers.models.one.modeling_one"

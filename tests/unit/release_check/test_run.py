@@ -15,15 +15,16 @@ from typer.testing import CliRunner
 
 from nrl_models.cli import app as nrl_models_app
 from tests.unit.release_check.wheels import sources
-from tools.release_check import index, run
+from tools.release_check import run
 from tools.release_check.__main__ import app
-from tools.release_check.environments import Environment
 from tools.release_check.errors import InstallError, NoReleaseError, ReleaseCheckError
 from tools.release_check.findings import Cause, Finding, Kind, Phase
-from tools.release_check.index import Wheel
 from tools.release_check.issues import update_issues
-from tools.release_check.packages import PACKAGES, requested_versions
-from tools.release_check.packages import tested_versions as pinned
+from tools.release_check.packages import index
+from tools.release_check.packages.environments import Environment
+from tools.release_check.packages.index import Wheel
+from tools.release_check.packages.tested_versions import PACKAGES, requested_versions
+from tools.release_check.packages.tested_versions import tested_versions as pinned
 from tools.release_check.phases import PhaseError, Subject, suite
 from tools.release_check.report import markdown, write_report
 from tools.release_check.run import Report, Request, release_check

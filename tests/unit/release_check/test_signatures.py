@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.unit.release_check.wheels import sources
 from tools.release_check.findings import Kind
-from tools.release_check.signatures import changed_parameters, missing_fields, swallowed_keywords
-from tools.release_check.sources import Sources
+from tools.release_check.upstream_code.signatures import changed_parameters, missing_fields, swallowed_keywords
+from tools.release_check.upstream_code.sources import Sources
 
 BASELINE = {
     "transformers/models/planted.py": (
@@ -110,7 +110,7 @@ def test_planted_keyword(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "    @deprecate_kwarg('past', '9.0', new_name='cache')\n    def forward(self, cache=None, **kwargs): ...\n"
     )
     installed = sources(tmp_path, "2.0", {"transformers/models/planted.py": f"class Kept:\n{decorated}"})
-    monkeypatch.setattr("tools.release_check.signatures._generating_classes", lambda: ["Kept", "Dropped"])
+    monkeypatch.setattr("tools.release_check.upstream_code.signatures._generating_classes", lambda: ["Kept", "Dropped"])
     for name in ("Kept", "Dropped"):
         monkeypatch.setattr(transformers, name, getattr(upstream, name), raising=False)
     (found,) = swallowed_keywords(checkout_with(tmp_path, "model(past=1)\n"), installed)

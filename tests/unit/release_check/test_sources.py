@@ -8,8 +8,8 @@ import pytest
 from packaging.version import Version
 
 from tests.unit.release_check.wheels import sources, wheel
-from tools.release_check.names import missing_names, missing_torch_attributes
-from tools.release_check.sources import Sources, changed_functions, function_diff, sources_of
+from tools.release_check.upstream_code.names import missing_names, missing_torch_attributes
+from tools.release_check.upstream_code.sources import Sources, changed_functions, function_diff, sources_of
 
 OLD = {
     "upstream/__init__.py": "from .models import *\n",

@@ -6,7 +6,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.release_check.sources import Sources
+from tools.release_check.upstream_code.sources import Sources
 
 
 def wheel(folder: Path, version: str, files: Mapping[str, str], package: str = "upstream") -> Path:

@@ -1,6 +1,6 @@
 """Record names, dtypes and numbers of transformers' own classes on fixed tiny checkpoints, to find silent changes.
 
-    python -m tools.release_check.numbers --out numbers.jsonl [--names LlamaForCausalLM ...] [--jobs 2]
+    python -m tools.release_check.numbers.record --out numbers.jsonl [--names LlamaForCausalLM ...] [--jobs 2]
 
 It needs torch and transformers, and not nrl_models. Checkpoints, configurations and inputs are fixtures
 (`number_cases`), so that a difference between two records is a change of the library. `compare` in `facts` lists the
@@ -17,30 +17,32 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from tools.release_check import library_cases
-from tools.release_check.facts import Facts, Kind, Section, SectionRecord
-from tools.release_check.number_cases import FOLDER, NumberCase
-from tools.release_check.number_sections import SECTIONS
-from tools.release_check.outcome_files import OutcomeFile, source_digest, versions_of
-from tools.release_check.recorded import NotApplicableError, Recorded
-from tools.release_check.workers import Ending, Result, run_subjects
+from tools.release_check.numbers import library_cases
+from tools.release_check.numbers.cases import FOLDER, NumberCase
+from tools.release_check.numbers.facts import Facts, Kind, Section, SectionRecord
+from tools.release_check.numbers.recorded import NotApplicableError, Recorded
+from tools.release_check.numbers.sections import SECTIONS
+from tools.release_check.outcome_files import source_digest, versions_of
+from tools.release_check.saved_runs import SavedRun
+from tools.release_check.workers import End
 
 TIMEOUT = 300.0
 """Seconds for one architecture; they take 1 to 5 on a quiet machine."""
 
 OWN_SOURCES = (
-    "numbers.py",
-    "number_sections.py",
-    "number_variants.py",
-    "library_cases.py",
-    "recorded.py",
-    "facts.py",
-    "number_cases.py",
+    "numbers/record.py",
+    "numbers/sections.py",
+    "numbers/variants.py",
+    "numbers/library_cases.py",
+    "numbers/recorded.py",
+    "numbers/facts.py",
+    "numbers/cases.py",
     "cached_steps.py",
 )
 
@@ -98,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = library_cases.recorded_names()
     if unknown := sorted(set(options.names or ()) - set(names)):
-        parser.error(f"no fixture: {', '.join(unknown)}. Write it with tools.release_check.write_number_cases.")
+        parser.error(f"no fixture: {', '.join(unknown)}. Write it with tools.release_check.numbers.write_cases.")
     records = list(record_all(options.out, options.names or names, jobs=options.jobs, timeout=options.timeout))
     errors = [found for found in records if found.error_type]
     for found in errors:
@@ -116,35 +118,17 @@ def record_all(path: Path, names: list[str], *, jobs: int, timeout: float = TIME
         jobs: worker processes.
         timeout: seconds for one architecture.
     """
-    versions = recorded_versions()
-    file = OutcomeFile(path, ("architecture", "section"))
-    done: dict[str, list[SectionRecord]] = {}
-    for values in file:
-        if values.get("versions") == versions and values["architecture"] in names:
-            done.setdefault(values["architecture"], []).append(SectionRecord.from_json(values))
-    finished = {name for name, records in done.items() if {found.section for found in records} == set(Section)}
-    for name in sorted(finished):
-        yield from done[name]
-    left = {name: list(Section) for name in names if name not in finished}
+    saved = SavedRun(record, list(Section), "section", SectionRecord.from_json, _lost)
+    yield from saved.outcomes(path, names, recorded_versions(), jobs=jobs, timeout=timeout)
 
-    def keep(found: SectionRecord) -> SectionRecord:
-        found = replace(found, versions=versions)
-        left[found.architecture].remove(found.section)
-        file.add(found.to_json())
-        return found
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the workers
-    for event in run_subjects(record, list(left), jobs=jobs, timeout=timeout):
-        if isinstance(event, Result):
-            yield keep(event.value)
-        elif event.ending is not Ending.FINISHED:
-            for section in list(left[event.subject]):
-                yield keep(SectionRecord(event.subject, section, error_type=str(event.ending), message=event.detail))
+def _lost(architecture: str, section: StrEnum, end: End) -> SectionRecord:
+    return SectionRecord(architecture, Section(section), error_type=str(end.ending), message=end.detail)
 
 
 def recorded_versions() -> dict[str, str]:
     """Versions of the packages that decide the records, and a hash of this module."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     return versions_of("torch", "transformers") | {"numbers": source_digest(*(here / name for name in OWN_SOURCES))}
 
 

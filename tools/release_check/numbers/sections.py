@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tools.release_check.cached_steps import NoCacheError, cache_argument, cached_logits
-from tools.release_check.facts import Facts, Kind, Section, fingerprint, number
-from tools.release_check.number_cases import stored_tensors
-from tools.release_check.number_variants import (
+from tools.release_check.numbers.cases import stored_tensors
+from tools.release_check.numbers.facts import Facts, Kind, Section, fingerprint, number
+from tools.release_check.numbers.recorded import NotApplicableError, Recorded, forward, parameters_of
+from tools.release_check.numbers.variants import (
     PADDING,
     assisted,
     bidirectional,
@@ -26,7 +27,6 @@ from tools.release_check.number_variants import (
     small_window,
     video,
 )
-from tools.release_check.recorded import NotApplicableError, Recorded, forward, parameters_of
 
 NEW_TOKENS = 8
 

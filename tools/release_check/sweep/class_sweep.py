@@ -1,6 +1,6 @@
 """Run the cheap checks for every registered class, and record outcomes as they come.
 
-    python -m tools.release_check.class_sweep --out outcomes.jsonl [--names LlamaForCausalLM ...] [--jobs 2]
+    python -m tools.release_check.sweep.class_sweep --out outcomes.jsonl [--names LlamaForCausalLM ...] [--jobs 2]
 
 To test another checkout of nrl_models, put it first: `PYTHONPATH=<other checkout>:<this checkout> python -P -m ...`.
 Without `-P`, Python imports packages from the working directory before those of `PYTHONPATH`.
@@ -13,17 +13,18 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 
-from tools.release_check.outcome_files import OutcomeFile, source_digest, versions_of
-from tools.release_check.sweep_outcome import PASSED, Check, Outcome, SweepOutcome
-from tools.release_check.workers import Ending, Result, run_subjects
+from tools.release_check.outcome_files import source_digest, versions_of
+from tools.release_check.saved_runs import SavedRun
+from tools.release_check.sweep.outcomes import PASSED, Check, Outcome, SweepOutcome
+from tools.release_check.workers import End, Ending
 
 TIMEOUT = 300.0
 """Seconds for one architecture; they take 1 to 5 on a quiet machine."""
 
-OWN_SOURCES = ("class_checks.py", "cached_steps.py", "independent.py", "sweep_outcome.py")
+OWN_SOURCES = ("sweep", "cached_steps.py")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,41 +65,17 @@ def sweep(path: Path, names: list[str], *, jobs: int, timeout: float = TIMEOUT) 
         jobs: worker processes.
         timeout: seconds for one architecture.
     """
-    versions = installed_versions()
-    file = OutcomeFile(path, ("architecture", "check"))
-    done: dict[str, list[SweepOutcome]] = {}
-    for values in file:
-        if values.get("versions") == versions and values["architecture"] in names:
-            done.setdefault(values["architecture"], []).append(SweepOutcome.from_json(values))
-    finished = {name for name, outcomes in done.items() if {outcome.check for outcome in outcomes} == set(Check)}
-    for name in sorted(finished):
-        yield from done[name]
-    yield from _run(file, [name for name in names if name not in finished], versions, jobs, timeout)
+    saved = SavedRun(_checks_of, list(Check), "check", SweepOutcome.from_json, _lost)
+    yield from saved.outcomes(path, names, installed_versions(), jobs=jobs, timeout=timeout)
 
 
-def _run(
-    file: OutcomeFile, names: list[str], versions: dict[str, str], jobs: int, timeout: float
-) -> Iterator[SweepOutcome]:
-    left = {name: list(Check) for name in names}
-
-    def keep(outcome: SweepOutcome) -> SweepOutcome:
-        outcome = replace(outcome, versions=versions)
-        left[outcome.architecture].remove(outcome.check)
-        file.add(outcome.to_json())
-        return outcome
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the workers
-    for event in run_subjects(_checks_of, names, jobs=jobs, timeout=timeout):
-        if isinstance(event, Result):
-            yield keep(event.value)
-        elif event.ending is not Ending.FINISHED:
-            kind = Outcome.CRASHED if event.ending is Ending.CRASHED else Outcome.TIMED_OUT
-            for check in list(left[event.subject]):
-                yield keep(SweepOutcome(event.subject, check, kind, message=event.detail))
+def _lost(architecture: str, check: StrEnum, end: End) -> SweepOutcome:
+    kind = Outcome.CRASHED if end.ending is Ending.CRASHED else Outcome.TIMED_OUT
+    return SweepOutcome(architecture, Check(check), kind, message=end.detail)
 
 
 def _checks_of(architecture: str) -> Iterator[SweepOutcome]:
-    from tools.release_check.class_checks import run_checks
+    from tools.release_check.sweep.class_checks import run_checks
 
     return run_checks(architecture)
 
@@ -107,7 +84,7 @@ def installed_versions() -> dict[str, str]:
     """Versions of the packages that decide the outcomes; for a checkout, a hash of its sources."""
     import nrl_models
 
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     sources = {
         "nrl_models": source_digest(Path(str(nrl_models.__file__)).parent),
         "sweep": source_digest(*(here / name for name in OWN_SOURCES)),

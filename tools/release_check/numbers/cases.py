@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-FOLDER = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "upstream_numbers"
+FOLDER = Path(__file__).resolve().parents[3] / "tests" / "fixtures" / "upstream_numbers"
 """Where the fixtures are."""
 
 LITERAL_LIMIT = 4096

@@ -1,6 +1,6 @@
 """Check that installed packages go together: declared requirements, and calls in which one checks another's version.
 
-python -m tools.release_check.requirements --out FILE.jsonl
+python -m tools.release_check.packages.requirements --out FILE.jsonl
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from nrl_models.errors import one_line
 from tools.release_check.failing_function import failing_function
 from tools.release_check.findings import Finding, Kind, Phase
-from tools.release_check.installed import installed
-from tools.release_check.packages import PACKAGES
+from tools.release_check.packages.installed import installed
+from tools.release_check.packages.tested_versions import PACKAGES
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Compare signatures that our classes assume with those of the installed transformers.
 
-    python -m tools.release_check.signatures --checkout PATH --baseline 5.23.0 --wheels FOLDER --out FILE.jsonl
+    python -m tools.release_check.upstream_code.signatures --checkout PATH --baseline 5.23.0 --wheels FOLDER --out FILE
 
 Only a parameter that the baseline's function has and the installed one lacks is a finding: an override may add
 parameters.
@@ -32,8 +32,8 @@ from nrl_models import registry
 from nrl_models.errors import one_line
 from tools.release_check.failing_function import failing_function
 from tools.release_check.findings import Finding, Kind, Phase
-from tools.release_check.our_code import constructions, keyword_calls
-from tools.release_check.sources import Sources, sources_of
+from tools.release_check.upstream_code.our_code import constructions, keyword_calls
+from tools.release_check.upstream_code.sources import Sources, sources_of
 
 UPSTREAM = "transformers"
 DEPRECATION = "deprecate_kwarg"

@@ -25,7 +25,7 @@ from packaging.version import Version
 
 from tools.release_check.errors import InstallError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 """The repository that this release check belongs to."""
 
 READY = ".ready"
@@ -65,7 +65,7 @@ class Environment:
     @cached_property
     def versions(self) -> dict[str, Version]:
         """Versions of all packages in it, by name in lower case."""
-        text = self.output(["-m", "tools.release_check.installed"])
+        text = self.output(["-m", "tools.release_check.packages.installed"])
         return {name: Version(version) for name, version in json.loads(text).items()}
 
     def variables(self) -> dict[str, str]:

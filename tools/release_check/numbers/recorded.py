@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from tools.release_check.number_cases import NumberCase
+from tools.release_check.numbers.cases import NumberCase
 
 
 class NotApplicableError(Exception):

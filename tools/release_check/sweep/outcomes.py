@@ -105,6 +105,11 @@ class SweepOutcome:
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def part(self) -> Check:
+        """The check."""
+        return self.check
+
     def to_json(self) -> dict[str, Any]:
         """The fields, for a line of JSON."""
         return asdict(self)

@@ -12,8 +12,8 @@ import httpx2
 from packaging.version import Version
 
 from nrl_models.errors import one_line
-from tools.release_check import index
 from tools.release_check.errors import NoIndexError
+from tools.release_check.packages import index
 
 LARGEST_DOWNLOAD = 100 << 20
 """Bytes of the largest wheel that is downloaded; of a larger one only the members that are read are fetched."""

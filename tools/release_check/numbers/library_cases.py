@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from tools.release_check.facts import Facts, Kind, Section, fingerprint
-from tools.release_check.number_cases import case_names
+from tools.release_check.numbers.cases import case_names
+from tools.release_check.numbers.facts import Facts, Kind, Section, fingerprint
 
 SIZE = 8
 

@@ -1,6 +1,6 @@
 """Write the fixtures of `numbers` for every registered class that transformers has, and for some others.
 
-    python -m tools.release_check.write_number_cases [--names LlamaForCausalLM ...]
+    python -m tools.release_check.numbers.write_cases [--names LlamaForCausalLM ...]
 
 Run it when a class is registered. Existing fixtures stay, because numbers recorded with them would lose their meaning;
 `--again` replaces those that are named.
@@ -22,9 +22,8 @@ import torch
 from nrl_models import registry
 from nrl_models.errors import one_line
 from nrl_models.testing.case import FamilyCase
-from tools.release_check import unregistered
-from tools.release_check.class_checks import quiet
-from tools.release_check.number_cases import (
+from tools.release_check.numbers import unregistered
+from tools.release_check.numbers.cases import (
     FOLDER,
     NumberCase,
     case_names,
@@ -33,6 +32,7 @@ from tools.release_check.number_cases import (
     stored_tensors,
     with_every_value,
 )
+from tools.release_check.sweep.class_checks import quiet
 
 LENGTH = 24
 """Tokens of a sequence: more than the tiny configurations' sliding windows."""

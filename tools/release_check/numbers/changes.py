@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tools.release_check import library_cases
-from tools.release_check.facts import Change
-from tools.release_check.facts import Kind as Fact
-from tools.release_check.number_cases import NumberCase
-from tools.release_check.sources import Sources, changed_functions, imported_modules
+from tools.release_check.numbers import library_cases
+from tools.release_check.numbers.cases import NumberCase
+from tools.release_check.numbers.facts import Change
+from tools.release_check.numbers.facts import Kind as Fact
+from tools.release_check.upstream_code.sources import Sources, changed_functions, imported_modules
 
 SHARED: dict[Fact, tuple[str, ...]] = {
     **dict.fromkeys(

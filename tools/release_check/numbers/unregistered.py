@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from nrl_models.testing.case import randomise
-from tools.release_check.number_cases import NumberCase, stated, stored_tensors, with_every_value
+from tools.release_check.numbers.cases import NumberCase, stated, stored_tensors, with_every_value
 
 _T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 _SAM_PART = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_layers": 1}

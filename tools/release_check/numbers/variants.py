@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from tools.release_check.cached_steps import NoCacheError, cache_argument, chunk_logits
-from tools.release_check.facts import Facts, Kind, fingerprint
-from tools.release_check.recorded import NotApplicableError, Recorded, forward, parameters_of
+from tools.release_check.numbers.facts import Facts, Kind, fingerprint
+from tools.release_check.numbers.recorded import NotApplicableError, Recorded, forward, parameters_of
 
 PADDING = 5
 WINDOW = 4

@@ -110,6 +110,11 @@ class SectionRecord:
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def part(self) -> Section:
+        """The section."""
+        return self.section
+
     def to_json(self) -> dict[str, Any]:
         """The fields, for a line of JSON."""
         return asdict(self)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.release_check.findings import Finding, Kind, Phase
-from tools.release_check.our_code import imported_names, modules_of
-from tools.release_check.sources import Sources
+from tools.release_check.upstream_code.our_code import imported_names, modules_of
+from tools.release_check.upstream_code.sources import Sources
 
 TORCH_LIST = "nrl_models/common/upstream_torch.py"
 """The list of private attributes, in the checkout; older checkouts have none."""

@@ -1,0 +1,1 @@
+"""Packages that are judged: versions on the index, and environments with them."""

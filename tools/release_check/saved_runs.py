@@ -1,0 +1,86 @@
+"""Run every part of every subject in worker processes, and save outcomes as they come, so that a run resumes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from tools.release_check.outcome_files import OutcomeFile
+from tools.release_check.workers import End, Ending, Result, Run, run_subjects
+
+
+class SavedOutcome(Protocol):
+    """The outcome of one part of an architecture."""
+
+    @property
+    def architecture(self) -> str:
+        """The subject."""
+
+    @property
+    def part(self) -> StrEnum:
+        """The part of it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, for a line of JSON."""
+
+
+T = TypeVar("T", bound=SavedOutcome)
+
+
+@dataclass(frozen=True)
+class SavedRun(Generic[T]):
+    """How subjects run, and what is saved of them.
+
+    Args:
+        run: yields an outcome for every part of a subject, in a worker process.
+        parts: the parts of every subject.
+        part_field: the name of the part in a line of JSON.
+        from_json: reads an outcome.
+        lost: the outcome of a part that did not come because the process crashed or took too long.
+    """
+
+    run: Run
+    parts: Sequence[StrEnum]
+    part_field: str
+    from_json: Callable[[dict[str, Any]], T]
+    lost: Callable[[str, StrEnum, End], T]
+
+    def outcomes(
+        self, path: Path, names: Sequence[str], versions: Mapping[str, str], *, jobs: int, timeout: float
+    ) -> Iterator[T]:
+        """Yield the outcomes of every subject: those in the file, then new ones, which are added to it.
+
+        Args:
+            path: the file of outcomes.
+            names: subjects.
+            versions: of what decides the outcomes; saved outcomes of other versions are not used.
+            jobs: worker processes.
+            timeout: seconds for one subject.
+        """
+        file = OutcomeFile(path, ("architecture", self.part_field))
+        done: dict[str, list[T]] = {}
+        for values in file:
+            if values.get("versions") == versions and values["architecture"] in names:
+                done.setdefault(values["architecture"], []).append(self.from_json(values))
+        finished = {name for name, found in done.items() if {one.part for one in found} == set(self.parts)}
+        for name in sorted(finished):
+            yield from done[name]
+        left = {name: list(self.parts) for name in names if name not in finished}
+
+        def keep(outcome: T) -> T:
+            left[outcome.architecture].remove(outcome.part)
+            values = outcome.to_json() | {"versions": dict(versions)}
+            file.add(values)
+            return self.from_json(values)
+
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the workers
+        for event in run_subjects(self.run, list(left), jobs=jobs, timeout=timeout):
+            if isinstance(event, Result):
+                yield keep(event.value)
+            elif event.ending is not Ending.FINISHED:
+                for part in list(left[event.subject]):
+                    yield keep(self.lost(event.subject, part, event))

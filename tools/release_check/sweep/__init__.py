@@ -1,0 +1,1 @@
+"""Our classes against transformers' own, on cheap checks."""

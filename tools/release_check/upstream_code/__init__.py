@@ -1,0 +1,1 @@
+"""Sources of upstream packages, and what our code takes from them."""
