@@ -17,8 +17,8 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.testing.suite.asserts import assert_same_tensors
 
 THREADS = 4
-ROUNDS = 12
-"""Jobs per thread. Without the lock and the flag of one thread, the first rounds fail."""
+ROUNDS, LONG_ROUNDS = 12, 250
+"""Loads per thread. Without the lock and the flag of one thread, the first rounds fail."""
 
 
 def process_state() -> list[Any]:
@@ -28,8 +28,18 @@ def process_state() -> list[Any]:
     return [*shared, *(getattr(nn.init, name) for name in sorted(vars(nn.init)) if name.endswith("_"))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_load_build_and_save(dtype: torch.dtype, llama_config: LlamaConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rounds"),
+    [
+        (torch.float32, ROUNDS),
+        (torch.bfloat16, ROUNDS),
+        pytest.param(torch.float32, LONG_ROUNDS, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_threads_load_build_and_save(
+    dtype: torch.dtype, rounds: int, llama_config: LlamaConfig, tmp_path: Path
+) -> None:
     llama_config.num_hidden_layers = 1
     saved = tmp_path / "saved"
     AutoModelForCausalLM.from_config(llama_config, dtype=dtype).save_pretrained(saved)
@@ -55,7 +65,7 @@ def test_threads_load_build_and_save(dtype: torch.dtype, llama_config: LlamaConf
 
     def run(thread: int) -> None:
         start_together.wait()
-        for number in range(ROUNDS):
+        for number in range(rounds):
             load(saved)
             build()
             make_linear()
