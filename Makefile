@@ -71,8 +71,8 @@ distributed-coverage: $(VENV)/.ready-integrations
 	$(BIN)/python -m tests.distributed.sweep
 
 # TRL is in the constraints; the others decide the version of transformers.
-test-trainers: $(VENV)/.ready-integrations .venv-automodel/.ready .venv-verl/.ready
-	$(BIN)/python -m pytest -q tests/trainers/test_trl.py
+test-trainers: $(VENV)/.ready-integrations .venv-automodel/.ready .venv-verl/.ready .upstream-tests/.ready
+	$(BIN)/python -m pytest -q tests/trainers/test_trl.py tests/trainers/test_transformers.py
 	.venv-automodel/bin/python -m pytest -q tests/trainers/test_automodel.py
 	.venv-verl/bin/python -m pytest -q tests/trainers/test_verl.py tests/trainers/test_verl_losses.py
 
@@ -124,6 +124,14 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	touch $@
 
+# transformers' model tests, which its wheel lacks, and a package that they import.
+.upstream-tests/.ready: $(VENV)/.ready
+	rm -rf .upstream-tests
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary transformers --dest .upstream-tests $$($(BIN)/python -c 'from importlib.metadata import version; print("transformers==" + version("transformers"))')
+	tar --extract --gzip --file .upstream-tests/transformers-*.tar.gz --directory .upstream-tests --strip-components 2 --wildcards '*/tests/*'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .upstream-tests parameterized
+	touch $@
+
 # Of a trainer what runs on a CPU: its package alone, and what it imports of others.
 .venv-automodel/.ready .venv-verl/.ready: .venv-%/.ready: pyproject.toml constraints.txt constraints-%.txt tests/torchvision_on_cpu.py
 	$(PYTHON) -m venv .venv-$*
@@ -146,4 +154,4 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* demo
+	rm -rf .venv .venv-* .upstream-tests demo

@@ -26,6 +26,13 @@ def _no_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
+@pytest.fixture(autouse=True)
+def _warn_again() -> None:
+    """A test sees a warning that an earlier test has logged: folders of tests that passed are used again."""
+    logging.warning_once.cache_clear()
+    logging.info_once.cache_clear()
+
+
 @pytest.fixture
 def accepts_installed_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers' adapter methods accept a PEFT older than they ask for, as pip may resolve."""
