@@ -7,6 +7,21 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+UPSTREAM_MARKERS = (
+    "accelerate_tests",
+    "flash_attn_test",
+    "flash_attn_3_test",
+    "flash_attn_4_test",
+    "slow",
+    "torch_compile_test",
+)
+"""Markers in transformers' own tests."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in UPSTREAM_MARKERS:
+        config.addinivalue_line("markers", f"{marker}: used by transformers' tests")
+
 
 @pytest.fixture
 def one_process() -> Iterator[None]:

@@ -1,0 +1,101 @@
+"""transformers' own model tests pass on our classes wherever they pass on transformers'.
+
+Architectures stand for kinds: dense, mixture, tied, sliding window, softcap, M-RoPE, images, hybrid.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from nrl_models import registry
+from nrl_models.errors import CheckpointError, ProblemKind
+from nrl_models.testing.case import FamilyCase
+from tests.trainers.transformers_suite import FOLDER, Ended, Outcome, names_of_tests, run
+
+if not FOLDER.is_dir():
+    pytest.skip("needs transformers' tests, which `make test-trainers` unpacks", allow_module_level=True)
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Phi3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+    "BambaForCausalLM",
+    "Gemma4ForConditionalGeneration",
+)
+
+LOADS_INCOMPLETE_FILES = frozenset(
+    {
+        "test_base_model_prefix_loads_base_weights",
+        "test_can_init_all_missing_weights",
+        "test_correct_missing_keys",
+        "test_model_weights_reload_no_missing_tied_weights",
+    }
+)
+"""Tests that load files without some tensors. transformers initializes these; here that is an error by design."""
+
+READS_ITS_FILE = frozenset({"test_moe_models_record_router_logits"})
+"""Tests that look for words in the file of the class, and skip ours."""
+
+FEWEST_COMPARED = 70
+"""Tests that pass on transformers' class. The others need a GPU, or a size that the tiny models do not have."""
+
+
+@cache
+def case_of(architecture: str) -> FamilyCase:
+    return FamilyCase(registry.model_class(architecture))
+
+
+@cache
+def on_reference(architecture: str, name: str) -> Ended:
+    case = case_of(architecture)
+    return run(case, case.reference_class, name)
+
+
+@cache
+def on_ours(architecture: str, name: str) -> Ended:
+    case = case_of(architecture)
+    return run(case, case.model_class, name)
+
+
+def is_refusal(ended: Ended) -> bool:
+    """Whether our class only refused files that lack tensors, or have others."""
+    kinds = {one.kind for one in ended.error.problems} if isinstance(ended.error, CheckpointError) else set()
+    return ProblemKind.MISSING in kinds and kinds <= {ProblemKind.MISSING, ProblemKind.UNEXPECTED}
+
+
+@pytest.mark.parametrize("name", names_of_tests())
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_our_class_passes_what_transformers_class_passes(architecture: str, name: str) -> None:
+    expected = on_reference(architecture, name)
+    if expected.outcome is not Outcome.PASSED:
+        pytest.skip(f"{expected.outcome} with transformers' class: {expected.last_line}")
+    ended = on_ours(architecture, name)
+    if name in LOADS_INCOMPLETE_FILES and is_refusal(ended):
+        pytest.xfail("files lack tensors")
+    if name in READS_ITS_FILE and ended.outcome is Outcome.SKIPPED:
+        pytest.skip(ended.last_line)
+    assert ended.outcome is Outcome.PASSED, ended.text
+
+
+@pytest.mark.parametrize("name", sorted(LOADS_INCOMPLETE_FILES))
+def test_each_exception_is_needed(name: str) -> None:
+    assert any(is_refusal(on_ours(architecture, name)) for architecture in ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_most_tests_compare(architecture: str) -> None:
+    passed = [name for name in names_of_tests() if on_reference(architecture, name).outcome is Outcome.PASSED]
+    assert len(passed) >= FEWEST_COMPARED
