@@ -54,7 +54,7 @@ test-full: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/full
 	$(BIN)/python -m pytest -q tests/distributed/test_integrations.py -k compiled
 	$(MAKE) test-all TRANSFORMERS=5.5.0
-	$(BIN)/nrl-models dev mutate
+	$(BIN)/python -m tools.mutants
 
 CASES ?= 20000
 SEED ?= 1
@@ -98,7 +98,7 @@ docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 coverage: setup
-	$(BIN)/nrl-models dev coverage --all
+	$(BIN)/python -m tools.coverage_pages --all
 
 reach: setup
 	$(BIN)/python -m tests.onboarding_reach

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from nrl_models import registry
-from nrl_models.devtools.checkout import pages_folder
-from nrl_models.devtools.generated_tests import GeneratedTests, read_generated_tests
-from nrl_models.devtools.overview import table
-from nrl_models.devtools.results import read_records
 from nrl_models.onboarding.detect import Detection, detect
+from tools.checkout import PAGES
+from tools.coverage_pages.generated_tests import GeneratedTests, read_generated_tests
+from tools.coverage_pages.overview import table
+from tools.coverage_pages.results import read_records
 
 MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -133,5 +133,4 @@ def _remark(found: Detection) -> str:
 
 
 if __name__ == "__main__":
-    pages = pages_folder()
-    print(dict(write_reach(read_generated_tests(read_records(pages)), pages.parent / "onboarding-reach.md")))
+    print(dict(write_reach(read_generated_tests(read_records(PAGES)), PAGES.parent / "onboarding-reach.md")))

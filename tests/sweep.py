@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nrl_models.devtools.results import FOLDER, Kind, Record, read_records, write_record
+from tools.coverage_pages.results import FOLDER, Kind, Record, read_records, write_record
 
 Outcomes = Mapping[Kind, Mapping[str, Any]]
 """What came out for one architecture, by what was tried."""

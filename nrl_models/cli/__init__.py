@@ -16,7 +16,7 @@ PANELS = {
     "Check": (checking.parity, checking.consistency, checking.refit_check),
     "Contribute": (contributing.new,),
 }
-"""The commands, as help shows them; `diagnose` and `dev` have commands of their own."""
+"""The commands, as help shows them; `diagnose` has commands of its own."""
 
 app = typer.Typer(
     cls=console.Commands,
@@ -29,7 +29,6 @@ for panel, commands in PANELS.items():
     for command in commands:
         app.command(rich_help_panel=panel)(command)
 app.add_typer(diagnose.app, name="diagnose", rich_help_panel="Check")
-app.add_typer(contributing.dev, name="dev", rich_help_panel="Contribute")
 
 
 def _print_version(wanted: bool) -> None:

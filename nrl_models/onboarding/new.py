@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import nrl_models
-from nrl_models.common.config.ledger import FOLDER as LEDGERS
 from nrl_models.onboarding.family_plan import FamilyPlan, OnboardingError, plan_family
 from nrl_models.onboarding.family_source import facts_source, write_package, write_project
 from nrl_models.testing.features import INVARIANCES, SUITE, generated_tests
@@ -204,16 +203,16 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
         for what, arguments, made in (
             (
                 "the ledger of its configuration's keys",
-                ["dev", "ledger", "--again", *plan.architectures],
-                [LEDGERS / f"{plan.name}.json"],
+                ["tools.ledger", "--again", *plan.architectures],
+                [root / "tools" / "ledger" / "recorded" / f"{plan.name}.json"],
             ),
             (
                 "the coverage pages",
-                ["dev", "coverage", "--results", str(file)],
+                ["tools.coverage_pages", "--results", str(file)],
                 [pages / "results" / f"{plan.name}.json", pages / f"{plan.name}.md"],
             ),
         ):
-            command = [sys.executable, "-m", "nrl_models", *arguments]
+            command = [sys.executable, "-m", *arguments]
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
             if done.returncode != 0:
                 output = (done.stderr.strip() or done.stdout.strip())[-1000:]

@@ -32,13 +32,13 @@ from jobs import sweep as jobs
 from world import RanksFailedError, RanksLostError, World
 
 from nrl_models import registry
-from nrl_models.devtools.checkout import pages_folder
-from nrl_models.devtools.coverage import write_pages
-from nrl_models.devtools.mutants.campaign import architectures_in_order
-from nrl_models.devtools.results import Kind
-from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
 from nrl_models.errors import Problem, ProblemKind
 from tests.sweep import Outcomes, Sweep
+from tools.checkout import PAGES
+from tools.coverage_pages.pages import write_pages
+from tools.coverage_pages.results import Kind
+from tools.coverage_pages.sharding_outcomes import ShardingOutcome, Status
+from tools.mutants.campaign import architectures_in_order
 
 PATIENCE = 300.0
 """Seconds that one architecture may take with one layout. On a busy machine little of that is spent on it; and what
@@ -54,9 +54,9 @@ REFUSALS = {ProblemKind.PLAN, ProblemKind.DIVIDE}
 def main() -> int:
     """Run what is asked for, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    pages, optional = pages_folder(), frozenset({Kind.EP, Kind.PP})
-    ended = Sweep(pages, architectures_in_order(), versions(), run, worsened, lambda: None, optional).main(parser)
-    write_pages(pages)
+    optional = frozenset({Kind.EP, Kind.PP})
+    ended = Sweep(PAGES, architectures_in_order(), versions(), run, worsened, lambda: None, optional).main(parser)
+    write_pages(PAGES)
     return ended
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from jobs import faults
 from world import RanksLostError, World
 
-from nrl_models.devtools.results import Kind
-from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
 from tests.distributed import sweep
+from tools.coverage_pages.results import Kind
+from tools.coverage_pages.sharding_outcomes import ShardingOutcome, Status
 
 
 @pytest.fixture(scope="module")

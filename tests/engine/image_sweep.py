@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nrl_models.devtools.checkout import PAGES
-from nrl_models.devtools.results import Kind, Record, read_records, versions_summary
 from tests.engine.published import BOUND
 from tests.engine.sweep import CHILD, PAGE, ROOT, outcome_lines, page_with, taken_down, versions, worsened
 from tests.sweep import Outcomes, Sweep
+from tools.checkout import PAGES
+from tools.coverage_pages.results import Kind, Record, read_records, versions_summary
 
 MEANINGS = {
     "agrees": "agree, after the refit",

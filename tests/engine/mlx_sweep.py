@@ -16,11 +16,11 @@ from pathlib import Path
 
 import transformers
 
-from nrl_models.devtools.checkout import PAGES
-from nrl_models.devtools.results import Kind, Record, read_records, versions_summary
 from tests.engine.mlx_families import BOUND, hold_mlx, one_mlx, shared_architectures
 from tests.engine.sweep import PAGE, outcome_lines, page_with, worsened
 from tests.sweep import Outcomes, Sweep
+from tools.checkout import PAGES
+from tools.coverage_pages.results import Kind, Record, read_records, versions_summary
 
 VERSIONS = {name: version(name) for name in ("mlx-lm", "mlx", "transformers", "torch")}
 """Of what decides the results."""

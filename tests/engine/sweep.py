@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from nrl_models.consistency.cells import NOISE_FACTOR
-from nrl_models.devtools.checkout import PAGES
-from nrl_models.devtools.results import Kind, Record, read_records, versions_summary
 from tests.engine.published import BOUND
 from tests.sweep import Outcomes, Sweep
+from tools.checkout import PAGES
+from tools.coverage_pages.results import Kind, Record, read_records, versions_summary
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "engine-coverage.md"

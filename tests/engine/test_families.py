@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from nrl_models import registry
-from nrl_models.devtools.checkout import PAGES
-from nrl_models.devtools.results import Kind, read_records
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs import Sampling, token_mult_prob_error
 from tests.engine import sweep
@@ -22,6 +20,8 @@ from tests.engine.families import AGREES, LIMITS, hold, shared_architectures, ti
 from tests.engine.one_engine import OneEngine
 from tests.engine.published import BF16, BOUND, OPTIONS, OVERRIDES
 from tests.patterns import ONE_OF_EACH_PATTERN
+from tools.checkout import PAGES
+from tools.coverage_pages.results import Kind, read_records
 
 PUBLISHED = read_records(PAGES)[Kind.ENGINE]
 REPRESENTATIVE = {architecture for family in ONE_OF_EACH_PATTERN for architecture in registry.FAMILIES[family]}

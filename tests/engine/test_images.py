@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from nrl_models.consistency.vision.image_check import ImageFault, check_images, compare_images
-from nrl_models.devtools.checkout import PAGES
-from nrl_models.devtools.results import Kind, read_records
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
@@ -25,6 +23,8 @@ from tests.engine.image_processors import save_processor
 from tests.engine.image_tokens import image_prompts
 from tests.engine.one_engine import OneEngine
 from tests.engine.published import BOUND
+from tools.checkout import PAGES
+from tools.coverage_pages.results import Kind, read_records
 
 Plant = Callable[[VLLMEngine, Any], None]
 

@@ -6,9 +6,9 @@ from importlib.metadata import version
 
 import pytest
 
-from nrl_models.common.config.ledger import KeyKind, recorded
-from nrl_models.devtools.record_ledger import ledger_of
 from nrl_models.testing.case import FamilyCase
+from tools.ledger.ledger import KeyKind, recorded
+from tools.ledger.record import ledger_of
 
 
 @pytest.mark.timeout(1800)
@@ -18,7 +18,7 @@ def test_the_ledger_is_what_changing_every_key_finds(family_case: FamilyCase) ->
     ledger = recorded()[family_case.architecture]
     if version("transformers") != ledger.transformers:
         return  # keys do something else there, but the same on both sides
-    assert not ledger.count(KeyKind.UNTRIED), "run `nrl-models dev ledger` and commit nrl_models/families/ledger"
+    assert not ledger.count(KeyKind.UNTRIED), "run `python -m tools.ledger` and commit tools/ledger/recorded"
     keys = {**ledger.kinds, **found.kinds}
     other = {key: (ledger.kinds.get(key), found.kinds.get(key)) for key in keys}
     assert not {key: kinds for key, kinds in other.items() if kinds[0] != kinds[1]}, "recorded, and found"

@@ -16,9 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from nrl_models import registry
-from nrl_models.devtools.checkout import PAGES
-from nrl_models.devtools.results import Kind, read_records
 from nrl_models.testing.tiny import tiny_config
+from tools.checkout import PAGES
+from tools.coverage_pages.results import Kind, read_records
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -217,20 +217,6 @@ def test_a_report_shows_brackets_as_they_are() -> None:
     assert all(text in shown.getvalue() for text in ("a[b]", "x[i]", "[/y]", "'z[bold]'"))
 
 
-# coverage
-
-
-@pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"results": [1]}'])
-def test_coverage_from_results_that_are_none(content: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    if content is not None:
-        file.write_text(content)
-    result = runner.invoke(app, ["dev", "coverage", "--results", str(file), "--out", str(tmp_path / "pages")])
-    assert result.exit_code == 2
-    assert "results.json" in result.output.replace("\n", "")
-    assert not (tmp_path / "pages").exists()
-
-
 # demo
 
 

@@ -52,8 +52,7 @@ def test_help_has_three_panels(option: str) -> None:
     panels = [line.split()[1] for line in result.output.splitlines() if line.startswith("╭")]
     assert panels == ["Options", "Use", "Check", "Contribute"]
     commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
-    assert "coverage" not in commands  # a maintainer's, under dev
-    assert "dev" in commands
+    assert "new" in commands
 
 
 def test_short_help_of_a_command() -> None:

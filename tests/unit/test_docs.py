@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import nrl_models
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.cli import app
-from nrl_models.devtools.mutants import CATALOGUE
 from nrl_models.parity import compare_tensors
 from nrl_models.testing.case import FamilyCase
+from tools.mutants import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
 

@@ -73,7 +73,6 @@ print(json.dumps(found))
         "inspect",
         "parity",
         "convert",
-        "dev",
         "consistency",
         "refit-check",
         "diagnose",
@@ -160,7 +159,6 @@ def test_entry_points_and_the_version_are_those_of_the_package() -> None:
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"devtools"},
     {"onboarding", "diagnostics", "consistency", "recipes", "adapters"},
     {"engines"},
     {"megatron"},

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nrl_models.devtools.results import Kind, read_records
 from tests.sweep import Outcomes, Sweep
+from tools.coverage_pages.results import Kind, read_records
 
 A, B, C = NAMES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 RIGHT = dict.fromkeys(NAMES, "1")

@@ -9,20 +9,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nrl_models.errors import NRLModelsError
+from tools.checkout import ROOT
+from tools.commands import command_line, stderr
 from tools.release_check.findings import Phase
-from tools.release_check.packages.environments import ROOT
 from tools.release_check.phases import PHASES
 from tools.release_check.report import table, write_report
 from tools.release_check.run import Request, commit_of, release_check
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(stderr=True, highlight=False)
-
 PHASES_HELP = f"Phases to run, with commas between them: {', '.join(Phase)}. Default: all."
 
 
-@app.command()
 def main(
     packages: Annotated[list[str], typer.Argument(help="`newest`, or versions such as transformers==5.24.0.")],
     checkout: Annotated[Path, typer.Option(help="Repository whose nrl_models is judged.")] = ROOT,
@@ -39,22 +35,16 @@ def main(
     Exits with 0 if nothing was found, 1 if something was, and 2 if something could not be judged. The same command
     resumes an interrupted run.
     """
-    try:
-        phases = _phases(only)
-        out.mkdir(parents=True, exist_ok=True)
-        console.print(f"nrl_models of {checkout} {commit_of(checkout)}")
-        request = Request(
-            tuple(packages), checkout.resolve(), out.resolve(), jobs, phases, tuple(name or ()), full_torch
-        )
-        report = release_check(request, console.print)
-    except NRLModelsError as error:
-        console.print(str(error), style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    phases = _phases(only)
+    out.mkdir(parents=True, exist_ok=True)
+    stderr.print(f"nrl_models of {checkout} {commit_of(checkout)}")
+    request = Request(tuple(packages), checkout.resolve(), out.resolve(), jobs, phases, tuple(name or ()), full_torch)
+    report = release_check(request, stderr.print)
     path = write_report(report, out)
-    Console(width=None if console.is_terminal else 200).print(table(report))
+    Console(width=None if stderr.is_terminal else 200).print(table(report))
     for line in report.errors:
-        console.print(line, style="red", markup=False, soft_wrap=True)
-    console.print(f"report: {path}")
+        stderr.print(line, style="red", markup=False, soft_wrap=True)
+    stderr.print(f"report: {path}")
     raise typer.Exit(report.status)
 
 
@@ -66,6 +56,8 @@ def _phases(only: str | None) -> tuple[Phase, ...]:
         raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(PHASES)}", param_hint="--only")
     return tuple(phase for phase in PHASES if phase in names)
 
+
+app = command_line(main)
 
 if __name__ == "__main__":
     app(prog_name="release-check")

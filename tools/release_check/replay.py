@@ -21,12 +21,13 @@ from packaging.version import Version
 from rich.console import Console
 
 from nrl_models.errors import NRLModelsError
+from tools.checkout import ROOT
 from tools.release_check.errors import ReleaseCheckError
 from tools.release_check.numbers.changes import ChangeGroup, UpstreamDifference, groups_of
 from tools.release_check.numbers.facts import Kind, compare
 from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.packages import index
-from tools.release_check.packages.environments import ROOT, make_environment
+from tools.release_check.packages.environments import make_environment
 from tools.release_check.phases import RECORD, read_records, wheels_folder
 from tools.release_check.upstream_code.sources import sources_of
 

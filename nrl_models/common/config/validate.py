@@ -23,7 +23,7 @@ from nrl_models.common.config.keys import (
     parts_of,
     value_at,
 )
-from nrl_models.common.config.ledger import changes_outputs_of, recorded
+from nrl_models.common.config.recorded_keys import architecture_that_computes_with, supported_at_default_only
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.config.types import is_same_value
 from nrl_models.common.config.walk import own_values, walk
@@ -144,13 +144,13 @@ class _Check:
     def _unsupported_number(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value in NEUTRAL or is_token_id(key):
             return None
-        others = changes_outputs_of(key)
+        other = architecture_that_computes_with(key)
         # The same number usually means the same setting under another name (`layer_norm_eps` for `rms_norm_eps`).
-        if not others or any(
+        if other is None or any(
             is_same_value(value, own) and self._is_known(part, name) for name, own in own_values(part).items()
         ):
             return None
-        detail = f"is {shown(value)}, which {others[0]} computes with, and nothing in {self.model_class.__name__} does"
+        detail = f"is {shown(value)}, which {other} computes with, and nothing in {self.model_class.__name__} does"
         return Problem(ProblemKind.UNSUPPORTED, path, detail)
 
     def unsupported(self) -> Iterator[Problem]:
@@ -163,8 +163,7 @@ class _Check:
                 yield Problem(ProblemKind.UNSUPPORTED, path, f"is {shown(value)}; only {valid} is supported")
             elif not self._is_ignored(path, key):
                 yield from self._foreign(path, key, value)
-        ledger = recorded().get(self.model_class.__name__)
-        for path, default in (ledger.supported if ledger else {}).items():
+        for path, default in supported_at_default_only(self.model_class.__name__).items():
             key = path.rpartition(".")[2]
             value = _value_or(self.config, path, default)
             if value in (default, None) or self._is_ignored(path, key) or self._is_read(key):

@@ -10,11 +10,11 @@ from transformers import LlamaConfig, PreTrainedConfig
 from nrl_models.common.config import keys
 from nrl_models.common.config.keys import declared_keys, is_read, keys_in_class, keys_in_model, value_at
 from nrl_models.common.config.walk import walk
-from nrl_models.devtools.perturbations import with_value_at
 from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.testing.case import FamilyCase
+from tools.ledger.perturbations import with_value_at
 
 
 class Legacy(PreTrainedConfig):

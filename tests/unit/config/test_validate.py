@@ -13,7 +13,6 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.config.ignored import ignoring
-from nrl_models.common.config.ledger import changes_outputs_of
 from nrl_models.common.config.validate import check_config, examine
 from nrl_models.errors import ConfigurationError
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
@@ -21,6 +20,7 @@ from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.family import FamilyModel
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
+from tools.ledger.ledger import KeyKind, recorded
 
 
 def config_of(name: str, **changes: Any) -> tuple[type, PreTrainedConfig]:
@@ -70,7 +70,7 @@ def test_a_number_that_another_model_computes_with_is_refused(
     assert kind == "unsupported"
     assert detail.startswith(f"is {value!r}, which ")
     assert detail.endswith("computes with, and nothing in LlamaForCausalLM does")
-    assert other in changes_outputs_of(key)
+    assert recorded()[other].kinds.get(key) is KeyKind.OUTPUTS
     for neutral in (None, True, False, 0, 1.0, -1, "eager"):
         assert not examine(LlamaForCausalLM, llama_with(llama_config, **{key: neutral})).problems
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.devtools.checkout import PAGES
-from nrl_models.devtools.results import Kind, read_records
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.processes.mlx import MLXEngine
+from tools.checkout import PAGES
+from tools.coverage_pages.results import Kind, read_records
 
 pytest.importorskip("mlx_lm", reason="needs the extra `mlx`")
 

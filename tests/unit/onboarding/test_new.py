@@ -16,13 +16,13 @@ from checkpoints import new_model
 from versions import since
 
 import nrl_models
-from nrl_models.common.config.ledger import read_ledgers
 from nrl_models.errors import RemoteCodeError
 from nrl_models.onboarding import new
 from nrl_models.onboarding.family_plan import OnboardingError, heads_beside, plan_family, structure_of
 from nrl_models.onboarding.family_source import model_source
 from nrl_models.onboarding.new import new_family, prove
 from nrl_models.testing.tiny import tiny_config
+from tools.ledger.ledger import read_ledgers
 
 ROOT = Path(nrl_models.__path__[0]).parent
 
@@ -79,13 +79,17 @@ def test_a_new_family_is_written_proven_and_installable(configured: Callable[...
 def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, configured: Callable[..., Path]) -> None:
     # In a copy, without a family that it has: what comes back is that family again.
     shutil.copytree(ROOT / "nrl_models", tmp_path / "copy" / "nrl_models", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "docs", tmp_path / "copy" / "docs")
+    for folder in ("docs", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / "copy" / folder, ignore=shutil.ignore_patterns("__pycache__"))
     families = tmp_path / "copy" / "nrl_models" / "families"
     table = families / "table" / "dense.py"
     rows = table.read_text()
     row = next(row for row in rows.splitlines(keepends=True) if row.startswith('    "cwm": Row('))
     table.write_text(rows.replace(row, ""))
-    ledger, results = families / "ledger", tmp_path / "copy" / "docs" / "model-coverage" / "results"
+    ledger, results = (
+        tmp_path / "copy" / "tools" / "ledger" / "recorded",
+        tmp_path / "copy" / "docs" / "model-coverage" / "results",
+    )
     before = {path: path.read_text() for folder in (ledger, results) for path in folder.iterdir()}
     for folder in (ledger, results):
         (folder / "cwm.json").unlink()

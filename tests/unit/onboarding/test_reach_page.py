@@ -8,7 +8,7 @@ import transformers
 from versions import since
 
 from nrl_models import registry
-from nrl_models.devtools.generated_tests import GeneratedTests
+from tools.coverage_pages.generated_tests import GeneratedTests
 
 
 def outcomes(**failed: str) -> GeneratedTests:

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app
-from nrl_models.devtools.quirk_pages import class_subject, page_lines
 from nrl_models.quirks import CATALOGUE
 from nrl_models.testing.case import FamilyCase
+from tools.coverage_pages.quirk_pages import class_subject, page_lines
 
 
 def listed(path: Path | None, at: Path) -> dict:

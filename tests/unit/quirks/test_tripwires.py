@@ -13,10 +13,10 @@ from quirk_tripwires import tripwire
 from versions import wider_full_attention
 
 from nrl_models import families, registry
-from nrl_models.devtools.quirk_pages import class_subject
 from nrl_models.families.table import TABLE
 from nrl_models.quirks import CATALOGUE, Quirk
 from nrl_models.testing.case import FamilyCase
+from tools.coverage_pages.quirk_pages import class_subject
 
 SHARING = {
     "num_hidden_layers": 6,

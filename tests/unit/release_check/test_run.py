@@ -13,7 +13,6 @@ import pytest
 from packaging.version import Version
 from typer.testing import CliRunner
 
-from nrl_models.cli import app as nrl_models_app
 from tests.unit.release_check.wheels import sources
 from tools.release_check import run
 from tools.release_check.__main__ import app
@@ -221,18 +220,6 @@ def test_issues_are_updated_and_not_opened_twice() -> None:
         ("issue", "create"),
         ("issue", "edit"),
     ]
-
-
-def test_command_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-
-    class Done:
-        returncode = 1
-
-    monkeypatch.setattr("subprocess.run", lambda command, **_: calls.append(command) or Done())
-    result = CliRunner().invoke(nrl_models_app, ["dev", "release-check", "newest", "--jobs", "2"])
-    assert result.exit_code == 1
-    assert calls[0][1:] == ["-m", "tools.release_check", "newest", "--jobs", "2"]
 
 
 def test_unknown_release_names_the_newest(released: None) -> None:

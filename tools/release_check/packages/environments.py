@@ -23,10 +23,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from tools.checkout import ROOT
 from tools.release_check.errors import InstallError
-
-ROOT = Path(__file__).parents[3]
-"""The repository that this release check belongs to."""
 
 READY = ".ready"
 BASE_PACKAGES = "base_packages.pth"

@@ -1,0 +1,34 @@
+"""What the differential test of configuration keys found, as far as loading needs it.
+
+`python -m tools.ledger` records what every key of every architecture does, and writes this table from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parents[2] / "families" / "config_keys.json"
+"""`{"outputs": {key: architecture}, "supported": {architecture: {path: default}}}`."""
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def architecture_that_computes_with(key: str) -> str | None:
+    """An architecture whose outputs a key changes, if wherever the key has an effect it is this one.
+
+    A size of parameters needs no attention: the weights do not fit where it is not heeded. Nor does what belongs to
+    training or to new weights, too, such as a dropout.
+    """
+    return _table()["outputs"].get(key)
+
+
+def supported_at_default_only(architecture: str) -> Mapping[str, Any]:
+    """For each key of which an architecture supports the default only, by its path, that default."""
+    return _table()["supported"].get(architecture, {})

@@ -1,1 +1,0 @@
-"""Maintainers' tools: planted bugs, the configuration differential, coverage pages. Nothing imports this by default."""

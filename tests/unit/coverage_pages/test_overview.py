@@ -1,0 +1,83 @@
+"""The overview: a row for each architecture, and the rows that a reader asks for."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tools import checkout
+from tools.coverage_pages.__main__ import app
+from tools.coverage_pages.generated_tests import GeneratedTests
+from tools.coverage_pages.overview import OverviewError, Row, chosen, overview_table
+from tools.coverage_pages.results import Kind, Record, write_record
+
+ROWS = [
+    Row("nova", "NovaForCausalLM", "nova", ("dense",), {"generate": "yes", "TP": "yes"}, 3),
+    Row("nova", "NovaForTokenClassification", "nova", ("dense",), {"generate": "n/a", "TP": "yes"}, 2),
+    Row("pulsar", "PulsarForCausalLM", "pulsar_vl", ("moe", "vlm"), {"generate": "yes", "TP": "refused"}, 4),
+    Row("quasar", "QuasarForCausalLM", "", (), {}, 0),
+]  # fmt: skip
+
+
+def names(rows: list[Row]) -> list[str]:
+    return [row.architecture for row in rows]
+
+
+def test_each_architecture_is_a_row_with_what_it_lacks_and_what_trains_it() -> None:
+    rows = [*ROWS, Row("nova", "NovaLMHeadModel", "nova", ("dense",), {"logits": "limited", "LoRA": "fails"}, 1)]
+    lines = overview_table(rows, ["TP"])
+    assert lines[0] == "| architecture | model type | kind | limited | trains with | tests passed |"
+    assert lines[2:] == [
+        "| [NovaForCausalLM](nova.md) | nova | dense |  | TP | 3 |",
+        "| [NovaForTokenClassification](nova.md) | nova | dense |  | TP | 2 |",
+        "| [PulsarForCausalLM](pulsar.md) | pulsar_vl | moe, vlm |  |  | 4 |",
+        "| [QuasarForCausalLM](quasar.md) |  | not tested |  |  | 0 |",
+        "| [NovaLMHeadModel](nova.md) | nova | dense | logits, LoRA |  | 1 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "features", "found"),
+    [
+        (["dense"], [], ["NovaForCausalLM", "NovaForTokenClassification"]),
+        (["vlm", "moe"], [], ["PulsarForCausalLM"]),
+        (["dense", "moe"], [], []),
+        ([], ["generate"], ["NovaForCausalLM", "PulsarForCausalLM"]),
+        ([], ["generate", "tp"], ["NovaForCausalLM"]),
+        ([], ["TP=refused"], ["PulsarForCausalLM"]),
+    ],
+)
+def test_rows_are_chosen_that_are_of_all_kinds_and_have_all_features(
+    kinds: list[str], features: list[str], found: list[str]
+) -> None:
+    assert names(chosen(ROWS, kinds, features)[0]) == found
+
+
+def test_what_no_row_knows_is_refused_with_what_there_is() -> None:
+    with pytest.raises(OverviewError) as caught:
+        chosen(ROWS, ["dens"], ["generation", "tp=maybe"])
+    assert "no kind 'dens': there are dense, moe, vlm" in str(caught.value)
+    assert "no feature 'generation': there are generate, TP" in str(caught.value)
+    assert "no verdict 'maybe': there are n/a, refused, yes" in str(caught.value)
+
+
+def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path) -> None:
+    for name, features in (("LlamaForCausalLM", ["generate"]), ("LlamaForTokenClassification", ["LoRA"])):
+        tests = GeneratedTests("llama", ["dense"], 3, {"yes": features}, {}, {})
+        write_record(tmp_path, Kind.TESTS, name, Record({}, asdict(tests)))
+    before = sorted(tmp_path.rglob("*"))
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--kind", "dense", "--feature", "generate"])
+    assert result.exit_code == 0, result.output
+    assert "1 architecture" in result.output
+    assert "LlamaForCausalLM" in result.output
+    assert "LlamaForTokenClassification" not in result.output
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_outside_a_checkout_the_command_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkout, "PAGES", tmp_path / "docs" / "model-coverage")
+    for command in (["coverage", "--kind", "dense"], ["ledger"], ["mutate"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2
+        assert "needs a checkout of the repository: docs/model-coverage is not" in " ".join(result.output.split())

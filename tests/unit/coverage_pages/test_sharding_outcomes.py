@@ -1,0 +1,63 @@
+"""What pages say of architectures that were sharded, and what is recorded of them."""
+
+from nrl_models import registry
+from tools.checkout import PAGES
+from tools.coverage_pages import sharding_outcomes
+from tools.coverage_pages.results import Kind, Record, Records, read_records
+from tools.coverage_pages.sharding_outcomes import ShardingOutcome, Status
+
+REFUSAL = "plan: NovaForCausalLM: has no tensor-parallel plan"
+
+
+def records(outcomes: dict[Kind, dict[str, ShardingOutcome]]) -> Records:
+    return {
+        kind: {name: outcome.recorded_with({"torch": "9"}) for name, outcome in outcomes.get(kind, {}).items()}
+        for kind in Kind
+    }
+
+
+def test_verdicts_and_reasons() -> None:
+    agrees, refused = ShardingOutcome(Status.AGREES), ShardingOutcome(Status.REFUSED, REFUSAL)
+    found = records(
+        {
+            Kind.FSDP: {"NovaForCausalLM": agrees, "NovaMoeForCausalLM": ShardingOutcome(Status.DISAGREES, "loss")},
+            Kind.TP: {"NovaForCausalLM": refused, "NovaMoeForCausalLM": refused},
+            Kind.EP: {"NovaMoeForCausalLM": ShardingOutcome(Status.ERROR, "KeyError: 1")},
+            Kind.PP: {"NovaMoeForCausalLM": agrees},
+            Kind.QLORA: {"NovaForCausalLM": ShardingOutcome(Status.LIMITED, "no linear")},
+        }
+    )
+    assert sharding_outcomes.verdicts(found, "NovaForCausalLM") == {
+        "FSDP2": "yes", "TP": "refused", "EP": "n/a", "PP": "n/a", "QLoRA": "limited"
+    }  # fmt: skip
+    assert sharding_outcomes.verdicts(found, "NovaMoeForCausalLM") == {
+        "FSDP2": "fails", "TP": "refused", "EP": "fails", "PP": "yes", "QLoRA": "not tested"
+    }  # fmt: skip
+    assert set(sharding_outcomes.verdicts(found, "Other").values()) == {"not tested"}
+    assert sharding_outcomes.reasons(found, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
+        "TP refused: plan: NovaForCausalLM: has no tensor-parallel plan (NovaForCausalLM, NovaMoeForCausalLM)",
+        "QLoRA limited: no linear (NovaForCausalLM)",
+        "FSDP2 disagrees: loss (NovaMoeForCausalLM)",
+        "EP error: KeyError: 1 (NovaMoeForCausalLM)",
+    ]
+    assert "- FSDP2: 1 yes, 0 refused, 0 limited, 1 fails; with torch 9" in sharding_outcomes.summary(found)
+    assert sharding_outcomes.summary(records({})) == []
+
+
+def test_versions_of_several_runs_are_all_named() -> None:
+    found = records({Kind.TP: {name: ShardingOutcome(Status.AGREES) for name in "abc"}})
+    found[Kind.TP]["b"] = Record({"torch": "8"}, found[Kind.TP]["b"].outcome)
+    assert "- TP: 3 yes, 0 refused, 0 limited, 0 fails; with torch 9 (2 architectures); torch 8 (1 architectures)" in (
+        sharding_outcomes.summary(found)
+    )
+
+
+def test_every_outcome_that_is_not_agreement_has_a_reason() -> None:
+    found = read_records(PAGES)
+    registered = set(registry.architectures(aliases=False))
+    for kind in sharding_outcomes.FEATURES:
+        assert found[kind].keys() <= registered
+        for name, record in found[kind].items():
+            outcome = ShardingOutcome.of(record)
+            assert (outcome.status == Status.AGREES) != bool(outcome.reason), f"{name}, {kind}: {outcome}"
+    assert found[Kind.FSDP].keys() == found[Kind.TP].keys()

@@ -1,0 +1,1 @@
+"""The model coverage pages, written from what is recorded of every architecture."""
