@@ -21,7 +21,7 @@ def loading_table(ledgers: Mapping[str, Ledger]) -> dict[str, Any]:
 def _outputs(ledgers: Mapping[str, Ledger]) -> dict[str, str]:
     """For each key that changes outputs wherever it has an effect, an architecture where it does."""
     found: dict[str, dict[KeyKind, str]] = {}
-    for architecture, ledger in sorted(ledgers.items()):
+    for architecture, ledger in ledgers.items():
         for path, kind in ledger.kinds.items():
             found.setdefault(path.rpartition(".")[2], {}).setdefault(kind, architecture)
     others = {KeyKind.SHAPES, KeyKind.TRAINING, KeyKind.WEIGHTS}

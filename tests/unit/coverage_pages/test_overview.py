@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tools import checkout
 from tools.coverage_pages.__main__ import app
 from tools.coverage_pages.generated_tests import GeneratedTests
 from tools.coverage_pages.overview import OverviewError, Row, chosen, overview_table
@@ -73,11 +72,3 @@ def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path)
     assert "LlamaForCausalLM" in result.output
     assert "LlamaForTokenClassification" not in result.output
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_outside_a_checkout_the_command_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkout, "PAGES", tmp_path / "docs" / "model-coverage")
-    for command in (["coverage", "--kind", "dense"], ["ledger"], ["mutate"]):
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 2
-        assert "needs a checkout of the repository: docs/model-coverage is not" in " ".join(result.output.split())
