@@ -11,6 +11,9 @@ from .common.flags import ModelFlag
 from .common.freezing import freeze, freeze_unreachable, trainable_parameters, unreachable_parameters
 from .common.state_dict.adapter import StateDictAdapter
 from .common.state_dict.merged import export_adapter
+from .consistency.matrix import check_consistency
+from .distributed import parallelize
+from .engines import Sample, start_engine
 from .errors import (
     CheckpointError,
     ConfigurationError,
@@ -23,6 +26,8 @@ from .errors import (
     UnknownArgumentError,
 )
 from .loading.mtp_layer import MTPLayer
+from .logprobs import Sampling, consistency_metrics, rollout_logprobs, token_logprobs
+from .parity import check_parity
 from .registry import MODEL_ARCH_MAPPING, register_architecture
 
 __version__: str
@@ -44,15 +49,24 @@ __all__ = [
     "NRLModelsError",
     "RegistrationError",
     "RemoteCodeError",
+    "Sample",
+    "Sampling",
     "StateDictAdapter",
     "StateDictError",
     "UnknownArchitectureError",
     "UnknownArgumentError",
     "__version__",
+    "check_consistency",
+    "check_parity",
+    "consistency_metrics",
     "export_adapter",
     "freeze",
     "freeze_unreachable",
+    "parallelize",
     "register_architecture",
+    "rollout_logprobs",
+    "start_engine",
+    "token_logprobs",
     "trainable_parameters",
     "unreachable_parameters",
 ]
