@@ -43,7 +43,8 @@ def _head_for(upstream: Any) -> type[FamilyModel] | None:
     else:
         return None
     module = import_module(module_of(package))
-    heads = [getattr(module, name) for name in names]
+    # An older transformers may lack some of them.
+    heads = [getattr(module, name) for name in names if hasattr(module, name)]
     return next((head for head in heads if head.config_class is upstream.config_class), heads[0] if heads else None)
 
 

@@ -189,7 +189,9 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     places_by_mask = POSITION_MASK in forward and image_token(model.config) is None
     method = None if places_by_mask else feature_method(model, "get_image_features")
     known = parameters_of(method or model.forward)
-    pixels = next((name for name in PIXELS if name in known), None) or next(name for name in PIXELS if name in forward)
+    argument = next((name for name in PIXELS if name in known), None)
+    # Before transformers 5.22 a method may name its argument otherwise than the forward.
+    pixels = argument if argument in forward else next(name for name in PIXELS if name in forward)
     failures: dict[str, str] = {}
     for shape in geometry.layouts(pixels, known):
         values = torch.randn(shape, generator=generator)
@@ -201,7 +203,8 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
             try:
                 if method is None:
                     return _without_method(model, result)
-                count = token_count(run_on(model, method, image | _settings(model.config, known)), len(text))
+                arguments = {argument or pixels: values} | companions | _settings(model.config, known)
+                count = token_count(run_on(model, method, arguments), len(text))
                 return result | {"input_ids": _with_tokens(model.config, text, count)}
             except Exception as error:
                 failures[str(tuple(shape))] = one_line(error)

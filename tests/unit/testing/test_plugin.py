@@ -166,7 +166,7 @@ def test_a_family_is_found_where_pytest_is_started(pytester: pytest.Pytester) ->
         "class Nova(FamilyModel):\n    rewrites = {}\n"
         "TunedNova = Nova.head(LlamaForCausalLM)"
     )
-    command = [str(Path(sys.executable).with_name("pytest")), "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-P", "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = pytester.run(*command, "--nrl-family", "my_nova:TunedNova")
     assert any(line.endswith("test_copies_keep_one_storage[TunedNova]") for line in done.outlines), done.outlines
 
