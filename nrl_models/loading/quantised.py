@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.dequantised import METHODS, DequantisedFiles, quantized_part, settings_of
-from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.checkpoint.files import CheckpointFiles, require_readable
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
@@ -132,6 +132,7 @@ def load_quantised(
         ConfigurationError: transformers refuses how it is quantised.
         FamilyImportError: a package that this takes is missing.
     """
+    require_readable(folder, options.variant)
     keywords = construction | {"config": config, "dtype": options.dtype, "device_map": options.destination()}
     if options.quantization_config is not None:
         keywords["quantization_config"] = options.quantization_config

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
+from nrl_models.common.checkpoint.files import require_readable, resolve_folder
 from nrl_models.common.forward.soft_cap import reference_attention
 from nrl_models.common.gguf.gguf_tables import upstream_source
 from nrl_models.common.modules import is_base_model
@@ -107,7 +108,9 @@ def load_reference(
     if weights:
         source, keywords = upstream_source(path)
         options: dict[str, Any] = {"dtype": dtype, **attention, **keywords}
-        options |= {} if "gguf_file" in keywords else {"use_safetensors": True}  # never a pickle
+        if "gguf_file" not in keywords:
+            require_readable(resolve_folder(path))
+            options["use_safetensors"] = True  # never a pickle
         keywords.pop("quantization_config", None)
         config = type(model.config).from_pretrained(source, **keywords)
         with BUILDING:

@@ -33,6 +33,7 @@ from nrl_models.common.checkpoint.local_path import (
     is_gguf,
     is_local,
 )
+from nrl_models.common.checkpoint.named_weights import KEY, is_index, leaves, named_weights, problem_of
 from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.upstream import str_to_torch_dtype, with_variant
@@ -82,7 +83,8 @@ class CheckpointFiles:
     name. What another process replaced meanwhile is found by comparing `seen` with what is there (`Watch`).
 
     Args:
-        folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards.
+        folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards, or with what
+            `transformers_weights` in its `config.json` names.
         variant: of these files: "fp16" reads `model.fp16.safetensors`, or `model.safetensors.index.fp16.json`.
 
     Attributes:
@@ -109,6 +111,11 @@ class CheckpointFiles:
         self._opening = threading.Lock()
         self._at_exit = weakref.finalize(self, _close, self._handles)
         self.weights_name, self.index_name = (with_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
+        self._named = named_weights(self.folder)
+        if self._named is not None and is_index(self._named):
+            self.index_name = self._named
+        elif self._named is not None:
+            self.weights_name = self._named
         self.tensors: dict[str, StoredTensor] = {}
         self._index_dtype: torch.dtype | None = None
         self._is_by_index = _by_index
@@ -116,7 +123,7 @@ class CheckpointFiles:
         files = self._files(problems)
         for file, expected in files.items():
             self._read_header(file, expected, problems)
-        if not problems and self.weights_name in files:
+        if not problems and self._named is None and self.weights_name in files:
             problems += self._differs_from_index(variant)
         if problems:
             self.close()
@@ -204,9 +211,17 @@ class CheckpointFiles:
 
     def _files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
         """The files to read and, where an index says so, the keys each must hold."""
-        if (self.folder / self.weights_name).is_file() and not self._is_by_index:
+        if self._named is None:
+            is_by_index = self._is_by_index or not (self.folder / self.weights_name).is_file()
+        elif (problem := problem_of(self._named)) is not None:
+            problems.append(problem)
+            return {}
+        else:
+            is_by_index = is_index(self._named)
+        if not is_by_index:
             return {self.weights_name: None}
-        self.seen[self.weights_name] = None
+        if self._named is None:
+            self.seen[self.weights_name] = None
         try:
             index = self._open(self.index_name)
         except OSError as error:
@@ -215,6 +230,9 @@ class CheckpointFiles:
         if index is not None:
             self._handles[self.index_name] = index
             return self._indexed_files(index, problems)
+        if self._named is not None:
+            problems.append(Problem(ProblemKind.FILE, self._named, f"is missing, and {KEY} in {CONFIG_NAME} names it"))
+            return {}
         found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
         if found:
             detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
@@ -264,11 +282,10 @@ class CheckpointFiles:
             keys_in[str(file)].add(key)
         files: dict[str, set[str] | None] = {}
         for file, keys in keys_in.items():
-            path = PurePosixPath(file)
-            if path.is_absolute() or ".." in path.parts or "\\" in file:
+            if leaves(file):
                 detail = f"points to {file!r}, outside the checkpoint"
                 problems += [Problem(ProblemKind.INDEX, key, detail, self.index_name) for key in sorted(keys)]
-            elif path.suffix != ".safetensors":
+            elif PurePosixPath(file).suffix != ".safetensors":
                 detail = f"points to {file!r}, which is not safetensors"
                 problems += [Problem(ProblemKind.FORMAT, key, detail, self.index_name) for key in sorted(keys)]
             else:
@@ -314,6 +331,17 @@ def _are_same(files: CheckpointFiles, tensor: StoredTensor, others: CheckpointFi
         source.read(each).reshape(-1).view(torch.uint8) for source, each in ((files, tensor), (others, other))
     )
     return torch.equal(first, second)
+
+
+def require_readable(folder: Path, variant: str | None = None) -> None:
+    """Check a checkpoint's files before transformers opens them.
+
+    transformers follows an index to pickles, which can run code, and to files outside the directory.
+
+    Raises:
+        CheckpointError: as `CheckpointFiles` does.
+    """
+    CheckpointFiles(folder, variant).close()
 
 
 def _close(handles: dict[str, BinaryIO]) -> None:
@@ -406,7 +434,7 @@ def resolve_folder(
 
 def _other_shards(folder: Path) -> list[str]:
     """Return the safetensors files that an index in a downloaded folder names and that are not called `model*`."""
-    found: set[str] = set()
+    found = {named} if (named := named_weights(folder)) is not None and problem_of(named) is None else set()
     for index in sorted(folder.glob("*.safetensors.index*.json")):
         try:
             found |= set(map(str, read_object(index)["weight_map"].values()))
@@ -417,7 +445,7 @@ def _other_shards(folder: Path) -> list[str]:
 
 def _usable(folder: Path, gguf_file: str | None) -> Path:
     """A directory, or the GGUF file in it, if there is a checkpoint."""
-    has_safetensors = (folder / WEIGHTS_NAME).is_file() or (folder / INDEX_NAME).is_file()
+    has_safetensors = any(map(Path.is_file, (folder / WEIGHTS_NAME, folder / INDEX_NAME))) or named_weights(folder)
     if (gguf_file is not None or not has_safetensors) and (file := find_gguf(folder, gguf_file)) is not None:
         return file
     if (folder / ADAPTER_CONFIG_NAME).is_file():

@@ -83,7 +83,10 @@ ROWS: dict[str, Row] = {
         since="5.23",
     ),
     "emu3": Row(
-        "Emu3", CAUSAL_AND_CONDITIONAL, {"Attention": QKV, "MLP": GATE_UP, "VQVAEAttentionBlock": QKV}, since="5.6"
+        "Emu3",
+        CAUSAL_AND_CONDITIONAL,
+        {"Attention": QKV, "MLP": GATE_UP, "VQVAEAttentionBlock": QKV},
+        since={"ForCausalLM": "5.6", "ForConditionalGeneration": "5.16"},  # before, its head ignores images
     ),
     "ernie4_5_vl_moe": Row(
         "Ernie4_5_VLMoe",

@@ -1,0 +1,108 @@
+"""Files that can run code, or are outside the checkpoint, are refused before transformers opens them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
+
+from nrl_models import AutoModelForCausalLM, check_parity, start_engine
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.errors import CheckpointError
+from nrl_models.testing.suite.asserts import assert_same_tensors
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def load_quantized(folder: Path) -> Any:
+    """Load as if the checkpoint was quantized by a method that transformers loads."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": "int8_weight_only"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+LOADS: dict[str, Callable[[Path], Any]] = {
+    "from_pretrained": AutoModelForCausalLM.from_pretrained,
+    "quantized": load_quantized,
+    "hf-generate": lambda folder: start_engine("hf-generate", folder),
+    "parity": check_parity,
+}
+
+
+@pytest.fixture
+def checkpoint(llama_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama_checkpoint, tmp_path / "checkpoint"))
+
+
+def name_in_config(checkpoint: Path, file: str) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"transformers_weights": file}))
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize("file", ["payload.bin", "../payload.bin", "../payload.safetensors"])
+def test_an_index_does_not_lead_to_a_pickle(
+    file: str, load: Callable[[Path], Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    keys = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    torch.save(Payload(tmp_path / "ran"), checkpoint / file)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(keys, file)}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="payload"):
+        load(checkpoint)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize(
+    "file", ["adapter_model.bin", "../other.safetensors", "/other.safetensors", "absent.safetensors"]
+)
+def test_weights_that_the_configuration_names_are_checked(
+    file: str, load: Callable[[Path], Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    torch.save(Payload(tmp_path / "ran"), checkpoint / "adapter_model.bin")
+    shutil.copy(checkpoint / "model.safetensors", tmp_path / "other.safetensors")
+    name_in_config(checkpoint, file)
+    with pytest.raises(CheckpointError, match=r"transformers_weights|absent\.safetensors: is missing"):
+        load(checkpoint)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_named_weights_are_those_of_every_load(sharded: bool, checkpoint: Path, tmp_path: Path) -> None:
+    tensors = {key: tensor + 1 for key, tensor in load_file(checkpoint / "model.safetensors").items()}
+    save_file(tensors, checkpoint / "other.safetensors", {"format": "pt"})
+    named = "other.safetensors"
+    if sharded:
+        named = "other.safetensors.index.json"
+        (checkpoint / named).write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "other.safetensors")})
+        )
+    name_in_config(checkpoint, named)
+    theirs = HFAutoModelForCausalLM.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert_same_tensors(model.state_dict(), theirs.state_dict())
+    assert check_parity(checkpoint).passed
+    with start_engine("hf-generate", checkpoint) as engine:
+        assert_same_tensors(engine.model.state_dict(), theirs.state_dict())
+    assert CheckpointFiles(checkpoint).tensors.keys() == tensors.keys()
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict(), theirs.state_dict())
