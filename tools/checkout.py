@@ -8,4 +8,4 @@ ROOT = Path(__file__).parents[1]
 """The repository."""
 
 PAGES = ROOT / "docs" / "model-coverage"
-"""The coverage pages; the recorded outcomes are in a folder beside them."""
+"""The coverage pages; the recorded outcomes are in the folder `results` next to them."""

@@ -16,7 +16,7 @@ PANELS = {
     "Check": (checking.parity, checking.consistency, checking.refit_check),
     "Contribute": (contributing.new,),
 }
-"""The commands, as help shows them; `diagnose` has commands of its own."""
+"""The commands, in the order of the help text; `diagnose` is a group of commands."""
 
 app = typer.Typer(
     cls=console.Commands,

@@ -1,4 +1,4 @@
-"""transformers' own model tests pass on our classes wherever they pass on transformers'.
+"""Every model test of transformers that passes on its own class passes on ours.
 
 Architectures stand for kinds: dense, mixture, tied, sliding window, softcap, M-RoPE, images, hybrid.
 """

@@ -1,1 +1,1 @@
-"""The model coverage pages, written from what is recorded of every architecture."""
+"""The model coverage pages, written from the recorded outcomes of every architecture."""

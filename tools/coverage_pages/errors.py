@@ -4,4 +4,4 @@ from nrl_models.errors import NRLModelsError
 
 
 class CoverageError(NRLModelsError):
-    """What was recorded is not here, does not cover what is asked for, or could not be made."""
+    """Recorded outcomes are missing or damaged, or could not be made."""

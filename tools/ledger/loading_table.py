@@ -19,7 +19,7 @@ def loading_table(ledgers: Mapping[str, Ledger]) -> dict[str, Any]:
 
 
 def _outputs(ledgers: Mapping[str, Ledger]) -> dict[str, str]:
-    """For each key that changes outputs wherever it has an effect, an architecture where it does."""
+    """For each key that changes outputs and nothing else, an architecture whose outputs it changes."""
     found: dict[str, dict[KeyKind, str]] = {}
     for architecture, ledger in ledgers.items():
         for path, kind in ledger.kinds.items():

@@ -16,7 +16,7 @@ from tools.mutants.campaign import architectures_in_order, run_mutants
 def mutate(
     architectures: Annotated[list[str] | None, typer.Argument(help="Default: all that are registered.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the coverage pages, with results/.")] = PAGES,
-    again: Annotated[bool, typer.Option("--again", help="Try those that are recorded, too.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also try those that are recorded.")] = False,
 ) -> None:
     """Plant bugs into every architecture, one by one, and see that the generated tests find each."""
     killed = applicable = tried = 0

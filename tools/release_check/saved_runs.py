@@ -57,7 +57,7 @@ class SavedRun(Generic[T]):
         Args:
             path: the file of outcomes.
             names: subjects.
-            versions: of what decides the outcomes; saved outcomes of other versions are not used.
+            versions: versions of the packages that decide the outcomes; saved outcomes of other versions are not used.
             jobs: worker processes.
             timeout: seconds for one subject.
         """

@@ -83,8 +83,8 @@ class CheckpointFiles:
     name. What another process replaced meanwhile is found by comparing `seen` with what is there (`Watch`).
 
     Args:
-        folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards, or with what
-            `transformers_weights` in its `config.json` names.
+        folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards, or the
+            weights that `transformers_weights` in its `config.json` names.
         variant: of these files: "fp16" reads `model.fp16.safetensors`, or `model.safetensors.index.fp16.json`.
 
     Attributes:

@@ -21,10 +21,10 @@ def _table() -> Mapping[str, Any]:
 
 
 def architecture_that_computes_with(key: str) -> str | None:
-    """An architecture whose outputs a key changes, if wherever the key has an effect it is this one.
+    """Return an architecture whose outputs a key changes.
 
-    A size of parameters needs no attention: the weights do not fit where it is not heeded. Nor does what belongs to
-    training or to new weights, too, such as a dropout.
+    None if the key changes no outputs, or if it also changes shapes of parameters (a wrong value then fails to load),
+    training (dropout) or the initialization of weights in some architecture.
     """
     return _table()["outputs"].get(key)
 

@@ -1,4 +1,4 @@
-"""Files that can run code, or are outside the checkpoint, are refused before transformers opens them."""
+"""Pickles and files outside the checkpoint raise CheckpointError before transformers opens them."""
 
 from __future__ import annotations
 

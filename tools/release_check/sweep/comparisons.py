@@ -1,4 +1,4 @@
-"""Compare what our class returns with what the reference returns."""
+"""Compare the results of our class with those of the reference."""
 
 from __future__ import annotations
 
