@@ -76,8 +76,8 @@ class Recorded:
         Raises:
             NotApplicableError: it lacks some.
         """
-        if self.loading_info["missing_keys"] and not incomplete:
-            raise NotApplicableError("weights were not loaded")
+        if not incomplete:
+            require_complete(self.loading_info)
         return deepcopy(self._model_and_info[0])
 
     def inputs(self, kind: str, *, labels: bool = False) -> dict[str, torch.Tensor]:
@@ -94,6 +94,12 @@ class Recorded:
     def any_inputs(self, *, labels: bool = False) -> dict[str, torch.Tensor]:
         """Text, or with media where the class takes no text alone."""
         return self.inputs("text" if "text" in self.case.inputs else "media", labels=labels)
+
+
+def require_complete(loading_info: Mapping[str, Any]) -> None:
+    """Raise NotApplicableError if a load left weights of the file out."""
+    if loading_info["missing_keys"]:
+        raise NotApplicableError("weights were not loaded")
 
 
 @torch.no_grad()

@@ -15,7 +15,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tools.release_check.cached_steps import NoCacheError, cache_argument, cached_logits
 from tools.release_check.numbers.cases import stored_tensors
 from tools.release_check.numbers.facts import Facts, Kind, Section, fingerprint, number
-from tools.release_check.numbers.recorded import NotApplicableError, Recorded, forward, parameters_of
+from tools.release_check.numbers.recorded import (
+    NotApplicableError,
+    Recorded,
+    forward,
+    parameters_of,
+    require_complete,
+)
 from tools.release_check.numbers.variants import (
     PADDING,
     assisted,
@@ -117,12 +123,13 @@ def _sdpa(recorded: Recorded) -> Facts:
 
 
 def _bf16(recorded: Recorded) -> Facts:
-    model = recorded.load(torch.bfloat16, torch.float32).eval()
+    model, info = recorded.load(torch.bfloat16, torch.float32, output_loading_info=True)
+    require_complete(info)
     inputs = {
         name: value.to(torch.bfloat16) if value.is_floating_point() else value
         for name, value in recorded.any_inputs().items()
     }
-    logits = forward(model, inputs).logits
+    logits = forward(model.eval(), inputs).logits
     return {Kind.LOW_PRECISION: {"logits": fingerprint(logits)}, Kind.FIELDS: {"logits": _dtype(logits)}}
 
 
