@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,13 @@ def load_reference(
     if weights:
         source, keywords = upstream_source(path)
         options: dict[str, Any] = {"dtype": dtype, **attention, **keywords}
-        if "gguf_file" not in keywords:
+        is_gguf = "gguf_file" in keywords
+        if not is_gguf:
             require_readable(resolve_folder(path))
             options["use_safetensors"] = True  # never a pickle
         keywords.pop("quantization_config", None)
-        config = type(model.config).from_pretrained(source, **keywords)
+        # transformers ignores metadata of GGUF files that changes what is computed.
+        config = copy.deepcopy(model.config) if is_gguf else type(model.config).from_pretrained(source, **keywords)
         with BUILDING:
             reference: Any = reference_class.from_pretrained(source, config=config, **options)
     else:

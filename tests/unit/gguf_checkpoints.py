@@ -59,7 +59,7 @@ def write_gguf(
         architecture: llama.cpp's name of it.
         kinds: the type of its matrices, or of those whose names hold a pattern. Vectors are fp32, as llama.cpp has
             them. Of types that only llama.cpp writes, values are random.
-        values: further metadata, whole numbers.
+        values: further metadata.
         extra: further tensors.
         tokenizer: whether to write one, of single bytes and two merges.
     """
@@ -78,7 +78,7 @@ def write_gguf(
     writer.add_key_length(config.head_dim if getattr(config, "head_dim", None) else head_size(config))
     writer.add_vocab_size(config.vocab_size)
     for key, value in (values or {}).items():
-        writer.add_uint32(key, value)
+        add_value(writer, key, value)
     if tokenizer:
         _add_tokenizer(writer, config.vocab_size)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -91,6 +91,20 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add metadata of the type that Python's value has."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
 
 
 def head_size(config: Any) -> int:

@@ -28,6 +28,9 @@ ALIGNMENT = 32
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
+MOST_ELEMENTS = 4096
+"""Of an array that is read: a value for each layer. The vocabulary's are longer."""
+
 INSTALL = "install the package that reads GGUF: pip install 'nrl_models[gguf]'"
 
 REQUANTISE = (
@@ -60,7 +63,7 @@ class GGUFHeader:
     Args:
         file: where it is.
         architecture: llama.cpp's name of the model.
-        values: its metadata, without arrays.
+        values: its metadata; of arrays only short ones of numbers.
         tensors: its tensors.
     """
 
@@ -139,12 +142,14 @@ class _Cursor:
         return self.data[start : self.at].decode()
 
     def value(self, kind: int) -> Any:
-        """A value of metadata; of an array None, as it is skipped."""
+        """A value of metadata; of an array of numbers a tuple, and None if it is skipped: of strings, or long."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.take(_NUMBERS[kind])
         element, count = self.take("I"), self.take("Q")
+        if element in _NUMBERS and count <= MOST_ELEMENTS:
+            return tuple(self.take(_NUMBERS[element]) for _ in range(count))
         if element in _NUMBERS:
             self.at += count * struct.calcsize(_NUMBERS[element])
             return None

@@ -21,6 +21,7 @@ from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.limits import check_limits, limited_build
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.gguf.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
+from nrl_models.common.gguf.gguf_metadata import with_all_metadata
 from nrl_models.common.upstream import BUILDING, gguf_reading
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind, one_line
 
@@ -59,7 +60,13 @@ def _values(file: Path, changed: int) -> dict[str, Any]:
         advice = "load the safetensors it was made from; llama.cpp reads the file itself"
         raise refused(file, [Problem(ProblemKind.FORMAT, file.name, detail)], advice) from error
     check_limits(values, file)
-    return values
+    return with_all_metadata(header, values, _table_of(values["model_type"], header.architecture))
+
+
+def _table_of(model_type: str, architecture: str) -> Mapping[str, Any]:
+    """transformers' table of the keys of an architecture, without its name."""
+    tables = gguf_reading().GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    return tables.get(model_type.removesuffix("_text")) or tables[architecture]
 
 
 def upstream_source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:

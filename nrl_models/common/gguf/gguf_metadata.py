@@ -1,0 +1,247 @@
+"""Metadata of a GGUF file that changes what is computed, and that transformers' tables do not read.
+
+transformers ignores keys that its tables lack: factors of rotary embeddings, softcaps, windows. Here each key of the
+file's architecture is used, has no effect, or raises. The keys are those of llama.cpp (`gguf.constants.Keys`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from nrl_models.common.gguf.gguf_header import GGUFHeader, refused
+from nrl_models.errors import Problem, ProblemKind, shown
+
+NO_EFFECT = frozenset(
+    {
+        "block_count",
+        "context_length",
+        "decoder_start_token_id",
+        "embedding_length",
+        "pooling_type",
+        "rope.scaling.finetuned",
+        "tensor_data_layout",
+        "vocab_size",
+    }
+)
+"""Keys that change nothing, or that the shapes of tensors are checked against."""
+
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "attention.clamp_kqv": ("clip_qkv",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length_swa": ("head_dim",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "norm_eps"),
+    "attention.relative_buckets_count": ("relative_attention_num_buckets",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",),
+    "attention.sliding_window": ("sliding_window",),
+    "attention.value_length_swa": ("head_dim",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "decoder_block_count": ("num_decoder_layers",),
+    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_shared_count": ("n_shared_experts",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "feed_forward_length": ("intermediate_size", "n_inner", "d_ff"),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "leading_dense_block_count": ("first_k_dense_replace",),
+    "logit_scale": ("logit_scale",),
+    "sliding_window": ("sliding_window",),
+    "ssm.conv_kernel": ("conv_kernel",),
+    "ssm.inner_size": ("intermediate_size",),
+    "ssm.state_size": ("state_size",),
+    "ssm.time_step_rank": ("time_step_rank",),
+    "use_parallel_residual": ("use_parallel_residual", "parallel_attn"),
+}
+"""For a key the names that a configuration may have for it."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.max_alibi_bias": (8.0,),
+    "attention.scale": (1.0,),
+    "embedding_scale": (1.0,),
+    "expert_gating_func": (1,),
+    "expert_weights_scale": (1.0,),
+    "logit_scale": (1.0,),
+    "residual_scale": (1.0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+}
+"""Values that change nothing. Zero, false and an empty string change nothing anywhere."""
+
+HEAD_SIZES = ("attention.key_length", "attention.value_length")
+PATTERN = "attention.sliding_window_pattern"
+SCALING = "rope.scaling."
+YARN: Mapping[str, str] = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Keys below `rope.scaling.`, and their names in `rope_parameters`."""
+
+
+def with_all_metadata(header: GGUFHeader, values: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration, with what the file's metadata says beyond transformers' table.
+
+    Args:
+        header: the file's.
+        values: what transformers makes of the metadata.
+        read: transformers' table for the architecture, by the keys' names without it.
+
+    Raises:
+        CheckpointError: keys that change what is computed and that the model's configuration has no value for.
+    """
+    keys = {
+        key.partition(".")[2]: value
+        for key, value in header.values.items()
+        if key.startswith(f"{header.architecture}.")
+    }
+    config = AutoConfig.for_model(**values)
+    settings = _Settings(config, {name for name, setting in read.items() if setting is not None})
+    in_order = sorted(keys, key=lambda key: key not in HEAD_SIZES)  # the size of a head counts for what follows
+    unread = [key for key in in_order if not settings.take(key, keys[key], keys)]
+    if unread:
+        problems = [
+            Problem(
+                ProblemKind.UNSUPPORTED,
+                f"{header.architecture}.{key}",
+                f"is {shown(keys[key])}, which {type(config).__name__} has no value for",
+                header.file.name,
+            )
+            for key in unread
+        ]
+        advice = "load the safetensors that the file was made from; llama.cpp computes with these values"
+        raise refused(header.file, problems, advice)
+    return {**values, **settings.changed}
+
+
+class _Settings:
+    """Values of a configuration that keys of metadata change.
+
+    Args:
+        config: made of what transformers reads.
+        read: the keys that transformers reads.
+
+    Attributes:
+        changed: the values.
+    """
+
+    def __init__(self, config: PreTrainedConfig, read: set[str]) -> None:
+        self.config: Any = config
+        self.read = read
+        self.changed: dict[str, Any] = {}
+
+    def take(self, key: str, value: Any, keys: Mapping[str, Any]) -> bool:
+        """Use a key; False if nothing has a value for it."""
+        if key.startswith(SCALING):
+            return self._take_scaling(key, keys)
+        if key in self.read or key in NO_EFFECT:
+            return True
+        if key in HEAD_SIZES:
+            return self._take_head_size(value)
+        if key == "rope.dimension_count":
+            return self._take_rotary_size(value)
+        if key in ("rope.freq_base", "rope.freq_base_swa"):
+            return self._take_theta(key, value)
+        if key == PATTERN:
+            return self._take_pattern(value)
+        return self._set(key, value) or not value or value in NEUTRAL.get(key, ())
+
+    def _set(self, key: str, value: Any) -> bool:
+        name = next((name for name in SETTINGS.get(key, ()) if hasattr(self.config, name)), None)
+        if name is None:
+            return False
+        held = getattr(self.config, name)
+        if isinstance(value, tuple) and len(set(value)) == 1:  # one for each layer
+            value = value[0]
+        if _same(value, held):
+            return True
+        # A window that the model has switched off would be set and not be used.
+        if isinstance(value, tuple) or (name == "sliding_window" and not getattr(self.config, "use_sliding_window", 1)):
+            return False
+        self.changed[name] = value
+        return True
+
+    def _take_pattern(self, value: Any) -> bool:
+        """Layers with a window: a flag for each, or the period of those without one."""
+        layers = getattr(self.config, "layer_types", None)
+        if not value or layers is None:
+            return not value
+        slides = value if isinstance(value, tuple) else [(layer + 1) % value != 0 for layer in range(len(layers))]
+        self.changed["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+        return True
+
+    @property
+    def _head_size(self) -> int:
+        size = getattr(self.config, "head_dim", None) or getattr(self.config, "d_kv", None)
+        return size or self.config.hidden_size // self.config.num_attention_heads
+
+    def _take_head_size(self, value: Any) -> bool:
+        sizes = {self._head_size, getattr(self.config, "global_head_dim", None), self.changed.get("head_dim")}
+        if value not in sizes and hasattr(self.config, "head_dim"):
+            self.changed["head_dim"] = value
+            return True
+        return value in sizes
+
+    def _take_rotary_size(self, value: Any) -> bool:
+        head_size = self.changed.get("head_dim", self._head_size)
+        parameters = self._rope_parameters()
+        share = parameters.get("partial_rotary_factor", getattr(self.config, "partial_rotary_factor", None))
+        if value == int(head_size * (1.0 if share is None else share)):
+            return True
+        if share is None:
+            return False
+        self.changed["partial_rotary_factor"] = value / head_size
+        return True
+
+    def _rope_parameters(self, layer_type: str = "full_attention") -> dict[str, Any]:
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        nested = parameters.get(layer_type)
+        return dict(nested if isinstance(nested, Mapping) else parameters)
+
+    def _take_theta(self, key: str, value: Any) -> bool:
+        layer_type = "sliding_attention" if key.endswith("_swa") else "full_attention"
+        if key.endswith("_swa") and layer_type not in (getattr(self.config, "rope_parameters", None) or {}):
+            return False
+        return _same(value, self._rope_parameters(layer_type).get("rope_theta"))
+
+    def _take_scaling(self, key: str, keys: Mapping[str, Any]) -> bool:
+        name, kind = key.removeprefix(SCALING), keys.get(f"{SCALING}type", "linear")  # linear is llama.cpp's default
+        factor = keys.get(f"{SCALING}factor") or 1.0
+        if kind == "none" or name in ("finetuned", "original_context_length") or not keys[key]:
+            return True
+        if kind == "linear" and name in ("type", "factor"):
+            if factor != 1.0:
+                self.changed["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+            return True
+        if kind == "yarn" and name in ("type", "factor", "attn_factor", "yarn_attn_factor", *YARN):
+            self.changed["rope_scaling"] = self._yarn(factor, keys)
+            return True
+        return keys[key] in NEUTRAL.get(key, ())
+
+    def _yarn(self, factor: float, keys: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: keys[SCALING + key] for key, name in YARN.items() if keys.get(SCALING + key)}
+        scale = keys.get(f"{SCALING}attn_factor") or keys.get(f"{SCALING}yarn_attn_factor") or 1.0
+        if scale != 1.0:  # llama.cpp multiplies the factor of YaRN by it; transformers replaces that
+            found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
+        return {"rope_type": "yarn", "factor": factor, **found}
+
+
+def _same(value: Any, held: Any) -> bool:
+    """Whether two values are the same, numbers in fp32, in which GGUF stores them."""
+    if isinstance(value, (int, float)) and isinstance(held, (int, float)):
+        return abs(value - held) <= 1e-6 * max(abs(value), abs(held))
+    if isinstance(value, tuple) and isinstance(held, (tuple, list)):
+        return list(value) == list(held)
+    return bool(value == held)

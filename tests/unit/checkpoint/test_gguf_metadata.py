@@ -1,0 +1,173 @@
+"""Metadata that changes what is computed is used, or raises by name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from checkpoints import new_model
+from gguf_checkpoints import add_value, write_gguf
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+
+from nrl_models import AutoModelForCausalLM, CheckpointError, check_parity
+from nrl_models.common.gguf.gguf_metadata import HEAD_SIZES
+from nrl_models.common.gguf.gguf_tables import configuration
+from nrl_models.common.upstream import gguf_reading
+
+SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+POSITIONS = {"max_position_embeddings": 256}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+TOKENS = torch.arange(2, 66)[None]
+
+
+def yarn(**values: Any) -> dict[str, Any]:
+    scaling = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    return {"rope_parameters": scaling | values}
+
+
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}
+OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
+
+Case = tuple[str, type[PreTrainedConfig], dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "llama yarn": ("llama", LlamaConfig, yarn(), YARN),
+    "llama yarn, attention": (
+        "llama",
+        LlamaConfig,
+        yarn(attention_factor=0.5 * (0.1 * math.log(4) + 1)),
+        YARN | {"rope.scaling.attn_factor": 0.5},
+    ),
+    "llama yarn, betas": (
+        "llama",
+        LlamaConfig,
+        yarn(beta_fast=16.0, beta_slow=2.0),
+        YARN | {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0},
+    ),
+    "llama linear": ("llama", LlamaConfig, LINEAR, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "llama linear by default": ("llama", LlamaConfig, LINEAR, {"rope.scaling.factor": 4.0}),
+    "llama none": ("llama", LlamaConfig, {}, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
+    "qwen2 yarn": ("qwen2", Qwen2Config, yarn(), YARN),
+    "qwen3moe yarn": (
+        "qwen3moe",
+        Qwen3MoeConfig,
+        EXPERTS | yarn() | {"moe_intermediate_size": 48, "norm_topk_prob": True},
+        YARN | OF_EXPERTS,
+    ),
+    "qwen3moe norm": (
+        "qwen3moe",
+        Qwen3MoeConfig,
+        EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": False},
+        OF_EXPERTS | {"expert_weights_norm": False},
+    ),
+    "gemma2 softcaps": (
+        "gemma2",
+        Gemma2Config,
+        {"attn_logit_softcapping": 0.02, "final_logit_softcapping": 0.5, "sliding_window": 8},
+        {"attn_logit_softcapping": 0.02, "final_logit_softcapping": 0.5, "attention.sliding_window": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_same_configuration(case: str, tmp_path: Path) -> None:
+    architecture, config_class, settings, keys = CASES[case]
+    model = new_model(config_class(**SIZES, **HEADS, **POSITIONS, **settings)).eval()
+    file = tmp_path / "model.gguf"
+    write_gguf(file, model, architecture, values={f"{architecture}.{key}": value for key, value in keys.items()})
+    loaded = AutoModelForCausalLM.from_pretrained(file).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits, rtol=0, atol=1e-5)
+    assert check_parity(file).passed
+
+
+def header_only(file: Path, architecture: str, keys: dict[str, Any]) -> Path:
+    """A file of metadata alone."""
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("Tiny")
+    for key, value in keys.items():
+        add_value(writer, f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("none")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def base_keys(architecture: str) -> dict[str, Any]:
+    """Sizes, as far as transformers' table of the architecture has them."""
+    sizes = {
+        "block_count": 2,
+        "context_length": 128,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 4,
+        "attention.key_length": 16,
+        "rope.dimension_count": 16,
+        "vocab_size": 320,
+    }
+    if architecture == "lfm2":
+        sizes["attention.head_count_kv"] = [0, 4]  # type: ignore[assignment]
+    if architecture in ("gemma4", "mamba"):  # their heads differ by layer, or there are none
+        del sizes["attention.key_length"], sizes["rope.dimension_count"]
+    if architecture == "stablelm":
+        sizes["rope.dimension_count"] = 4
+    return {key: value for key, value in sizes.items() if key in table(architecture) or key in HEAD_SIZES}
+
+
+def table(architecture: str) -> dict[str, Any]:
+    tables = gguf_reading().GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    return tables[architecture]
+
+
+ARCHITECTURES = sorted(set(gguf_reading().GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer", "deci"})
+"""Those that transformers reads; it has no model for the last."""
+
+UNREAD = {
+    "residual_scale": 0.5,
+    "embedding_scale": 12.0,
+    "attention.scale": 0.5,
+    "attention.clamp_kqv": 8.0,
+    "rope.scaling.type": "longrope",
+    "expert_group_scale": 0.5,
+    "swiglu_clamp_exp": 7.0,
+    "a_key_of_tomorrow": 3,
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_keys_without_a_value_in_the_configuration_raise_by_name(architecture: str, tmp_path: Path) -> None:
+    file = header_only(tmp_path / "model.gguf", architecture, base_keys(architecture) | UNREAD)
+    with pytest.raises(CheckpointError, match=r"a_key_of_tomorrow \(model\.gguf\): is 3") as caught:
+        configuration(file)
+    named = {problem.subject.removeprefix(f"{architecture}.") for problem in caught.value.problems}
+    assert named >= UNREAD.keys() - {"attention.clamp_kqv"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_values_that_change_nothing_are_accepted(architecture: str, tmp_path: Path) -> None:
+    neutral = {
+        "residual_scale": 1.0,
+        "embedding_scale": 0.0,
+        "attention.causal": True,
+        "rope.scaling.type": "none",
+        "rope.scaling.finetuned": False,
+        "expert_weights_scale": 0.0,
+        "tensor_data_layout": "Meta AI original pth",
+    }
+    with_neutral = header_only(tmp_path / "a.gguf", architecture, base_keys(architecture) | neutral)
+    without = header_only(tmp_path / "b.gguf", architecture, base_keys(architecture))
+    assert configuration(with_neutral) == configuration(without)
+
+
+def test_a_window_that_the_configuration_lacks_raises(tmp_path: Path) -> None:
+    file = header_only(tmp_path / "model.gguf", "llama", base_keys("llama") | {"attention.sliding_window": 4096})
+    with pytest.raises(CheckpointError, match=r"llama\.attention\.sliding_window \(model\.gguf\): is 4096"):
+        configuration(file)
