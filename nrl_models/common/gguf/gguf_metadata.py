@@ -196,8 +196,10 @@ class _Settings:
 
     def _take_rotary_size(self, value: Any) -> bool:
         head_size = self.changed.get("head_dim", self._head_size)
-        parameters = self._rope_parameters()
-        share = parameters.get("partial_rotary_factor", getattr(self.config, "partial_rotary_factor", None))
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        share = parameters.get("full_attention", parameters).get(
+            "partial_rotary_factor", getattr(self.config, "partial_rotary_factor", None)
+        )
         if value == int(head_size * (1.0 if share is None else share)):
             return True
         if share is None:
@@ -205,16 +207,16 @@ class _Settings:
         self.changed["partial_rotary_factor"] = value / head_size
         return True
 
-    def _rope_parameters(self, layer_type: str = "full_attention") -> dict[str, Any]:
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        nested = parameters.get(layer_type)
-        return dict(nested if isinstance(nested, Mapping) else parameters)
-
     def _take_theta(self, key: str, value: Any) -> bool:
         layer_type = "sliding_attention" if key.endswith("_swa") else "full_attention"
-        if key.endswith("_swa") and layer_type not in (getattr(self.config, "rope_parameters", None) or {}):
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        if layer_type in parameters:
+            return _same(value, parameters[layer_type].get("rope_theta"))
+        if layer_type == "sliding_attention" or not parameters:
             return False
-        return _same(value, self._rope_parameters(layer_type).get("rope_theta"))
+        if not _same(value, parameters.get("rope_theta")):
+            self.changed["rope_theta"] = value
+        return True
 
     def _take_scaling(self, key: str, keys: Mapping[str, Any]) -> bool:
         name, kind = key.removeprefix(SCALING), keys.get(f"{SCALING}type", "linear")  # linear is llama.cpp's default

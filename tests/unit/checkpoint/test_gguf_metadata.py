@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import new_model
 from gguf_checkpoints import add_value, write_gguf
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from nrl_models import AutoModelForCausalLM, CheckpointError, check_parity
 from nrl_models.common.gguf.gguf_metadata import HEAD_SIZES
@@ -171,3 +171,26 @@ def test_a_window_that_the_configuration_lacks_raises(tmp_path: Path) -> None:
     file = header_only(tmp_path / "model.gguf", "llama", base_keys("llama") | {"attention.sliding_window": 4096})
     with pytest.raises(CheckpointError, match=r"llama\.attention\.sliding_window \(model\.gguf\): is 4096"):
         configuration(file)
+
+
+@pytest.mark.parametrize("architecture", ["starcoder2", "stablelm", "phi3"])
+def test_a_base_of_rotary_embeddings_that_no_table_reads_is_used(architecture: str, tmp_path: Path) -> None:
+    file = header_only(tmp_path / "model.gguf", architecture, base_keys(architecture) | {"rope.freq_base": 50_000.0})
+    config = AutoConfig.for_model(**configuration(file))
+    assert config.rope_parameters["rope_theta"] == 50_000.0
+
+
+def test_scaling_of_a_model_with_windows_is_that_of_full_attention(tmp_path: Path) -> None:
+    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6}
+    file = header_only(tmp_path / "model.gguf", "gemma3", base_keys("gemma3") | keys)
+    config = AutoConfig.for_model(**configuration(file))
+    full, sliding = (config.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
+    assert (full["rope_type"], full["factor"], full["rope_theta"]) == ("linear", 8.0, 1e6)
+    assert sliding["rope_type"] == "default"
+
+
+def test_a_pattern_of_windows_gives_the_types_of_layers(tmp_path: Path) -> None:
+    for number, pattern in enumerate(([True, False], 2)):
+        keys = base_keys("gemma3") | {"attention.sliding_window_pattern": pattern}
+        config = AutoConfig.for_model(**configuration(header_only(tmp_path / f"{number}.gguf", "gemma3", keys)))
+        assert config.layer_types == ["sliding_attention", "full_attention"]
