@@ -194,3 +194,10 @@ def test_a_pattern_of_windows_gives_the_types_of_layers(tmp_path: Path) -> None:
         keys = base_keys("gemma3") | {"attention.sliding_window_pattern": pattern}
         config = AutoConfig.for_model(**configuration(header_only(tmp_path / f"{number}.gguf", "gemma3", keys)))
         assert config.layer_types == ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("architecture", ["stablelm", "nemotron"])
+def test_the_size_of_rotary_embeddings_is_used(architecture: str, tmp_path: Path) -> None:
+    keys = base_keys(architecture) | {"rope.dimension_count": 12}
+    config = AutoConfig.for_model(**configuration(header_only(tmp_path / "model.gguf", architecture, keys)))
+    assert config.rope_parameters["partial_rotary_factor"] == 12 / 16
