@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CompressedTensorsConfig, PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.dequantised import METHODS, DequantisedFiles, quantized_part, settings_of
-from nrl_models.common.checkpoint.files import CheckpointFiles, require_readable
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
@@ -34,6 +34,12 @@ from nrl_models.loading.names.other_parts import head_keys, new_head_names, towe
 from nrl_models.loading.options import LoadOptions
 
 logger = get_logger(__name__)
+
+COMPRESSED_TENSORS = "compressed-tensors"
+"""A `quant_method` whose checkpoints transformers dequantizes on load if asked."""
+
+NVFP4_SCALE = ".weight_global_scale"
+"""The end of the name of a scale that only NVFP4 has."""
 
 
 def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
@@ -73,6 +79,25 @@ def _files(model: PreTrainedModel, folder: Path, options: LoadOptions, stored_as
     if getattr(model, "hf_quantizer", None) is None and settings_of(stored_as or {}).get("quant_method") in METHODS:
         return DequantisedFiles(folder, stored_as, options.variant)
     return CheckpointFiles(folder, options.variant)
+
+
+def _require_supported(folder: Path, options: LoadOptions) -> None:
+    """Check a checkpoint's files, and that transformers reads them right.
+
+    Raises:
+        CheckpointError: files that are not read, or experts in NVFP4.
+    """
+    files = CheckpointFiles(folder, options.variant)
+    files.close()
+    experts = [key for key in files.tensors if ".experts." in key and key.endswith(NVFP4_SCALE)]
+    if experts:
+        problem = files.tensors[experts[0]].problem(
+            ProblemKind.DTYPE,
+            f"and {len(experts) - 1} others are of experts in NVFP4, which transformers dequantizes to wrong values "
+            "(huggingface/transformers#48371)",
+        )
+        advice = "load the checkpoint that it was quantized from, or one with experts in FP8"
+        raise CheckpointError(f"cannot load {folder}", [problem], [advice])
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +157,7 @@ def load_quantised(
         ConfigurationError: transformers refuses how it is quantised.
         FamilyImportError: a package that this takes is missing.
     """
-    require_readable(folder, options.variant)
+    _require_supported(folder, options)
     keywords = construction | {"config": config, "dtype": options.dtype, "device_map": options.destination()}
     if options.quantization_config is not None:
         keywords["quantization_config"] = options.quantization_config
@@ -142,6 +167,8 @@ def load_quantised(
     keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant", "ignore_mismatched_sizes")}
     part = quantized_part(config)
     stored_as = copy.deepcopy(part.quantization_config) if part is not None else None
+    if options.quantization_config is None and settings_of(stored_as or {}).get("quant_method") == COMPRESSED_TENSORS:
+        keywords["quantization_config"] = CompressedTensorsConfig(run_compressed=False)
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     try:
         # Never a pickle, which transformers would take where there is nothing else.
