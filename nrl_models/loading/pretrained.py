@@ -23,7 +23,7 @@ from nrl_models.common.checkpoint.generations import (
 )
 from nrl_models.common.checkpoint.given_tensors import GivenTensors
 from nrl_models.common.checkpoint.limits import limited_build
-from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.checkpoint.local_path import GENERATION_NAME, is_gguf
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.config.validate import check_config
 from nrl_models.common.gguf.gguf_files import GGUFFiles
@@ -204,6 +204,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 seen = {path.name: identity_at(path) for path in folder.glob("*.safetensors*")}
                 tolerance = _tolerance(source, config)
                 quantised = load_quantised(model_class, folder, config, options, built_with, tolerance)
+                _require_in_place(source)
                 _require_unchanged(source, seen)
                 return quantised
             else:
@@ -213,6 +214,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 dtype = resolve_dtype(options.dtype, config, files)
                 model = build_skeleton(model_class, config, dtype, **built_with)
             generation = None if folder is None else generation_config(model_class, folder)
+            _require_in_place(source)
         how: Any = {"dtype": dtype, "device": device, "strict": options.strict, "key_mapping": options.key_mapping}
         how["mtp"] = options.mtp
         how["tolerance"] = _tolerance(source, config)
@@ -241,6 +243,12 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 offload_buffers=options.offload_buffers,
             )
         return model, fit.info()
+
+
+def _require_in_place(source: Source) -> None:
+    """Raise if a save moved the generation settings before they were read. Without them, the defaults would count."""
+    if source.watch is not None:
+        source.watch.require(GENERATION_NAME)
 
 
 def _require_unchanged(source: Source, seen: Mapping[str, Identity | None]) -> None:

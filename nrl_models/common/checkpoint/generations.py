@@ -142,6 +142,15 @@ class Watch:
             if not found or current(self.folder) == location:
                 return found
 
+    def require(self, name: str) -> None:
+        """Raise if a file that was there at first is no longer where it was: a save moved it, and it was not read.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        if self._seen.get(name) is not None and not (self.location / name).is_file():
+            raise was_replaced(self.folder, [name])
+
     def changed(self) -> bool:
         """Whether files were replaced or moved: what failed meanwhile may have failed because of that."""
         return current(self.folder) != self.location or bool(self.replaced())

@@ -24,9 +24,11 @@ from nrl_models import AutoModelForCausalLM, CheckpointError
 from nrl_models.common.checkpoint import durable, generations, locks, publishing, writing
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, Watch
+from nrl_models.common.checkpoint.local_path import GENERATION_NAME
 from nrl_models.common.checkpoint.writing import staged, write_whole
 from nrl_models.diagnostics.embeddings import write_reinitialised
 from nrl_models.errors import ProblemKind, SaveError
+from nrl_models.loading import pretrained
 from nrl_models.onboarding.convert import convert
 from tests.campaign.publishing import (
     OTHERS,
@@ -114,6 +116,27 @@ def test_readers_and_a_writer_in_any_order(saved: list[Generation], tmp_path: Pa
         calls_before = [start, *(choose.randint(1, most) if choose.random() < often else 0 for _ in range(1000))]
         old, new = choose.sample(range(4), 2)
         overlapped(tmp_path / "work", saved, (old, new), calls_before.__getitem__, seed)
+
+
+def test_generation_settings_that_move_before_they_are_read_are_not_lost(
+    saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = published_by_a_killed_save(saved, tmp_path / "work")
+    settings = json.loads((target / PUBLISHED / GENERATION_NAME).read_text())
+    settings["temperature"] = 0.25
+    (target / PUBLISHED / GENERATION_NAME).write_text(json.dumps(settings | {"do_sample": True}))
+    read_settings, moved = pretrained.generation_config, []
+
+    def move_first(*args: Any) -> Any:
+        if not moved:
+            publishing.complete(target)
+            moved.append(True)
+        return read_settings(*args)
+
+    monkeypatch.setattr(pretrained, "generation_config", move_first)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert not (target / PUBLISHED).exists()
+    assert model.generation_config.temperature == 0.25
 
 
 def configuration_first(stage: Path, target: Path) -> None:
