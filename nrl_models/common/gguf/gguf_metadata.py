@@ -78,7 +78,26 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
 }
-"""Values that change nothing. Zero, false and an empty string change nothing anywhere."""
+"""Values that change nothing. So does zero, but for `NEVER_OFF`."""
+
+NEVER_OFF = ("attention.causal", "rope.scaling.yarn_ext_factor")
+"""Keys for which zero or false asks for something else."""
+
+OFF = frozenset(
+    {
+        "expert_group_scale",
+        "interleave_moe_layer_step",
+        "moe_every_n_layers",
+        "n_deepstack_layers",
+        "nextn_predict_layers",
+        "router_logit_softcapping",
+        "ssm.dt_b_c_rms",
+        "ssm.group_count",
+        "swiglu_clamp_exp",
+        "swiglu_clamp_shexp",
+    }
+)
+"""Keys of features that no configuration here has; zero and false switch them off."""
 
 HEAD_SIZES = ("attention.key_length", "attention.value_length")
 PATTERN = "attention.sliding_window_pattern"
@@ -150,26 +169,41 @@ class _Settings:
             return True
         if key in HEAD_SIZES:
             return self._take_head_size(value)
-        if key == "rope.dimension_count":
+        if key == "rope.dimension_count" or (key == "rope.dimension_count_swa" and self._heads_differ):
             return self._take_rotary_size(value)
         if key in ("rope.freq_base", "rope.freq_base_swa"):
             return self._take_theta(key, value)
         if key == PATTERN:
             return self._take_pattern(value)
-        return self._set(key, value) or not value or value in NEUTRAL.get(key, ())
+        return self._set(key, value) or self._changes_nothing(key, value)
+
+    def _changes_nothing(self, key: str, value: Any) -> bool:
+        is_known = key in SETTINGS or key in NEUTRAL or key in OFF
+        is_off = is_known and key not in NEVER_OFF and value is not None and not value
+        return is_off or value in NEUTRAL.get(key, ())
+
+    def _held(self, name: str) -> Any:
+        """A value of the configuration; None if it has none, or if layers differ in it."""
+        try:
+            return getattr(self.config, name, None)
+        except Exception:  # transformers raises where layers differ
+            return None
 
     def _set(self, key: str, value: Any) -> bool:
-        name = next((name for name in SETTINGS.get(key, ()) if hasattr(self.config, name)), None)
+        own = self.config.to_dict()
+        name = next((name for name in SETTINGS.get(key, ()) if name in own or self._held(name) is not None), None)
         if name is None:
             return False
-        held = getattr(self.config, name)
+        held = self._held(name)
+        if name == "sliding_window":
+            value = value or None  # llama.cpp writes 0 for none
         if isinstance(value, tuple) and len(set(value)) == 1:  # one for each layer
             value = value[0]
         if _same(value, held):
             return True
         # A window that the model has switched off would be set and not be used.
         if isinstance(value, tuple) or (name == "sliding_window" and not getattr(self.config, "use_sliding_window", 1)):
-            return False
+            return value is None
         self.changed[name] = value
         return True
 
@@ -183,18 +217,31 @@ class _Settings:
         return True
 
     @property
+    def _heads_differ(self) -> bool:
+        """Whether layers have heads of different sizes: transformers raises an error of its own then."""
+        try:
+            getattr(self.config, "head_dim", None)
+        except Exception:
+            return True
+        return False
+
+    @property
     def _head_size(self) -> int:
-        size = getattr(self.config, "head_dim", None) or getattr(self.config, "d_kv", None)
+        size = self._held("head_dim") or self._held("d_kv")
         return size or self.config.hidden_size // self.config.num_attention_heads
 
     def _take_head_size(self, value: Any) -> bool:
-        sizes = {self._head_size, getattr(self.config, "global_head_dim", None), self.changed.get("head_dim")}
-        if value not in sizes and hasattr(self.config, "head_dim"):
+        if self._heads_differ:  # heads differ by layer: the shapes of tensors tell
+            return True
+        sizes = {self._head_size, self.changed.get("head_dim")}
+        if value not in sizes and self._held("head_dim") is not None:
             self.changed["head_dim"] = value
             return True
         return value in sizes
 
     def _take_rotary_size(self, value: Any) -> bool:
+        if self._heads_differ:
+            return True
         head_size = self.changed.get("head_dim", self._head_size)
         parameters = getattr(self.config, "rope_parameters", None) or {}
         share = parameters.get("full_attention", parameters).get(
@@ -221,7 +268,7 @@ class _Settings:
     def _take_scaling(self, key: str, keys: Mapping[str, Any]) -> bool:
         name, kind = key.removeprefix(SCALING), keys.get(f"{SCALING}type", "linear")  # linear is llama.cpp's default
         factor = keys.get(f"{SCALING}factor") or 1.0
-        if kind == "none" or name in ("finetuned", "original_context_length") or not keys[key]:
+        if kind == "none" or name in ("finetuned", "original_context_length"):
             return True
         if kind == "linear" and name in ("type", "factor"):
             if factor != 1.0:
@@ -230,11 +277,11 @@ class _Settings:
         if kind == "yarn" and name in ("type", "factor", "attn_factor", "yarn_attn_factor", *YARN):
             self.changed["rope_scaling"] = self._yarn(factor, keys)
             return True
-        return keys[key] in NEUTRAL.get(key, ())
+        return keys[key] in NEUTRAL.get(key, ()) or (key not in NEVER_OFF and not keys[key])
 
     def _yarn(self, factor: float, keys: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: keys[SCALING + key] for key, name in YARN.items() if keys.get(SCALING + key)}
-        scale = keys.get(f"{SCALING}attn_factor") or keys.get(f"{SCALING}yarn_attn_factor") or 1.0
+        scale = (keys.get(f"{SCALING}attn_factor") or 1.0) * (keys.get(f"{SCALING}yarn_attn_factor") or 1.0)
         if scale != 1.0:  # llama.cpp multiplies the factor of YaRN by it; transformers replaces that
             found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
         return {"rope_type": "yarn", "factor": factor, **found}

@@ -201,3 +201,30 @@ def test_the_size_of_rotary_embeddings_is_used(architecture: str, tmp_path: Path
     keys = base_keys(architecture) | {"rope.dimension_count": 12}
     config = AutoConfig.for_model(**configuration(header_only(tmp_path / "model.gguf", architecture, keys)))
     assert config.rope_parameters["partial_rotary_factor"] == 12 / 16
+
+
+def test_no_window_is_written_as_zero(tmp_path: Path) -> None:
+    file = header_only(tmp_path / "model.gguf", "phi3", base_keys("phi3") | {"attention.sliding_window": 0})
+    assert AutoConfig.for_model(**configuration(file)).sliding_window is None
+
+
+def test_heads_that_differ_by_layer(tmp_path: Path) -> None:
+    keys = {"attention.key_length": 512, "attention.value_length": 512, "rope.dimension_count": 512}
+    keys |= {"attention.key_length_swa": 256, "attention.value_length_swa": 256, "rope.dimension_count_swa": 256}
+    file = header_only(tmp_path / "model.gguf", "gemma4", base_keys("gemma4") | keys)
+    assert configuration(file)["global_head_dim"] == 512
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attention.causal", False), ("a_key_of_tomorrow", 0), ("a_list_of_tomorrow", [0.5] * 5000)]
+)
+def test_false_is_not_nothing(key: str, value: Any, tmp_path: Path) -> None:
+    file = header_only(tmp_path / "model.gguf", "llama", base_keys("llama") | {key: value})
+    with pytest.raises(CheckpointError, match=key):
+        configuration(file)
+
+
+def test_both_factors_of_attention_count(tmp_path: Path) -> None:
+    factors = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 0.5}
+    file = header_only(tmp_path / "model.gguf", "llama", base_keys("llama") | YARN | factors)
+    assert configuration(file)["rope_scaling"]["attention_factor"] == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
