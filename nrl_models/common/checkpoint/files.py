@@ -114,7 +114,7 @@ class CheckpointFiles:
         self._named = named_weights(self.folder)
         if self._named is not None and is_index(self._named):
             self.index_name = self._named
-        elif self._named is not None:
+        elif isinstance(self._named, str):
             self.weights_name = self._named
         self.tensors: dict[str, StoredTensor] = {}
         self._index_dtype: torch.dtype | None = None

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 KEY = "transformers_weights"
 
 
-def named_weights(folder: Path) -> str | None:
-    """The file, or index of shards, that a checkpoint's configuration names; None if it names none."""
+def named_weights(folder: Path) -> Any:
+    """The file, or index of shards, that a checkpoint's configuration names; None if it names none. Unchecked."""
     try:
-        named = read_object(folder / CONFIG_NAME).get(KEY)
+        return read_object(folder / CONFIG_NAME).get(KEY)
     except (CheckpointError, OSError):  # reported when the configuration is read
         return None
-    return named if isinstance(named, str) else None
 
 
-def is_index(named: str) -> bool:
+def is_index(named: Any) -> bool:
     """Whether the name is that of an index of shards."""
-    return named.endswith(".safetensors.index.json")
+    return isinstance(named, str) and named.endswith(".safetensors.index.json")
 
 
 def leaves(file: str) -> bool:
@@ -31,8 +31,10 @@ def leaves(file: str) -> bool:
     return path.is_absolute() or ".." in path.parts or "\\" in file
 
 
-def problem_of(named: str) -> Problem | None:
+def problem_of(named: Any) -> Problem | None:
     """What is wrong with the name of weights."""
+    if not isinstance(named, str):
+        return Problem(ProblemKind.CONFIG, KEY, f"is {shown(named)}, expected the name of a file", CONFIG_NAME)
     if leaves(named):
         return Problem(ProblemKind.INDEX, KEY, f"names {named!r}, outside the checkpoint", CONFIG_NAME)
     if not named.endswith(".safetensors") and not is_index(named):

@@ -51,7 +51,7 @@ def checkpoint(llama_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama_checkpoint, tmp_path / "checkpoint"))
 
 
-def name_in_config(checkpoint: Path, file: str) -> None:
+def name_in_config(checkpoint: Path, file: Any) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"transformers_weights": file}))
 
@@ -73,10 +73,10 @@ def test_an_index_does_not_lead_to_a_pickle(
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 @pytest.mark.parametrize(
-    "file", ["adapter_model.bin", "../other.safetensors", "/other.safetensors", "absent.safetensors"]
+    "file", ["adapter_model.bin", "../other.safetensors", "/other.safetensors", "absent.safetensors", ["a"]]
 )
 def test_weights_that_the_configuration_names_are_checked(
-    file: str, load: Callable[[Path], Any], checkpoint: Path, tmp_path: Path
+    file: Any, load: Callable[[Path], Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     torch.save(Payload(tmp_path / "ran"), checkpoint / "adapter_model.bin")
     shutil.copy(checkpoint / "model.safetensors", tmp_path / "other.safetensors")
