@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import traceback
 import unittest
 from dataclasses import dataclass
 from enum import StrEnum, auto
@@ -59,25 +60,6 @@ class Ended:
         return text[-1] if (text := self.text.strip().splitlines()) else ""
 
 
-class _Result(unittest.TestResult):
-    """Keeps the first error."""
-
-    error: BaseException | None = None
-
-    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        self.error = self.error or err[1]
-        super().addError(test, err)
-
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        self.error = self.error or err[1]
-        super().addFailure(test, err)
-
-    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        if err is not None:
-            self.error = self.error or err[1]
-        super().addSubTest(test, subtest, err)
-
-
 @cache
 def model_tester_mixin() -> type:
     """transformers' `ModelTesterMixin`."""
@@ -125,14 +107,17 @@ def run(case: FamilyCase, model_class: type[PreTrainedModel], name: str) -> Ende
         "is_encoder_decoder": case.config.is_encoder_decoder,
     }
     tests = type("UpstreamTests", (model_tester_mixin(), unittest.TestCase), values)
-    result = _Result()
+    test = tests(name)
     random.seed(0)
     torch.manual_seed(0)
-    tests(name).run(result)
-    if failures := [*result.errors, *result.failures]:
-        return Ended(Outcome.FAILED, failures[0][1], result.error)
-    if result.skipped:
-        return Ended(Outcome.SKIPPED, result.skipped[0][1])
+    try:
+        test.debug()  # raises what a runner would collect
+    except unittest.SkipTest as skip:
+        return Ended(Outcome.SKIPPED, str(skip))
+    except Exception as error:
+        return Ended(Outcome.FAILED, "".join(traceback.format_exception(error)), error)
+    finally:
+        test.doCleanups()
     return Ended(Outcome.PASSED)
 
 

@@ -9,7 +9,8 @@ import typer
 from nrl_models.cli.console import show
 from tools.commands import command_line
 from tools.ledger import record
-from tools.ledger.ledger import KeyKind
+from tools.ledger.ledger import FOLDER, KeyKind, read_ledgers
+from tools.ledger.loading_table import write_loading_table
 
 
 def ledger(
@@ -27,6 +28,7 @@ def ledger(
         for key, difference in found.departures.items():
             differs = True
             show(f"  {key} behaves differently from transformers: {difference}")
+    write_loading_table(read_ledgers(FOLDER))
     show(f"{recorded} architectures recorded")
     if differs:
         raise typer.Exit(1)

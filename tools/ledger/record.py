@@ -15,7 +15,6 @@ from nrl_models.testing.case import FamilyCase
 from tools.coverage_pages.results import as_json, family_of
 from tools.ledger.differential import Differential, keys_at_default_only
 from tools.ledger.ledger import FOLDER, KeyKind, Ledger, read_ledgers
-from tools.ledger.loading_table import write_loading_table
 
 
 def ledger_of(case: FamilyCase, *, survey: bool = False) -> Ledger:
@@ -69,8 +68,6 @@ def write_ledger(
             continue
         found = ledger_of(FamilyCase(registry.model_class(name)), survey=survey)  # type: ignore[arg-type]
         record(name, found, folder)
-        if folder == FOLDER:
-            write_loading_table(read_ledgers(folder))
         yield name, found
 
 

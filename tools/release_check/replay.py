@@ -18,10 +18,9 @@ from typing import Annotated, Any
 
 import typer
 from packaging.version import Version
-from rich.console import Console
 
-from nrl_models.errors import NRLModelsError
 from tools.checkout import ROOT
+from tools.commands import command_line, stderr
 from tools.release_check.errors import ReleaseCheckError
 from tools.release_check.numbers.changes import ChangeGroup, UpstreamDifference, groups_of
 from tools.release_check.numbers.facts import Kind, compare
@@ -173,13 +172,13 @@ def replay(versions: Sequence[Version], out: Path, names: Sequence[str], jobs: i
         names: architectures.
         jobs: processes at once.
     """
-    console, before = Console(stderr=True, highlight=False), None
+    before = None
     for version in versions:
-        console.print(f"transformers {version}")
+        stderr.print(f"transformers {version}")
         try:
             file = record(version, out, names, jobs)
         except ReleaseCheckError as error:
-            console.print(str(error), style="red", markup=False, soft_wrap=True)
+            stderr.print(str(error), style="red", markup=False, soft_wrap=True)
             continue
         if before is not None:
             old, new = (sources_of("transformers", found, wheels_folder()) for found in (before[0], version))
@@ -281,27 +280,20 @@ def main(
     to_page: Annotated[Path, typer.Option("--page", help="Page to write.")] = PAGE,
 ) -> None:
     """Record the numbers of every release of transformers, and write a page of every change."""
-    console = Console(stderr=True, highlight=False)
-    try:
-        versions = releases(Version(first), Version(last))
-        if only:
-            versions = [version for version in versions if str(version) in only]
-        out.mkdir(parents=True, exist_ok=True)
-        groups = [group for found in replay(versions, out.resolve(), name or recorded_names(), jobs) for group in found]
-    except NRLModelsError as error:
-        console.print(str(error), style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    versions = releases(Version(first), Version(last))
+    if only:
+        versions = [version for version in versions if str(version) in only]
+    out.mkdir(parents=True, exist_ok=True)
+    groups = [group for found in replay(versions, out.resolve(), name or recorded_names(), jobs) for group in found]
     judgments = _read(JUDGMENTS) or {}
     reported = [Reported.from_json(values) for values in _read(REPORTED) or []]
     result = score(groups, reported, judgments, versions)
     to_page.write_text(page(groups, judgments, result, versions))
-    console.print(
+    stderr.print(
         f"{len(groups)} changes, recall {_share(result.recall)}, false alarms {_share(result.false_alarm_rate)}"
     )
-    console.print(f"page: {to_page}")
+    stderr.print(f"page: {to_page}")
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
-    app(prog_name="replay")
+    command_line(main)(prog_name="replay")

@@ -445,7 +445,7 @@ def _other_shards(folder: Path) -> list[str]:
 
 def _usable(folder: Path, gguf_file: str | None) -> Path:
     """A directory, or the GGUF file in it, if there is a checkpoint."""
-    has_safetensors = any(map(Path.is_file, (folder / WEIGHTS_NAME, folder / INDEX_NAME))) or named_weights(folder)
+    has_safetensors = (folder / WEIGHTS_NAME).is_file() or (folder / INDEX_NAME).is_file() or named_weights(folder)
     if (gguf_file is not None or not has_safetensors) and (file := find_gguf(folder, gguf_file)) is not None:
         return file
     if (folder / ADAPTER_CONFIG_NAME).is_file():

@@ -22,7 +22,6 @@ NO_EFFECT = frozenset(
         "decoder_start_token_id",
         "embedding_length",
         "pooling_type",
-        "rope.scaling.finetuned",
         "tensor_data_layout",
         "vocab_size",
     }
@@ -81,7 +80,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Values that change nothing. So does zero, but for `NEVER_OFF`."""
 
 NEVER_OFF = ("attention.causal", "rope.scaling.yarn_ext_factor")
-"""Keys for which zero or false asks for something else."""
+"""Keys for which zero or false changes the computation."""
 
 OFF = frozenset(
     {
@@ -100,6 +99,7 @@ OFF = frozenset(
 """Keys of features that no configuration here has; zero and false switch them off."""
 
 HEAD_SIZES = ("attention.key_length", "attention.value_length")
+ROTARY_SIZES = ("rope.dimension_count", "rope.dimension_count_swa")
 PATTERN = "attention.sliding_window_pattern"
 SCALING = "rope.scaling."
 YARN: Mapping[str, str] = {
@@ -111,7 +111,7 @@ YARN: Mapping[str, str] = {
 
 
 def with_all_metadata(header: GGUFHeader, values: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a configuration, with what the file's metadata says beyond transformers' table.
+    """The values of a configuration, with those of the metadata that transformers' table lacks.
 
     Args:
         header: the file's.
@@ -128,7 +128,7 @@ def with_all_metadata(header: GGUFHeader, values: Mapping[str, Any], read: Mappi
     }
     config = AutoConfig.for_model(**values)
     settings = _Settings(config, {name for name, setting in read.items() if setting is not None})
-    in_order = sorted(keys, key=lambda key: key not in HEAD_SIZES)  # the size of a head counts for what follows
+    in_order = sorted(keys, key=lambda key: key not in HEAD_SIZES)  # other keys depend on the size of a head
     unread = [key for key in in_order if not settings.take(key, keys[key], keys)]
     if unread:
         problems = [
@@ -149,7 +149,7 @@ class _Settings:
     """Values of a configuration that keys of metadata change.
 
     Args:
-        config: made of what transformers reads.
+        config: the configuration that transformers reads from the metadata.
         read: the keys that transformers reads.
 
     Attributes:
@@ -157,111 +157,84 @@ class _Settings:
     """
 
     def __init__(self, config: PreTrainedConfig, read: set[str]) -> None:
-        self.config: Any = config
-        self.read = read
+        self._own: Mapping[str, Any] = config.to_dict()
+        self._rope: Mapping[str, Any] = self._own.get("rope_parameters") or {}
+        # Where layers have heads of different sizes, the shapes of tensors are checked against them.
+        self._heads_differ = any("head_dim" in layer for layer in (self._own.get("per_layer_config") or {}).values())
+        self._head_size = self._own.get("head_dim") or self._own.get("d_kv")
+        if self._head_size is None and (heads := getattr(config, "num_attention_heads", None)):
+            self._head_size = config.hidden_size // heads
+        self._read = read
         self.changed: dict[str, Any] = {}
 
     def take(self, key: str, value: Any, keys: Mapping[str, Any]) -> bool:
         """Use a key; False if nothing has a value for it."""
         if key.startswith(SCALING):
             return self._take_scaling(key, keys)
-        if key in self.read or key in NO_EFFECT:
+        if key in self._read or key in NO_EFFECT:
+            return True
+        if self._heads_differ and key in (*HEAD_SIZES, *ROTARY_SIZES):
             return True
         if key in HEAD_SIZES:
             return self._take_head_size(value)
-        if key == "rope.dimension_count" or (key == "rope.dimension_count_swa" and self._heads_differ):
+        if key == "rope.dimension_count":
             return self._take_rotary_size(value)
         if key in ("rope.freq_base", "rope.freq_base_swa"):
             return self._take_theta(key, value)
         if key == PATTERN:
             return self._take_pattern(value)
-        return self._set(key, value) or self._changes_nothing(key, value)
-
-    def _changes_nothing(self, key: str, value: Any) -> bool:
-        is_known = key in SETTINGS or key in NEUTRAL or key in OFF
-        is_off = is_known and key not in NEVER_OFF and value is not None and not value
-        return is_off or value in NEUTRAL.get(key, ())
-
-    def _held(self, name: str) -> Any:
-        """A value of the configuration; None if it has none, or if layers differ in it."""
-        try:
-            return getattr(self.config, name, None)
-        except Exception:  # transformers raises where layers differ
-            return None
+        return self._set(key, value) or _changes_nothing(key, value)
 
     def _set(self, key: str, value: Any) -> bool:
-        own = self.config.to_dict()
-        name = next((name for name in SETTINGS.get(key, ()) if name in own or self._held(name) is not None), None)
+        name = next((name for name in SETTINGS.get(key, ()) if name in self._own), None)
         if name is None:
             return False
-        held = self._held(name)
         if name == "sliding_window":
             value = value or None  # llama.cpp writes 0 for none
         if isinstance(value, tuple) and len(set(value)) == 1:  # one for each layer
             value = value[0]
-        if _same(value, held):
+        if _same(value, self._own[name]):
             return True
         # A window that the model has switched off would be set and not be used.
-        if isinstance(value, tuple) or (name == "sliding_window" and not getattr(self.config, "use_sliding_window", 1)):
+        if isinstance(value, tuple) or (name == "sliding_window" and not self._own.get("use_sliding_window", True)):
             return value is None
         self.changed[name] = value
         return True
 
     def _take_pattern(self, value: Any) -> bool:
         """Layers with a window: a flag for each, or the period of those without one."""
-        layers = getattr(self.config, "layer_types", None)
+        layers = self._own.get("layer_types")
         if not value or layers is None:
             return not value
         slides = value if isinstance(value, tuple) else [(layer + 1) % value != 0 for layer in range(len(layers))]
         self.changed["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
         return True
 
-    @property
-    def _heads_differ(self) -> bool:
-        """Whether layers have heads of different sizes: transformers raises an error of its own then."""
-        try:
-            getattr(self.config, "head_dim", None)
-        except Exception:
-            return True
-        return False
-
-    @property
-    def _head_size(self) -> int:
-        size = self._held("head_dim") or self._held("d_kv")
-        return size or self.config.hidden_size // self.config.num_attention_heads
-
     def _take_head_size(self, value: Any) -> bool:
-        if self._heads_differ:  # heads differ by layer: the shapes of tensors tell
+        if value == self._head_size:
             return True
-        sizes = {self._head_size, self.changed.get("head_dim")}
-        if value not in sizes and self._held("head_dim") is not None:
-            self.changed["head_dim"] = value
-            return True
-        return value in sizes
+        if "head_dim" not in self._own:
+            return False
+        self.changed["head_dim"] = self._head_size = value
+        return True
 
     def _take_rotary_size(self, value: Any) -> bool:
-        if self._heads_differ:
-            return True
-        head_size = self.changed.get("head_dim", self._head_size)
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        share = parameters.get("full_attention", parameters).get(
-            "partial_rotary_factor", getattr(self.config, "partial_rotary_factor", None)
-        )
-        if value == int(head_size * (1.0 if share is None else share)):
-            return True
+        parameters = self._rope.get("full_attention", self._rope)
+        share = parameters.get("partial_rotary_factor", self._own.get("partial_rotary_factor"))
+        if self._head_size is None or value == int(self._head_size * (1.0 if share is None else share)):
+            return self._head_size is not None
         if share is None:
             return False
-        self.changed["partial_rotary_factor"] = value / head_size
+        self.changed["partial_rotary_factor"] = value / self._head_size
         return True
 
     def _take_theta(self, key: str, value: Any) -> bool:
         layer_type = "sliding_attention" if key.endswith("_swa") else "full_attention"
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        if layer_type in parameters:
-            return _same(value, parameters[layer_type].get("rope_theta"))
-        if layer_type == "sliding_attention" or not parameters:
+        if layer_type in self._rope:
+            return _same(value, self._rope[layer_type].get("rope_theta"))
+        if layer_type == "sliding_attention" or not self._rope:
             return False
-        if not _same(value, parameters.get("rope_theta")):
+        if not _same(value, self._rope.get("rope_theta")):
             self.changed["rope_theta"] = value
         return True
 
@@ -275,16 +248,23 @@ class _Settings:
                 self.changed["rope_scaling"] = {"rope_type": "linear", "factor": factor}
             return True
         if kind == "yarn" and name in ("type", "factor", "attn_factor", "yarn_attn_factor", *YARN):
-            self.changed["rope_scaling"] = self._yarn(factor, keys)
+            self.changed["rope_scaling"] = _yarn(factor, keys)
             return True
-        return keys[key] in NEUTRAL.get(key, ()) or (key not in NEVER_OFF and not keys[key])
+        return _changes_nothing(key, keys[key])
 
-    def _yarn(self, factor: float, keys: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: keys[SCALING + key] for key, name in YARN.items() if keys.get(SCALING + key)}
-        scale = (keys.get(f"{SCALING}attn_factor") or 1.0) * (keys.get(f"{SCALING}yarn_attn_factor") or 1.0)
-        if scale != 1.0:  # llama.cpp multiplies the factor of YaRN by it; transformers replaces that
-            found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
-        return {"rope_type": "yarn", "factor": factor, **found}
+
+def _yarn(factor: float, keys: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: keys[SCALING + key] for key, name in YARN.items() if keys.get(SCALING + key)}
+    scale = (keys.get(f"{SCALING}attn_factor") or 1.0) * (keys.get(f"{SCALING}yarn_attn_factor") or 1.0)
+    if scale != 1.0:  # llama.cpp multiplies the factor of YaRN by it; transformers replaces that
+        found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
+    return {"rope_type": "yarn", "factor": factor, **found}
+
+
+def _changes_nothing(key: str, value: Any) -> bool:
+    is_known = key in SETTINGS or key in NEUTRAL or key in OFF or key.startswith(SCALING)
+    is_off = is_known and key not in NEVER_OFF and value is not None and not value
+    return is_off or value in NEUTRAL.get(key, ())
 
 
 def _same(value: Any, held: Any) -> bool:

@@ -78,6 +78,7 @@ CASES: dict[str, Case] = {
 def test_logits_are_those_of_the_same_configuration(case: str, tmp_path: Path) -> None:
     architecture, config_class, settings, keys = CASES[case]
     model = new_model(config_class(**SIZES, **HEADS, **POSITIONS, **settings)).eval()
+    model.set_attn_implementation("eager")  # in older releases, another one leaves softcaps out
     file = tmp_path / "model.gguf"
     write_gguf(file, model, architecture, values={f"{architecture}.{key}": value for key, value in keys.items()})
     loaded = AutoModelForCausalLM.from_pretrained(file).eval()
@@ -208,6 +209,7 @@ def test_no_window_is_written_as_zero(tmp_path: Path) -> None:
     assert AutoConfig.for_model(**configuration(file)).sliding_window is None
 
 
+@pytest.mark.skipif("gemma4" not in ARCHITECTURES, reason="transformers does not read such a file")
 def test_heads_that_differ_by_layer(tmp_path: Path) -> None:
     keys = {"attention.key_length": 512, "attention.value_length": 512, "rope.dimension_count": 512}
     keys |= {"attention.key_length_swa": 256, "attention.value_length_swa": 256, "rope.dimension_count_swa": 256}
