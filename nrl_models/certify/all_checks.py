@@ -1,0 +1,308 @@
+"""Run all checks that apply to a checkpoint and an engine, the cheapest first."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nrl_models.certify import in_loop, layer_checks, lora, running_engine, with_engine, without_engine
+from nrl_models.certify.certificate import Certificate, json_digest
+from nrl_models.certify.certified import Options, Subject, file_hashes, hardware
+from nrl_models.certify.check_result import CheckResult, Side, Status, answer_of
+from nrl_models.certify.sides import side_of_error
+from nrl_models.common.checkpoint.writing import write_whole
+from nrl_models.common.trust.own_folder import MARKER, claim, default_folder
+from nrl_models.consistency.capsule.package_versions import versions
+from nrl_models.errors import (
+    ConsistencyError,
+    EngineError,
+    EngineUnavailableError,
+    NRLModelsError,
+    StateDictError,
+    UnknownArgumentError,
+    one_line,
+)
+
+PURPOSE = "results of nrl-models certify"
+RESULTS = "results.jsonl"
+CERTIFICATE = "certificate.json"
+ENGINE_START = "engine start"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function that yields results.
+
+    Args:
+        names: names of its results.
+        run: the function; it gets the deadline of the budget.
+        loads: estimated time, in multiples of the time that `files` takes to load the checkpoint.
+        seconds: estimated time that does not depend on the checkpoint.
+        needs_engine: it starts the engine.
+        extra: names of results that it does not always have.
+    """
+
+    names: tuple[str, ...]
+    run: Callable[[Subject, float | None], Iterator[CheckResult]]
+    loads: float
+    seconds: float = 1.0
+    needs_engine: bool = False
+    extra: tuple[str, ...] = ()
+
+
+def _no_deadline(
+    run: Callable[[Subject], Iterator[CheckResult]],
+) -> Callable[[Subject, float | None], Iterator[CheckResult]]:
+    return lambda subject, deadline: run(subject)
+
+
+CHECKS = (
+    Check(("files",), _no_deadline(without_engine.files), 1),
+    Check(("tokenizer",), _no_deadline(without_engine.tokenizer), 0),
+    Check(("embeddings",), _no_deadline(without_engine.embeddings), 1),
+    Check(("padding", "packing"), _no_deadline(without_engine.batches), 2),
+    Check(("saved files",), _no_deadline(without_engine.saved_files), 2),
+    Check(("draft layers",), _no_deadline(layer_checks.draft_layers), 2),
+    Check(("router replay",), _no_deadline(layer_checks.router_replay), 2),
+    Check(("sharding",), _no_deadline(without_engine.sharding), 1, 10.0),
+    Check(("weights", "layers", "logits", "gradients"), _no_deadline(without_engine.parity), 12, 5.0),
+    Check((ENGINE_START,), _no_deadline(running_engine.engine_start), 3, 5.0, needs_engine=True),
+    Check(("routed experts",), _no_deadline(running_engine.routed_experts), 2, needs_engine=True),
+    Check(("images",), _no_deadline(running_engine.images), 5, needs_engine=True),
+    Check(("prefix caching",), _no_deadline(running_engine.prefix_caching), 5, 5.0, needs_engine=True),
+    Check(("longest length",), _no_deadline(running_engine.longest_length), 10, 10.0, needs_engine=True),
+    Check((lora.MERGED,), _no_deadline(lora.merged), 8, 5.0, needs_engine=True),
+    Check((lora.SERVED,), _no_deadline(lora.served), 8, 10.0, needs_engine=True),
+    Check(with_engine.REFITS, with_engine.refits, 20, 30.0, needs_engine=True),
+    Check(
+        ("log-probabilities", "decode against prefill"),
+        with_engine.log_probabilities,
+        20,
+        40.0,
+        needs_engine=True,
+        extra=(with_engine.OTHER_CELLS,),
+    ),
+    Check(in_loop.NAMES, _no_deadline(in_loop.controls), 12, 20.0),
+)
+"""All checks, the cheapest first."""
+
+NAMES = tuple(name for check in CHECKS for name in check.names)
+"""Names of all checks."""
+
+NOT_COVERED = (
+    "how often the engine accepts tokens of draft layers",
+    "the trainer's own training loop (see `nrl_models.watch`)",
+    "behavior on a GPU, unless engine and trainer ran on one",
+)
+"""Properties that no check covers."""
+
+
+def certify(
+    path: str | Path,
+    *,
+    engine: str | None = None,
+    engine_options: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    budget: float | None = None,
+    full: bool = False,
+    seed: int = 0,
+    out: Path | None = None,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    fresh: bool = False,
+    loop_mesh: Mapping[str, int] | None = None,
+    progress: Callable[[str, list[CheckResult]], None] = lambda name, results: None,
+) -> Certificate:
+    """Run all checks that apply to a checkpoint, and return the result as a certificate.
+
+    Results are saved as they come. The same call resumes an interrupted run; so does a call with a larger budget.
+
+    Args:
+        path: checkpoint directory, GGUF file or Hub repository.
+        engine: name of the engine, or a server URL. Without an engine the answer is at best "not decided".
+        engine_options: options passed to the engine.
+        dtype: compute dtype of engine and trainer; the checkpoint's by default.
+        device: device of the trainer.
+        budget: seconds. Checks that are estimated not to end in time are left out.
+        full: check the 36 cells of NeMo RL's guide, instead of 8.
+        seed: random seed for inputs.
+        out: directory for results; `certify/NAME-DIGEST` by default.
+        only: names of checks to run; all by default.
+        skip: names of checks not to run.
+        fresh: discard earlier results.
+        loop_mesh: also run a training loop at learning rate 0 over this mesh, such as `{"fsdp": 2}`. `{}` runs it in
+            one process, None runs none.
+        progress: called with the name of each check before it runs, and the results so far.
+
+    Raises:
+        UnknownArgumentError: an unknown name in `only` or `skip`.
+        ConsistencyError: `out` has other files.
+        CheckpointError: the checkpoint does not exist.
+    """
+    if unknown := sorted({*only, *skip} - {*NAMES}):
+        raise UnknownArgumentError(f"unknown checks {', '.join(unknown)}: expected some of {', '.join(NAMES)}")
+    options = Options(engine, engine_options or {}, dtype, device, full, seed, loop_mesh)
+    subject = Subject(path, options, Path())
+    hashes, installed = file_hashes(subject.folder), versions()
+    key = json_digest({"files": hashes, "versions": installed, "options": options.to_json()})
+    subject.out = out or default_folder("certify", subject.path, key)
+    saved = _Saved(subject.out, key, fresh=fresh)
+    deadline = None if budget is None else time.monotonic() + budget
+    try:
+        results = _run_all(subject, saved, only, skip, deadline, progress)
+    finally:
+        subject.release_engine()
+    progress("", results)
+    certificate = Certificate.of(
+        name=subject.name,
+        answer=answer_of(results),
+        files=hashes,
+        options=options.to_json(),
+        versions=installed,
+        hardware=hardware(),
+        results=tuple(results),
+        not_covered=NOT_COVERED,
+    )
+    certificate.save(subject.out / CERTIFICATE)
+    return replace(certificate, folder=subject.out)
+
+
+def _run_all(
+    subject: Subject,
+    saved: _Saved,
+    only: Collection[str],
+    skip: Collection[str],
+    deadline: float | None,
+    progress: Callable[[str, list[CheckResult]], None],
+) -> list[CheckResult]:
+    """Run the checks that are not saved. Returns all results."""
+    results: list[CheckResult] = []
+    is_started, load_seconds = True, 0.0
+    for check in CHECKS:
+        if check.names == in_loop.NAMES and subject.options.in_loop is None:
+            continue
+        done = [saved.results[name] for name in (*check.names, *check.extra) if name in saved.results]
+        # Checks that were left out run again: there may be an engine or more time now.
+        undone = [result for result in done if result.status in (Status.LEFT_OUT, Status.NOT_COVERED)]
+        if len(done) < len(check.names) or undone:
+            reason = _reason_to_leave_out(check, subject.options, only, skip, deadline, load_seconds)
+            if check.needs_engine and not is_started:
+                reason = "the engine does not start"
+            if reason:
+                done = [CheckResult(name=name, status=Status.LEFT_OUT, summary=reason) for name in check.names]
+            else:
+                progress(", ".join(check.names), results)
+                done = _run(check, subject, deadline)
+            saved.add(done, replacing=(*check.names, *check.extra))
+        results += done
+        if check.names == (ENGINE_START,):
+            is_started = results[-1].status in (Status.PASSED, Status.LEFT_OUT)
+        if check.names == ("files",):
+            load_seconds = results[0].seconds
+            if results[0].status is not Status.PASSED:  # nothing else can run
+                results += [
+                    CheckResult(name=name, status=Status.LEFT_OUT, summary="the checkpoint does not load")
+                    for other in CHECKS[1:]
+                    for name in other.names
+                    if name not in in_loop.NAMES
+                ]
+                break
+    return results
+
+
+def _reason_to_leave_out(
+    check: Check,
+    options: Options,
+    only: Collection[str],
+    skip: Collection[str],
+    deadline: float | None,
+    load_seconds: float,
+) -> str:
+    if (only and not set(check.names) & set(only)) or set(check.names) & set(skip):
+        return "not selected"
+    if check.needs_engine and options.engine is None:
+        return "no engine: pass --engine"
+    expected = check.seconds + check.loads * load_seconds
+    if deadline is not None and time.monotonic() + expected > deadline:
+        return f"no time left: estimated at {expected:.0f} s"
+    return ""
+
+
+def _run(check: Check, subject: Subject, deadline: float | None) -> list[CheckResult]:
+    """Run a check. Errors of the checkpoint and the engine fail it; others leave it undecided, with the error."""
+    started = time.monotonic()
+    found: list[CheckResult] = []
+    try:
+        with with_engine.interrupting(deadline):
+            found += check.run(subject, deadline)
+    except with_engine.OutOfTimeError as error:
+        found += _unreached(check, found, Status.LEFT_OUT, str(error))
+    except (NRLModelsError, OSError) as error:
+        is_failure = isinstance(error, StateDictError) or check.names == ("files",)
+        is_failure |= isinstance(error, EngineError) and not isinstance(error, EngineUnavailableError)
+        side = side_of_error(error)
+        if check.names != ("files",) and side is not Side.ENGINE:
+            side = Side.MODEL  # the files have loaded
+        status = Status.FAILED if is_failure else Status.NOT_DECIDED
+        found += _unreached(check, found, status, one_line(error), side if is_failure else None)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        found += _unreached(check, found, Status.NOT_DECIDED, one_line(error))
+    seconds = round((time.monotonic() - started) / max(len(found), 1), 3)
+    return [replace(result, seconds=seconds) for result in found]
+
+
+def _unreached(
+    check: Check, found: list[CheckResult], status: Status, summary: str, side: Side | None = None
+) -> list[CheckResult]:
+    done = {result.name for result in found}
+    return [
+        CheckResult(name=name, status=status, summary=summary, side=side) for name in check.names if name not in done
+    ]
+
+
+class _Saved:
+    """Results on disk, one JSON object per line.
+
+    Args:
+        folder: directory of the results.
+        key: digest of everything that results depend on. Results with another key are discarded.
+        fresh: discard all results.
+
+    Raises:
+        ConsistencyError: the directory has other files.
+    """
+
+    def __init__(self, folder: Path, key: str, *, fresh: bool) -> None:
+        if not claim(folder, PURPOSE):
+            raise ConsistencyError(
+                f"{folder} is not empty, and has no file {MARKER} of this command: choose another directory (--out)"
+            )
+        self.file, self.key = folder / RESULTS, key
+        self.results: dict[str, CheckResult] = {}
+        if not fresh and self.file.is_file():
+            for line in self.file.read_text().splitlines():
+                try:
+                    values = json.loads(line)
+                    if values.pop("key") == key:
+                        result = CheckResult.from_json(values)
+                        self.results[result.name] = result
+                except (ValueError, KeyError, TypeError):  # a line cut off by an interruption
+                    continue
+        self._write()
+
+    def add(self, results: list[CheckResult], *, replacing: Collection[str]) -> None:
+        """Save results in place of those with the names `replacing`."""
+        self.results = {name: result for name, result in self.results.items() if name not in replacing}
+        self.results |= {result.name: result for result in results}
+        self._write()
+
+    def _write(self) -> None:
+        lines = (json.dumps({"key": self.key, **result.to_json()}) + "\n" for result in self.results.values())
+        write_whole(self.file, "".join(lines))

@@ -1,0 +1,115 @@
+"""Results of checks, and the answer that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.parity.parity_report import Unit
+
+
+class Status(StrEnum):
+    """The outcome of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_DECIDED = "not decided"
+    """It ran, and its bound is too wide or its sample empty; or it could not run."""
+    LEFT_OUT = "left out"
+    """It applies, and did not run: no engine, no time, or not selected."""
+    NOT_COVERED = "not covered"
+    """Further cells of a check that ran: the budget ended before them. The certificate is narrower."""
+    NOT_APPLICABLE = "not applicable"
+    """The model has nothing to check."""
+
+
+class Answer(StrEnum):
+    """The answer for a checkpoint."""
+
+    READY = "ready"
+    NOT_READY = "not ready"
+    NOT_DECIDED = "not decided"
+
+
+class Side(StrEnum):
+    """The source of a failure."""
+
+    FILES = "files"
+    CONFIG = "config"
+    TOKENIZER = "tokenizer"
+    MODEL = "model"
+    """The trainer's model class: its loading, forward, gradients or saving."""
+    ENGINE = "engine"
+    """The engine, its options, or the weights that it received."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """The result of a check.
+
+    Args:
+        name: name of the check.
+        status: its outcome.
+        summary: the outcome in one line: measured values, or what is wrong.
+        value: the measured number, or None.
+        bound: the largest `value` that passes, or None.
+        unit: unit of both.
+        compared: number of compared tensors, tokens or cells. A check that compared nothing cannot pass.
+        advice: what to do, if it did not pass.
+        seconds: time it took.
+        side: the source of a failure; None if it is unknown, or the check did not fail.
+        length: length of the longest compared sequence in tokens; 0 if it compares no sequences with an engine.
+
+    Raises:
+        ValueError: `status` is `PASSED` and `compared` is 0.
+    """
+
+    name: str
+    status: Status
+    summary: str
+    value: float | None = None
+    bound: float | None = None
+    unit: Unit | None = None
+    compared: int | None = None
+    advice: str = ""
+    seconds: float = 0.0
+    side: Side | None = None
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the result is based on something."""
+        if self.status is Status.PASSED and self.compared == 0:
+            raise ValueError(f"{self.name}: compared nothing, and cannot pass")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name. Numbers that are not finite are None."""
+        return {key: finite_or_none(value) for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CheckResult:
+        """Read what `to_json` returned."""
+        unit, side = values.get("unit"), values.get("side")
+        typed = {"unit": None if unit is None else Unit(unit), "side": None if side is None else Side(side)}
+        return cls(**{**values, **typed, "status": Status(values["status"])})
+
+
+def status_of(*, failed: bool, compared: int) -> Status:
+    """Return the status of a check that compared something, or nothing."""
+    return Status.FAILED if failed else Status.PASSED if compared else Status.NOT_DECIDED
+
+
+def answer_of(results: Iterable[CheckResult]) -> Answer:
+    """Return the answer that follows from results.
+
+    A failure means not ready. Otherwise a check that was left out or not decided, or no check that passed, means not
+    decided.
+    """
+    statuses = {result.status for result in results}
+    if Status.FAILED in statuses:
+        return Answer.NOT_READY
+    if statuses & {Status.NOT_DECIDED, Status.LEFT_OUT} or Status.PASSED not in statuses:
+        return Answer.NOT_DECIDED
+    return Answer.READY

@@ -1,0 +1,246 @@
+"""Checks of a running engine: refits, log-probabilities, decode against prefill."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+
+from nrl_models.certify.certified import Subject
+from nrl_models.certify.check_result import CheckResult, Side, Status
+from nrl_models.certify.sides import side_of_verdict
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.consistency.cells import (
+    BATCHES,
+    DATA,
+    GUIDE_BATCHES,
+    GUIDE_LENGTHS,
+    LENGTHS,
+    THRESHOLD,
+    Cell,
+    Data,
+    Settings,
+)
+from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport, last_if_nan
+from nrl_models.consistency.matrix import check_consistency
+from nrl_models.consistency.prompts import load_tokenizer
+from nrl_models.consistency.refit import check_refit, refit_settings
+from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.parity.parity_report import Unit
+
+REFITS = ("refit from random weights", "refit after a training step")
+"""Names of the checks of `check_refit`, in the order of its steps."""
+
+
+OTHER_CELLS = "log-probabilities of the other cells"
+"""Name of the result that lists cells for which there was no time."""
+
+
+class OutOfTimeError(BaseException):
+    """The budget is used up. Not an `Exception`, so that engines do not report it as their own failure."""
+
+
+@contextmanager
+def interrupting(deadline: float | None) -> Iterator[None]:
+    """Raise `OutOfTimeError` at a deadline, between two operations. Only in the main thread, and not on Windows.
+
+    Args:
+        deadline: `time.monotonic()`; None for no limit.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if deadline is None or not is_main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def interrupt(*_: object) -> NoReturn:
+        raise OutOfTimeError("no time left: the budget ended during this check")
+
+    started, handler = time.monotonic(), signal.signal(signal.SIGALRM, interrupt)
+    before, _ = signal.setitimer(signal.ITIMER_REAL, max(deadline - started, 0.001))
+    try:
+        yield
+    finally:
+        rest = max(before - (time.monotonic() - started), 0.001) if before else 0.0
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, rest)
+
+
+def refits(subject: Subject, deadline: float | None) -> Iterator[CheckResult]:
+    """Start the engine on random weights, refit it, train a step, refit it again; compare log-probabilities.
+
+    Args:
+        subject: the checkpoint.
+        deadline: `time.monotonic()` at which no further step starts; None for no limit.
+    """
+    options = subject.options
+    assert options.engine is not None
+    subject.release_model()
+    subject.release_engine()
+
+    def note(step: str) -> None:
+        if deadline is not None and time.monotonic() > deadline:
+            raise OutOfTimeError(f"no time left: the budget ended before this step: {step}")
+
+    found = check_refit(
+        subject.folder,
+        engine=options.engine,
+        dtype=options.dtype,
+        device=options.device,
+        settings=refit_settings(subject.folder, options.engine),
+        engine_options=dict(options.engine_options),
+        note=note,
+    )
+    for name, step in zip(REFITS, found.steps, strict=False):
+        problems = [*step.problems, *step.result.problems]
+        verdict = step.result.verdict
+        side = (None if step.problems else side_of_verdict(verdict)) or Side.ENGINE
+        yield of_cells(name, [step.result], problems, verdict.summary if verdict else "", side)
+    for name in REFITS[len(found.steps) :]:
+        yield CheckResult(name=name, status=Status.NOT_DECIDED, summary="not reached: the first refit failed")
+
+
+def log_probabilities(subject: Subject, deadline: float | None) -> Iterator[CheckResult]:
+    """Compare log-probabilities over a matrix of lengths, prompts, decoding modes and batch sizes.
+
+    Args:
+        subject: the checkpoint.
+        deadline: `time.monotonic()` at which no further cell starts; None for no limit.
+    """
+    report = _matrix(subject, deadline)
+    count, total = len(report.results), len(report.settings.cells())
+    problems = [f"{result.cell}: {'; '.join(result.problems)}" for result in report.results if not result.passed]
+    verdict = next((result.verdict for result in report.results if result.verdict), None)
+    side = side_of_verdict(verdict)
+    if report.error:
+        problems.append(report.error)
+        side = side or Side.ENGINE
+    yield of_cells("log-probabilities", report.results, problems, verdict.summary if verdict else "", side)
+    yield _decode_against_prefill(report.results)
+    if count < total:
+        cells = ", ".join(map(str, report.settings.cells()[count:]))
+        yield CheckResult(
+            name=OTHER_CELLS,
+            status=Status.NOT_COVERED,
+            summary=f"{total - count} of {total} cells: {cells}",
+            advice="Pass a larger --budget.",
+        )
+
+
+def _matrix(subject: Subject, deadline: float | None) -> ConsistencyReport:
+    options = subject.options
+    assert options.engine is not None
+    subject.release_model()
+    subject.release_engine()
+    has_tokenizer = load_tokenizer(subject.folder) is not None
+    settings = Settings(
+        lengths=GUIDE_LENGTHS if options.full else LENGTHS,
+        batches=GUIDE_BATCHES if options.full else BATCHES,
+        data=DATA if has_tokenizer else (Data.DUMMY,),
+        seed=options.seed,
+    )
+    last: list[ConsistencyReport] = []
+    ends: list[float] = []
+    rates: list[float] = []
+
+    def progress(report: ConsistencyReport) -> None:
+        last[:] = [report]
+        now = time.monotonic()
+        ends[:] = ends or [now]
+        needed = 0.0
+        if len(report.results) > len(rates):  # a cell has ended: estimate the time of the next
+            rates.append((now - ends[-1]) / _tokens(report.results[-1].cell))
+            ends.append(now)
+            needed = max(rates) * max(map(_tokens, list(report.running)[:1]), default=0)
+        if deadline is not None and report.results and now + needed > deadline:
+            raise OutOfTimeError
+
+    try:
+        return check_consistency(
+            subject.folder,
+            engine=options.engine,
+            settings=settings,
+            out=subject.out / "measurements",
+            dtype=options.dtype,
+            device=options.device,
+            engine_options=dict(options.engine_options),
+            skip_too_long=True,
+            progress=progress,
+        )
+    except OutOfTimeError:
+        if not last or not last[0].results:
+            raise
+        return last[0]
+
+
+def _tokens(cell: Cell) -> int:
+    return cell.length * cell.batch
+
+
+def of_cells(name: str, results: list[CellResult], problems: list[str], verdict: str, side: Side | None) -> CheckResult:
+    """Summarize cells. A bound above the guide's decides nothing, unless the error is below the guide's.
+
+    Args:
+        name: name of the check.
+        results: the cells.
+        problems: why it fails; empty if it does not.
+        verdict: the source of the failure in words.
+        side: the source of the failure, if it fails.
+    """
+    if not results:
+        return CheckResult(name=name, status=Status.NOT_DECIDED, summary="; ".join(problems) or "no cell", compared=0)
+    worst = max(results, key=lambda result: last_if_nan(result.worst[1]))
+    comparison, error = worst.worst
+    tokens = sum(metrics.tokens for result in results for kind in result.comparisons.values() for metrics in kind)
+    wide = [result for result in results if result.passed and not result.worst[1] <= THRESHOLD]
+    status = Status.FAILED if problems else Status.NOT_DECIDED if wide or not tokens else Status.PASSED
+    summary = f"{len(results)} cells; worst: {worst.cell}: token_mult_prob_error {error:.7g} ({comparison})"
+    if wide:
+        precision = dtype_name(wide[0].repeats[0].noise_dtype)
+        summary += f"; {len(wide)} cells exceed {THRESHOLD} and agree only within the noise floor of {precision}"
+    return CheckResult(
+        name=name,
+        status=status,
+        summary="; ".join([*problems, summary]),
+        value=error,
+        bound=min(worst.bound, THRESHOLD),
+        unit=Unit.TOKEN_MULT_PROB_ERROR,
+        compared=tokens,
+        side=side if problems else None,
+        length=max(result.cell.length for result in results),
+        advice=verdict or ("Repeat with --dtype float32." if wide else ""),
+    )
+
+
+def _decode_against_prefill(results: list[CellResult]) -> CheckResult:
+    """Compare the engine's log-probabilities while sampling with its own prefill of the same tokens."""
+    errors, tokens, bounds = [], 0, []
+    for result in results:
+        for repeat in result.repeats:
+            if repeat.prefill is not None:
+                errors.append(token_mult_prob_error(repeat.prefill, repeat.decode))
+                bounds.append(result.bound)
+                tokens += int(torch.isfinite(repeat.decode).sum())
+    name = "decode against prefill"
+    if not errors:
+        return CheckResult(
+            name=name, status=Status.NOT_DECIDED, summary="the engine cannot score existing tokens", compared=0
+        )
+    worst = max(range(len(errors)), key=lambda index: last_if_nan(errors[index]))
+    bound = min(bounds[worst], THRESHOLD)
+    return CheckResult(
+        name=name,
+        status=Status.PASSED if errors[worst] <= bound else Status.FAILED,
+        summary=f"token_mult_prob_error {errors[worst]:.7g} between decoding and prefill of the same tokens",
+        value=errors[worst],
+        bound=bound,
+        unit=Unit.TOKEN_MULT_PROB_ERROR,
+        compared=tokens,
+        side=None if errors[worst] <= bound else Side.ENGINE,
+        advice="The engine disagrees with itself: check its cache, positions and prefix caching.",
+    )

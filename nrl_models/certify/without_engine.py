@@ -1,0 +1,304 @@
+"""Checks that need no engine: files, weights, layers, logits, gradients, batches, sharding, embeddings, tokenizer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from nrl_models.auto import auto_class_for
+from nrl_models.certify.certified import Subject
+from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
+from nrl_models.common.checkpoint.local_path import GENERATION_NAME
+from nrl_models.common.config.validate import examine
+from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.forward.packing import token_positions
+from nrl_models.common.modules import is_base_model
+from nrl_models.diagnostics.embeddings import diagnose_embeddings
+from nrl_models.engines.base import is_finite
+from nrl_models.errors import ConsistencyError, ShardingError, listed, one_line
+from nrl_models.family import FamilyModel
+from nrl_models.inputs.images import parameters_of
+from nrl_models.inputs.model_inputs import inputs_for, takes_images
+from nrl_models.inputs.tokenizers import as_ids, load_tokenizer
+from nrl_models.logprobs import rollout_logprobs
+from nrl_models.onboarding.estimate import Setting, estimate
+from nrl_models.onboarding.inspect import inspect
+from nrl_models.parity import check_parity, compare_state_dicts
+from nrl_models.parity.noise import limit, logits_noise, logits_of
+from nrl_models.parity.parity_report import FIRST_DIVERGENCE, Level, ParityRow, Unit
+
+SEQUENCES = ((17, 0), (31, 1), (9, 2))
+"""Lengths and seeds of the sequences that are padded and packed."""
+
+TEXT = "What is 2 + 3?"
+"""Text that every tokenizer of a language model can encode."""
+
+MEDIA = ("image", "boi", "eoi", "audio", "boa", "eoa", "video")
+"""Kinds of special tokens of images, audio and video: `image_token_id` and so on."""
+
+MESHES = ({"fsdp": 2}, {"tp": 2}, {"ep": 2}, {"pp": 2})
+"""Meshes that sharding is tried on."""
+
+LEVELS = {Level.WEIGHTS: "weights", Level.COMPONENTS: "layers", Level.LOGITS: "logits", Level.GRADIENTS: "gradients"}
+"""Names of the checks of parity."""
+
+
+def files(subject: Subject) -> Iterator[CheckResult]:
+    """Load the checkpoint strictly: every tensor must match, every configuration key must be supported."""
+    inspection = inspect(subject.folder)
+    count = sum(1 for _ in subject.model.parameters())
+    if broken := [name for name, tensor in subject.model.state_dict().items() if not is_finite(tensor)]:
+        yield CheckResult(
+            name="files",
+            status=Status.FAILED,
+            summary=f"{len(broken)} tensors have NaN or infinite values: {listed(broken)}",
+            compared=count,
+            side=Side.FILES,
+            advice="Restore the weights from an intact copy.",
+        )
+        return
+    summary = f"{count} parameters loaded, {inspection.parameters:,} elements"
+    if inspection.mtp_tensors:
+        summary += f"; {inspection.mtp_tensors} tensors of multi-token prediction are kept apart"
+    if unread := examine(type(subject.model), subject.config).unread:
+        summary += f"; configuration keys that nothing reads: {listed(unread)}"
+    yield CheckResult(name="files", status=status_of(failed=False, compared=count), summary=summary, compared=count)
+
+
+def saved_files(subject: Subject) -> Iterator[CheckResult]:
+    """Save the model, load it again, and compare every tensor."""
+    with tempfile.TemporaryDirectory(dir=subject.out) as folder:
+        subject.model.save_pretrained(folder)
+        again = auto_class_for(folder).from_pretrained(folder, dtype=torch.float32, device=subject.options.device)
+    difference = compare_state_dicts(subject.model.state_dict(), again.state_dict(), verbose=False)
+    count = len(subject.model.state_dict())
+    wrong = len(difference.missing) + len(difference.extra) + len(difference.max_diffs)
+    yield CheckResult(
+        name="saved files",
+        status=status_of(failed=not difference.equal, compared=count),
+        summary=f"{count} tensors are equal after saving and loading" if difference.equal else str(difference),
+        value=float(wrong),
+        bound=0.0,
+        unit=Unit.COUNT,
+        compared=count,
+        side=None if difference.equal else Side.MODEL,
+    )
+
+
+def parity(subject: Subject) -> Iterator[CheckResult]:
+    """Compare weights, layers, logits and gradients with transformers."""
+    subject.release_model()
+    report = check_parity(subject.folder, device=subject.options.device, seed=subject.options.seed)
+    divergences = [row.measured for row in report.failed if row.check == FIRST_DIVERGENCE]
+    for level, name in LEVELS.items():
+        rows = [row for row in report.rows if row.level is level]
+        yield _level(name, rows, divergences)
+
+
+def _level(name: str, rows: list[ParityRow], divergences: list[str]) -> CheckResult:
+    failed = [row for row in rows if not row.passed]
+    shares = {row: share for row in rows if (share := row.share_of_bound) is not None}
+    worst = failed[0] if failed else max(shares, key=lambda row: shares[row], default=rows[0] if rows else None)
+    if worst is None:
+        return CheckResult(name=name, status=Status.NOT_DECIDED, summary="nothing was compared", compared=0)
+    summary = f"{len(rows) - len(failed)} of {len(rows)} comparisons passed; "
+    summary += f"{worst.check}: {worst.measured}, expected: {worst.expected}"
+    return CheckResult(
+        name=name,
+        status=status_of(failed=bool(failed), compared=len(rows)),
+        summary=summary,
+        value=worst.value,
+        bound=worst.bound,
+        unit=worst.unit,
+        compared=len(rows),
+        side=Side.MODEL if failed else None,
+        advice=f"First divergence: {divergences[0]}. Run `nrl-models parity`." if failed and divergences else "",
+    )
+
+
+def batches(subject: Subject) -> Iterator[CheckResult]:
+    """Compare sequences run separately with the same sequences in a padded batch and in a packed row."""
+    model = subject.model
+    if is_base_model(model):
+        for name in ("padding", "packing"):
+            yield CheckResult(
+                name=name, status=Status.NOT_APPLICABLE, summary="a base model gives no log-probabilities"
+            )
+        return
+    bound = 2 * limit(
+        logits_noise(model, inputs_for(model, length=32, batch=2, seed=subject.options.seed)), torch.float32
+    )
+    vocabulary = model.config.get_text_config().vocab_size
+    sequences = [
+        torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(seed))
+        for length, seed in SEQUENCES
+    ]
+    with evaluating(model):
+        alone = [_own_logprobs(model, sequence[None])[0] for sequence in sequences]
+        yield _difference("padding", alone, _left_padded(model, sequences), bound)
+        try:
+            packed = rollout_logprobs(model, sequences).logprobs.detach().cpu()
+        except ValueError as error:  # documents cannot be kept apart, and the error says why
+            yield CheckResult(name="packing", status=Status.NOT_APPLICABLE, summary=one_line(error))
+            return
+        rows = [row[1 : len(sequence)] for row, sequence in zip(packed, sequences, strict=True)]
+        if _takes_positions(model):
+            alone, rows = [*alone, *alone], [*rows, *_packed(model, sequences)]
+        yield _difference("packing", alone, rows, bound)
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Return True for families, which find documents by their positions, and for other models with the argument."""
+    return isinstance(model, FamilyModel) or "position_ids" in parameters_of(model.forward)
+
+
+def _own_logprobs(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities `(batch, seq_len - 1)` from the logits of the model's forward, as trainers do."""
+    if not _takes_positions(model):
+        inputs.pop("position_ids", None)
+
+    logits = logits_of(model, {"input_ids": input_ids, **inputs})
+    return logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+
+
+def _left_padded(model: PreTrainedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    longest = max(map(len, sequences))
+    input_ids = torch.zeros(len(sequences), longest, dtype=torch.long)
+    mask = torch.zeros_like(input_ids)
+    for row, sequence in enumerate(sequences):
+        input_ids[row, longest - len(sequence) :] = sequence
+        mask[row, longest - len(sequence) :] = 1
+    found = _own_logprobs(model, input_ids, attention_mask=mask, position_ids=token_positions(mask))
+    return [row[longest - len(sequence) :] for row, sequence in zip(found, sequences, strict=True)]
+
+
+def _packed(model: PreTrainedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Pack sequences into one row with restarting positions. Returns log-probabilities of each."""
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    found = _own_logprobs(model, torch.cat(sequences)[None], position_ids=positions[None])[0]
+    ends = torch.tensor([len(sequence) for sequence in sequences]).cumsum(0).tolist()
+    return [found[end - len(sequence) : end - 1] for end, sequence in zip(ends, sequences, strict=True)]
+
+
+def _difference(name: str, expected: list[torch.Tensor], actual: list[torch.Tensor], bound: float) -> CheckResult:
+    """Compare log-probabilities of sequences, without their first tokens, which have none."""
+    pairs = list(zip(expected, actual, strict=True))
+    compared = sum(len(first) for first, _ in pairs)
+    largest = max(((first - second).abs().max().item() for first, second in pairs if len(first)), default=0.0)
+    return CheckResult(
+        name=name,
+        status=status_of(failed=not largest <= bound, compared=compared),
+        summary=f"log-probabilities differ by {largest:.1e} nats at most, expected at most {bound:.1e}",
+        value=largest,
+        bound=bound,
+        unit=Unit.MAX_DIFF,
+        compared=compared,
+        side=None if largest <= bound else Side.MODEL,
+        advice="Positions or masks of a padded or packed batch differ from those of a sequence alone.",
+    )
+
+
+def sharding(subject: Subject) -> Iterator[CheckResult]:
+    """Build and shard the model on meta over two ranks of each dimension."""
+    subject.release_model()
+    allowed, refused = [], []
+    for mesh in MESHES:
+        (dimension,) = mesh
+        try:
+            estimate(subject.config, Setting(mesh, seq_len=128))
+        except ShardingError as error:
+            problem = error.problems[0] if error.problems else None
+            refused.append(f"{dimension} ({problem.subject}: {problem.detail})" if problem else dimension)
+        else:
+            allowed.append(dimension)
+    summary = f"two ranks of {', '.join(allowed) or 'no dimension'}"
+    summary += f"; not supported: {'; '.join(refused)}" if refused else ""
+    yield CheckResult(
+        name="sharding",
+        status=status_of(failed=bool(refused) and not allowed, compared=len(MESHES)),
+        summary=summary,
+        compared=len(MESHES),
+        side=Side.MODEL if refused and not allowed else None,
+    )
+
+
+def embeddings(subject: Subject) -> Iterator[CheckResult]:
+    """Find embedding rows that were never trained. They are listed, and do not fail the check."""
+    found = diagnose_embeddings(subject.folder, tokenizer=load_tokenizer(subject.folder))
+    rows = sum(summary["shape"][0] for summary in found.measured["embeddings"])
+    yield CheckResult(
+        name="embeddings",
+        status=status_of(failed=False, compared=rows),
+        summary="no untrained rows" if found.passed else "some rows look untrained: keep their tokens out of prompts",
+        compared=rows,
+        advice="" if found.passed else "`nrl-models diagnose embeddings` lists them.",
+    )
+
+
+def tokenizer(subject: Subject) -> Iterator[CheckResult]:
+    """Check that every token of the tokenizer, and every special token of the configuration, has an embedding row.
+
+    Also encodes a text, and applies the chat template if there is one.
+    """
+    name = "tokenizer"
+    try:
+        loaded = load_tokenizer(subject.folder)
+    except ConsistencyError as error:
+        yield CheckResult(name=name, status=Status.FAILED, summary=str(error), compared=0, side=Side.TOKENIZER)
+        return
+    if loaded is None:
+        yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary="the checkpoint has no tokenizer")
+        return
+    weight = subject.model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    rows, vocabulary = len(weight), loaded.get_vocab()
+    media = {getattr(loaded, f"{kind}_token_id", None) for kind in MEDIA}  # text models never use these
+    outside = sorted(token for token in vocabulary.values() if token >= rows and token not in media)
+    wrong = []
+    if outside:
+        wrong.append(f"{len(outside)} tokens have no embedding row, the first is {outside[0]}; there are {rows} rows")
+    wrong += [
+        f"tokenizer eos_token_id {token} has no embedding row" for token in as_ids(loaded.eos_token_id) if token >= rows
+    ]
+    if len({*vocabulary.values()}) < len(vocabulary):
+        wrong.append(f"{len(vocabulary) - len({*vocabulary.values()})} tokens share an id with another token")
+    wrong += _cannot_encode(loaded, templates=not takes_images(subject.model))
+    text_config = subject.config.get_text_config()
+    named = {f"config.json {key}": as_ids(getattr(text_config, key, None)) for key in ("bos_token_id", "eos_token_id")}
+    if (subject.folder / GENERATION_NAME).is_file():
+        generation = GenerationConfig.from_pretrained(subject.folder)
+        named[f"{GENERATION_NAME} eos_token_id"] = as_ids(generation.eos_token_id)
+    of_config = [
+        f"{key} {token} has no embedding row" for key, tokens in named.items() for token in tokens if token >= rows
+    ]
+    yield CheckResult(
+        name=name,
+        status=status_of(failed=bool(wrong or of_config), compared=len(vocabulary)),
+        summary="; ".join([*wrong, *of_config]) or f"{len(vocabulary)} tokens, {rows} embedding rows",
+        compared=len(vocabulary),
+        side=Side.TOKENIZER if wrong else Side.CONFIG if of_config else None,
+        advice="Tokenizer, configuration and weights may be of different models." if wrong or of_config else "",
+    )
+
+
+def _cannot_encode(tokenizer: Any, *, templates: bool) -> list[str]:
+    """Return why a tokenizer cannot encode text or apply its chat template; empty if it can.
+
+    Args:
+        tokenizer: the tokenizer.
+        templates: whether to apply its chat template to text. Templates of models with images may need lists of parts.
+    """
+    wrong = []
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    if not ids or set(ids) == {tokenizer.unk_token_id}:
+        wrong.append(f"the tokenizer encodes {TEXT!r} as {ids[:4]}: it knows no word of it")
+    if templates and getattr(tokenizer, "chat_template", None):
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], add_generation_prompt=True)
+        except Exception as error:  # any error of the template
+            wrong.append(f"the chat template fails: {one_line(error)}")
+    return wrong

@@ -1,0 +1,201 @@
+"""The command `certify`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nrl_models.cli.arguments import (
+    BOUNDS,
+    DIR,
+    FILE,
+    INT,
+    MATRIX,
+    OUTPUT,
+    CheckpointPath,
+    Device,
+    Dtype,
+    EngineOptions,
+    IgnoredConfigKeys,
+    JsonFile,
+    OptionalEngineName,
+    check_device,
+    mesh_sizes,
+    torch_dtype,
+    writable,
+)
+from nrl_models.cli.console import show, status, write_json
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+NOT_DECIDED = 3
+"""Exit status of the answer "not decided"."""
+
+
+def duration(text: str) -> float:
+    """Parse a duration such as `10m`. Returns seconds."""
+    if not re.fullmatch(r"\d+(\.\d+)?[smh]", text):
+        raise typer.BadParameter(f"{text!r}: expected a duration such as 90s, 10m or 1h")
+    return float(text[:-1]) * UNITS[text[-1]]
+
+
+def certify(
+    path: CheckpointPath,
+    engine: OptionalEngineName = None,
+    dtype: Dtype = None,
+    engine_option: EngineOptions = None,
+    device: Device = "cpu",
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            parser=duration,
+            metavar="TIME",
+            help="Leave out checks that do not end in this time, e.g. 10m.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = None,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Check the 36 cells of NeMo RL's guide, instead of 8.", rich_help_panel=MATRIX),
+    ] = False,
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check. Repeatable.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Skip this check. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="CERTIFICATE",
+            help="Run no checks: verify that this certificate is intact and describes PATH.",
+        ),
+    ] = None,
+    public_key: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, metavar=FILE, help="With --verify: require a signature of this key."),
+    ] = None,
+    length: Annotated[
+        int, typer.Option(metavar=INT, min=0, help="With --verify: require sequences of this many tokens.")
+    ] = 0,
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar=FILE,
+            help="Sign the certificate with this Ed25519 key (PEM). Writes certificate.json.sig.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    in_loop: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MESH",
+            help="Also run a training loop at learning rate 0: `none`, or over processes, e.g. fsdp=2 or tp=2.",
+            callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
+        ),
+    ] = None,
+    ignore_config_key: IgnoredConfigKeys = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar=DIR,
+            help="Results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST]",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results.", rich_help_panel=OUTPUT)] = False,
+    json_file: JsonFile = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(metavar=FILE, help="Write Markdown for a model card.", callback=writable, rich_help_panel=OUTPUT),
+    ] = None,
+    badge: Annotated[
+        Path | None,
+        typer.Option(metavar=FILE, help="Write an SVG badge.", callback=writable, rich_help_panel=OUTPUT),
+    ] = None,
+) -> None:
+    """Is this model ready for RL? Run all checks, and write a certificate.
+
+    Exit status: 0 ready, 1 not ready, 3 not decided. Interrupted runs resume when you repeat the command.
+    """
+    if verify is not None:
+        _verify(verify, path, json_file, engine=engine, full=full, length=length, public_key=public_key)
+        return
+    if public_key is not None or length:
+        raise typer.BadParameter("--public-key and --length need --verify")
+    from nrl_models.certify import Answer
+    from nrl_models.certify import certify as run
+    from nrl_models.certify.report import badge as as_badge
+    from nrl_models.certify.report import markdown as as_markdown
+    from nrl_models.certify.report import write_html
+    from nrl_models.certify.signing import sign as sign_file
+    from nrl_models.common.checkpoint.writing import write_whole
+    from nrl_models.common.mesh_sizes import parse_mesh
+
+    check_device(device)
+    deadline = None if budget is None else time.monotonic() + budget
+    with status("hashing files") as note:
+        certificate = run(
+            path,
+            engine=engine,
+            engine_options=dict(engine_option or ()),
+            dtype=torch_dtype(dtype),
+            device=device,
+            budget=budget,
+            full=full,
+            seed=seed,
+            out=out,
+            only=only or (),
+            skip=skip or (),
+            fresh=fresh,
+            loop_mesh=None if in_loop is None else {} if in_loop == "none" else parse_mesh(in_loop),
+            progress=lambda name, results: note(_progress(name, results, deadline)) if name else None,
+        )
+    assert certificate.folder is not None
+    if sign is not None:
+        sign_file(certificate.folder / "certificate.json", sign)
+    page = certificate.folder / "report.html"
+    write_html(certificate, page)
+    if markdown is not None:
+        write_whole(markdown, as_markdown(certificate))
+    if badge is not None:
+        write_whole(badge, as_badge(certificate))
+    show(f"{certificate.answer.upper()}: {certificate.sentence}")
+    for result in certificate.results:
+        show(f"  {result.status:<14}  {result.name}: {result.summary}")
+        if result.side:
+            show(f"{'':18}source: {result.side}")
+        if result.advice and result.status.name in ("FAILED", "NOT_DECIDED"):
+            show(f"{'':18}what to do: {result.advice}")
+    write_json(json_file, certificate.to_json())
+    show(f"certificate: {certificate.folder / 'certificate.json'}")
+    show(f"report: {page}")
+    if certificate.answer is not Answer.READY:
+        raise typer.Exit(1 if certificate.answer is Answer.NOT_READY else NOT_DECIDED)
+
+
+def _progress(name: str, results: Sequence[object], deadline: float | None) -> str:
+    left = "" if deadline is None else f", {max(0.0, deadline - time.monotonic()):.0f} s left"
+    return f"checking {name} ({len(results)} results so far{left})"
+
+
+def _verify(file: Path, path: Path, json_file: Path | None, **required: Any) -> None:
+    from dataclasses import asdict
+
+    from nrl_models.certify import Validity
+    from nrl_models.certify import verify as run
+
+    found = run(file, path, **required)
+    answer = f"; the answer is: {found.answer}" if found.answer else ""
+    show(f"{found.validity.upper()}: {file} for {path}{answer}")
+    for reason in found.reasons:
+        show(f"  {reason}")
+    write_json(json_file, asdict(found))
+    if found.validity is not Validity.VALID:
+        raise typer.Exit(1)

@@ -1,0 +1,372 @@
+"""`nrl_models.certify`: results, budgets, resuming, and faults that must fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from checkpoints import new_model
+from recipe_inputs import byte_tokenizer
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from nrl_models.certify import Answer, Certificate, CheckResult, Side, Status, all_checks, certify, with_engine
+from nrl_models.certify.certified import Options, Subject
+from nrl_models.certify.check_result import answer_of
+from nrl_models.certify.report import write_html
+from nrl_models.cli import app
+from nrl_models.consistency.measure import Meter
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import ConsistencyError, UnknownArgumentError
+from nrl_models.testing.tiny import tiny_config
+
+OFFLINE = (
+    "files", "tokenizer", "embeddings", "padding", "packing", "saved files", "sharding", "weights", "layers", "logits",
+    "gradients",
+)  # fmt: skip
+ENGINE = (
+    "engine start", "longest length", "LoRA merged into weights", "refit from random weights",
+    "refit after a training step", "log-probabilities", "decode against prefill",
+)  # fmt: skip
+REFITS, MATRIX = ENGINE[3:5], ENGINE[5:]
+OF_OTHERS = (
+    "draft layers", "router replay", "routed experts", "images", "prefix caching", "LoRA served by the engine",
+)  # fmt: skip
+"""Checks that do not apply to a Llama in transformers."""
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer, whose logits spread over several nats."""
+    folder = tmp_path_factory.mktemp("certify") / "tiny"
+    config = tiny_config(LlamaConfig)
+    config.max_position_embeddings = 160
+    model = new_model(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    model.save_pretrained(folder)
+    byte_tokenizer(model.config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ready(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """The certificate of a correct model."""
+    out = tmp_path_factory.mktemp("certify-out") / "out"
+    return certify(checkpoint, engine="hf-generate", dtype=torch.float32, out=out)
+
+
+def by_name(certificate: Certificate) -> dict[str, CheckResult]:
+    return {result.name: result for result in certificate.results}
+
+
+def test_a_healthy_model_is_ready(ready: Certificate) -> None:
+    assert ready.answer is Answer.READY, ready.sentence
+    results = by_name(ready)
+    assert {*OFFLINE, *ENGINE, *OF_OTHERS} == results.keys()
+    assert all(results[name].status is Status.PASSED and results[name].compared for name in (*OFFLINE, *ENGINE))
+    assert {results[name].status for name in OF_OTHERS} == {Status.NOT_APPLICABLE}
+    assert ready.longest == 160
+    assert ready.options["engine"] == "hf-generate"
+    assert set(ready.files) >= {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_the_certificate_is_read_as_it_was_written(ready: Certificate) -> None:
+    assert ready.folder is not None
+    assert Certificate.load(ready.folder / "certificate.json") == ready
+
+
+@pytest.mark.parametrize(
+    ("statuses", "answer"),
+    [
+        ((), Answer.NOT_DECIDED),
+        ((Status.NOT_APPLICABLE,), Answer.NOT_DECIDED),
+        ((Status.PASSED, Status.NOT_APPLICABLE), Answer.READY),
+        ((Status.PASSED, Status.LEFT_OUT), Answer.NOT_DECIDED),
+        ((Status.PASSED, Status.NOT_COVERED), Answer.READY),
+        ((Status.NOT_COVERED,), Answer.NOT_DECIDED),
+        ((Status.PASSED, Status.NOT_DECIDED), Answer.NOT_DECIDED),
+        ((Status.PASSED, Status.NOT_DECIDED, Status.FAILED), Answer.NOT_READY),
+    ],
+)
+def test_answer_of(statuses: tuple[Status, ...], answer: Answer) -> None:
+    assert answer_of(CheckResult(name=status, status=status, summary="") for status in statuses) is answer
+
+
+def test_a_check_that_compared_nothing_cannot_pass() -> None:
+    with pytest.raises(ValueError, match="compared nothing"):
+        CheckResult(name="logits", status=Status.PASSED, summary="", compared=0)
+
+
+def test_without_an_engine_the_answer_is_not_decided(checkpoint: Path, tmp_path: Path) -> None:
+    certificate = certify(checkpoint, out=tmp_path / "out", only=("files", "tokenizer"))
+    assert certificate.answer is Answer.NOT_DECIDED
+    results = by_name(certificate)
+    assert {name for name, result in results.items() if result.status is Status.PASSED} == {"files", "tokenizer"}
+    results = by_name(certify(checkpoint, out=tmp_path / "out", skip=OFFLINE[3:]))
+    assert all(results[name].summary == "no engine: pass --engine" for name in ENGINE)
+
+
+def test_a_budget_leaves_out_the_expensive_checks(checkpoint: Path, tmp_path: Path) -> None:
+    certificate = certify(checkpoint, engine="hf-generate", out=tmp_path / "out", budget=6.0)
+    left_out = certificate.with_status(Status.LEFT_OUT)
+    assert {result.name for result in left_out} >= {*REFITS, *MATRIX}
+    assert all(result.summary.startswith("no time left") for result in left_out)
+    assert certificate.answer is Answer.NOT_DECIDED
+    assert by_name(certificate)["files"].status is Status.PASSED
+
+
+def test_an_interrupted_run_resumes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def progress(name: str, results: list[CheckResult]) -> None:
+        asked.append(name)
+        if name == "embeddings":
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"out": tmp_path / "out", "only": ("files", "tokenizer", "embeddings")}
+    with pytest.raises(KeyboardInterrupt):
+        certify(checkpoint, progress=progress, **options)
+    assert asked == ["files", "tokenizer", "embeddings"]
+    asked.clear()
+    certificate = certify(checkpoint, progress=lambda name, results: asked.append(name), **options)
+    assert asked == ["embeddings", ""]
+    assert len(certificate.with_status(Status.PASSED)) == 3
+    # Another checkpoint in the same folder has no results.
+    monkeypatch.setattr(all_checks, "versions", lambda: {"torch": "99"})
+    asked.clear()
+    certify(checkpoint, progress=lambda name, results: asked.append(name), **options)
+    assert asked == ["files", "tokenizer", "embeddings", ""]
+
+
+def test_cells_for_which_there_is_no_time_are_listed_and_measured_later(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"engine": "hf-generate", "dtype": torch.float32, "out": tmp_path / "out"}
+    options["only"] = ("files", *MATRIX)
+    (check,) = (check for check in all_checks.CHECKS if "log-probabilities" in check.names)
+    in_the_past = replace(check, run=lambda subject, deadline: check.run(subject, 0.0))
+    others = tuple(other for other in all_checks.CHECKS if other is not check)
+    monkeypatch.setattr(all_checks, "CHECKS", (*others, in_the_past))
+    certificate = certify(checkpoint, **options)
+    (other,) = certificate.with_status(Status.NOT_COVERED)
+    assert other.name == with_engine.OTHER_CELLS
+    assert other.summary.startswith("3 of 4 cells: ")
+    assert by_name(certificate)["log-probabilities"].status is Status.PASSED
+    monkeypatch.undo()
+    certificate = certify(checkpoint, **options)
+    assert not certificate.with_status(Status.NOT_COVERED)
+    assert by_name(certificate)["log-probabilities"].summary.startswith("4 cells")
+
+
+def test_a_cell_that_would_exceed_the_budget_does_not_start(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell takes 30 s here. The second ends before the deadline of 70 s, the third would not."""
+    now = [0.0]
+    right = Meter.measure
+
+    def slow(self: Meter, *args: Any, **options: Any) -> Any:
+        found = right(self, *args, **options)
+        now[0] += 30.0
+        return found
+
+    monkeypatch.setattr(Meter, "measure", slow)
+    monkeypatch.setattr(with_engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    subject = Subject(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
+    *_, other = with_engine.log_probabilities(subject, 70.0)
+    assert other.name == with_engine.OTHER_CELLS
+    assert other.summary.startswith("2 of 4 cells: ")
+    assert now[0] == 60.0
+
+
+def test_the_budget_interrupts_a_check(checkpoint: Path, tmp_path: Path) -> None:
+    def slow(subject: Subject, deadline: float | None) -> Iterator[CheckResult]:
+        yield CheckResult(name="a", status=Status.PASSED, summary="")
+        time.sleep(60)
+        yield CheckResult(name="b", status=Status.PASSED, summary="")
+
+    check = all_checks.Check(("a", "b"), slow, 0)
+    subject = Subject(checkpoint, Options("hf-generate"), tmp_path)
+    handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()
+    results = all_checks._run(check, subject, started + 1.0)
+    assert time.monotonic() - started < 10
+    assert [result.status for result in results] == [Status.PASSED, Status.LEFT_OUT]
+    assert signal.getsignal(signal.SIGALRM) == handler
+
+
+def test_refits_stop_at_the_budget(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (check,) = (check for check in all_checks.CHECKS if check.names == REFITS)
+    subject = Subject(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
+    results = all_checks._run(check, subject, 0.0)
+    assert [(result.name, result.status) for result in results] == [(name, Status.LEFT_OUT) for name in REFITS]
+    assert results[0].summary.startswith("no time left")
+
+
+def test_a_directory_of_somebody_else_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConsistencyError, match="choose another directory"):
+        certify(checkpoint, out=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_unknown_checks_raise(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownArgumentError, match=r"unknown checks weight: expected some of files, "):
+        certify(checkpoint, out=tmp_path / "out", only=("weight",))
+
+
+# Faults
+
+
+def test_a_missing_tensor_is_not_ready(checkpoint: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    tensors = safetensors.torch.load_file(broken / "model.safetensors")
+    del tensors["model.layers.0.self_attn.v_proj.weight"]
+    safetensors.torch.save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    certificate = certify(broken, engine="hf-generate", out=tmp_path / "out")
+    assert certificate.answer is Answer.NOT_READY
+    assert certificate.side is Side.FILES
+    assert certificate.sentence.endswith("Source of the failure: files.")
+    assert "model.layers.0.self_attn.v_proj.weight" in by_name(certificate)["files"].summary
+    assert {result.status for result in certificate.results[1:]} == {Status.LEFT_OUT}
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_not_ready(checkpoint: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    content = json.loads((broken / "tokenizer.json").read_text())
+    content["added_tokens"] = [
+        *content["added_tokens"],
+        {**content["added_tokens"][0], "id": 5000, "content": "<|new|>"},
+    ]
+    content["model"]["vocab"]["<|new|>"] = 5000
+    (broken / "tokenizer.json").write_text(json.dumps(content))
+    certificate = certify(broken, out=tmp_path / "out", only=("files", "tokenizer"))
+    assert certificate.answer is Answer.NOT_READY
+    assert "have no embedding row, the first is 5000" in by_name(certificate)["tokenizer"].summary
+
+
+def test_a_wrong_layer_is_not_ready(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nrl_models.families.llama.model import LlamaMLP
+
+    right = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden_states: 1.01 * right(self, hidden_states))
+    only = ("weights", "layers", "logits", "gradients")
+    certificate = certify(checkpoint, out=tmp_path / "out", only=("files", *only))
+    results = by_name(certificate)
+    assert certificate.answer is Answer.NOT_READY
+    assert [results[name].status for name in only] == [Status.PASSED, Status.FAILED, Status.FAILED, Status.FAILED]
+    assert "model.layers.0.mlp (LlamaMLP)" in results["logits"].advice
+
+
+def test_a_stale_tensor_after_a_refit_is_not_ready(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = HFEngine.refit
+
+    def refit(self: HFEngine, tensors: Any, **options: Any) -> Any:
+        stale = (item for item in tensors if "layers.1.mlp.up_proj" not in item[0])
+        return right(self, stale, **options | {"partial": True})
+
+    monkeypatch.setattr(HFEngine, "refit", refit)
+    certificate = certify(
+        checkpoint, engine="hf-generate", dtype=torch.float32, out=tmp_path / "out", only=("files", *REFITS)
+    )
+    assert certificate.answer is Answer.NOT_READY
+    assert "layers.1.mlp.up_proj" in " ".join(result.summary for result in certificate.with_status(Status.FAILED))
+
+
+def test_wrong_log_probabilities_are_not_ready(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = HFEngine.generate
+
+    def generate(self: HFEngine, *args: Any, **options: Any) -> Any:
+        samples = right(self, *args, **options)
+        return [replace(sample, logprobs=tuple(1.2 * value for value in sample.logprobs)) for sample in samples]
+
+    monkeypatch.setattr(HFEngine, "generate", generate)
+    certificate = certify(
+        checkpoint, engine="hf-generate", dtype=torch.float32, out=tmp_path / "out", only=("files", *MATRIX)
+    )
+    results = by_name(certificate)
+    assert certificate.answer is Answer.NOT_READY
+    assert results["log-probabilities"].status is results["decode against prefill"].status is Status.FAILED
+
+
+def test_an_engine_that_does_not_start_decides_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    certificate = certify(
+        checkpoint, engine="http://127.0.0.1:9", out=tmp_path / "out", only=("files", "log-probabilities")
+    )
+    assert certificate.answer is Answer.NOT_DECIDED
+    assert "127.0.0.1:9" in by_name(certificate)["log-probabilities"].summary
+
+
+# The command
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command(checkpoint: Path, here: Path) -> None:
+    arguments = ["certify", str(checkpoint), "--only", "files", "--only", "tokenizer"]
+    files = ["--json", "a.json", "--markdown", "a.md", "--badge", "a.svg"]
+    result = CliRunner().invoke(app, [*arguments, *files])
+    assert result.exit_code == 3, result.output  # undecided: most checks are left out
+    assert result.stdout.startswith("NOT DECIDED: tiny: not decided. 2 checks passed")
+    assert json.loads((here / "a.json").read_text())["answer"] == "not decided"
+    assert "| files | passed |" in (here / "a.md").read_text()
+    assert "not decided</text>" in (here / "a.svg").read_text()
+    (folder,) = (path for path in (here / "certify").iterdir() if path.is_dir())
+    assert folder.name.startswith("tiny-")
+    assert result.stdout.rstrip().endswith(f"report: certify/{folder.name}/report.html")
+    page = (folder / "report.html").read_text()
+    assert "tiny: not decided. 2 checks passed" in page
+    assert page.count('<div class="check passed">') == 2
+    assert "http" not in page
+    certificate = str(folder / "certificate.json")
+    result = CliRunner().invoke(app, ["certify", str(checkpoint), "--verify", certificate])
+    assert (result.exit_code, result.stdout.split(":")[0]) == (0, "VALID")
+    result = CliRunner().invoke(app, ["certify", str(checkpoint), "--verify", certificate, "--engine", "vllm"])
+    assert result.exit_code == 1
+    assert "engine: none was checked, not vllm" in result.stdout
+
+
+def test_report_has_advice_only_for_checks_that_did_not_pass(tmp_path: Path) -> None:
+    results = (
+        CheckResult(name="padding", status=Status.PASSED, summary="equal", advice="compare the masks"),
+        CheckResult(name="packing", status=Status.FAILED, summary="differ", advice="compare the positions"),
+    )
+    certificate = Certificate.of(
+        name="tiny",
+        answer=Answer.NOT_READY,
+        files={"config.json": "0" * 64},
+        options={"engine": ""},
+        versions={},
+        hardware={},
+        results=results,
+        not_covered=(),
+    )
+    write_html(certificate, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "compare the positions" in page
+    assert "compare the masks" not in page
+    assert '<div class="check failed">' in page
+
+
+@pytest.mark.parametrize("text", ["10", "ten", "-1m", "1d"])
+def test_a_budget_that_is_no_duration(text: str, checkpoint: Path) -> None:
+    result = CliRunner().invoke(app, ["certify", str(checkpoint), "--budget", text])
+    assert result.exit_code == 2

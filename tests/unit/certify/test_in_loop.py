@@ -1,0 +1,122 @@
+"""The controls of a training loop: learning rate 0 changes nothing, and second syncs arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_config
+from typer.testing import CliRunner
+from versions import case_of
+
+from nrl_models.certify import CheckResult, Status, certify, in_loop
+from nrl_models.certify.certified import Options, Subject
+from nrl_models.cli import app
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.engines.hf import HFEngine
+
+Plant = Callable[[pytest.MonkeyPatch, Path], object]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    case_of("LlamaForCausalLM").reference().save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def controls(tiny: Path, **options: Any) -> list[CheckResult]:
+    options = {"dtype": torch.float32, "in_loop": {}} | options
+    return list(in_loop.controls(Subject(tiny, Options(None, **options), tiny.parent)))
+
+
+def test_a_correct_loop_passes(tiny: Path) -> None:
+    zero, second = controls(tiny)
+    assert zero.status is second.status is Status.PASSED, (zero, second)
+    assert zero.compared == 4 * 47
+    assert "4 syncs arrived" in second.summary
+
+
+def dropout(patch: pytest.MonkeyPatch, tiny: Path) -> None:
+    edit_config(tiny, attention_dropout=0.3)
+
+
+def decay(patch: pytest.MonkeyPatch, tiny: Path) -> None:
+    """Change weights in each step, whatever the learning rate."""
+
+    class Decaying(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.99)
+            super().step(closure)
+
+    patch.setattr(torch.optim, "AdamW", Decaying)
+
+
+def frozen(patch: pytest.MonkeyPatch, tiny: Path) -> None:
+    patch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+
+
+def stale(patch: pytest.MonkeyPatch, tiny: Path) -> None:
+    """Ignore all refits but the first."""
+    right = HFEngine._refit
+
+    def refit(self: HFEngine, sent: Any, digests: bool) -> Any:
+        kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        found = right(self, sent, digests)
+        if self.version:
+            self.model.load_state_dict(kept)
+        return found
+
+    patch.setattr(HFEngine, "_refit", refit)
+
+
+def drops_a_tensor(patch: pytest.MonkeyPatch, tiny: Path) -> None:
+    right = StateDictAdapter.iter_export
+
+    def exported(self: Any, model: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, tensor) for name, tensor in right(self, model, **options) if "up_proj" not in name)
+
+    patch.setattr(StateDictAdapter, "iter_export", exported)
+
+
+@pytest.mark.parametrize(
+    ("plant", "failed", "text"),
+    [
+        (dropout, in_loop.ZERO, "differ from 1 by up to"),
+        (decay, in_loop.ZERO, "exported tensors changed"),
+        (frozen, in_loop.SECOND, "no exported tensor changed after a step"),
+        (stale, in_loop.SECOND, "sync 4: token_mult_prob_error"),
+        (drops_a_tensor, in_loop.SECOND, "sync 1: other tensors were sent than planned"),
+    ],
+)
+def test_faults_fail(plant: Plant, failed: str, text: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, tiny)
+    results = {result.name: result for result in controls(tiny)}
+    assert results[failed].status is Status.FAILED, results
+    assert text in results[failed].summary
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"tp": 2}])
+def test_two_processes(mesh: dict[str, int], tiny: Path) -> None:
+    zero, second = controls(tiny, in_loop=mesh)
+    assert zero.status is second.status is Status.PASSED, (zero, second)
+    (dimension,) = mesh
+    assert zero.summary.endswith(f"over {dimension}=2")
+
+
+def test_the_loop_is_run_on_request(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny.parent)
+    certificate = certify(tiny, out=tiny.parent / "out", only=("files",))
+    assert in_loop.ZERO not in {result.name for result in certificate.results}
+    arguments = ["certify", str(tiny), "--only", "files", "--only", in_loop.ZERO, "--in-loop", "none"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 3, result.output
+    assert f"passed          {in_loop.ZERO}: " in result.stdout
+    result = CliRunner().invoke(app, ["certify", str(tiny), "--in-loop", "fdsp=2"])
+    assert result.exit_code == 2

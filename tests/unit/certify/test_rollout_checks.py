@@ -1,0 +1,222 @@
+"""Checks of rollouts: routed experts, images, prefix caching, adapters, draft layers and the engine's start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_inputs import byte_tokenizer
+from versions import case_of
+
+from nrl_models.certify import CheckResult, Side, Status, layer_checks, lora, running_engine
+from nrl_models.certify.certified import Options, Subject
+from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.forward.routing import record_routing
+from nrl_models.engines.engine_types import Capabilities, Sample
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import EngineError, EngineUnavailableError
+
+DENSE, MIXTURE, IMAGES = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen2VLForConditionalGeneration"
+
+
+def subject_of(architecture: str, folder: Path, **engine_options: Any) -> Subject:
+    reference = case_of(architecture).reference()
+    reference.save_pretrained(folder / "tiny")
+    byte_tokenizer(reference.config).save_pretrained(folder / "tiny")
+    options = Options("hf-generate", engine_options, dtype=torch.float32)
+    return Subject(folder / "tiny", options, folder)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Iterator[Subject]:
+    subject = subject_of(DENSE, tmp_path)
+    subject.longest = 64
+    yield subject
+    subject.release_engine()
+
+
+def only(results: Iterator[CheckResult]) -> CheckResult:
+    (result,) = results
+    return result
+
+
+# Routed experts
+
+
+def report_routes(engine: HFEngine, change: Any = lambda routes: routes) -> None:
+    """Let an engine report its experts, as vLLM does with `enable_return_routed_experts`."""
+    generate = engine.generate
+
+    def with_routes(*args: Any, **options: Any) -> list[Sample]:
+        return [replace(sample, routed_experts=change(routes(sample))) for sample in generate(*args, **options)]
+
+    def routes(sample: Sample) -> torch.Tensor:
+        with record_routing(engine.model) as record, torch.no_grad(), evaluating(engine.model):
+            engine.model(input_ids=torch.tensor([sample.sequence[:-1]]), use_cache=False)
+        chosen = {int(name.split(".")[2]): choices[-1] for name, choices in record.items()}
+        tokens, count = len(sample.sequence) - 1, engine.model.config.num_experts_per_tok
+        found = torch.zeros(tokens, engine.model.config.num_hidden_layers, count, dtype=torch.long)
+        for layer, choices in chosen.items():
+            found[:, layer] = choices.reshape(tokens, count)
+        return found
+
+    engine.generate = with_routes  # type: ignore[method-assign]
+
+
+def other_experts(routes: torch.Tensor) -> torch.Tensor:
+    return (routes + 1) % 4
+
+
+CHANGES = {
+    "complete": (lambda routes: routes, Status.PASSED, "all tokens and layers reported"),
+    "a token less": (lambda routes: routes[:-1], Status.FAILED, "expected 23"),
+    "tokens without experts": (lambda routes: routes.masked_fill(routes == 1, -1), Status.FAILED, "without experts"),
+    "one expert twice": (
+        lambda routes: torch.cat([routes[:1, :, :1].expand(-1, -1, routes.shape[-1]), routes[1:]]),
+        Status.FAILED,
+        "chosen twice",
+    ),
+    "a layer less": (lambda routes: routes[:, :-1], Status.FAILED, "layers"),
+    "other experts": (other_experts, Status.FAILED, "replayed in the trainer"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_routed_experts(name: str, tmp_path: Path) -> None:
+    change, status, text = CHANGES[name]
+    subject = subject_of(MIXTURE, tmp_path)
+    report_routes(subject.engine, change)
+    result = only(running_engine.routed_experts(subject))
+    assert result.status is status, result
+    assert text in result.summary
+    assert result.side is (Side.ENGINE if status is Status.FAILED else None)
+
+
+def test_an_engine_that_reports_no_experts_narrows_the_certificate(tmp_path: Path) -> None:
+    result = only(running_engine.routed_experts(subject_of(MIXTURE, tmp_path)))
+    assert result.status is Status.NOT_COVERED
+    assert "enable_return_routed_experts" in result.advice
+
+
+def test_router_replay(tmp_path: Path, dense: Subject) -> None:
+    assert only(layer_checks.router_replay(subject_of(MIXTURE, tmp_path / "moe"))).status is Status.PASSED
+    assert only(layer_checks.router_replay(dense)).status is Status.NOT_APPLICABLE
+
+
+# Images
+
+
+def test_images(tmp_path: Path, dense: Subject) -> None:
+    subject = subject_of(IMAGES, tmp_path / "images")
+    result = only(running_engine.images(subject))
+    assert result.status is Status.PASSED, result
+    assert result.compared
+    generate = subject.engine.generate
+
+    def darker(*args: Any, model_inputs: Any, **options: Any) -> list[Sample]:
+        changed = [{**own, "pixel_values": own["pixel_values"] * 0.1} for own in model_inputs]
+        return generate(*args, model_inputs=changed, **options)
+
+    subject.engine.generate = darker  # type: ignore[method-assign]
+    result = only(running_engine.images(subject))
+    assert (result.status, result.side) == (Status.FAILED, Side.ENGINE), result
+    assert only(running_engine.images(dense)).status is Status.NOT_APPLICABLE
+
+
+# Prefix caching
+
+
+def test_prefix_caching(dense: Subject) -> None:
+    assert only(running_engine.prefix_caching(dense)).status is Status.NOT_APPLICABLE
+    known, generate, calls = dense.engine.capabilities(), dense.engine.generate, []
+    dense.engine.capabilities = lambda: replace(known, prefix_caching=True)  # type: ignore[method-assign]
+    assert only(running_engine.prefix_caching(dense)).status is Status.PASSED
+
+    def stale(*args: Any, **options: Any) -> list[Sample]:
+        calls.append(args)
+        samples = generate(*args, **options)
+        if len(calls) == 1:
+            return samples
+        return [replace(sample, logprobs=tuple(value - 0.2 for value in sample.logprobs)) for sample in samples]
+
+    dense.engine.generate = stale  # type: ignore[method-assign]
+    result = only(running_engine.prefix_caching(dense))
+    assert (result.status, result.side) == (Status.FAILED, Side.ENGINE), result
+
+
+# Length
+
+
+def test_an_engine_that_exceeds_its_limit_fails(dense: Subject) -> None:
+    assert only(running_engine.longest_length(dense)).length == 64
+    engine, generate = dense.engine, dense.engine.generate
+    known = engine.capabilities()
+    engine.capabilities = lambda: replace(known, own_limit=True, max_length=64)  # type: ignore[method-assign]
+
+    def beyond(prompts: Any, *args: Any, max_new_tokens: int, beyond_limit: bool = False, **options: Any) -> Any:
+        more = 8 if beyond_limit else max_new_tokens
+        return generate(prompts, *args, max_new_tokens=more, beyond_limit=beyond_limit, **options)
+
+    engine.generate = beyond  # type: ignore[method-assign]
+    result = only(running_engine.longest_length(dense))
+    assert (result.status, result.side) == (Status.FAILED, Side.ENGINE), result
+    assert "68 tokens, and max_model_len is 64" in result.summary
+
+
+# Adapters
+
+
+def test_an_adapter_reaches_rollouts(dense: Subject) -> None:
+    result = only(lora.merged(dense))
+    assert result.status is Status.PASSED, result
+    assert "engine" not in dense.__dict__, "the next check would get the adapter's weights"
+
+
+def test_a_dropped_adapter_fails(dense: Subject) -> None:
+    model = dense.trainer.model
+    base = {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model)}
+    refit = dense.engine.refit
+    dense.engine.refit = lambda tensors, **options: refit(  # type: ignore[method-assign]
+        ((name, base[name]) for name, _ in tensors), **options
+    )
+    result = only(lora.merged(dense))
+    assert (result.status, result.side) == (Status.FAILED, Side.ENGINE)
+    assert "the engine computes without the adapter" in result.summary
+
+
+# Start
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "side"),
+    [(EngineUnavailableError, Status.NOT_DECIDED, None), (EngineError, Status.FAILED, Side.ENGINE)],
+)
+def test_an_engine_that_does_not_start(
+    error: type[EngineError], status: Status, side: Side | None, dense: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: Any, **options: Any) -> HFEngine:
+        raise error("no such option")
+
+    monkeypatch.setattr(HFEngine, "start", start)
+    result = only(running_engine.engine_start(dense))
+    assert (result.status, result.side) == (status, side)
+
+
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        ({"dtype": torch.bfloat16}, "dtype bfloat16, expected float32"),
+        ({"vocabulary": 100}, "vocabulary 100, expected 512"),
+        ({"max_length": 32}, "maximum length 32, expected 64"),
+    ],
+)
+def test_an_engine_with_other_facts_fails(known: dict[str, Any], text: str, dense: Subject) -> None:
+    facts = replace(dense.engine.capabilities(), **known)
+    dense.engine.capabilities = lambda: facts  # type: ignore[method-assign]
+    result = only(running_engine.engine_start(dense))
+    assert (result.status, result.side, result.summary) == (Status.FAILED, Side.ENGINE, text)
+    assert isinstance(facts, Capabilities)

@@ -1,0 +1,93 @@
+"""Any change of the checkpoint or the certificate voids the certificate."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import new_model
+from recipe_inputs import byte_tokenizer
+from transformers import LlamaConfig
+
+from nrl_models.certify import Validity, certify, verify
+from nrl_models.certify import certificate as certificate_module
+from nrl_models.testing.tiny import tiny_config
+
+CHANGES = 250
+"""Number of random single-byte changes per file, in each of four files."""
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint and its certificate."""
+    folder = tmp_path_factory.mktemp("verify") / "tiny"
+    model = new_model(tiny_config(LlamaConfig))
+    model.save_pretrained(folder)
+    byte_tokenizer(model.config).save_pretrained(folder)
+    certificate = certify(folder, out=folder.parent / "out", only=("files",))
+    assert certificate.folder is not None
+    return folder, certificate.folder / "certificate.json"
+
+
+def test_an_unchanged_certificate_is_valid(certified: tuple[Path, Path]) -> None:
+    folder, certificate = certified
+    found = verify(certificate, folder)
+    assert (found.validity, found.reasons, found.answer) == (Validity.VALID, (), "not decided")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "certificate.json"])
+def test_single_byte_changes_are_found(name: str, certified: tuple[Path, Path], tmp_path: Path) -> None:
+    source, certificate = certified
+    folder = shutil.copytree(source, tmp_path / "tiny")
+    shutil.copy(certificate, tmp_path / "certificate.json")
+    file = tmp_path / name if name == "certificate.json" else folder / name
+    original = file.read_bytes()
+    generator = random.Random(name)
+    for _ in range(CHANGES):
+        place = generator.randrange(len(original))
+        changed = bytearray(original)
+        changed[place] ^= generator.randrange(1, 256)
+        file.write_bytes(changed)
+        found = verify(tmp_path / "certificate.json", folder)
+        assert found.validity is Validity.VOID, f"byte {place}"
+        assert found.reasons
+        assert found.answer is None
+    file.write_bytes(original)
+    assert verify(tmp_path / "certificate.json", folder).validity is Validity.VALID
+
+
+def test_added_and_removed_files_are_found(certified: tuple[Path, Path], tmp_path: Path) -> None:
+    source, certificate = certified
+    folder = shutil.copytree(source, tmp_path / "tiny")
+    (folder / "vocab.json").write_text("{}")
+    (folder / "modeling_tiny.py").write_text("")
+    (folder / "tiny.tiktoken").write_text("")
+    (folder / "generation_config.json").unlink()
+    (folder / "README.md").write_text("not read by a model")
+    found = verify(certificate, folder)
+    assert found.reasons == (
+        "generation_config.json: removed",
+        "modeling_tiny.py: added",
+        "tiny.tiktoken: added",
+        "vocab.json: added",
+    )
+
+
+def test_other_versions_and_requests_are_narrower(
+    certified: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, certificate = certified
+    found = verify(certificate, folder, engine="vllm", full=True, length=1000)
+    assert found.validity is Validity.NARROWER
+    assert found.reasons == (
+        "engine: none was checked, not vllm",
+        "length: 0 tokens were checked, not 1,000",
+        "matrix: 8 cells were checked, not the guide's 36",
+    )
+    installed = certificate_module.versions() | {"torch": "99.0"}
+    monkeypatch.setattr(certificate_module, "versions", lambda: installed)
+    (reason,) = verify(certificate, folder).reasons
+    assert reason.startswith("torch: ")
+    assert reason.endswith("99.0 is installed")
