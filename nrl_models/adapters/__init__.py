@@ -1,4 +1,4 @@
-"""Hooks that give trainers our models and the hub's tensors: one module a trainer, none imported unless asked for.
+"""Integrations that pass this library's models and hub tensors to trainers: one module per trainer, imported on demand.
 
-Each is written against the trainer's own interface in the versions that its `REQUIREMENT` names, and refuses others.
+Each module uses its trainer's interface in the versions in `REQUIREMENT`, and raises an error for other versions.
 """

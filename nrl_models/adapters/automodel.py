@@ -1,4 +1,4 @@
-"""NeMo Automodel and NeMo RL: our classes in their registry, with the adapters they ask for.
+"""NeMo Automodel and NeMo RL: register this library's classes, with state-dict adapters for Automodel.
 
     from nrl_models.adapters import automodel
 
@@ -25,22 +25,22 @@ from nrl_models.family import FamilyModel
 REQUIREMENT = "nemo_automodel>=0.7,<0.8"
 
 SIBLING = "state_dict_adapter"
-"""The module beside a model's that NeMo RL looks for, to see before loading whether the adapter can sync weights."""
+"""Module next to a model's module. NeMo RL looks for it before loading, to see whether the adapter can sync weights."""
 
 
 def register(*architectures: str) -> list[str]:
-    """Register our classes with Automodel's `ModelRegistry`, in place of its own.
+    """Register this library's classes with Automodel's `ModelRegistry`, replacing its own.
 
     Args:
-        architectures: as `config.architectures` names them; by default all that the installed packages can run.
+        architectures: Names as in `config.architectures`. Default: all that the installed packages can run.
 
     Returns:
-        What is registered.
+        The registered architectures.
 
     Raises:
-        TrainerError: Automodel is not installed, or of another version.
-        UnknownArchitectureError: some are not registered here; then none is.
-        FamilyImportError: one that is named needs another version of a package.
+        TrainerError: If Automodel is not installed, or has another version.
+        UnknownArchitectureError: If this library lacks some of them. Then none is registered.
+        FamilyImportError: If an architecture needs another version of a package.
     """
     check_trainer(REQUIREMENT)
     from nemo_automodel._transformers import registry as theirs
@@ -55,7 +55,7 @@ def register(*architectures: str) -> list[str]:
     for name, model_class in classes.items():
         theirs.ModelRegistry.register(name, model_for_automodel(model_class), exist_ok=True)
         model_type = model_class.config_class.model_type
-        if theirs._CUSTOM_CONFIG_REGISTRATIONS.pop(model_type, None):  # for a class of theirs, of other keys
+        if theirs._CUSTOM_CONFIG_REGISTRATIONS.pop(model_type, None):  # of Automodel's class, with other keys
             AutoConfig.register(model_type, model_class.config_class, exist_ok=True)
         package = model_class.__module__.rpartition(".")[0]
         sys.modules[f"{package}.{SIBLING}"] = adapter
@@ -64,15 +64,15 @@ def register(*architectures: str) -> list[str]:
 
 @cache
 def model_for_automodel(model_class: type[FamilyModel]) -> type[FamilyModel]:
-    """Our class with an adapter that is one of Automodel's, too, and nothing else changed.
+    """Return a subclass of this library's class whose adapter is also an instance of Automodel's adapter class.
 
-    Automodel reads files straight into the views of such an adapter. Of others it renames what `from_hf` gave by
-    transformers' conversions once more, and leaves weights unset whose names that breaks.
+    Automodel reads files directly into the views of such an adapter. With any other adapter, it renames the result of
+    `from_hf` again with transformers' conversions, and does not set weights whose names are then wrong.
     """
     from nemo_automodel.components.checkpoint.state_dict_adapter import StateDictAdapter as Theirs
 
     class Adapter(adapter.StateDictAdapter, Theirs):
-        """Ours, for their `isinstance`; what only theirs has is theirs."""
+        """This library's adapter, as an instance of Automodel's class. Inherits the methods that only Automodel has."""
 
         _supports_low_memory_dcp_load = True
 
@@ -80,7 +80,7 @@ def model_for_automodel(model_class: type[FamilyModel]) -> type[FamilyModel]:
             self.__dict__ |= ours.__dict__
 
         def to_hf(self, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
-            """As ours, without second names of tied tensors, which no file has."""
+            """Same as the base method, without duplicates of tied tensors, which no file has."""
             once = {name: tensor for name, tensor in state_dict.items() if self.tied.get(name) not in state_dict}
             return super().to_hf(once, *given, **options)
 

@@ -23,13 +23,13 @@ from nrl_models.registry import unmet
 
 
 def check_trainer(requirement: str) -> None:
-    """Check that the installed trainer is one that its adapter was written for.
+    """Check that the installed trainer has a version that its adapter supports.
 
     Args:
-        requirement: its distribution and range, e.g. `trl>=1.16,<1.17`.
+        requirement: Distribution and version range, such as `trl>=1.16,<1.17`.
 
     Raises:
-        TrainerError: it is not installed, or of another version.
+        TrainerError: If it is not installed, or has another version.
     """
     if (found := unmet(Requirement(requirement))) is not None:
         raise TrainerError(
@@ -38,16 +38,16 @@ def check_trainer(requirement: str) -> None:
 
 
 class HubStream:
-    """Turns a trainer's stream of gathered parameters into the hub's tensors.
+    """Converts a trainer's stream of gathered parameters to the hub's tensors.
 
-    Its table is that of the model as its class builds it, whatever has wrapped it since (PEFT, DDP, FSDP, compiling).
-    Make it after the model is loaded and before the first update; it keeps no tensor and no reference to the model.
+    Uses the layout table of the model's class, independent of wrappers (PEFT, DDP, FSDP, compiling). Create it after
+    loading the model and before the first update. It keeps no tensors and no reference to the model.
 
     Args:
-        model: the trainer's model, of this library or of transformers.
+        model: The trainer's model, from this library or from transformers.
 
     Raises:
-        UnknownArgumentError: there is no transformers model inside.
+        UnknownArgumentError: If there is no transformers model inside.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,23 +55,23 @@ class HubStream:
         base: Any = next(kind for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
         config: Any = inner.config
         bare = build_skeleton(base, config, inner.dtype)
-        set_loaded_conversions(bare, loaded_conversions(inner))  # which say what the checkpoint's names were
+        set_loaded_conversions(bare, loaded_conversions(inner))  # for the checkpoint's names
         note_published_names(bare, published_names(inner))
         self.adapter = StateDictAdapter(bare)
 
     def __call__(
         self, tensors: Iterable[tuple[str, torch.Tensor]], model: nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The hub's tensors, contiguous: of the parameters as they come, then of the persistent buffers.
+        """Yield the hub's tensors, contiguous: parameters as they arrive, then persistent buffers.
 
-        What is tied is given once, under the name that is saved.
+        Of tied tensors, only the one that is saved is yielded.
 
         Args:
-            tensors: whole parameters under the names of the model's class.
-            model: the trainer's model, for its buffers, which trainers leave out (a router's correction).
+            tensors: Unsharded parameters under the names of the model's class.
+            model: The trainer's model, for its buffers, which trainers omit (such as a router's correction bias).
 
         Raises:
-            StateDictError: a name or shape that is not the model's.
+            StateDictError: If a name or shape is not the model's.
         """
         named = ((name, tensor) for name, _, _, tensor in named_tensors(without_wrappers(unwrapped(model), peft=True)))
         buffers = ((name, tensor) for name, tensor in named if not isinstance(tensor, nn.Parameter))
@@ -93,10 +93,10 @@ class HubStream:
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside what trainers wrap it in.
+    """Return the transformers model inside the wrappers of trainers.
 
     Raises:
-        UnknownArgumentError: there is none.
+        UnknownArgumentError: If there is none.
     """
     inner: Any = innermost(model)
     while not isinstance(inner, PreTrainedModel):  # DeepSpeed's engine, torch's averaged model

@@ -1,4 +1,4 @@
-"""A state dict between the names in memory and the hub's, in place: as prime-rl's operations on state dicts work."""
+"""Rename a state dict between names in memory and on the hub, in place, as prime-rl's state-dict operations do."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ StateDict = dict[str, torch.Tensor]
 
 
 class HubTable:
-    """The one operation of a model's `conversion_chain`, made from an adapter's table.
+    """The single operation of a model's `conversion_chain`, based on an adapter's table.
 
-    It may be given some of the tensors (a layer's), and leaves those whose other parts are not there.
+    It accepts some of the tensors (such as those of a layer), and leaves tensors with missing parts unchanged.
 
     Args:
-        adapter: whose table.
+        adapter: Adapter with the table.
     """
 
     def __init__(self, adapter: StateDictAdapter) -> None:
@@ -27,7 +27,7 @@ class HubTable:
         }
 
     def prime_to_hf(self, state_dict: StateDict) -> None:
-        """From the names in memory to the hub's: views, wherever strides can express them."""
+        """Rename from the names in memory to the hub's. Returns views if strides allow it."""
         ready = [tensor for tensor in self.hub if all(name in state_dict for name in tensor.parameters)]
         made = {tensor.name: tensor.read(state_dict) for tensor in ready}
         for name in {name for tensor in ready for name in tensor.parameters}:
@@ -36,7 +36,7 @@ class HubTable:
         state_dict.update(made)
 
     def hf_to_prime(self, state_dict: StateDict) -> None:
-        """From the hub's names to those in memory."""
+        """Rename from the hub's names to those in memory."""
         made: StateDict = {}
         for name, parts in self.parts.items():
             if not all(part.name in state_dict for part in parts):

@@ -1,12 +1,14 @@
-"""prime-rl: our models as its custom ones, with `conversion_chain` made from our tables.
+"""prime-rl: register this library's models as custom models, with a `conversion_chain` from their layout tables.
 
     from nrl_models.adapters import prime_rl
 
-    prime_rl.register("MixtralForCausalLM")  # or register(): every architecture that prime-rl has no class for
+    prime_rl.register("MixtralForCausalLM")
 
-Call it where prime-rl's trainer starts, before it builds its model. prime-rl is not on the package index: this is
-written against the interface of its public source, version 0.8 (`PreTrainedModelPrimeRL`, `ConvOp`, the mappings of
-`prime_rl.trainer.models`), and tested with a stand-in for that interface, never with prime-rl itself.
+Without arguments, `register()` registers every architecture that prime-rl has no class for.
+
+Call it at the start of prime-rl's trainer, before it builds its model. prime-rl is not on the package index. This
+module uses the interface of its public source, version 0.8 (`PreTrainedModelPrimeRL`, `ConvOp`, the mappings of
+`prime_rl.trainer.models`). It is tested with a stand-in for that interface, but not with prime-rl itself.
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ REQUIREMENT = "prime-rl>=0.8,<0.9"
 
 
 def register(*architectures: str) -> list[str]:
-    """Register our classes with prime-rl, as what `model.impl=custom` gives.
+    """Register this library's classes with prime-rl, for `model.impl=custom`.
 
     Args:
-        architectures: as `config.architectures` names them; by default all language models, with and without images,
-            of configurations that prime-rl has no class for. Those that are named replace prime-rl's.
+        architectures: Names as in `config.architectures`. Default: all language models, with and without images, whose
+            configurations prime-rl has no class for. Architectures that you pass replace prime-rl's classes.
 
     Returns:
-        What is registered.
+        The registered architectures.
 
     Raises:
-        TrainerError: prime-rl is not installed, or of another version.
-        UnknownArchitectureError: some are not registered here as language models; then none is.
+        TrainerError: If prime-rl is not installed, or has another version.
+        UnknownArchitectureError: If this library lacks some of them as language models. Then none is registered.
     """
     check_trainer(REQUIREMENT)
     from prime_rl.trainer import models
@@ -59,7 +61,7 @@ def register(*architectures: str) -> list[str]:
         if auto_class.serves(name) and name in registry.MODEL_ARCH_MAPPING and not registry.unmet_requirement(name)
     }
     if unknown := [name for name in architectures if name not in found]:
-        raise UnknownArchitectureError(f"no language models that are registered here: {', '.join(unknown)}")
+        raise UnknownArchitectureError(f"not registered here as language models: {', '.join(unknown)}")
     registered = []
     taken = set().union(*kinds.values()) if not architectures else set()
     for name, (model_class, by_model_type) in found.items():
@@ -72,19 +74,19 @@ def register(*architectures: str) -> list[str]:
     return registered
 
 
-@lru_cache(maxsize=8)  # it is asked for once a layer
+@lru_cache(maxsize=8)  # called once per layer
 def _table(model_class: Any, config_class: Any, config: str) -> HubTable:
     return HubTable(StateDictAdapter(build_skeleton(model_class, config_class(**json.loads(config)), torch.bfloat16)))
 
 
 def _for_prime(model_class: Any, base: type[PreTrainedModel]) -> Any:
-    """Our class as one of prime-rl's, whose base asks how state dicts are converted.
+    """Return this library's class as a subclass of prime-rl's base class.
 
-    What that base changes of transformers' kernels is for its own layers, so it comes after transformers' own.
+    prime-rl's base class changes kernels of transformers for its own layers, so it comes last in the bases.
     """
 
     class Model(model_class, base):  # type: ignore[misc, valid-type]
-        """Ours, with what prime-rl asks of a custom model."""
+        """This library's model with the methods of a custom model of prime-rl."""
 
         _check_and_adjust_attn_implementation = PreTrainedModel._check_and_adjust_attn_implementation
         get_correct_experts_implementation = PreTrainedModel.get_correct_experts_implementation
@@ -116,10 +118,10 @@ def _for_prime(model_class: Any, base: type[PreTrainedModel]) -> Any:
 
 
 def _without_prime_keywords(module: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What prime-rl passes to its own models, without what `position_ids` say, too: where packed documents begin.
+    """Drop keywords that prime-rl passes for document boundaries, because `position_ids` also have them.
 
     Raises:
-        UnknownArgumentError: routing is to be replayed, which `nrl_models.replay_routing` does.
+        UnknownArgumentError: If routing should be replayed. Use `nrl_models.replay_routing` instead.
     """
     if keywords.pop("routed_experts", None) is not None:
         raise UnknownArgumentError("routed_experts: expected none; wrap the forward in nrl_models.replay_routing")

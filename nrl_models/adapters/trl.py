@@ -1,13 +1,13 @@
-"""TRL: weight sync with the hub's tensors, experts one by one and prefixes as published.
+"""TRL: sync weights to vLLM under the hub's names, with experts unstacked.
 
-TRL's trainers send vLLM what `named_parameters` has: stacked experts under names that vLLM does not know, prefixes of
-transformers' modules, no buffers. After the trainer is made, one call changes what they send, and nothing else:
+TRL's trainers send vLLM the tensors of `named_parameters`: stacked experts under names that vLLM cannot load, prefixes
+of transformers' modules, and no buffers. One call changes the tensors that a trainer sends, and nothing else:
 
     trainer = GRPOTrainer(model=model, args=GRPOConfig(use_vllm=True), ...)
     nrl_models.adapters.trl.send_hub_tensors(trainer)
     trainer.train()
 
-TRL still gathers (FSDP, DeepSpeed), merges adapters and streams; only names, shapes and order are ours.
+TRL still gathers (FSDP, DeepSpeed), merges adapters and streams. Only names, shapes and order change.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ REQUIREMENT = "trl>=1.16,<1.17"
 
 
 def send_hub_tensors(trainer: Any) -> None:
-    """Have a TRL trainer send vLLM the hub's tensors.
+    """Make a TRL trainer send the hub's tensors to vLLM. Call it before training starts.
 
     Args:
-        trainer: one with a `vllm_generation` (GRPO, RLOO, distillation and others, `use_vllm=True`, colocate or
-            server), or an asynchronous one (`AsyncGRPOTrainer`, `AsyncDistillationTrainer`), of a model of this library
-            or of transformers. Call it before training starts.
+        trainer: A trainer with a `vllm_generation` (GRPO, RLOO, distillation and others, `use_vllm=True`, colocate or
+            server) or an asynchronous one (`AsyncGRPOTrainer`, `AsyncDistillationTrainer`). Its model is from this
+            library or from transformers.
 
     Raises:
-        TrainerError: TRL is not installed, or of another version.
-        UnknownArgumentError: the trainer sends no weights to vLLM.
+        TrainerError: If TRL is not installed, or has another version.
+        UnknownArgumentError: If the trainer sends no weights to vLLM.
     """
     check_trainer(REQUIREMENT)
     if (generation := getattr(trainer, "vllm_generation", None)) is not None:
@@ -61,9 +61,9 @@ def _hook_generation(generation: Any) -> None:
 
 
 def _hook_asynchronous(trainer: Any) -> None:
-    """The asynchronous trainers: they announce all tensors when they are made, and stream them at each update.
+    """Hook the asynchronous trainers, which announce all tensors when they are created, and stream them at each update.
 
-    Frozen parameters are left out, as TRL does; the engine has them.
+    Frozen parameters are skipped, as in TRL, because the engine already has them.
     """
     stream, gathered = HubStream(trainer.model), trainer._streaming_iter
 
@@ -77,7 +77,7 @@ def _hook_asynchronous(trainer: Any) -> None:
 
 
 def _announced(trainer: Any, stream: HubStream) -> dict[str, list[Any]]:
-    """Names, dtypes and shapes of what is streamed, in order, without gathering it."""
+    """Return names, dtypes and shapes of the streamed tensors, in order, without gathering them."""
     module: Any = import_module(trainer._streaming_iter.__module__)
     model = trainer.accelerator.unwrap_model(trainer.model)
     shapes = (

@@ -1,13 +1,14 @@
-"""verl: our models from transformers' auto classes, and an engine whose rollouts get the hub's tensors.
+"""verl: return this library's models from transformers' auto classes, and send the hub's tensors to rollouts.
 
 verl imports the module that a model's configuration names, in each process, before it loads anything:
 
     actor_rollout_ref.model.external_lib=nrl_models.adapters.verl
     actor_rollout_ref.actor.strategy=fsdp2
 
-Importing this module is the hook. `AutoModelForCausalLM` and the others that verl asks then give our classes, and
-`EngineRegistry` an `FSDPEngineWithLMHead` for language models under `fsdp` and `fsdp2`, of which one method differs:
-`get_per_tensor_param`, what rollouts are updated with. verl finds it before its own, which names no vendor of devices.
+Importing this module is sufficient. Then the auto classes that verl uses, such as `AutoModelForCausalLM`, return this
+library's classes. For language models with `fsdp` and `fsdp2`, `EngineRegistry` returns a subclass of
+`FSDPEngineWithLMHead` with one changed method, `get_per_tensor_param`, which yields the tensors for rollouts. verl
+finds it before its own class, because that has no device vendor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ HEADS = [auto_class for auto_class in AUTO_CLASSES if auto_class is not AutoMode
 
 
 def register_with_transformers() -> list[str]:
-    """Have transformers' auto classes give our classes wherever they give one that we have, and where they lack one.
+    """Make transformers' auto classes return this library's classes for all architectures that it has.
 
     Returns:
         The architectures.
@@ -48,10 +49,10 @@ def register_with_transformers() -> list[str]:
     for auto_class in HEADS:
         mapping: Any = auto_class.upstream._model_mapping
         classes: dict[Any, list[Any]] = {}
-        for config_class in mapping.keys():  # noqa: SIM118, which is no dict
+        for config_class in mapping.keys():  # noqa: SIM118, not a dict
             given = mapping[config_class]
             classes[config_class] = list(given) if isinstance(given, tuple) else [given]
-        for name, model_class in ours.items():  # of configurations that transformers lacks
+        for name, model_class in ours.items():  # configurations that transformers lacks
             if auto_class.serves(name) and model_class.config_class.model_type in registry._CUSTOM_CONFIG_REGISTRATIONS:
                 there = classes.setdefault(model_class.config_class, [])
                 there += [model_class] if name not in {c.__name__ for c in there} else []
@@ -70,14 +71,14 @@ class HubTensorsEngine(FSDPEngineWithLMHead):
     """verl's FSDP engine; rollouts are updated with the hub's tensors."""
 
     def _build_module(self) -> Any:
-        """The model, as verl builds it.
+        """Build the model as verl does.
 
         Raises:
-            UnknownArgumentError: settings of which weights could not be sent as the hub has them.
+            UnknownArgumentError: If weights could not be sent in the hub's format with these settings.
         """
         refused = {
             "strategy=fsdp: expected fsdp2, whose parameters keep their shapes": self.engine_config.strategy == "fsdp",
-            "qat: expected none, as it sends quantised weights": self._qat_enabled,
+            "qat: expected none, as it sends quantized weights": self._qat_enabled,
         }
         if wrong := [why for why, holds in refused.items() if holds]:
             raise UnknownArgumentError(*wrong)
@@ -88,12 +89,12 @@ class HubTensorsEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
-        """The hub's tensors, whole, one after another, and None; every rank has to ask for all of them.
+        """Return an iterator over the hub's tensors, and None. Every rank has to exhaust the iterator.
 
-        Adapters that are sent apart from the model (`lora.merge=False`), and their configuration, are as verl has them.
+        Adapters that are sent separately (`lora.merge=False`) and their configuration are returned as in verl.
 
         Raises:
-            UnknownArgumentError: the model goes to an engine that has adapters of its own, which names it in memory.
+            UnknownArgumentError: If the engine applies adapters itself, because it then uses names in memory.
         """
         if not hasattr(self.module, "peft_config"):
             return self.hub_stream(self._gathered(), self.module), None
@@ -105,10 +106,10 @@ class HubTensorsEngine(FSDPEngineWithLMHead):
         return super().get_per_tensor_param(layered_summon, base_sync_done, **options)
 
     def get_per_tensor_param_shard(self, **options: Any) -> Any:
-        """This rank's shards, for updates by differences, which verl sends under the names that parameters have.
+        """Return this rank's shards for delta updates, which verl sends under the parameters' names.
 
         Raises:
-            UnknownArgumentError: those are not the hub's.
+            UnknownArgumentError: If those names differ from the hub's.
         """
         self._check_names("checkpoint_engine.backend=delta_sharded: expected another")
         return super().get_per_tensor_param_shard(**options)
@@ -126,7 +127,7 @@ class HubTensorsEngine(FSDPEngineWithLMHead):
         other = [name for name, tensor in adapter.hub.items() if tensor.view is None or name != str(tensor.view)]
         if other:
             raise UnknownArgumentError(
-                f"{setting}, as {other[0]} and {len(other) - 1} more are no parameters in memory"
+                f"{setting}, because {other[0]} and {len(other) - 1} more are not parameters in memory"
             )
 
 

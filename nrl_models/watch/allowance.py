@@ -1,0 +1,47 @@
+"""How far trainer and engine may differ: the measured noise floor, or more if healthy steps differ by more."""
+
+from __future__ import annotations
+
+from nrl_models.logprobs.sampling import Sampling
+
+FLOOR_FACTOR = 8.0
+"""A difference may be this many times the noise floor."""
+
+HEALTHY_FACTOR = 4.0
+"""A difference may be this many times the largest of the first healthy ones."""
+
+HEALTHY_OBSERVATIONS = 3
+"""Number of first observations that count. Later ones do not raise the bound, so a slow drift is found."""
+
+SMALLEST_EXCESS = 1e-4
+"""Engines in fp32 differ by this much from transformers."""
+
+FIRST_EXCESS = 1e-3
+"""Bound on the excess before anything was observed, if the noise floor explains no more."""
+
+
+class Allowance:
+    """A bound on `token_mult_prob_error`.
+
+    Args:
+        floor: measured noise floor, at least 1; None if it cannot be measured.
+        bar: bound before anything was observed, if there is no floor.
+    """
+
+    def __init__(self, floor: float | None, bar: float) -> None:
+        self.floor, self.bar = floor, bar
+        self._observed: list[float] = []
+
+    def learn(self, error: float) -> None:
+        """Note the error of a healthy comparison."""
+        if len(self._observed) < HEALTHY_OBSERVATIONS:
+            self._observed.append(error)
+
+    def bound(self, sampling: Sampling) -> float:
+        """Return the largest healthy error. A temperature below 1 enlarges differences of logits."""
+        healthy = [HEALTHY_FACTOR * (error - 1.0) for error in self._observed]
+        if self.floor is None:
+            return 1.0 + max([*healthy, SMALLEST_EXCESS]) if healthy else self.bar
+        scale = max(1.0, 1.0 / sampling.processing.temperature)
+        first = SMALLEST_EXCESS if healthy else FIRST_EXCESS
+        return 1.0 + max([*healthy, first, scale * FLOOR_FACTOR * (self.floor - 1.0)])

@@ -1,0 +1,259 @@
+"""Finds the cause of a difference: each explanation is tested against the engine's numbers, the certain ones first.
+
+After a sync, trainer and engine score the same tokens. If these probes differ, the cause is in the weights or in a
+module. If they agree and the rollouts differ, the cause is in the loop's own log-probabilities, in the sampling
+parameters, or in decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.watch.finding import Cause, Finding, Level
+from nrl_models.watch.measured import Measured
+from nrl_models.watch.probes import error, explains
+from nrl_models.watch.step_metrics import StepMetrics
+from nrl_models.watch.syncs import Sync
+
+TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)
+"""Temperatures that are tried in place of the trainer's."""
+
+ROUNDING_FACTOR = 4.0
+"""Precision explains errors up to this many times the noise floor of the engine's dtype."""
+
+ROUTER_ROUNDING = 8e-2
+"""A router that differs by more than this share of its scale has other weights."""
+
+TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+TOP_K = (1, 5, 10, 20, 40, 50, 64, 100)
+"""Truncations that are tried in place of the trainer's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Facts about a difference, and measurements.
+
+    Args:
+        measured: further measurements.
+        sampling: sampling parameters of the trainer's log-probabilities.
+        sync: the last sync.
+        steps_since_sync: steps since then, this one included.
+        agreed_at: version of the weights at the last comparison that agreed; None if none did.
+        history: metrics of earlier steps.
+        metrics: metrics of this step; None if probes differ and no step was made.
+        trainer, engine: log-probabilities of the replies of samples that can be scored again, the worst first, padded
+            with NaN; None if there are none.
+    """
+
+    measured: Measured
+    sampling: Sampling
+    sync: Sync
+    steps_since_sync: int = 0
+    agreed_at: int | None = None
+    history: Sequence[StepMetrics] = ()
+    metrics: StepMetrics | None = None
+    trainer: torch.Tensor | None = None
+    engine: torch.Tensor | None = None
+
+
+def diagnose_probes(evidence: Evidence, found: float) -> Finding:
+    """Return the cause of a difference of the probes.
+
+    Args:
+        evidence: facts and measurements. Its probes were scored just now.
+        found: `token_mult_prob_error` of the probes.
+    """
+    steps: tuple[Callable[[Evidence, float], Finding | None], ...] = (
+        _stale,
+        _unmerged,
+        _reported_precision,
+        _routing,
+        _lost,
+        _module,
+        _rounding,
+    )
+    for step in steps:
+        if (finding := step(evidence, found)) is not None:
+            return replace(finding, values={"token_mult_prob_error": found, **finding.values})
+    return _by_history(evidence, found)
+
+
+def _stale(evidence: Evidence, found: float) -> Finding | None:
+    measured = evidence.measured
+    for version, scores in sorted(measured.trainer_probes().items(), reverse=True):
+        if version < evidence.sync.version and explains(scores, measured.engine_probes, found):
+            message = f"the engine computes with the weights of version {version} and not {evidence.sync.version}"
+            divergence = measured.divergence()
+            names = () if divergence is None else (divergence.module,)
+            return Finding(cause=Cause.STALE_WEIGHTS, message=message, names=names)
+    return None
+
+
+def _unmerged(evidence: Evidence, found: float) -> Finding | None:
+    if explains(evidence.measured.without_adapters(), evidence.measured.engine_probes, found):
+        message = "the engine's log-probabilities are those of the trainer with its adapters disabled"
+        return Finding(cause=Cause.UNMERGED_ADAPTER, message=message)
+    return None
+
+
+def _lost(evidence: Evidence, found: float) -> Finding | None:
+    """The engine agreed after the sync, and does not now."""
+    if evidence.agreed_at != evidence.sync.version:
+        return None
+    divergence = evidence.measured.divergence()
+    names = () if divergence is None else (divergence.module,)
+    message = f"the engine agreed after sync {evidence.sync.version}, and differs at a later step"
+    return Finding(cause=Cause.LOST_WEIGHTS, message=message, names=names)
+
+
+def _reported_precision(evidence: Evidence, found: float) -> Finding | None:
+    dtype, own = evidence.measured.dtypes()
+    if dtype is None or torch.finfo(dtype).eps <= torch.finfo(own).eps:
+        return None
+    message = f"the engine computes in {dtype_name(dtype)}, the trainer in {dtype_name(own)}"
+    return _within_rounding(evidence, found, dtype, message)
+
+
+def _rounding(evidence: Evidence, found: float) -> Finding | None:
+    """No module is known to differ, and the error is that of a lower precision."""
+    if evidence.agreed_at is not None:
+        return None
+    _, own = evidence.measured.dtypes()
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.finfo(dtype).eps > torch.finfo(own).eps:
+            message = f"the error is that of {dtype_name(dtype)}, and the trainer computes in {dtype_name(own)}"
+            if (finding := _within_rounding(evidence, found, dtype, message)) is not None:
+                return finding
+    return None
+
+
+def _within_rounding(evidence: Evidence, found: float, dtype: torch.dtype, message: str) -> Finding | None:
+    floor = evidence.measured.rounding(dtype)
+    excess, rounding = found - 1.0, floor - 1.0
+    if not rounding / ROUNDING_FACTOR <= excess <= ROUNDING_FACTOR * rounding:
+        return None
+    return Finding(cause=Cause.PRECISION, message=message, values={"noise_floor": floor})
+
+
+def _routing(evidence: Evidence, found: float) -> Finding | None:
+    """A router is the first module that differs, and by no more than a lower precision explains."""
+    divergence = evidence.measured.divergence()
+    if divergence is None or divergence.error > ROUTER_ROUNDING:
+        return None
+    if divergence.module not in evidence.measured.routers():
+        return None
+    return Finding(cause=Cause.ROUTING, message=f"the first difference is {divergence}", names=(divergence.module,))
+
+
+def _module(evidence: Evidence, found: float) -> Finding | None:
+    divergence = evidence.measured.divergence()
+    if divergence is None:
+        return None
+    names = (divergence.module,)
+    if evidence.agreed_at is not None:
+        message = f"trainer and engine differ since sync {evidence.sync.version}, first {divergence}"
+        return Finding(cause=Cause.MISSING_WEIGHTS, message=message, names=names)
+    return Finding(cause=Cause.ENGINE, message=f"the first difference is {divergence}", names=names)
+
+
+def _by_history(evidence: Evidence, found: float) -> Finding:
+    values = {"token_mult_prob_error": found}
+    if evidence.agreed_at is not None:
+        message = f"trainer and engine agreed before sync {evidence.sync.version}, and differ since"
+        return Finding(cause=Cause.MISSING_WEIGHTS, message=message, values=values)
+    return Finding(cause=Cause.ENGINE, message="trainer and engine score the same tokens differently", values=values)
+
+
+def diagnose_step(evidence: Evidence) -> Finding:
+    """Return the cause of a difference of a step's rollouts, if probes agree or there are none."""
+    metrics = evidence.metrics
+    assert metrics is not None
+    for finding in (*_of_samples(evidence), *_of_metrics(evidence, metrics)):
+        return replace(finding, values={**metrics.values(), **finding.values})
+    return Finding(cause=Cause.UNKNOWN, message="log-probabilities of sampled tokens differ", values=metrics.values())
+
+
+def _of_samples(evidence: Evidence) -> Iterator[Finding]:
+    """Explanations that need the samples: the trainer scores them again."""
+    trainer, engine, measured = evidence.trainer, evidence.engine, evidence.measured
+    if trainer is None or engine is None:
+        return
+    found = error(trainer, engine, ~engine.isnan())
+    width = trainer.shape[1]
+    if explains(measured.scored(evidence.sampling, width), engine, found):
+        loop_sampling = _other_sampling(evidence, trainer, found)
+        if loop_sampling is not None:
+            message = f"the loop's log-probabilities are those of {loop_sampling}, the engine's of {evidence.sampling}"
+            yield Finding(cause=Cause.SAMPLING, message=message)
+        metrics = evidence.metrics
+        if metrics is not None and metrics.only_padded:
+            message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
+            yield Finding(cause=Cause.PADDING, message=message)
+        yield Finding(
+            cause=Cause.TRAINER, message="the model, scored without padding, agrees with the engine; the loop does not"
+        )
+    other = _other_sampling(evidence, engine, found)
+    if other is not None:
+        message = f"the engine samples with {other}, the trainer computes {evidence.sampling}"
+        yield Finding(cause=Cause.SAMPLING, message=message)
+    if explains(measured.prefill(width), trainer, found):
+        yield _decoding(evidence)
+
+
+def _decoding(evidence: Evidence) -> Finding:
+    seen = evidence.measured.seen()
+    message = "the engine's prefill of the samples agrees with the trainer, its decoding does not"
+    if any(seen) and evidence.sync.version > 0:
+        message += f"; {sum(seen)} of {len(seen)} prompts were sampled from before sync {evidence.sync.version}"
+    return Finding(cause=Cause.CACHE, message=message)
+
+
+def _other_sampling(evidence: Evidence, wanted: torch.Tensor, found: float) -> Sampling | None:
+    """Other sampling parameters with which the trainer gives these log-probabilities."""
+    own = evidence.sampling
+    candidates = [Sampling(own.temperature), Sampling(1.0, own.top_k, own.top_p)]
+    candidates += [replace(own, temperature=temperature) for temperature in TEMPERATURES]
+    candidates += [replace(own, top_p=top_p) for top_p in TOP_P] + [replace(own, top_k=top_k) for top_k in TOP_K]
+    errors = {
+        candidate: error(evidence.measured.scored(candidate, wanted.shape[1]), wanted, ~wanted.isnan())
+        for candidate in dict.fromkeys(candidates)
+        if candidate != own
+    }
+    best = min(errors, key=errors.__getitem__)
+    return best if errors[best] - 1.0 < 0.1 * (found - 1.0) else None
+
+
+def _of_metrics(evidence: Evidence, metrics: StepMetrics) -> Iterator[Finding]:
+    """Explanations from where and when the error is large."""
+    sync = evidence.sync
+    if metrics.only_padded:
+        message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
+        yield Finding(cause=Cause.PADDING, message=message)
+    before = [step.excess for step in evidence.history]
+    if before and evidence.steps_since_sync > 1 and sync.version > 0:
+        message = f"the error grew from {max(before):.3g} to {metrics.excess:.3g} with the weights of one sync"
+        yield Finding(cause=Cause.ENGINE, message=message)
+    if before and sync.same_weights:
+        message = f"the error grew from {max(before):.3g} to {metrics.excess:.3g} while the weights stayed the same"
+        yield Finding(cause=Cause.ENGINE, message=message)
+    if metrics.grows:
+        message = f"the error of the last quarter of positions is {metrics.growth:.3g} times that of the first"
+        yield Finding(cause=Cause.CACHE, message=message)
+    if before and sync.version > 0:
+        message = f"the error jumped from {max(before):.3g} to {metrics.excess:.3g} at sync {sync.version}"
+        yield Finding(cause=Cause.MISSING_WEIGHTS, message=message)
+
+
+WARNING_CAUSES = frozenset({Cause.PRECISION, Cause.FROZEN_DRAFT, Cause.NOTHING_COMPARED})
+"""Causes that do not stop a run by themselves."""
+
+
+def with_level(finding: Finding, is_above_bars: bool) -> Finding:
+    """Make findings about precision warnings while the published bars hold."""
+    is_warning = finding.cause in WARNING_CAUSES and not is_above_bars
+    return replace(finding, level=Level.WARNING if is_warning else finding.level)

@@ -1,0 +1,255 @@
+"""Derive the findings of an event (a weight sync or a step) from its tensors, digests and measurements.
+
+A watch and a replay of its capsule both call `Event.findings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from nrl_models.engines.engine_types import RefitReport
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.watch.diagnosis import Evidence, diagnose_probes, diagnose_step, with_level
+from nrl_models.watch.finding import Cause, Finding, Level
+from nrl_models.watch.rollout_tensors import uncompared
+from nrl_models.watch.step_metrics import Bars, StepMetrics
+from nrl_models.watch.syncs import Sync, SyncLog
+
+
+class EventKind(StrEnum):
+    """When a watch compares both sides."""
+
+    SYNC = "sync"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """The result of a comparison.
+
+    Args:
+        step: number of the step, from 1.
+        version: number of the weights: how many syncs there were.
+        metrics: how far trainer and engine differ.
+        findings: what is wrong; empty if nothing is.
+    """
+
+    step: int
+    version: int
+    metrics: StepMetrics
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether tokens were compared, and nothing is wrong."""
+        return self.metrics.tokens > 0 and not any(finding.level is Level.FAILURE for finding in self.findings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A weight sync, and the one before.
+
+    Args:
+        before: the sync before.
+        draft_names: Hub names of draft (MTP) tensors.
+        frozen_syncs: syncs so far in which these stayed the same.
+        sent: digest of each sent tensor; empty if unknown.
+        report: the engine's report; None if there is none.
+        version: number of the weights that the engine reports.
+        learning_rate: largest learning rate since the sync before.
+    """
+
+    before: Sync
+    draft_names: tuple[str, ...] = ()
+    frozen_syncs: int = 0
+    sent: Mapping[str, str] = field(default_factory=dict)
+    report: RefitReport | None = None
+    version: int | None = None
+    learning_rate: float | None = None
+
+    def record_in(self, log: SyncLog) -> list[Finding]:
+        """Record the sync, and return its findings."""
+        return list(log.add(self.sent, self.report, version=self.version, learning_rate=self.learning_rate))
+
+    def findings(self) -> list[Finding]:
+        """Return the findings of the sync."""
+        log = SyncLog(self.draft_names)
+        log.last, log.frozen_syncs = self.before, self.frozen_syncs
+        return self.record_in(log)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        report = None if self.report is None else asdict(self.report)
+        return {
+            "before": {"version": self.before.version, "sent": dict(self.before.sent)},
+            "draft_names": list(self.draft_names),
+            "frozen_syncs": self.frozen_syncs,
+            "sent": dict(self.sent),
+            "report": report,
+            "version": self.version,
+            "learning_rate": self.learning_rate,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Transfer:
+        """Parse the output of `to_json`."""
+        return cls(**{**content, "before": Sync(**content["before"]), "report": _report(content["report"])})
+
+
+def _report(content: Mapping[str, Any] | None) -> RefitReport | None:
+    if content is None:
+        return None
+    names = {name: tuple(content[name]) for name in ("unwritten", "stale_buffers")}
+    return RefitReport(**{**content, **names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A sync or a step.
+
+    Args:
+        kind: which of them.
+        bars: published bounds.
+        bound: largest healthy `token_mult_prob_error` of rollouts.
+        probe_bound: largest healthy one of probes; None if the probes are not scored.
+        transfer: the sync.
+        tokenizer: parts of the tokenizer that changed.
+        other_tokens: rows that have other token IDs in the trainer, the number of rows there, and in the engine.
+        versions: versions of the weights that sampled the rows; empty if unknown.
+        oldest, newest: versions that may have sampled.
+    """
+
+    kind: EventKind
+    bars: Bars
+    bound: float
+    probe_bound: float | None = None
+    transfer: Transfer | None = None
+    tokenizer: tuple[str, ...] = ()
+    other_tokens: tuple[tuple[int, ...], int, int] | None = None
+    versions: tuple[int, ...] = ()
+    oldest: int = 0
+    newest: int = 0
+
+    def findings(self, evidence: Evidence, of_transfer: Sequence[Finding]) -> list[Finding]:
+        """Return the findings.
+
+        Args:
+            evidence: facts and measurements of both sides.
+            of_transfer: findings about the sync, see `Transfer`.
+        """
+        if self.kind is EventKind.SYNC:
+            return [*of_transfer, *self._tokenizer_findings(), *self._probe_findings(evidence)]
+        return self._step_findings(evidence)
+
+    def _probe_findings(self, evidence: Evidence) -> Iterator[Finding]:
+        """Score the probes; a finding if they differ."""
+        if self.probe_bound is not None:
+            found = evidence.measured.probe_error()
+            if not found <= self.probe_bound:
+                yield with_level(diagnose_probes(evidence, found), found > self.bars.token_mult_prob_error)
+
+    def _step_findings(self, evidence: Evidence) -> list[Finding]:
+        metrics = evidence.metrics
+        assert metrics is not None
+        found = [*self._token_findings(), *self._stale_rows(), *uncompared(metrics)]
+        is_above = metrics.above(self.bars)
+        if metrics.tokens and not metrics.excess + 1.0 <= self.bound and not found:
+            found.append(self._diagnosed(evidence))
+        elif is_above and not found:
+            message = f"{', '.join(is_above)}; the noise floor explains up to {self.bound:.4g}"
+            found.append(Finding(cause=Cause.PRECISION, level=Level.WARNING, message=message))
+        return [with_level(finding, bool(is_above)) for finding in found]
+
+    def _diagnosed(self, evidence: Evidence) -> Finding:
+        if self.probe_bound is not None and (found := evidence.measured.probe_error()) > self.probe_bound:
+            return diagnose_probes(evidence, found)
+        return diagnose_step(evidence)
+
+    def _tokenizer_findings(self) -> Iterator[Finding]:
+        if self.tokenizer:
+            message = "the tokenizer changed during training"
+            yield Finding(cause=Cause.TOKENS, message=message, names=self.tokenizer)
+
+    def _token_findings(self) -> Iterator[Finding]:
+        if self.other_tokens is not None:
+            wrong, in_trainer, in_engine = self.other_tokens
+            if wrong or in_trainer != in_engine:
+                message = f"{len(wrong)} of {in_engine} rows have other token IDs in the trainer than in the engine"
+                yield Finding(cause=Cause.TOKENS, message=message, names=tuple(f"row {row}" for row in wrong))
+
+    def _stale_rows(self) -> Iterator[Finding]:
+        stale = [version for version in self.versions if not self.oldest <= version <= self.newest]
+        if stale:
+            message = (
+                f"{len(stale)} of {len(self.versions)} rows were sampled with versions {sorted(set(stale))}, "
+                f"expected {self.oldest} to {self.newest}"
+            )
+            yield Finding(cause=Cause.STALE_WEIGHTS, message=message)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        transfer = None if self.transfer is None else self.transfer.to_json()
+        return asdict(replace(self, transfer=None)) | {"transfer": transfer}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Event:
+        """Parse the output of `to_json`."""
+        other = content["other_tokens"]
+        return cls(
+            **{
+                **content,
+                "kind": EventKind(content["kind"]),
+                "bars": Bars(**content["bars"]),
+                "bound": float(content["bound"]),
+                "probe_bound": None if content["probe_bound"] is None else float(content["probe_bound"]),
+                "transfer": None if content["transfer"] is None else Transfer.from_json(content["transfer"]),
+                "tokenizer": tuple(content["tokenizer"]),
+                "other_tokens": None if other is None else (tuple(other[0]), other[1], other[2]),
+                "versions": tuple(content["versions"]),
+            }
+        )
+
+
+def evidence_to_json(evidence: Evidence) -> dict[str, Any]:
+    """Return the numbers of an evidence as JSON values."""
+    return {
+        "sampling": asdict(evidence.sampling),
+        "sync": {
+            "version": evidence.sync.version,
+            "changed": None if evidence.sync.changed is None else sorted(evidence.sync.changed),
+        },
+        "steps_since_sync": evidence.steps_since_sync,
+        "agreed_at": evidence.agreed_at,
+        "history": [asdict(metrics) for metrics in evidence.history],
+        "metrics": None if evidence.metrics is None else asdict(evidence.metrics),
+    }
+
+
+def evidence_from_json(content: Mapping[str, Any], **more: Any) -> Evidence:
+    """Parse the output of `evidence_to_json`.
+
+    Args:
+        content: the JSON values.
+        more: measurements and tensors of the evidence.
+    """
+    changed = content["sync"]["changed"]
+    return Evidence(
+        sampling=Sampling(**content["sampling"]),
+        sync=Sync(version=content["sync"]["version"], changed=None if changed is None else frozenset(changed)),
+        steps_since_sync=content["steps_since_sync"],
+        agreed_at=content["agreed_at"],
+        history=tuple(map(metrics_from_json, content["history"])),
+        metrics=None if content["metrics"] is None else metrics_from_json(content["metrics"]),
+        **more,
+    )
+
+
+def metrics_from_json(content: Mapping[str, Any]) -> StepMetrics:
+    """Parse the fields of `StepMetrics`, of which those that JSON lacks are strings."""
+    fields: dict[str, Any] = {
+        name: float(value) if isinstance(value, str) else value for name, value in content.items()
+    }
+    return StepMetrics(**fields)

@@ -1,0 +1,362 @@
+"""`Watch`: compares trainer and engine after each weight sync and before each update."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nrl_models.common.logs import get_logger
+from nrl_models.common.state_dict.merged import export_adapter
+from nrl_models.consistency.capsule.capsule_file import Limits
+from nrl_models.engines.base import Engine
+from nrl_models.engines.digests import digested
+from nrl_models.engines.engine_types import NamedTensor, RefitReport, Sample
+from nrl_models.errors import DriftError, UnknownArgumentError
+from nrl_models.logprobs.microbatches import largest, ranks_of
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.watch.allowance import Allowance
+from nrl_models.watch.diagnosis import Evidence
+from nrl_models.watch.drift_capsule import CapsuleWriter
+from nrl_models.watch.event import Event, EventKind, StepReport, Transfer
+from nrl_models.watch.finding import Finding, Level
+from nrl_models.watch.measured import Measured, Running
+from nrl_models.watch.probes import Probes
+from nrl_models.watch.record import Log, Recorder
+from nrl_models.watch.rollout_tensors import Step, draft_names, engine_logprobs, fingerprint
+from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
+from nrl_models.watch.syncs import Sync, SyncLog
+
+logger = get_logger(__name__)
+
+HISTORY = 64
+"""Steps whose metrics are kept."""
+
+KEPT_PROMPTS = 4_096
+"""Prompts that are known to have been sampled from before."""
+
+
+class Watch:
+    """Checks during training that trainer and engine are still the same model.
+
+        watch = Watch(model, engine, log="watch.jsonl")
+        for prompts in batches:
+            samples = engine.generate(prompts, sampling, max_new_tokens=256)
+            ...                                        # log-probabilities, loss, backward
+            watch.before_update(samples, logprobs)     # raises DriftError before the weights change
+            optimizer.step()
+            watch.refit()                              # engine.refit, compared tensor by tensor
+
+    Args:
+        model: the trainer's model; it may be wrapped (PEFT, DDP, FSDP). None if this process has none.
+        engine: the engine; None if the trainer owns it, see `after_sync`.
+        sampling: sampling parameters of the log-probabilities.
+        fail: raise `DriftError` for failures. Otherwise they are logged.
+        max_staleness: number of syncs that samples may lag behind, see `versions` of `before_update`. Lagging rows are
+            not compared, because the trainer's weights are newer.
+        probe_every: number of syncs between two probes: fixed sequences that both sides score. 0: only when rollouts
+            differ.
+        probes: token IDs of the probes, all of one length. Default: random text tokens, 4 rows of 64.
+        optimizer: with it, weights that change at learning rate 0 are a failure.
+        tokenizer: with it, a changed vocabulary or chat template is a failure.
+        compute: dtype of the trainer's autocast; None for none.
+        bars: published bounds. A difference that the noise floor explains is a warning above them.
+        log: a file for JSON lines, or a function of `(values, step)` such as `accelerator.log`; or a list of them.
+        capsule: a file for the evidence of the first failure, or a directory with a file per failure. `nrl-models
+            replay` computes the findings again. None for no capsule.
+        capsule_limits: size of a capsule.
+
+    With several ranks, each rank makes a watch, calls `before_update`, and raises if one finds a failure. Probes and
+    scoring samples again are off, because every rank would have to take part.
+
+    Attributes:
+        findings: everything that was found.
+        history: metrics of the last steps.
+
+    Raises:
+        UnknownArgumentError: `probe_every` is negative, or probes have different lengths.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        engine: Engine | None = None,
+        *,
+        sampling: Sampling | None = None,
+        fail: bool = True,
+        max_staleness: int = 0,
+        probe_every: int = 1,
+        probes: Sequence[Sequence[int]] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        tokenizer: Any = None,
+        compute: torch.dtype | None = None,
+        bars: Bars | None = None,
+        log: Log | Sequence[Log] = (),
+        capsule: str | Path | None = None,
+        capsule_limits: Limits | None = None,
+    ) -> None:
+        if probe_every < 0:
+            raise UnknownArgumentError(f"probe_every={probe_every}: expected at least 0")
+        if probes and (lengths := {len(row) for row in probes}) and (len(lengths) > 1 or min(lengths) < 2):
+            raise UnknownArgumentError(f"probes have {sorted(lengths)} tokens: expected one length of at least 2")
+        self.model, self.engine = model, engine
+        self.sampling, self.fail, self.probe_every = sampling or Sampling(), fail, probe_every
+        self.max_staleness = max_staleness
+        self.bars = bars or Bars()
+        self.findings: list[Finding] = []
+        self.history: deque[StepMetrics] = deque(maxlen=HISTORY)
+        self._optimizer, self._tokenizer, self._compute = optimizer, tokenizer, compute
+        self._recorder = Recorder(log)
+        self._capsule = None if capsule is None else CapsuleWriter(Path(capsule), capsule_limits or Limits())
+        self._syncs = SyncLog(() if model is None else draft_names(model))
+        self._probes = None
+        self._ranks = ranks_of(None)
+        can_probe = engine is not None and engine.capabilities().score and self._ranks == 1
+        if model is not None and engine is not None and can_probe:
+            self._probes = Probes(model, engine, probes, compute)
+        self._step = self._steps_since_sync = 0
+        self._probe_error = math.nan
+        self._agreed_at: int | None = None
+        self._learning_rate: float | None = None
+        self._vocabulary = fingerprint(tokenizer)
+        self._prompts: deque[int] = deque(maxlen=KEPT_PROMPTS)
+        self._seen_prompts: frozenset[int] = frozenset()
+        self._allowed = Allowance(None, self.bars.token_mult_prob_error)
+        self._allowed_in_probes = Allowance(None, self.bars.token_mult_prob_error)
+        if self._probes is not None:
+            self._measure_floor(self._probes)
+            # Before the first sync the engine may have other weights, for example random ones.
+            if self._probes.score(0) <= self._allowed_in_probes.bound(Sampling()):
+                self._agreed_at = 0
+
+    @property
+    def version(self) -> int:
+        """Number of the weights: 0 before the first sync."""
+        return self._syncs.last.version
+
+    @property
+    def last_sync(self) -> Sync:
+        """The last sync."""
+        return self._syncs.last
+
+    def refit(
+        self, tensors: Iterable[NamedTensor] | None = None, *, digests: bool = True, **options: Any
+    ) -> RefitReport:
+        """Refit the engine and compare received tensors with sent ones.
+
+        Args:
+            tensors: weights by Hub name. Default: all of the model's, adapters merged.
+            digests: hash every tensor on both sides. Without, only the engine's report and probes show a fault.
+            options: further options of `Engine.refit`.
+
+        Raises:
+            DriftError: something is wrong, and `fail`.
+            EngineError: as `Engine.refit`.
+        """
+        if self.engine is None:
+            raise UnknownArgumentError("this watch has no engine to refit: pass engine=, or call after_sync")
+        if self.model is None and tensors is None:
+            raise UnknownArgumentError("this watch has no model to export: pass model= or tensors=")
+        sent: dict[str, str] = {}
+        if self.model is not None and tensors is None:
+            tensors = export_adapter(self.model).iter_export(self.model)
+        given = tensors or ()
+        report = self.engine.refit(digested(given, sent) if digests else given, digests=digests, **options)
+        self.after_sync(sent, report)
+        return report
+
+    def after_sync(
+        self, sent: Mapping[str, str] | None = None, report: RefitReport | None = None, *, version: int | None = None
+    ) -> None:
+        """Check a weight sync that the trainer made itself.
+
+        Args:
+            sent: digest of each sent tensor by Hub name (`nrl_models.engines.digests.tensor_digest`).
+            report: the engine's report, with digests of received tensors.
+            version: number of the weights that the engine reports.
+
+        Raises:
+            DriftError: something is wrong, and `fail`.
+        """
+        if report is not None and version is None:
+            version = report.version
+        before = self._syncs
+        transfer = Transfer(
+            before=before.last,
+            draft_names=tuple(before.draft_names),
+            frozen_syncs=before.frozen_syncs,
+            sent=sent or {},
+            report=report,
+            version=version,
+            learning_rate=self._learning_rate,
+        )
+        of_transfer = transfer.record_in(self._syncs)
+        self._learning_rate = None
+        self._steps_since_sync = 0
+        self._seen_prompts = frozenset(self._prompts)
+        event = self._event(
+            EventKind.SYNC, self._is_probe_due(), transfer=transfer, tokenizer=tuple(self._tokenizer_changes())
+        )
+        evidence = self._evidence()
+        found = event.findings(evidence, of_transfer)
+        values: dict[str, float] = {}
+        if event.probe_bound is not None:
+            self._probe_error = values["probe_error"] = evidence.measured.probe_error()
+            if self._probe_error <= event.probe_bound:
+                self._allowed_in_probes.learn(self._probe_error)
+                self._agreed_at = self.version
+        self._finish(event, evidence, found, values)
+
+    def before_update(
+        self,
+        samples: Sequence[Sample] | None = None,
+        trainer: torch.Tensor | None = None,
+        *,
+        engine: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        tokens: Sequence[Sequence[int]] | None = None,
+        versions: Sequence[int] | None = None,
+    ) -> StepReport:
+        """Compare log-probabilities of a step's rollouts. Call it before the optimizer step.
+
+        Args:
+            samples: the engine's samples. With them causes are tested by scoring the samples again.
+            trainer: the trainer's log-probabilities `(rows, length)`, by the weights that sampled.
+            engine: the engine's log-probabilities `(rows, length)`. Default: those of `samples`.
+            mask: True for sampled tokens, `(rows, length)`. Default: the replies of `samples`, each row being prompt
+                and reply without padding on the left.
+            attention_mask: True for tokens that are not padding, `(rows, any length)`.
+            tokens: token IDs of prompt and reply that the trainer computes with, without padding.
+            versions: version of the weights that sampled each row.
+
+        Raises:
+            DriftError: something is wrong, and `fail`.
+            UnknownArgumentError: neither `samples` nor `engine` and `mask`; no `trainer`.
+            ValueError: the shapes differ.
+        """
+        if trainer is None or (samples is None and (engine is None or mask is None)):
+            raise UnknownArgumentError("expected trainer=, and samples= or both engine= and mask=")
+        rows = list(samples or ())
+        if engine is None or mask is None:
+            engine, mask = engine_logprobs(rows, trainer.shape[1])
+        if versions is not None:
+            mask = mask.cpu() & torch.tensor([version == self.version for version in versions])[:, None]
+        metrics = step_metrics(trainer, engine, mask, attention_mask)
+        self._step += 1
+        self._steps_since_sync += 1
+        self._note_learning_rate()
+        self._prompts += [hash(sample.prompt) for sample in rows]
+        step = Step(rows, trainer, engine, mask, attention_mask)
+        event = self._event(
+            EventKind.STEP,
+            self._probes is not None,
+            other_tokens=None if tokens is None or not rows else step.other_tokens(tokens),
+            versions=tuple(versions or ()),
+            oldest=self.version - self.max_staleness,
+            newest=self.version,
+        )
+        evidence = self._evidence(step, metrics)
+        found = event.findings(evidence, ())
+        if not found:
+            self._allowed.learn(metrics.token_mult_prob_error)
+            self._agreed_at = self.version
+        report = StepReport(step=self._step, version=self.version, metrics=metrics, findings=tuple(found))
+        self.history.append(metrics)
+        self._finish(event, evidence, found, metrics.values(), versions, step)
+        return report
+
+    # Probes
+
+    def _is_probe_due(self) -> bool:
+        return self.probe_every > 0 and (self.version == 1 or self.version % self.probe_every == 0)
+
+    def _measure_floor(self, probes: Probes) -> None:
+        dtype = probes.engine.capabilities().dtype or probes.dtype
+        floor = probes.rounding(dtype if dtype.is_floating_point else probes.dtype)
+        bar = self.bars.token_mult_prob_error
+        self._allowed, self._allowed_in_probes = Allowance(floor, bar), Allowance(floor, bar)
+
+    # Findings
+
+    def _event(self, kind: EventKind, with_probes: bool, **more: Any) -> Event:
+        return Event(
+            kind=kind,
+            bars=self.bars,
+            bound=self._allowed.bound(self.sampling),
+            probe_bound=self._allowed_in_probes.bound(Sampling()) if with_probes and self._probes else None,
+            **more,
+        )
+
+    def _evidence(self, step: Step | None = None, metrics: StepMetrics | None = None) -> Evidence:
+        """Return the facts so far, and the sides to measure."""
+        can_score = step is not None and self._ranks == 1 and self.model is not None
+        samples, trainer, engine = step.worst() if step is not None and can_score else ([], None, None)
+        running = Running(
+            model=self.model,
+            engine=self.engine,
+            compute=self._compute,
+            sampling=self.sampling,
+            probes=self._probes,
+            version=self.version,
+            samples=samples,
+            seen_prompts=self._seen_prompts,
+        )
+        return Evidence(
+            measured=Measured(running),
+            sampling=self.sampling,
+            sync=self._syncs.last,
+            steps_since_sync=self._steps_since_sync,
+            agreed_at=self._agreed_at,
+            history=tuple(self.history),
+            metrics=metrics,
+            trainer=trainer,
+            engine=engine,
+        )
+
+    def _tokenizer_changes(self) -> list[str]:
+        """Return the parts of the tokenizer that changed since the last call."""
+        now, before = fingerprint(self._tokenizer), self._vocabulary
+        self._vocabulary = now
+        return [name for name, value in now.items() if before.get(name) != value]
+
+    def _note_learning_rate(self) -> None:
+        if self._optimizer is not None:
+            rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
+            self._learning_rate = max(rate, self._learning_rate or 0.0)
+
+    # Results
+
+    def _finish(
+        self,
+        event: Event,
+        evidence: Evidence,
+        found: Sequence[Finding],
+        values: Mapping[str, float],
+        versions: Sequence[int] | None = None,
+        step: Step | None = None,
+    ) -> None:
+        """Log an event; raise its failures."""
+        known = {(finding.cause, finding.message) for finding in self.findings}
+        for finding in found:
+            if (finding.cause, finding.message) not in known:
+                logger.warning(f"step {self._step}, version {self.version}: {finding}")
+        self.findings += found
+        self._recorder.write(event.kind, self._step, self.version, values, found, versions)
+        failures = [finding for finding in found if finding.level is Level.FAILURE]
+        if failures and self._capsule is not None:
+            self._capsule.write(event, evidence, found, self._step, step)
+        if event.kind is EventKind.STEP and self._ranks > 1 and self.fail:
+            device = torch.device("cpu") if self.model is None else next(self.model.parameters()).device
+            (elsewhere,) = largest([len(failures)], None, device)
+            if elsewhere and not failures:
+                raise DriftError(f"trainer and engine differ on another rank at step {self._step}: see its error", ())
+        if failures and self.fail:
+            raise DriftError(
+                f"trainer and engine differ at step {self._step}, version {self.version} of the weights", failures
+            )

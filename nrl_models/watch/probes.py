@@ -1,0 +1,162 @@
+"""Probes: fixed sequences that trainer and engine score after a sync, and what else the trainer could give them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.modules import innermost, peft_modules
+from nrl_models.engines.base import Engine, final_scores
+from nrl_models.inputs.model_inputs import text_ids
+from nrl_models.logprobs import rollout_logprobs
+from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.parity.noise import rounded_otherwise
+
+ROWS, LENGTH = 4, 64
+"""Default number of probe sequences, and their length in tokens."""
+
+KEPT_VERSIONS = 8
+"""Number of earlier versions of the weights whose log-probabilities are kept."""
+
+
+class Probes:
+    """Scores fixed sequences on both sides.
+
+    Args:
+        model: the trainer's model; it may be wrapped (PEFT, DDP, FSDP).
+        engine: an engine that scores given tokens.
+        sequences: token IDs, all of one length. Default: random text tokens.
+        compute: dtype of the trainer's autocast; None for none.
+
+    Attributes:
+        trainer: the trainer's log-probabilities `(rows, length - 1)`, fp64, by version of the weights.
+        engine_scores: the engine's, by version.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        sequences: Sequence[Sequence[int]] | None = None,
+        compute: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.engine, self.compute = model, engine, compute
+        self.tokens = torch.tensor([list(row) for row in sequences]) if sequences else self._random_tokens()
+        self.trainer: dict[int, torch.Tensor] = {}
+        self.engine_scores: dict[int, torch.Tensor] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the trainer computes in."""
+        dtype: torch.dtype = self.compute or next(self.model.parameters()).dtype
+        return dtype
+
+    def _random_tokens(self) -> torch.Tensor:
+        limit = self.engine.capabilities().max_length
+        # vLLM generates one token to score a prompt.
+        length = LENGTH if limit is None else min(LENGTH, limit - 1)
+        config = innermost(self.model).config
+        return text_ids(config, (ROWS, length), torch.Generator().manual_seed(0))
+
+    def score(self, version: int) -> float:
+        """Score the sequences on both sides and return `token_mult_prob_error`."""
+        self.trainer[version] = self.of_trainer()
+        self.engine_scores[version] = self.of_engine()
+        for scores in (self.trainer, self.engine_scores):
+            for old in sorted(scores)[:-KEPT_VERSIONS]:
+                del scores[old]
+        return error(self.trainer[version], self.engine_scores[version])
+
+    def of_trainer(self) -> torch.Tensor:
+        """The trainer's log-probabilities now."""
+        return self._scores(self.compute)
+
+    def of_engine(self) -> torch.Tensor:
+        """The engine's log-probabilities now, from one prefill."""
+        return final_scores(self.engine, self.tokens, self.tokens.shape[1] - 1, Sampling())
+
+    def without_adapters(self) -> torch.Tensor | None:
+        """The trainer's log-probabilities with its adapters disabled; None without adapters."""
+        layers = [module for _, module in peft_modules(self.model)]
+        if not layers:
+            return None
+        with _adapters_disabled(self.model, layers):
+            return self.of_trainer()
+
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Return the noise floor: `token_mult_prob_error` of the trainer with itself under other roundings.
+
+        Args:
+            dtype: dtype of the engine. If it has a lower precision than the trainer's, the roundings are those of
+                autocast to it.
+        """
+        return error(*self.rounded(dtype))
+
+    def rounded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the trainer's log-probabilities, and those under other roundings, see `rounding`."""
+        now = self.of_trainer()
+        if torch.finfo(dtype).eps > torch.finfo(self.dtype).eps:
+            return now, self._scores(dtype)
+        with rounded_otherwise(self.model):
+            return now, self.of_trainer()
+
+    def _scores(self, dtype: torch.dtype | None) -> torch.Tensor:
+        rows = self.tokens.tolist()
+        device = next(self.model.parameters()).device
+        with torch.no_grad(), evaluating(self.model), autocast(device, dtype):
+            found = rollout_logprobs(self.model, rows)
+        return found.logprobs[:, 1:].double().cpu()
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """torch's autocast; nothing for None and fp32."""
+    return nullcontext() if dtype in (None, torch.float32) else torch.autocast(device.type, dtype)
+
+
+@contextmanager
+def _adapters_disabled(model: nn.Module, layers: Sequence[Any]) -> Iterator[None]:
+    """Disable PEFT layers while open. PEFT changes `requires_grad` when it enables them again: it is restored."""
+    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    enabled = [layer for layer in layers if not layer.disable_adapters]
+    for layer in enabled:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in enabled:
+            layer.enable_adapters(True)
+        for parameter, requires_grad in trainable:
+            parameter.requires_grad_(requires_grad)
+
+
+def error(candidate: torch.Tensor, wanted: torch.Tensor, where: torch.Tensor | None = None) -> float:
+    """Return `token_mult_prob_error`; infinite if a compared value is not finite, or nothing is compared.
+
+    Args:
+        candidate, wanted: log-probabilities of the same tokens.
+        where: True for tokens to compare. Default: all.
+    """
+    candidate, wanted = candidate.double().cpu(), wanted.double().cpu()
+    where = torch.ones_like(wanted, dtype=torch.bool) if where is None else where
+    is_finite = candidate.isfinite() & wanted.isfinite()
+    if not bool(where.any()) or bool((where & ~is_finite).any()):
+        return math.inf
+    return token_mult_prob_error(candidate, wanted, where)
+
+
+def explains(candidate: torch.Tensor | None, wanted: torch.Tensor, present: float) -> bool:
+    """Whether other log-probabilities leave less than a tenth of the present excess error.
+
+    Args:
+        candidate: what the trainer would give; None if it cannot.
+        wanted: log-probabilities to explain; tokens that are NaN are not compared.
+        present: `token_mult_prob_error` of the trainer's present log-probabilities.
+    """
+    return candidate is not None and error(candidate, wanted, ~wanted.isnan()) - 1.0 < 0.1 * (present - 1.0)

@@ -1,0 +1,67 @@
+"""Writes what a watch measures: JSON lines, or a trainer's own logger."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.watch.finding import Finding, Level
+
+Log = str | Path | Callable[..., None]
+"""A file for JSON lines, or a function of `(values, step)` with names and numbers."""
+
+PREFIX = "watch/"
+"""Beginning of the names of metrics in a logger."""
+
+
+class Recorder:
+    """Sends every event to all logs.
+
+    Args:
+        log: a file, a function, or a list of them.
+    """
+
+    def __init__(self, log: Log | Sequence[Log]) -> None:
+        logs: list[Log] = [log] if isinstance(log, (str, Path)) or callable(log) else list(log)
+        self._files = [Path(one) for one in logs if isinstance(one, (str, Path))]
+        self._functions = [one for one in logs if callable(one)]
+        for file in self._files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(
+        self,
+        event: str,
+        step: int,
+        version: int,
+        values: Mapping[str, float],
+        findings: Sequence[Finding],
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        """Write one event.
+
+        Args:
+            event: `sync` or `step`.
+            step, version: number of the step and of the weights.
+            values: measured numbers.
+            findings: what is wrong.
+            versions: version of the weights that sampled each row.
+        """
+        record = {
+            "event": event,
+            "step": step,
+            "version": version,
+            **{name: finite_or_none(value) for name, value in values.items()},
+            "findings": [finding.to_json() for finding in findings],
+        }
+        if versions is not None:
+            record["rows_by_version"] = {str(number): count for number, count in sorted(Counter(versions).items())}
+        for file in self._files:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+        failures = sum(finding.level is Level.FAILURE for finding in findings)
+        numbers = {**values, "version": float(version), "failures": float(failures)}
+        for function in self._functions:
+            function({PREFIX + name: value for name, value in numbers.items()}, step=step)

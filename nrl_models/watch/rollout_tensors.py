@@ -1,0 +1,127 @@
+"""Tensors and fingerprints that a watch reads from samples, models and tokenizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from nrl_models.common.modules import innermost
+from nrl_models.common.state_dict.merged import export_adapter
+from nrl_models.common.state_dict.mtp import MTPNames
+from nrl_models.engines.engine_types import Sample
+from nrl_models.watch.finding import Cause, Finding, Level
+from nrl_models.watch.step_metrics import StepMetrics
+
+SAMPLES = 8
+"""Samples that are scored again."""
+
+
+class Step(NamedTuple):
+    """Rollouts of a step.
+
+    Args:
+        samples: the engine's samples; empty if unknown.
+        trainer, engine: log-probabilities `(rows, length)`.
+        mask: True for compared tokens, `(rows, length)`.
+        attention_mask: True for tokens that are not padding.
+    """
+
+    samples: Sequence[Sample]
+    trainer: torch.Tensor
+    engine: torch.Tensor
+    mask: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+
+    def worst(self) -> tuple[list[Sample], torch.Tensor | None, torch.Tensor | None]:
+        """Return the samples with the largest differences, and the log-probabilities of their replies on both sides.
+
+        Samples of which some tokens are masked are left out: their log-probabilities do not line up.
+        """
+        counts = self.mask.sum(1).tolist()
+        rows = [row for row, sample in enumerate(self.samples) if len(sample.tokens) == counts[row]]
+        if not rows:
+            return [], None, None
+        trainer, engine, mask = self.trainer[rows], self.engine[rows], self.mask[rows]
+        trainer, engine = replies(trainer, mask, engine), replies(engine, mask, trainer)
+        order = _worst_rows(trainer, engine)
+        return [self.samples[rows[index]] for index in order], trainer[order], engine[order]
+
+    def other_tokens(self, tokens: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], int, int]:
+        """Return the rows that have other token IDs, the number of rows of the trainer, and of the engine."""
+        pairs = zip(tokens, self.samples, strict=False)
+        wrong = tuple(row for row, (own, sample) in enumerate(pairs) if tuple(own) != sample.sequence)
+        return wrong, len(tokens), len(self.samples)
+
+
+def uncompared(metrics: StepMetrics) -> Iterable[Finding]:
+    """Yield a finding for values that are not finite, and one for a step without a token to compare."""
+    if metrics.not_finite:
+        message = f"{metrics.not_finite} sampled tokens have a NaN or infinite log-probability"
+        yield Finding(cause=Cause.NOT_FINITE, message=message)
+    if not metrics.tokens:
+        message = "no sampled token has a log-probability of both trainer and engine"
+        yield Finding(cause=Cause.NOTHING_COMPARED, level=Level.WARNING, message=message)
+
+
+def engine_logprobs(samples: Sequence[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The engine's log-probabilities, and True for sampled tokens: `(rows, length)` each.
+
+    Raises:
+        ValueError: the trainer's log-probabilities have another length.
+    """
+    longest = max((len(sample.sequence) for sample in samples), default=0)
+    if length != longest:
+        raise ValueError(
+            f"trainer has {length} columns, and the longest sample has {longest} tokens with its prompt: expected "
+            "log-probabilities of prompt and reply, padded on the right; or pass engine= and mask="
+        )
+    engine = torch.full((len(samples), longest), math.nan, dtype=torch.float64)
+    mask = torch.zeros(engine.shape, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        reply = slice(len(sample.prompt), len(sample.sequence))
+        mask[row, reply] = True
+        engine[row, reply] = torch.tensor(sample.logprobs, dtype=torch.float64)
+    return engine, mask
+
+
+def _worst_rows(trainer: torch.Tensor, engine: torch.Tensor) -> list[int]:
+    """Return the rows with the largest mean differences, at most `SAMPLES`.
+
+    Args:
+        trainer, engine: results of `replies`.
+    """
+    difference = (trainer - engine).abs()
+    mean = difference.nan_to_num(nan=0.0, posinf=0.0).sum(1) / difference.isfinite().sum(1).clamp(min=1)
+    order: list[int] = mean.argsort(descending=True)[:SAMPLES].tolist()
+    return order
+
+
+def replies(values: torch.Tensor, mask: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Values of sampled tokens moved to the left, `(rows, longest reply)`; NaN where a side is not finite."""
+    values, other, mask = values.detach().double().cpu(), other.detach().double().cpu(), mask.detach().bool().cpu()
+    values = values.masked_fill(~(values.isfinite() & other.isfinite()), math.nan)
+    rows = [row[chosen] for row, chosen in zip(values, mask, strict=True)]
+    return pad_sequence(rows, batch_first=True, padding_value=math.nan)
+
+
+def draft_names(model: nn.Module) -> list[str]:
+    """Return the Hub names of the model's draft (MTP) tensors."""
+    inner: Any = innermost(model)
+    names = MTPNames(inner)
+    return [name for name, _, _ in export_adapter(model).export_plan() if names.may_be(name)]
+
+
+def fingerprint(tokenizer: Any) -> dict[str, Any]:
+    """Return the parts of a tokenizer that decide token IDs."""
+    if tokenizer is None:
+        return {}
+    return {
+        "vocabulary": hash(frozenset(tokenizer.get_vocab().items())),
+        "chat_template": getattr(tokenizer, "chat_template", None),
+        "special tokens": str(sorted(getattr(tokenizer, "special_tokens_map", {}).items())),
+    }

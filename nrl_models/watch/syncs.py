@@ -1,0 +1,109 @@
+"""Records of weight syncs: what was sent, what arrived, and what changed since the sync before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from nrl_models.engines.engine_types import RefitReport
+from nrl_models.watch.finding import Cause, Finding, Level
+
+DRAFT_SYNCS = 3
+"""Syncs with a changed model and unchanged draft layers before these count as frozen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """One weight sync.
+
+    Args:
+        version: number of the weights: 1 for those of the first sync.
+        sent: digest of each sent tensor by Hub name; empty if unknown.
+        arrived: digest of each tensor as the engine received it; empty if unknown.
+        unwritten: tensors of the engine that were not written.
+        changed: sent tensors whose digest differs from that of the sync before; None if either is unknown.
+    """
+
+    version: int
+    sent: Mapping[str, str] = field(default_factory=dict)
+    arrived: Mapping[str, str] = field(default_factory=dict)
+    unwritten: tuple[str, ...] = ()
+    changed: frozenset[str] | None = None
+
+    @property
+    def same_weights(self) -> bool:
+        """Whether this sync is known to have sent the weights of the sync before."""
+        return self.changed is not None and not self.changed
+
+
+class SyncLog:
+    """The syncs of a run.
+
+    Args:
+        draft_names: Hub names of the model's draft (MTP) tensors.
+    """
+
+    def __init__(self, draft_names: Collection[str] = ()) -> None:
+        self.last = Sync(version=0)
+        self.draft_names = frozenset(draft_names)
+        self.frozen_syncs = 0
+
+    def add(
+        self, sent: Mapping[str, str], report: RefitReport | None, *, version: int | None, learning_rate: float | None
+    ) -> Iterator[Finding]:
+        """Record a sync, and yield what is wrong with it.
+
+        Args:
+            sent: digest of each sent tensor; empty if unknown.
+            report: the engine's report; None if there is none.
+            version: number of the weights that the engine reports; None if it reports none.
+            learning_rate: largest learning rate of the optimizer steps since the last sync; None if unknown.
+        """
+        before = self.last
+        is_known = bool(sent) and bool(before.sent)
+        changed = frozenset(name for name in sent if before.sent.get(name) != sent[name]) if is_known else None
+        unwritten = () if report is None else (*report.unwritten, *report.stale_buffers)
+        arrived = {} if report is None else report.digests
+        self.last = Sync(
+            version=before.version + 1 if version is None else version,
+            sent=sent,
+            arrived=arrived,
+            unwritten=unwritten,
+            changed=changed,
+        )
+        yield from self._missing(before.sent.keys())
+        if version is not None and version <= before.version:
+            message = f"the engine reports version {version} after this sync, and {before.version} before it"
+            yield Finding(cause=Cause.STALE_WEIGHTS, message=message)
+        if changed and learning_rate == 0:
+            message = f"{len(changed)} of {len(sent)} tensors changed since the last sync, at learning rate 0"
+            yield Finding(cause=Cause.UNEXPECTED_UPDATE, message=message, names=tuple(sorted(changed)))
+        yield from self._frozen_draft()
+
+    def _missing(self, earlier: Collection[str]) -> Iterator[Finding]:
+        sync = self.last
+        problems = {
+            "were not written in the engine": list(sync.unwritten),
+            "were sent before, and not in this sync": [name for name in earlier if sync.sent and name not in sync.sent],
+        }
+        if sync.sent and sync.arrived:
+            problems |= {
+                "were sent and did not arrive": [name for name in sync.sent if name not in sync.arrived],
+                "arrived changed": [
+                    name for name, digest in sync.sent.items() if sync.arrived.get(name, digest) != digest
+                ],
+            }
+        for problem, names in problems.items():
+            if names:
+                message = f"{len(names)} tensors {problem}"
+                yield Finding(cause=Cause.MISSING_WEIGHTS, message=message, names=tuple(sorted(names)))
+
+    def _frozen_draft(self) -> Iterator[Finding]:
+        changed = self.last.changed
+        names = self.draft_names & self.last.sent.keys()
+        if not names or not changed:
+            return
+        self.frozen_syncs = 0 if changed & names else self.frozen_syncs + 1
+        if self.frozen_syncs == DRAFT_SYNCS:
+            message = f"{len(names)} draft tensors did not change in {DRAFT_SYNCS} syncs in which the model changed"
+            yield Finding(cause=Cause.FROZEN_DRAFT, level=Level.WARNING, message=message, names=tuple(sorted(names)))

@@ -1,0 +1,305 @@
+"""Planted drifts are found within three steps, with the right cause first. Correct runs have no findings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from training_loop import Loop, with_logprobs
+from transformers import GPT2Config, LlamaConfig, MixtralConfig
+
+from nrl_models import Sample, Sampling, export_adapter
+from nrl_models.common.modules import routers_of
+from nrl_models.errors import DriftError
+from nrl_models.testing.tiny import tiny_config
+from nrl_models.watch import Cause, Finding, Level, Watch
+
+Plant = Callable[[], tuple[Loop, Callable[[Loop], None]]]
+
+
+def found_within(loop: Loop, plant: Callable[[Loop], None], *, healthy: int = 2, steps: int = 3) -> Finding:
+    """Return the first finding within some steps after a fault was planted."""
+    for _ in range(healthy):
+        assert loop.step().passed
+    assert not loop.watch.findings
+    plant(loop)
+    for _ in range(steps):
+        try:
+            report = loop.step()
+        except DriftError as error:
+            return error.findings[0]
+        if loop.watch.findings:
+            return (report.findings or loop.watch.findings)[0]
+    pytest.fail("nothing was found")
+
+
+def lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def test_layer_that_a_refit_does_not_write() -> None:
+    def plant(loop: Loop) -> None:
+        loop.engine.keeps = lambda name: "layers.1.mlp.down_proj" in name
+
+    finding = found_within(Loop(), plant)
+    assert finding.cause is Cause.MISSING_WEIGHTS
+    assert any("layers.1.mlp.down_proj" in name for name in finding.names)
+
+
+def test_tensor_that_arrives_changed() -> None:
+    loop = Loop()
+
+    def plant(loop: Loop) -> None:
+        refit = loop.engine._refit
+
+        def lossy(sent: Any, digests: bool) -> dict[str, Any]:
+            return refit(
+                (
+                    [(name, tensor * 1.001 if "layers.0.self_attn.q" in name else tensor) for name, tensor in bucket]
+                    for bucket in sent
+                ),
+                digests,
+            )
+
+        loop.engine._refit = lossy
+
+    finding = found_within(loop, plant)
+    assert finding.cause is Cause.MISSING_WEIGHTS
+    assert finding.names == ("model.layers.0.self_attn.q_proj.weight",)
+
+
+def test_adapter_that_is_not_merged() -> None:
+    pytest.importorskip("peft")
+    loop = Loop(wrap=lora)
+    loop.watch.refit()
+
+    def plant(loop: Loop) -> None:
+        def base() -> list[tuple[str, torch.Tensor]]:
+            with loop.model.disable_adapter():
+                return [(name, tensor.clone()) for name, tensor in export_adapter(loop.model).iter_export(loop.model)]
+
+        loop.tensors = base
+
+    assert found_within(loop, plant).cause is Cause.UNMERGED_ADAPTER
+
+
+def test_weights_that_sleep_mode_loses() -> None:
+    def plant(loop: Loop) -> None:
+        def wake() -> None:
+            with torch.no_grad():
+                loop.engine.model.model.layers[1].self_attn.o_proj.weight.zero_()
+
+        loop.engine.before_generate = wake
+
+    finding = found_within(Loop(), plant)
+    assert finding.cause is Cause.LOST_WEIGHTS
+    assert any("layers.1.self_attn" in name for name in finding.names)
+
+
+def test_router_in_bf16() -> None:
+    loop = Loop(tiny_config(MixtralConfig), fail=False)
+
+    def plant(loop: Loop) -> None:
+        model = loop.engine.model
+
+        for router in routers_of(model, model.get_decoder()):
+            forward = router.forward
+            router.forward = lambda states, *rest, forward=forward: forward(states.bfloat16().float(), *rest)
+
+    finding = found_within(loop, plant)
+    assert finding.cause is Cause.ROUTING
+    assert finding.names == ("model.layers.0.mlp.gate",)
+
+
+def test_prefix_cache_that_a_refit_keeps() -> None:
+    loop = Loop()
+
+    def plant(loop: Loop) -> None:
+        old = copy.deepcopy(loop.engine.model)
+
+        @torch.no_grad()
+        def with_stale_cache(samples: list[Sample]) -> list[Sample]:
+            changed = []
+            for sample in samples:
+                cached = len(sample.prompt) - 1
+                ids = torch.tensor([sample.sequence])
+                past = old(input_ids=ids[:, :cached], use_cache=True).past_key_values
+                logits = loop.engine.model(input_ids=ids[:, cached:-1], past_key_values=past).logits[0]
+                own = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+                changed.append(with_logprobs(sample, own))
+            return changed
+
+        loop.engine.change_samples = with_stale_cache
+
+    finding = found_within(loop, plant)
+    assert finding.cause is Cause.CACHE
+    assert "sampled from before sync" in finding.message
+
+
+def test_other_temperature() -> None:
+    def plant(loop: Loop) -> None:
+        loop.engine.sampling = Sampling(temperature=0.7)
+
+    finding = found_within(Loop(), plant)
+    assert finding.cause is Cause.SAMPLING
+    assert "temperature 0.7" in finding.message
+
+
+def test_top_p_that_only_the_engine_applies() -> None:
+    def plant(loop: Loop) -> None:
+        loop.engine.sampling = Sampling(top_p=0.5)
+
+    finding = found_within(Loop(), plant)
+    assert finding.cause is Cause.SAMPLING
+    assert "top-p 0.5" in finding.message
+
+
+def test_engine_that_ignores_refits() -> None:
+    def plant(loop: Loop) -> None:
+        loop.engine.keeps = lambda name: True
+
+    finding = found_within(Loop(), plant)
+    assert finding.cause is Cause.STALE_WEIGHTS
+    assert "version 2 and not 3" in finding.message
+
+
+def test_samples_of_an_old_version() -> None:
+    def plant(loop: Loop) -> None:
+        loop.versions = [loop.watch.version, 0, loop.watch.version]
+
+    finding = found_within(Loop(), plant)
+    assert finding.cause is Cause.STALE_WEIGHTS
+    assert "versions [0]" in finding.message
+
+
+def test_samples_that_may_lag_are_not_compared() -> None:
+    loop = Loop(max_staleness=2)
+    assert loop.step().passed
+    loop.versions = [0, 1, 1]
+    samples = loop.sample()
+    report = loop.watch.before_update(samples, loop.logprobs(samples).logprobs, versions=loop.versions)
+    assert report.metrics.tokens == sum(len(sample.tokens) for sample in samples[1:])
+
+
+def test_other_dtype_in_the_engine() -> None:
+    def plant(loop: Loop) -> None:
+        loop.engine.model.to(torch.bfloat16)
+
+    finding = found_within(Loop(), plant)
+    assert finding.cause is Cause.PRECISION
+    assert "bfloat16" in finding.message
+
+
+def test_padding_that_positions_count() -> None:
+    loop = Loop(tiny_config(GPT2Config))
+    samples = loop.sample()
+    width = max(len(sample.sequence) for sample in samples)
+    padding = [width - len(sample.sequence) for sample in samples]
+    ids = torch.tensor([[0] * left + list(sample.sequence) for left, sample in zip(padding, samples, strict=True)])
+    attention = torch.tensor([[0] * left + [1] * (width - left) for left in padding])
+    positions = torch.arange(width).expand(len(samples), -1)  # the fault
+    with torch.no_grad():
+        logits = loop.model(input_ids=ids, attention_mask=attention, position_ids=positions).logits
+    scores = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    trainer = torch.zeros(ids.shape).index_copy(1, torch.arange(1, width), scores)
+    engine = torch.zeros(ids.shape, dtype=torch.float64)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        mask[row, width - len(sample.tokens) :] = True
+        engine[row, width - len(sample.tokens) :] = torch.tensor(sample.logprobs, dtype=torch.float64)
+    with pytest.raises(DriftError, match="padding") as caught:
+        loop.watch.before_update(samples, trainer, engine=engine, mask=mask, attention_mask=attention)
+    assert caught.value.findings[0].cause is Cause.PADDING
+
+
+def test_other_tokens_in_the_trainer() -> None:
+    loop = Loop()
+    samples = loop.sample()
+    tokens = [list(sample.sequence) for sample in samples]
+    tokens[1][-1] += 1
+    with pytest.raises(DriftError) as caught:
+        loop.watch.before_update(samples, loop.logprobs(samples).logprobs, tokens=tokens)
+    (finding,) = caught.value.findings
+    assert (finding.cause, finding.names) == (Cause.TOKENS, ("row 1",))
+
+
+def test_tokenizer_that_changes_during_training() -> None:
+    from recipe_inputs import byte_tokenizer
+
+    tokenizer = byte_tokenizer(tiny_config(LlamaConfig))
+
+    def plant(loop: Loop) -> None:
+        tokenizer.add_tokens(["<think>"])
+
+    finding = found_within(Loop(tokenizer=tokenizer), plant)
+    assert finding.cause is Cause.TOKENS
+    assert finding.names == ("vocabulary",)
+
+
+def test_weights_that_change_at_learning_rate_0() -> None:
+    loop = Loop(learning_rate=0.0)
+    loop.watch._optimizer = loop.optimizer
+
+    def plant(loop: Loop) -> None:
+        step = loop.optimizer.step
+
+        def decay() -> None:
+            step()
+            with torch.no_grad():
+                loop.model.lm_head.weight.mul_(0.999)
+
+        loop.optimizer.step = decay
+
+    finding = found_within(loop, plant)
+    assert finding.cause is Cause.UNEXPECTED_UPDATE
+    assert finding.names == ("lm_head.weight",)
+
+
+def test_error_that_grows_while_weights_stay_the_same() -> None:
+    loop = Loop(learning_rate=0.0)
+
+    def plant(loop: Loop) -> None:
+        planted_at = loop.steps
+
+        def worse(samples: list[Sample]) -> list[Sample]:
+            size = 0.01 * (loop.steps - planted_at)
+            generator = torch.Generator().manual_seed(loop.steps)
+            return [
+                replace(
+                    sample,
+                    logprobs=tuple(
+                        value + size * torch.randn((), generator=generator).item() for value in sample.logprobs
+                    ),
+                )
+                for sample in samples
+            ]
+
+        loop.engine.change_samples = worse
+
+    finding = found_within(loop, plant)
+    assert finding.cause in (Cause.ENGINE, Cause.CACHE)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, MixtralConfig])
+def test_200_healthy_steps_find_nothing(config: type[Any]) -> None:
+    loop = Loop(tiny_config(config), learning_rate=0.01, sampling=Sampling(temperature=0.8))
+    for _ in range(200 if config is LlamaConfig else 50):
+        assert loop.step().passed
+    assert not loop.watch.findings
+
+
+def test_engine_in_bf16_from_the_beginning_is_a_warning_within_the_bars() -> None:
+    loop = Loop()
+    loop.engine.model.to(torch.bfloat16)
+    watch = Watch(loop.model, loop.engine)
+    watch.refit()
+    samples = loop.sample()
+    report = watch.before_update(samples, loop.logprobs(samples).logprobs)
+    assert report.passed
+    assert all((finding.cause, finding.level) == (Cause.PRECISION, Level.WARNING) for finding in watch.findings)

@@ -1,0 +1,191 @@
+"""Metrics, rules without an engine, draft layers, logs, and invalid arguments."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import edit_weights
+from training_loop import PROMPTS, Loop
+
+from nrl_models import AutoModelForCausalLM, registry
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import DriftError, UnknownArgumentError
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mtp_weights import mtp_tensors
+from nrl_models.watch import Bars, Cause, Level, Watch, step_metrics
+
+ROWS, LENGTH = 8, 64
+
+
+def logprobs(seed: int = 0) -> torch.Tensor:
+    return -torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def noise(size: float, seed: int = 1) -> torch.Tensor:
+    return size * torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+ALL = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+
+
+def watched(*differences: torch.Tensor, attention_mask: torch.Tensor | None = None, syncs: bool = True) -> Watch:
+    """Return a watch that has received one step for each difference."""
+    watch = Watch()
+    for step, difference in enumerate(differences):
+        if syncs or step == 0:
+            watch.after_sync()
+        watch.before_update(
+            trainer=logprobs(step), engine=logprobs(step) + difference, mask=ALL, attention_mask=attention_mask
+        )
+    return watch
+
+
+def cause_of(*differences: torch.Tensor, **options: object) -> Cause:
+    with pytest.raises(DriftError) as caught:
+        watched(*differences, **options)
+    return caught.value.findings[0].cause
+
+
+def test_metrics_are_those_of_their_formulas() -> None:
+    trainer, engine = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -2.0, -9.0]])
+    found = step_metrics(trainer, engine, torch.tensor([[True, True, False]]))
+    assert found.tokens == 2
+    assert found.token_mult_prob_error == pytest.approx((math.exp(0.5) + 1) / 2)
+    assert found.kl == pytest.approx((math.exp(0.5) - 1 - 0.5) / 2)
+    assert found.mean_difference == pytest.approx(0.25)
+    assert found.max_difference == pytest.approx(0.5)
+    assert len(found.above(Bars())) == 3
+
+
+def test_bf16_noise_is_a_warning_at_most() -> None:
+    watch = watched(*(noise(0.03, seed) for seed in range(20)))
+    assert {finding.level for finding in watch.findings} == {Level.WARNING}
+    assert {finding.cause for finding in watch.findings} == {Cause.PRECISION}
+
+
+def test_jump_at_a_sync_is_weights() -> None:
+    assert cause_of(*[noise(0.01)] * 4, noise(0.2)) is Cause.MISSING_WEIGHTS
+
+
+def test_growth_between_syncs_is_the_engine() -> None:
+    assert cause_of(*[noise(0.01)] * 4, noise(0.2), syncs=False) is Cause.ENGINE
+
+
+def test_growth_with_the_position_is_the_cache() -> None:
+    slope = torch.linspace(0, 1, LENGTH, dtype=torch.float64) ** 2
+    assert cause_of(noise(0.3) * slope) is Cause.CACHE
+
+
+def test_rows_with_padding_alone_are_padding() -> None:
+    attention = torch.ones(ROWS, LENGTH + 5, dtype=torch.bool)
+    attention[ROWS // 2 :, :3] = False
+    difference = noise(0.001)
+    difference[ROWS // 2 :] += 0.2
+    assert cause_of(difference, attention_mask=attention) is Cause.PADDING
+
+
+def test_slow_growth_does_not_raise_its_own_bound() -> None:
+    assert cause_of(*(noise(0.01 * 1.3**step) for step in range(20))) is Cause.MISSING_WEIGHTS
+
+
+def test_values_that_are_not_finite_are_a_failure() -> None:
+    difference = torch.zeros(ROWS, LENGTH, dtype=torch.float64)
+    difference[3, 4] = math.nan
+    assert cause_of(difference) is Cause.NOT_FINITE
+
+
+def test_nothing_compared_does_not_pass() -> None:
+    report = Watch().before_update(trainer=logprobs(), engine=logprobs(), mask=~ALL)
+    assert not report.passed
+    assert report.findings[0].cause is Cause.NOTHING_COMPARED
+    report = Watch().before_update([], torch.zeros(0, 0))
+    assert not report.passed
+
+
+def test_tensors_that_are_no_longer_sent_are_named() -> None:
+    watch = Watch()
+    watch.after_sync({"a": "1", "b": "1"})
+    with pytest.raises(DriftError, match="were sent before, and not in this sync") as caught:
+        watch.after_sync({"a": "2"})
+    assert caught.value.findings[0].names == ("b",)
+
+
+def test_an_engine_whose_version_stands_still_is_stale() -> None:
+    watch = Watch()
+    watch.after_sync(version=1)
+    with pytest.raises(DriftError, match="stale weights"):
+        watch.after_sync(version=1)
+
+
+def test_frozen_draft_layers_are_a_warning(tmp_path: Path) -> None:
+    reference = FamilyCase(registry.model_class("Glm4MoeForCausalLM")).reference(torch.float32)
+    reference.save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update(mtp_tensors(reference)))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    watch = Watch(model, HFEngine(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)))
+    for _ in range(5):
+        watch.refit()
+        with torch.no_grad():
+            model.model.norm.weight.add_(0.1)
+    (finding,) = watch.findings
+    assert (finding.cause, finding.level) == (Cause.FROZEN_DRAFT, Level.WARNING)
+    assert len(finding.names) == len(mtp_tensors(reference))
+
+
+def test_every_event_is_logged(tmp_path: Path) -> None:
+    seen: list[tuple[int, dict[str, float]]] = []
+    file = tmp_path / "logs" / "watch.jsonl"
+    loop = Loop(log=[file, lambda values, step: seen.append((step, values))], fail=False)
+    loop.versions = [0] * len(PROMPTS)
+    loop.step()
+    loop.versions = None
+    loop.engine.keeps = lambda name: "mlp" in name
+    loop.step()
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["step", "sync", "step", "sync"]
+    assert events[0]["rows_by_version"] == {"0": 3}
+    assert events[0]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    assert events[1]["probe_error"] == pytest.approx(1.0, abs=1e-4)
+    (finding,) = events[3]["findings"]
+    assert finding["cause"] == "missing weights"
+    assert finding["names"]
+    assert [step for step, _ in seen] == [1, 1, 2, 2]
+    assert seen[3][1]["watch/failures"] == 1.0
+
+
+def test_probes_run_only_as_often_as_requested() -> None:
+    loop = Loop(probe_every=3)
+    scored: list[int] = []
+    score = loop.engine.score
+    loop.engine.score = lambda *args, **options: scored.append(loop.watch.version) or score(*args, **options)
+    for _ in range(6):
+        loop.step()
+    assert scored == [1, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"probe_every": -1}, "probe_every=-1"), ({"probes": [[20, 21], [20]]}, r"probes have \[1, 2\] tokens")],
+)
+def test_wrong_options_are_errors(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=message):
+        Watch(**options)
+
+
+def test_missing_arguments_are_errors() -> None:
+    watch = Watch()
+    with pytest.raises(UnknownArgumentError, match="no engine"):
+        watch.refit()
+    with pytest.raises(UnknownArgumentError, match="trainer="):
+        watch.before_update(engine=logprobs(), mask=ALL)
+    with pytest.raises(UnknownArgumentError, match="samples="):
+        watch.before_update(trainer=logprobs())
+    with pytest.raises(ValueError, match="shape"):
+        watch.before_update(trainer=logprobs(), engine=logprobs()[:, :3], mask=ALL)
+    loop = Loop()
+    with pytest.raises(ValueError, match="columns"):
+        loop.watch.before_update(loop.sample(), torch.zeros(3, 2))
