@@ -1,5 +1,5 @@
-"""Checks that training and inference agree: the matrix of checks, the verdict where they do not, and refits.
+"""Check that training and inference agree: a matrix of checks, verdicts on disagreements, and refits.
 
-Follows NeMo RL's guide for new models: the same tokens are scored by the engine as it decodes, by the engine in one
-prefill, and by the trainer, for each combination of length, data, sampling and batch size.
+Follows NeMo RL's guide for new models. For each combination of length, data, sampling and batch size, the same tokens
+are scored by the engine while decoding, by the engine in one prefill, and by the trainer.
 """

@@ -12,7 +12,7 @@ from nrl_models.logprobs.sampling import Sampling
 
 
 class Data(StrEnum):
-    """What prompts are made of."""
+    """Source of prompts."""
 
     REAL = "real"
     DUMMY = "dummy"
@@ -25,18 +25,22 @@ class Mode(StrEnum):
     SAMPLING = "sampling"
 
 
-LENGTHS = (100, 1_000, 10_000)
+LENGTHS = (100, 1_000)
 DATA = tuple(Data)
 MODES = tuple(Mode)
-BATCHES = (1, 8, 32)
-"""The guide's matrix has 36 cells."""
+BATCHES = (8,)
+"""The default matrix has 8 cells."""
+
+GUIDE_LENGTHS = (100, 1_000, 10_000)
+GUIDE_BATCHES = (1, 8, 32)
+"""The matrix of NeMo RL's guide has 36 cells."""
 
 THRESHOLD = 1.05
 """The guide's bound on `token_mult_prob_error`, for equal precision."""
 
 NOISE_FACTOR = 1.5
-"""How many times further from 1 than the noise floor a `token_mult_prob_error` may be, where that is more than the
-threshold: two correct implementations round differently, and the floor is measured on a few sequences."""
+"""Factor between the allowed distance of `token_mult_prob_error` from 1 and the noise floor's, if it exceeds the
+threshold. Two correct implementations round differently, and the floor is measured on a few sequences only."""
 
 
 def largest_error(threshold: float, noise_factor: float, noise: float) -> float:
@@ -47,13 +51,13 @@ def largest_error(threshold: float, noise_factor: float, noise: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination.
+    """One combination of settings.
 
     Args:
-        length: tokens of a prompt and its continuation together.
-        data: a member of `Data`, or its value: real text or dummy numbers.
-        mode: a member of `Mode`, or its value.
-        batch: sequences generated together.
+        length: Number of tokens of prompt plus continuation.
+        data: A member of `Data` or its value: real text or dummy numbers.
+        mode: A member of `Mode` or its value.
+        batch: Batch size of the generation.
     """
 
     length: int
@@ -72,20 +76,20 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to check and how.
+    """Settings of a consistency check.
 
     Args:
-        lengths, data, modes, batches: the matrix is their product.
-        repeats: how often each cell is measured, with other prompts and seeds.
-        sampling: how the cells of mode `sampling` sample.
-        new_tokens: how many tokens are generated at most; half of a sequence if that is less.
-        strict: whether the trainer also samples and the engine scores, which catches tokens the engine never samples.
-        threshold: bound on `token_mult_prob_error`, where the noise floor allows no more.
-        noise_factor: how many times further from 1 than the noise floor it may be; 0 for the threshold alone.
-        seed: of prompts and sampling.
+        lengths, data, modes, batches: The matrix is their product.
+        repeats: Number of measurements of each cell, with different prompts and seeds.
+        sampling: Sampling parameters of cells with mode `sampling`.
+        new_tokens: Maximum number of generated tokens, and at most half of a sequence.
+        strict: Whether the trainer also samples and the engine scores. Detects tokens that the engine never samples.
+        threshold: Bound of `token_mult_prob_error`, unless the noise floor allows more.
+        noise_factor: Allowed distance from 1 as a multiple of the noise floor's; 0 to use only the threshold.
+        seed: Random seed of prompts and sampling.
 
     Raises:
-        ConsistencyError: values out of range; all of them are listed.
+        ConsistencyError: If values are out of range. Lists all of them.
     """
 
     lengths: tuple[int, ...] = LENGTHS

@@ -6,8 +6,10 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -29,14 +31,14 @@ WITH_ENGINE = (Comparison.DECODE, Comparison.PREFILL, Comparison.STRICT, Compari
 
 @dataclass(frozen=True)
 class CellResult:
-    """The outcome of one cell.
+    """Result of one cell.
 
     Args:
-        cell: which.
-        repeats: its measurements.
-        threshold: bound on `token_mult_prob_error`, where the noise floor allows no more.
-        noise_factor: how many times further from 1 than the noise floor it may be.
-        verdict: where the disagreement comes from; None if the cell passes, or was not judged.
+        cell: The cell.
+        repeats: Its measurements.
+        threshold: Bound of `token_mult_prob_error`, unless the noise floor allows more.
+        noise_factor: Allowed distance from 1 as a multiple of the noise floor's.
+        verdict: Source of the disagreement; None if the cell passes or was not judged.
     """
 
     cell: Cell
@@ -45,9 +47,12 @@ class CellResult:
     noise_factor: float = NOISE_FACTOR
     verdict: Verdict | None = None
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.cell}: {Outcome.of(self.passed)}>"
+
     @property
     def comparisons(self) -> dict[Comparison, list[ConsistencyMetrics]]:
-        """Each comparison of the trainer with the engine that was made, by repeat."""
+        """All comparisons of trainer and engine, by repeat."""
         found = {
             name: [repeat.metrics[name] for repeat in self.repeats if name in repeat.metrics] for name in WITH_ENGINE
         }
@@ -80,7 +85,7 @@ class CellResult:
 
     @property
     def notes(self) -> list[str]:
-        """What to know about a cell that passes: an error above the threshold that precision explains."""
+        """Notes on a passing cell, such as an error above the threshold that precision explains."""
         name, error = self.worst
         if not self.passed or error <= self.threshold:
             return []
@@ -164,17 +169,20 @@ class Row(NamedTuple):
 
 @dataclass
 class ConsistencyReport:
-    """The matrix.
+    """The matrix of results.
 
     Args:
-        path: the checkpoint.
-        settings: what was to be checked.
-        engine, trainer: their descriptions.
-        second: the second trainer's; empty if there is none.
-        results: the outcomes so far, in order.
-        running: cells that are not done, and the step each is at.
-        skipped: cells that cannot be checked, and why.
-        error: what ended the run early; empty if nothing did.
+        path: The checkpoint.
+        settings: Settings of the check.
+        engine, trainer: Descriptions of engine and trainer.
+        second: Description of the second trainer; empty if there is none.
+        results: Results so far, in order.
+        running: Unfinished cells with their current step.
+        skipped: Cells that cannot be checked, with the reason.
+        error: Reason why the run ended early; empty if it did not.
+        second: Description of the second trainer; empty if there is none.
+        out: Directory of the measurements; None if they are not saved.
+        capsule: File with the capsule of the worst failing cell; None if none was written.
     """
 
     path: str
@@ -186,17 +194,22 @@ class ConsistencyReport:
     skipped: dict[Cell, str] = field(default_factory=dict)
     error: str = ""
     second: dict[str, Any] = field(default_factory=dict)
+    out: Path | None = None
+    capsule: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.summary}>"
 
     @property
     def verdict(self) -> Outcome:
-        """The outcome of the whole matrix."""
+        """Result of the complete matrix."""
         if any(not result.passed for result in self.results):
             return Outcome.FAIL
         return Outcome.INCOMPLETE if self.error or not self.results else Outcome.PASS
 
     @property
     def passed(self) -> bool:
-        """Whether every cell was checked that can be, and passes."""
+        """Whether all cells that can be checked were checked and passed."""
         return self.verdict == Outcome.PASS
 
     def to_json(self) -> dict[str, Any]:
@@ -215,12 +228,24 @@ class ConsistencyReport:
 
     @property
     def title(self) -> str:
-        """What is compared."""
+        """Engine and trainer, with their precisions."""
         engine = f"{self.engine.get('engine')} ({self.engine.get('dtype', 'precision unknown')})"
         trainers = f"trainer ({self.trainer.get('dtype')})"
         if self.second:
             trainers += f" and {self.second.get('engine')} ({self.second.get('dtype')})"
         return f"{self.path}: {trainers} against {engine}"
+
+    @property
+    def summary(self) -> str:
+        """The result in one line: the number of cells that passed, and the worst one."""
+        passed = sum(result.passed for result in self.results)
+        line = f"{self.verdict.upper()}: {passed} of {len(self.results)} cells passed: {self.title}"
+        if self.results:
+            worst = max(self.results, key=lambda result: last_if_nan(result.worst[1]))
+            comparison, error = worst.worst
+            line += f". Worst: {worst.cell}: token_mult_prob_error {_shown(error)} ({comparison}), "
+            line += f"bound {_shown(worst.bound)}"
+        return line
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -229,9 +254,9 @@ class ConsistencyReport:
         return (*(name for name in WITH_ENGINE if asked.get(name, True)), "worst sequence", "max |diff|", "noise floor")
 
     def rows(self) -> Iterator[Row]:
-        """A row for each cell, those that are not done or skipped last.
+        """Yield a row per cell; unfinished and skipped cells come last.
 
-        Numbers are `token_mult_prob_error`, but for the largest difference, which is in nats.
+        Numbers are `token_mult_prob_error`, except the maximum difference, which is in nats.
         """
         for result in self.results:
             found = result.comparisons
@@ -247,12 +272,22 @@ class ConsistencyReport:
         for cell, status in (self.running | self.skipped).items():
             yield Row(_values(cell), ("",) * len(self.columns), status, None)
 
-    def table(self) -> Table:
-        """The guide's table, with the step that each running cell is at."""
-        table = Table(title=escape(self.title), title_justify="left")
-        for name in (*CELL, *self.columns, "verdict"):
-            table.add_column(name, justify="left" if name in ("data", "mode", "verdict") else "right")
-        for row in self.rows():
+    def table(self, *, failures_only: bool = False) -> Table:
+        """Return the guide's table, with the step of each running cell. It fits 100 columns.
+
+        Args:
+            failures_only: Whether to leave out cells that passed.
+        """
+        rows = [row for row in self.rows() if not (failures_only and row.result and row.result.passed)]
+        table = Table(title=escape(self.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        columns = ("length", "data", "mode", "batch", *self.columns)
+        for index, name in enumerate(columns):
+            # Numbers are never cut: a shortened 1.0004 reads as 1.
+            widest = max((len((*row.cell, *row.numbers)[index]) for row in rows), default=0)
+            left = name in ("data", "mode")
+            table.add_column(name, justify="left" if left else "right", min_width=max(widest, len(name.split()[0])))
+        table.add_column("verdict")
+        for row in rows:
             status = Outcome.of(row.result.passed).markup if row.result else f"[dim]{escape(row.status)}[/dim]"
             table.add_row(*row.cell, *row.numbers, status)
         return table
@@ -285,8 +320,9 @@ class ConsistencyReport:
 
 
 def described(settings: Mapping[str, Any]) -> str:
-    """The description of an engine in one line."""
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
+    """Describe an engine in one line: its name, then its settings."""
+    others = (f"{key}={value}" for key, value in settings.items() if key != "engine")
+    return ", ".join([str(settings.get("engine", "unknown")), *others])
 
 
 def _values(cell: Cell) -> tuple[str, ...]:

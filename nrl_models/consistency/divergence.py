@@ -1,11 +1,14 @@
-"""Where an engine diverges from a reference: the first module whose input is right and whose output is not.
+"""Find the first module where an engine diverges from a reference: its input is right, and its output is not.
 
-An engine's modules are not transformers': names have other prefixes, projections are packed, norms add the residual,
-layers return two tensors of which the sum is the hidden state. So modules are matched by the end of their names,
-packed projections with our model's groups, which have the names that engines give them, and a tensor counts as right if
-the engine has it in any of these forms. A module that seems wrong although what encloses it, or a later layer, is right
-only has another form, and does not count. A wrong tensor may relate to the expected one in a known pattern: scaled, its
-halves swapped, computed with stale weights.
+Modules of an engine differ from those of transformers: names have other prefixes, projections are packed, norms add the
+residual, and layers return two tensors whose sum is the hidden state. So the comparison is tolerant:
+
+- Modules are matched by the end of their names, and packed projections with fused groups of the same name.
+- A tensor counts as right if the engine has it in any of these forms.
+- A module with a wrong tensor does not count if its parent or a later layer is right: it only has another form.
+
+A wrong tensor may relate to the expected one in a known pattern: scaled, halves swapped, or computed with stale
+weights.
 """
 
 from __future__ import annotations
@@ -13,9 +16,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -34,16 +36,16 @@ class Divergence:
     """The first module that diverges.
 
     Args:
-        module: its name in the reference.
-        class_name: its class in the engine.
-        error: the largest difference of its output, relative to the output's scale (absolute, if not `relative`).
-        after: the last module before it that is right.
-        between: whether its input is wrong already: what diverges lies between `after` and `module`, in code that is no
-            module of its own (an embedding's scale, rotary embedding, attention).
-        relative: whether the error is relative.
-        pattern: how its tensor relates to the expected one.
-        weights: names of its weights that differ from the reference's.
-        detail: what else is known, as text.
+        module: Name of the module in the reference.
+        class_name: Class of the module in the engine.
+        error: Largest difference of its output, relative to the output's scale (absolute if not `relative`).
+        after: The last module before it that is right.
+        between: Whether its input is already wrong. The source is then code between `after` and `module` that is not in
+            a module (an embedding's scale, rotary embedding, attention).
+        relative: Whether the error is relative.
+        pattern: Relation of its tensor to the expected one.
+        weights: Names of its weights that differ from the reference's.
+        detail: Further information, as text.
     """
 
     module: str
@@ -62,45 +64,67 @@ class Divergence:
         return f"{where}, off by {self.error:.1e}{scale}{detail}"
 
 
-class _Pair(NamedTuple):
-    """A module's call in the reference and in the engine, with relative errors; None if nothing is comparable."""
-
-    name: str
-    expected: ModuleCall
-    actual: ModuleCall
-    input_error: float | None
-    output_error: float | None
-
-
-def first_divergence(
-    engine: Mapping[str, ModuleCall], reference: Mapping[str, ModuleCall], dtype: torch.dtype
-) -> Divergence | None:
-    """The first module to finish, in the reference, that the engine computes differently; None if none does.
+@dataclass(frozen=True, slots=True)
+class ModulePair:
+    """How far an engine's module is from the reference's.
 
     Args:
-        engine, reference: calls of their modules on the same tokens. The engine may have only the last tokens of them.
-        dtype: the engine's.
+        module: Name of the module in the reference.
+        class_name: Class of the module in the engine.
+        input_error: Error of its input, relative to the input's scale; None if nothing is comparable.
+        output_error: Error of its output.
+        scaled: Whether its input is the expected one times a factor other than 1.
+    """
+
+    module: str
+    class_name: str
+    input_error: float | None
+    output_error: float | None
+    scaled: bool = False
+
+
+def module_pairs(
+    engine: Mapping[str, ModuleCall], reference: Mapping[str, ModuleCall], dtype: torch.dtype
+) -> list[ModulePair]:
+    """Compare each module, in the order in which modules of the reference finish.
+
+    Args:
+        engine, reference: Calls of their modules on the same tokens. The engine may have only the last tokens.
+        dtype: Dtype of the engine.
     """
     tolerance = _tolerance(dtype)
     pairs = []
     for name, engine_name in match_names(engine, reference).items():
         expected, actual = reference[name], engine[engine_name]
         if expected.outputs:
-            input_error = relative_error(expected.inputs[0], actual.inputs) if expected.inputs else None
+            error = relative_error(expected.inputs[0], actual.inputs) if expected.inputs else None
+            scaled = error is not None and error > tolerance
+            scaled = scaled and factor_of(expected.inputs[0], actual.inputs, tolerance) is not None
             output_error = relative_error(expected.outputs[0], actual.outputs)
-            pairs.append(_Pair(name, expected, actual, input_error, output_error))
+            pairs.append(ModulePair(name, actual.class_name, error, output_error, scaled))
+    return pairs
+
+
+def first_of(pairs: Sequence[ModulePair], dtype: torch.dtype) -> Divergence | None:
+    """Return the first module that the engine computes differently; None if there is none.
+
+    Args:
+        pairs: Result of `module_pairs`.
+        dtype: Dtype of the engine.
+    """
+    tolerance = _tolerance(dtype)
     is_right = [pair.output_error is not None and pair.output_error <= tolerance for pair in pairs]
     after = "the tokens"
     for index, pair in enumerate(pairs):
         if is_right[index]:
-            after = pair.name
+            after = pair.module
         elif pair.output_error is not None and not any(
-            is_right[later] and _contains(pairs[later].name, pair.name) for later in range(index + 1, len(pairs))
+            is_right[later] and _contains(pairs[later].module, pair.module) for later in range(index + 1, len(pairs))
         ):
-            found = Divergence(pair.name, pair.actual.class_name, pair.output_error, after)
+            found = Divergence(pair.module, pair.class_name, pair.output_error, after)
             if pair.input_error is None or pair.input_error <= tolerance:
                 return found
-            return _earlier(pairs[:index], tolerance) or replace(found, between=True)
+            return _earlier(pairs[:index]) or replace(found, between=True)
     return None
 
 
@@ -108,19 +132,18 @@ def _tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, TOLERANCE[torch.float32])
 
 
-def _earlier(pairs: Sequence[_Pair], tolerance: float) -> Divergence | None:
-    """Norms hide a wrong scale, which shows only where it is added to something: look for it in their inputs."""
+def _earlier(pairs: Sequence[ModulePair]) -> Divergence | None:
+    """Find an earlier divergence in the inputs of norms. Norms hide a wrong scale of their input."""
     after = "the tokens"
     for pair in pairs:
-        error = pair.input_error or 0.0
-        if error > tolerance and factor_of(pair.expected.inputs[0], pair.actual.inputs, tolerance) is not None:
-            return Divergence(pair.name, pair.actual.class_name, error, after, between=True)
-        after = pair.name
+        if pair.scaled and pair.input_error is not None:
+            return Divergence(pair.module, pair.class_name, pair.input_error, after, between=True)
+        after = pair.module
     return None
 
 
 def factor_of(expected: torch.Tensor, actual: Sequence[torch.Tensor], tolerance: float) -> float | None:
-    """The number that `expected` is multiplied by in one of the engine's tensors, if there is one other than 1."""
+    """Return the factor other than 1 between `expected` and one of the engine's tensors, if there is one."""
     for wanted, form in _comparable(expected, actual):
         factor = ((form * wanted).sum() / wanted.square().sum().clamp(min=1e-12)).item()
         if abs(factor - 1.0) > tolerance and _is_right(wanted * factor, [form], tolerance / 4):
@@ -129,7 +152,7 @@ def factor_of(expected: torch.Tensor, actual: Sequence[torch.Tensor], tolerance:
 
 
 def _contains(later: str, name: str) -> bool:
-    """Whether all that `name` computes has gone into `later`, which finished after it."""
+    """Return True if all results of `name` are inputs of `later`, which finished after it."""
     if later == LOGITS or name.startswith(f"{later}."):
         return True
     layer, later_layer = _layer(name), _layer(later)
@@ -142,7 +165,7 @@ def _layer(name: str) -> int | None:
 
 
 def match_names(engine: Mapping[str, ModuleCall], reference: Mapping[str, ModuleCall]) -> dict[str, str]:
-    """For each module of the reference the engine's module of the same place, if exactly one matches."""
+    """Map each module of the reference to the engine's corresponding module, if exactly one matches."""
     suffixes: dict[str, list[str]] = defaultdict(list)
     for name in engine:
         suffixes[_suffix(name)].append(name)
@@ -172,9 +195,9 @@ def _is_right(expected: torch.Tensor, actual: Sequence[torch.Tensor], tolerance:
 
 
 def _comparable(expected: torch.Tensor, actual: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The expected values and what an engine's tensors can stand for, `(tokens, features)` in fp32.
+    """Yield pairs of expected values and possible forms of an engine's tensors, `(tokens, features)` in fp32.
 
-    That is each of them, and the sum of the first two. The engine may have the last tokens alone.
+    The forms are each tensor, and the sum of the first two. The engine may have only the last tokens.
     """
     if not expected.ndim:
         return
@@ -195,16 +218,17 @@ def classify(
     divergence: Divergence,
     engine: Mapping[str, ModuleCall],
     reference: Mapping[str, ModuleCall],
-    previous: nn.Module | None,
+    output_before: Callable[[str, ModuleCall], torch.Tensor | None],
     dtype: torch.dtype,
 ) -> Divergence:
-    """The divergence with its pattern: how the engine's tensor relates to the expected one.
+    """Add the pattern to a divergence: the relation of the engine's tensor to the expected one.
 
     Args:
-        divergence: what `first_divergence` found.
-        engine, reference: calls of their modules.
-        previous: the reference with the weights of before the last refit, if there were others.
-        dtype: the engine's.
+        divergence: Result of `first_of`.
+        engine, reference: Calls of their modules.
+        output_before: Computes the output of a module with the weights from before the last refit, from the input of
+            its call; None if there are no such weights.
+        dtype: Dtype of the engine.
     """
     tolerance, name = _tolerance(dtype), divergence.module
     wanted, given = reference[name], engine[match_names(engine, reference)[name]]
@@ -224,7 +248,7 @@ def classify(
     if divergence.between:
         detail = "no module computes what lies between: an embedding's scale, rotary embedding or attention"
         return replace(divergence, detail=detail)
-    before = None if previous is None else _output_of(previous, name, wanted)
+    before = output_before(name, wanted)
     if before is not None and _is_right(before, actual, tolerance):
         return known(Pattern.STALE_WEIGHTS, "its output is that of the previous weights: it was not refitted")
     if name != LOGITS:
@@ -237,8 +261,8 @@ def classify(
 
 
 @torch.no_grad()
-def _output_of(model: nn.Module, name: str, call: ModuleCall) -> torch.Tensor | None:
-    """What a module of `model` computes from the input of `call`; None if it needs more than that."""
+def module_output(model: nn.Module, name: str, call: ModuleCall) -> torch.Tensor | None:
+    """Compute the output of a module of `model` from the input of `call`; None if it needs further arguments."""
     module = output_embedding(model) if name == LOGITS else model.get_submodule(name)
     if len(call.inputs) != 1:
         return None
@@ -246,6 +270,6 @@ def _output_of(model: nn.Module, name: str, call: ModuleCall) -> torch.Tensor | 
         output = module(call.inputs[0])
         if isinstance(module, LinearGroup):
             output = torch.cat(output, -1)
-    except Exception:  # a module that takes other arguments too
+    except Exception:  # a module with further arguments
         return None
     return output if isinstance(output, torch.Tensor) else None

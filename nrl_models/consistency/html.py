@@ -1,121 +1,148 @@
-"""The report as a self-contained HTML page: the table, plots, and the worst sequences with their tokens."""
+"""A consistency report as a self-contained HTML page: table, plots, and the worst sequences with their tokens."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.consistency.consistency_report import CELL, CellResult, ConsistencyReport, described, last_if_nan
 from nrl_models.consistency.measure import Comparison, Measurement, order_by_error
-from nrl_models.errors import ConsistencyError
 from nrl_models.logprobs.metrics import token_mult_prob_error
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MAX_POINTS = 20_000
-"""Points in a scatter plot; if there are more, every n-th is drawn."""
+"""Maximum number of points in a scatter plot. Beyond that, every n-th point is drawn."""
 
 WORST_SEQUENCES = 2
 CONTEXT_TOKENS = 24
 """Tokens of the prompt that are shown before the generated ones."""
 
+FIGURE_INCHES = (5.5, 3.8)
+
 FULL_RED = 0.6
-"""Opacity of the red behind a token whose probability is off by the threshold's factor, or more."""
-
-
-def require_matplotlib() -> None:
-    """Raise unless plots can be drawn.
-
-    Raises:
-        ConsistencyError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ConsistencyError("the HTML report has plots, which need matplotlib: pip install 'nrl_models[report]'")
+"""Opacity of the red background of a token whose probability differs by at least the threshold's factor."""
 
 
 def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = None, command: str = "") -> None:
-    """Write a report as one self-contained page.
+    """Write a report as a self-contained HTML page.
 
     Args:
-        report: the matrix.
-        file: where to write it.
-        tokenizer: to show tokens as text; without one, ids are shown.
-        command: the command that made the report, to be shown.
+        report: The matrix.
+        file: File to write.
+        tokenizer: Tokenizer to show tokens as text. Without it, token ids are shown.
+        command: The command that created the report, for display.
 
-    Raises:
-        ConsistencyError: matplotlib is not installed.
+    Without matplotlib, the page has no plots, and explains how to install it.
     """
-    require_matplotlib()
-    from jinja2 import Environment, PackageLoader
-
     full_red = max(log(report.settings.threshold), 1e-9)
+    has_plots = find_spec("matplotlib") is not None
     sections = []
     for result in report.results:
         worst = max(
             result.repeats, key=lambda repeat: last_if_nan(repeat.metrics[Comparison.DECODE].token_mult_prob_error)
         )
-        plots = _plots(result, str(report.engine.get("engine")))
+        plots = _plots(result, str(report.engine.get("engine"))) if has_plots else []
         sections.append((result, plots, _sequences(worst, tokenizer, full_red)))
-    environment = Environment(loader=PackageLoader("nrl_models.consistency", "."), autoescape=True, trim_blocks=True)
-    page = environment.get_template("report.html.jinja")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = page.render(
+    write_page(
+        file,
+        "nrl_models.consistency",
         report=report,
         header=(*CELL, *report.columns, "verdict"),
         rows=list(report.rows()),
+        name=Path(report.path).name,
         engine=described(report.engine),
         trainer=described(report.trainer),
+        has_plots=has_plots,
         sections=sections,
         full_red=full_red,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         versions=", ".join(f"{name} {version(name)}" for name in ("nrl_models", "transformers", "torch")),
         command=command,
     )
+
+
+def write_page(file: Path, package: str, **values: Any) -> None:
+    """Write the template `report.html.jinja` of a package, filled with values.
+
+    Args:
+        file: File to write. Its directory is created.
+        package: Full name of the package with the template.
+        values: Variables of the template. Their text is escaped.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(loader=PackageLoader(package, "."), autoescape=True, trim_blocks=True)
+    text = environment.get_template("report.html.jinja").render(values)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text)
 
 
-def _plots(result: CellResult, engine: str) -> str:
-    """Error by position, and trainer against engine, side by side: a PNG in base64."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def _plots(result: CellResult, engine: str) -> list[tuple[str, str]]:
+    """Return two plots, each as its alternative text and a PNG in base64: error by position, trainer against engine."""
+    return [
+        ("error by position", _error_by_position(result.repeats)),
+        ("trainer against engine", _trainer_against_engine(result.repeats, engine)),
+    ]
+
+
+def _error_by_position(repeats: Sequence[Measurement]) -> str:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    by_position, scatter = figure.subplots(1, 2)
-    repeats = result.repeats
+    figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
+    axes = figure.subplots()
     positions = torch.arange(repeats[0].decode.shape[1]) + repeats[0].prompt_length
-    for name, colour in (("decode", "tab:red"), ("prefill", "tab:blue")):
+    for name, color in (("decode", "tab:red"), ("prefill", "tab:blue")):
         scores = [(repeat.trainer, getattr(repeat, name)) for repeat in repeats]
         differences = [trainer - engine for trainer, engine in scores if engine is not None]
         if differences:
             mean, largest = _by_column(differences)
-            by_position.plot(positions, mean, color=colour, linewidth=1.2, label=f"{name}, mean")
-            by_position.plot(positions, largest, color=colour, linewidth=0.6, alpha=0.5, label=f"{name}, largest")
+            axes.plot(positions, mean, color=color, linewidth=1.2, label=f"{name}, mean")
+            if differences[0].shape[0] * len(differences) > 1:  # of one sequence the two curves coincide
+                axes.plot(positions, largest, color=color, linewidth=0.6, alpha=0.5, label=f"{name}, largest")
     noise, _ = _by_column([rounded - unrounded for rounded, unrounded in (repeat.noise_sides for repeat in repeats)])
-    by_position.plot(positions, noise, color="0.5", linewidth=0.8, linestyle="--", label="noise floor, mean")
-    by_position.set_yscale("symlog", linthresh=1e-7)
-    by_position.set_ylim(bottom=0)
-    by_position.set_xlabel("position in the sequence")
-    by_position.set_ylabel("|trainer - engine|, nats")
-    by_position.legend(fontsize=7, ncols=2)
+    axes.plot(positions, noise, color="0.5", linewidth=0.8, linestyle="--", label="noise floor, mean")
+    axes.set_yscale("symlog", linthresh=1e-7)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("position in the sequence")
+    axes.set_ylabel("|trainer - engine|, nats")
+    axes.legend(fontsize=7, ncols=2)
+    return _png(figure)
+
+
+def _trainer_against_engine(repeats: Sequence[Measurement], engine: str) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
+    axes = figure.subplots()
     trainer = torch.cat([repeat.trainer.flatten() for repeat in repeats])
     decode = torch.cat([repeat.decode.flatten() for repeat in repeats])
     finite = trainer.isfinite() & decode.isfinite()
     step = max(1, int(finite.sum()) // MAX_POINTS)
     x, y = decode[finite][::step], trainer[finite][::step]
-    scatter.scatter(x, y, s=4, alpha=0.4, linewidths=0)
+    axes.scatter(x, y, s=4, alpha=0.4, linewidths=0)
     if len(x):
         low = min(x.min().item(), y.min().item())
-        scatter.plot([low, 0], [low, 0], color="0.5", linewidth=0.8)
-    scatter.set_xlabel(f"log-probability, {engine} as it sampled")
-    scatter.set_ylabel("log-probability, trainer")
+        axes.plot([low, 0], [low, 0], color="0.5", linewidth=0.8)
+    axes.set_xlabel(f"log-probability, {engine} while sampling")
+    axes.set_ylabel("log-probability, trainer")
+    return _png(figure)
+
+
+def _png(figure: Figure) -> str:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -132,12 +159,12 @@ def _by_column(differences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
 def _sequences(
     worst: Measurement, tokenizer: Any | None, full_red: float
 ) -> Iterator[tuple[str, str, list[tuple[str, float, str]]]]:
-    """The sequences with the largest errors: title, end of the prompt, and of each token text, redness and numbers.
+    """Yield the sequences with the largest errors: title, end of the prompt, and text, redness and numbers per token.
 
     Args:
-        worst: the measurement.
-        tokenizer: to show tokens as text.
-        full_red: the difference in nats from which on a token is fully red.
+        worst: The measurement.
+        tokenizer: Tokenizer to show tokens as text.
+        full_red: Difference in nats from which a token is fully red.
     """
     for row in order_by_error(worst.trainer, worst.decode)[:WORST_SEQUENCES]:
         trainer, engine, ids = worst.trainer[row], worst.decode[row], worst.tokens[row].tolist()

@@ -1,14 +1,14 @@
-"""What a party at fault may compute instead: hypotheses are tried until one gives its numbers.
+"""Find the cause of a wrong side's log-probabilities: try hypotheses until one reproduces them.
 
-A hypothesis is cheap next to a search: the log-probabilities a party would give had it left out the temperature, been
-off by a token, dropped the soft cap, kept the weights of before, or not read a key of the configuration. No model is
-known by name: what can be left out is found in the model's head and in its configuration.
+A hypothesis is the set of log-probabilities that a side would return with one specific bug: it ignored the temperature,
+shifted by a token, dropped the soft cap, kept the old weights, or ignored a configuration key. This is much cheaper
+than a search. Hypotheses do not depend on the model's name: they are derived from its head and its configuration.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ LARGE = 3e9
 
 
 class Hypothesis(NamedTuple):
-    """What a party may compute instead, and the log-probabilities `(sequences, generated)` that gives."""
+    """A possible cause, and the log-probabilities `(batch, generated)` that it would produce."""
 
     cause: Cause
     logprobs: torch.Tensor
@@ -49,14 +49,33 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
     return torch.where(same, 0.0, difference).mean().item()
 
 
-class Hypotheses:
-    """All hypotheses about a party's log-probabilities of some sequences.
+def find_cause(
+    hypotheses: Iterable[Hypothesis], party: torch.Tensor, expected: torch.Tensor, floor: float
+) -> Cause | None:
+    """Return the cause of the first hypothesis that reproduces the log-probabilities; None if none does.
 
     Args:
-        references: models with the right weights.
-        tokens: `(sequences, length)`.
-        generated: how many tokens at the end count.
-        sampling: what they were sampled with.
+        hypotheses: Hypotheses in the order in which they are tried.
+        party: Log-probabilities of the wrong side, `(batch, generated)`.
+        expected: Right log-probabilities.
+        floor: Mean absolute difference, in nats, caused by rounding.
+    """
+    error = distance(party, expected)
+    for cause, logprobs in hypotheses:
+        left = distance(party, logprobs)
+        if left <= max(EXPLAINED * error, floor) and left < 0.5 * error:
+            return cause
+    return None
+
+
+class Hypotheses:
+    """All hypotheses about the log-probabilities of some sequences.
+
+    Args:
+        references: Models with the right weights.
+        tokens: Token ids, `(batch, seq_len)`.
+        generated: Number of tokens at the end to compare.
+        sampling: Sampling parameters of these tokens.
     """
 
     def __init__(self, references: References, tokens: torch.Tensor, generated: int, sampling: Sampling) -> None:
@@ -64,21 +83,6 @@ class Hypotheses:
         self.model = references.model(torch.float32)
         with torch.no_grad():
             self.hidden, self.head = hidden_states_and_head(self.model, tokens.to(self.model.device))
-
-    def find_cause(self, party: torch.Tensor, expected: torch.Tensor, floor: float) -> Cause | None:
-        """The cause of the first hypothesis that gives a party's numbers; None if none does.
-
-        Args:
-            party: `(sequences, generated)`: its log-probabilities.
-            expected: the right ones.
-            floor: mean absolute difference, in nats, that rounding leaves.
-        """
-        error = distance(party, expected)
-        for cause, logprobs in self:
-            left = distance(party, logprobs)
-            if left <= max(EXPLAINED * error, floor) and left < 0.5 * error:
-                return cause
-        return None
 
     def __iter__(self) -> Iterator[Hypothesis]:
         """The hypotheses, cheap ones first."""
@@ -106,30 +110,30 @@ class Hypotheses:
                 yield Hypothesis(Cause(kind, message), self._logprobs(self.hidden, end, sampling))
 
     def about_alignment(self) -> Iterator[Hypothesis]:
-        """Each token is given the log-probability of its neighbour."""
+        """Each token has the log-probability of the previous or the next token."""
         extended = self._logprobs(self.hidden, self.head, self.sampling, self.generated + 1)
         unknown = torch.full_like(extended[:, :1], math.nan)
-        for neighbour, logprobs in (
+        for neighbor, logprobs in (
             ("previous", extended[:, : self.generated]),
             ("next", torch.cat([extended[:, 2:], unknown], 1)),
         ):
-            message = f"each token had the log-probability of the {neighbour} token"
+            message = f"each token had the log-probability of the {neighbor} token"
             yield Hypothesis(Cause(CauseKind.ALIGNMENT, message), logprobs)
 
     def about_weights(self) -> Iterator[Hypothesis]:
-        """The weights, or cached keys and values, are those of before the last refit."""
+        """The weights, or cached keys and values, are from before the last refit."""
         before = self.references.with_previous_weights(torch.float32)
         if before is None:
             return
         message = "the weights were those of before the last refit"
         yield Hypothesis(Cause(CauseKind.STALE_WEIGHTS, message), self._of_model(before))
         prompt = self.tokens.shape[1] - self.generated
-        # A cache keeps whole blocks, and never the last token of a prompt.
+        # A cache stores complete blocks, and never the last token of a prompt.
         for cached in sorted({(prompt - 1) // block * block for block in BLOCKS} - {0}, reverse=True):
             message = f"the keys and values of the first {cached} tokens were cached from before the last refit"
             try:
                 yield Hypothesis(Cause(CauseKind.STALE_CACHE, message), self._with_cache_of(before, cached))
-            except Exception:  # a model that keeps something else in its cache
+            except Exception:  # a model with other contents in its cache
                 return
 
     def about_configuration(self) -> Iterator[Hypothesis]:
@@ -141,7 +145,7 @@ class Hypotheses:
             message = f"`{key}` were {value} and not {getattr(config, key)}"
             try:
                 logprobs = self._of_model(self.references.with_config({key: value}))
-            except Exception:  # not every combination of values makes a model
+            except Exception:  # some combinations of values are invalid
                 continue
             yield Hypothesis(Cause(CauseKind.CONFIG, message, key), logprobs)
 
@@ -164,7 +168,7 @@ class Hypotheses:
     def _logprobs(
         self, hidden: torch.Tensor, head: OutputHead, sampling: Sampling, count: int | None = None
     ) -> torch.Tensor:
-        """Of the last `count` tokens, `(sequences, count)`; of those generated by default."""
+        """Log-probabilities of the last `count` tokens, `(batch, count)`; default: the generated ones."""
         rows, length = self.tokens.shape
         first = length - (count or self.generated)
         tokens = self.tokens[:, first:].to(hidden.device)
@@ -174,7 +178,7 @@ class Hypotheses:
 
 
 def alternatives(config: Any) -> Iterator[tuple[str, Any]]:
-    """Keys of a configuration, with the values they have if nothing reads them: none, one, or the class's default."""
+    """Yield keys of a configuration with the values they would have if ignored: none, one, or the class's default."""
     default = type(config)()
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         yield "layer_types", ["full_attention"] * len(config.layer_types)

@@ -1,258 +1,195 @@
-"""Finds which side of a failing cell is at fault, where, and why.
+"""Find out which side of a failing cell is wrong, in which module, and why.
 
-The same tokens are scored by every party: the engine as it decoded, the engine in one prefill, the trainer, and
-transformers in fp32 and in fp64, which is the closest to the truth that can be computed. A party that is further from
-fp64 than its precision explains is at fault. What it computes instead is found by trying `hypotheses`; the module where
-it diverges is found by comparing modules, if its modules can be recorded. Another engine may be asked as a witness: it
-has no say in who is at fault, but an engine and a witness that agree against transformers put its class in doubt. vLLM
-with transformers' classes, as a witness of vLLM with its own, may be right where that is wrong: the verdict advises it.
+Every side scores the same tokens: the engine while decoding, the engine in one prefill, the trainer, and transformers
+in fp32 and fp64. fp64 is the closest available approximation of the true values. A side is wrong if its distance from
+fp64 exceeds what its precision explains. Then:
+
+- `hypotheses` are tried to find the cause.
+- Modules are compared to find the first that diverges, if the side's modules can be recorded.
+- Another engine can be a witness. It does not affect which side is wrong. But if an engine and a witness agree and
+  differ from transformers, the verdict notes that transformers' class may be wrong.
+- vLLM with transformers' classes can be the witness of vLLM with its own classes. If it is right, the verdict
+  recommends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import torch
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND
+from nrl_models.consistency.capsule.decision import Case, Decision, Judged, Testimony, precision
+from nrl_models.consistency.capsule.module_comparison import ModuleComparison, Side
+from nrl_models.consistency.capsule.observations import Observations
 from nrl_models.consistency.cells import Cell, Settings, largest_error
-from nrl_models.consistency.divergence import Divergence, classify, first_divergence
-from nrl_models.consistency.hypotheses import EXPLAINED, Hypotheses, distance
+from nrl_models.consistency.divergence import module_output
+from nrl_models.consistency.hypotheses import Hypotheses, Hypothesis
 from nrl_models.consistency.measure import Comparison, Measurement, Meter, order_by_error
 from nrl_models.consistency.references import References
-from nrl_models.consistency.verdict import Advice, Cause, Deviation, Opinion, Party, Verdict, Vote
+from nrl_models.consistency.verdict import Party, Verdict
 from nrl_models.engines.base import Engine, final_scores, padded
+from nrl_models.engines.engine_types import ModuleCall
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import NRLModelsError, one_line
-from nrl_models.logprobs.metrics import consistency_metrics
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.parity.localise import localise
-from nrl_models.quirks import CATALOGUE, Subject, VerdictKind
-
-FLOOR_FACTOR = 5.0
-"""A party may be this many times further from fp64 than transformers in the same precision is."""
-
-Reference = Callable[[torch.dtype], torch.Tensor]
-"""Gives transformers' log-probabilities in a precision, `(sequences, generated)`."""
-
-MODULE_TOKENS = 256
-"""Tokens on which modules are compared first; if none diverges, the whole sequence is used."""
+from nrl_models.parity.localize import differing_weights, search_rounds
+from nrl_models.quirks import CATALOG, Subject
 
 
 class Judge:
     """Gives verdicts for one engine and one trainer.
 
     Args:
-        meter: has measured the parties.
-        references: transformers' models of the same weights.
-        random_weights: whether the engine was started on random weights.
+        meter: Meter that has measured the sides.
+        references: transformers' models with the same weights.
+        random_weights: Whether the engine was started on random weights.
     """
 
     def __init__(self, meter: Meter, references: References, *, random_weights: bool = False) -> None:
-        self.engine, self.trainer, self.settings = meter.engine, meter.trainer, meter.settings
-        self.second = meter.second
-        self.references, self.random_weights = references, random_weights
+        self.meter, self.references, self.random_weights = meter, references, random_weights
 
     def judge(self, cell: Cell, measurement: Measurement) -> Verdict:
-        """The verdict on one measurement of a cell; of one that agrees, kind `precision`."""
-        sampling = self.settings.sampling_of(cell)
-        tokens, parties = _worst_sequences(measurement, self.settings, 1 if cell.length > 2_000 else 2)
-        generated = measurement.decode.shape[1]
-        reference = cache(partial(self._reference, tokens, generated, sampling))
-        exact, single = reference(torch.float64), reference(torch.float32)
-        errors = {party: _deviation(values, exact) for party, values in (parties | {Party.REFERENCE: single}).items()}
-        not_finite = tuple(
-            party
-            for party, values in parties.items()
-            if values.isnan().any() or (party == Party.DECODE and values.isinf().any())  # what was sampled was possible
-        )
-        if not_finite:
-            verdict = self._finish(VerdictKind.NOT_FINITE, not_finite, errors)
-            return self._with_witness(verdict, parties[not_finite[0]], tokens, generated, sampling, reference)
-        if errors[Party.REFERENCE].token_mult_prob_error > self.settings.threshold:
-            return self._finish(VerdictKind.UNSTABLE, (), errors)
-        at_fault: list[Party] = []
-        looks_like, floor = "", 0.0
-        for party, values in parties.items():
-            for dtype in self._possible_dtypes(party):
-                allowed = FLOOR_FACTOR * max(distance(reference(dtype), exact), 1e-6)
-                if distance(values, exact) <= allowed:
-                    looks_like = looks_like or (dtype_name(dtype) if self._dtype(party) is None else "")
-                    break
-            else:
-                floor = floor if at_fault else allowed
-                at_fault.append(party)
-        if not at_fault:
-            return self._finish(VerdictKind.PRECISION, (), errors, found=self._precisions(looks_like))
-        hypotheses = Hypotheses(self.references, tokens, generated, sampling)
-        cause = hypotheses.find_cause(parties[at_fault[0]], single, floor)
-        sides = [party for party in at_fault if party != Party.SECOND_TRAINER] or at_fault
-        if len(sides) == 1:
-            kind = VerdictKind(sides[0])
-        else:
-            kind = VerdictKind.BOTH if Party.TRAINER in sides else VerdictKind.ENGINE
-        verdict = self._finish(kind, tuple(at_fault), errors, cause, self._locate(at_fault, tokens))
-        return self._with_witness(verdict, parties[at_fault[0]], tokens, generated, sampling, reference)
+        """Return the verdict on one measurement of a cell; of one that agrees, kind `precision`."""
+        return self.judged(cell, measurement).verdict
 
-    def _reference(self, tokens: torch.Tensor, generated: int, sampling: Sampling, dtype: torch.dtype) -> torch.Tensor:
-        """Log-probabilities that transformers gives the generated tokens."""
-        engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
-        return final_scores(engine, tokens, generated, sampling)
-
-    def _with_witness(
-        self,
-        verdict: Verdict,
-        wrong: torch.Tensor,
-        tokens: torch.Tensor,
-        generated: int,
-        sampling: Sampling,
-        reference: Reference,
-    ) -> Verdict:
-        """The verdict, with what the witness says, if there is one, and what follows from it.
+    def judged(self, cell: Cell, measurement: Measurement, *, with_tensors: bool = False) -> Judged:
+        """Return the verdict with the measurements that it was derived from.
 
         Args:
-            verdict: without.
-            wrong: log-probabilities of the party at fault.
-            tokens: the sequences, of which the last `generated` were sampled by `sampling`.
-            reference: transformers' log-probabilities of these.
+            cell: The cell.
+            measurement: One measurement of it.
+            with_tensors: Whether comparisons of modules have the tensors of both sides, for a capsule.
         """
-        if not (name := self.references.witness):
-            return verdict
-        decodes = None
-        try:
-            with self.references.asked_witness() as witness:
-                said, exact = final_scores(witness, tokens, generated, sampling), reference(torch.float64)
-                vote = _vote(said, exact, wrong, _explained(witness, reference))
-                if vote is Vote.REFERENCE and self._in_its_place(verdict):
-                    decodes = self._decodes_right(witness, tokens[:, :-generated], generated, sampling)
-        except NRLModelsError as error:
-            return replace(verdict, witness=Opinion(name, None, one_line(error)))
-        advice = Advice.TRANSFORMERS_BACKEND if decodes else None
-        return replace(verdict, witness=Opinion(name, vote, decodes=decodes), advice=advice)
+        case, observed = self.case(cell, measurement), Observations()
+        measures = RunningSides(self.meter, self.references, case, with_tensors)
+        return Judged(str(cell), case, observed, Decision(case, observed, measures).verdict())
 
-    def _in_its_place(self, verdict: Verdict) -> bool:
-        """Whether the witness is the engine at fault but for its classes, with the weights from the same files."""
-        at_fault = {Party.DECODE, Party.PREFILL} & set(verdict.at_fault)
-        own_classes = self.engine.capabilities().transformers_classes
-        same = self.references.witness == TRANSFORMERS_BACKEND and own_classes and not self.random_weights
-        return same and bool(at_fault)
-
-    def _decodes_right(self, witness: Engine, prompts: torch.Tensor, generated: int, sampling: Sampling) -> bool:
-        """Whether transformers in fp64 gives what a witness samples the log-probabilities that it sampled with."""
-        everything = replace(sampling, top_k=0, top_p=1.0)  # at the edge of what is left out, roundings decide
-        samples = witness.generate(prompts.tolist(), everything, max_new_tokens=generated, seed=self.settings.seed)
-        decoded = padded([sample.logprobs for sample in samples])
-        sampled = torch.tensor([sample.sequence for sample in samples])
-        reference = cache(partial(self._reference, sampled, generated, everything))
-        near = distance(decoded, reference(torch.float64)) <= _explained(witness, reference)
-        return near and bool(decoded.isfinite().all())
-
-    def _possible_dtypes(self, party: Party) -> tuple[torch.dtype, ...]:
-        """The dtypes a party may compute in, most precise first: the one it reports, or any if it reports none."""
-        dtype = self._dtype(party)
-        if dtype is None:
-            return torch.float32, torch.float16, torch.bfloat16
-        return (_precision(dtype),)
-
-    def _dtype(self, party: Party) -> torch.dtype | None:
-        engines = {Party.TRAINER: self.trainer, Party.SECOND_TRAINER: self.second or self.engine}
-        return engines.get(party, self.engine).capabilities().dtype
-
-    def _precisions(self, looks_like: str) -> str:
-        engine, trainer = self._dtype(Party.DECODE), self._dtype(Party.TRAINER)
-        shown = f"not reported (its error is that of {looks_like})" if engine is None else dtype_name(engine)
-        return f"Engine: {shown}; trainer: {'not reported' if trainer is None else dtype_name(trainer)}"
-
-    def _locate(self, at_fault: Sequence[Party], tokens: torch.Tensor) -> Divergence | str:
-        """The first module where the party at fault diverges, or why none is known."""
-        if at_fault == [Party.SECOND_TRAINER]:
-            return "Its modules cannot be recorded"
-        if Party.TRAINER in at_fault:
-            compare = self._in_trainer
-        else:
-            compare = self._in_decode if at_fault == [Party.DECODE] else self._in_engine
-        for length in dict.fromkeys((min(MODULE_TOKENS, tokens.shape[1]), tokens.shape[1])):
-            try:
-                found = compare(tokens[:1, :length])
-            except NRLModelsError as error:
-                return f"Its modules cannot be compared: {error}"
-            if found is not None:
-                return found
-        return "None of its modules diverges"
-
-    def _in_trainer(self, tokens: torch.Tensor) -> Divergence | None:
-        model, reference = self.trainer.model, self.references.model(self.trainer.model.dtype)
-        culprits = localise(model, reference, {"input_ids": tokens.to(model.device)}, max_culprits=3)
-        if not culprits:
-            return None
-        first = culprits[0]
-        detail = first.cause
-        if first.weights and (owner := _owner_of(model, reference, first.weights[0])):
-            detail += f"; {first.weights[0]} holds what belongs in {owner}"
-        if len(culprits) > 1:
-            detail += f"; then {', '.join(culprit.module for culprit in culprits[1:])}"
-        return Divergence(
-            first.module, first.class_name, first.max_diff, relative=False, weights=first.weights, detail=detail
+    def case(self, cell: Cell, measurement: Measurement) -> Case:
+        """Select the sequences with the largest errors."""
+        meter, settings = self.meter, self.meter.settings
+        tokens, parties = _worst_sequences(measurement, settings, 1 if cell.length > 2_000 else 2)
+        engines = {Party.TRAINER: meter.trainer, Party.SECOND_TRAINER: meter.second}
+        known = meter.engine.capabilities()
+        subject = Subject(meter.trainer.model)
+        is_backend = self.references.witness == TRANSFORMERS_BACKEND
+        return Case(
+            tokens=tokens,
+            generated=measurement.decode.shape[1],
+            sampling=settings.sampling_of(cell),
+            parties=parties,
+            dtypes={party: (engines.get(party) or meter.engine).capabilities().dtype for party in parties},
+            threshold=settings.threshold,
+            random_weights=self.random_weights,
+            quirks=tuple(quirk.name for quirk in CATALOG if quirk.applies(subject)),
+            witness=self.references.witness,
+            is_alternative=is_backend and known.transformers_classes and not self.random_weights,
         )
 
-    def _in_engine(self, tokens: torch.Tensor) -> Divergence | None:
+
+class RunningSides:
+    """Measures a case with the running engine and trainer.
+
+    Args:
+        meter: Engine, trainer and settings.
+        references: transformers' models.
+        case: The sequences.
+        with_tensors: Whether comparisons of the trainer's modules have the tensors of both sides.
+    """
+
+    def __init__(self, meter: Meter, references: References, case: Case, with_tensors: bool) -> None:
+        self.engine, self.trainer, self.settings = meter.engine, meter.trainer, meter.settings
+        self.references, self.case, self.with_tensors = references, case, with_tensors
+
+    def reference(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return log-probabilities of the generated tokens from transformers."""
+        return self._reference(self.case.tokens, self.case.sampling, dtype)
+
+    def hypotheses(self) -> Iterator[Hypothesis]:
+        """Yield hypotheses about the sequences."""
+        case = self.case
+        yield from Hypotheses(self.references, case.tokens, case.generated, case.sampling)
+
+    def compare_modules(self, side: Side, length: int) -> ModuleComparison:
+        """Compare modules of a side with the reference's, on the first tokens of the first sequence."""
+        tokens = self.case.tokens[:1, :length]
+        compare = {Side.TRAINER: self._in_trainer, Side.ENGINE: self._in_engine, Side.DECODE: self._in_decode}
+        return compare[side](tokens)
+
+    def output_before(self, name: str, call: ModuleCall) -> torch.Tensor | None:
+        """Return the output of a module with the weights from before the last refit; None if there are none."""
+        before = self.references.with_previous_weights(torch.float32, combined=True)
+        return None if before is None else module_output(before, name, call)
+
+    def testimony(self, decodes: Callable[[torch.Tensor, torch.dtype], bool]) -> Testimony:
+        """Start the witness and score the sequences. It also decodes if `decodes(scored, dtype)`."""
+        case = self.case
+        try:
+            with self.references.asked_witness() as witness:
+                scored = final_scores(witness, case.tokens, case.generated, case.sampling)
+                dtype = precision(witness.capabilities().dtype)
+                found = Testimony(dtype=dtype_name(dtype), scored=scored)
+                return self._decoded(witness, found, dtype) if decodes(scored, dtype) else found
+        except NRLModelsError as error:
+            return Testimony(error=one_line(error))
+
+    def _decoded(self, witness: Engine, found: Testimony, dtype: torch.dtype) -> Testimony:
+        """Add the witness's log-probabilities while decoding, and those of transformers."""
+        case = self.case
+        prompts = case.tokens[:, : -case.generated].tolist()
+        # Rounding decides which tokens at the limits are excluded.
+        everything = replace(case.sampling, top_k=0, top_p=1.0)
+        samples = witness.generate(prompts, everything, max_new_tokens=case.generated, seed=self.settings.seed)
+        sampled = torch.tensor([sample.sequence for sample in samples])
+        return replace(
+            found,
+            decoded=padded([sample.logprobs for sample in samples]),
+            exact=self._reference(sampled, everything, torch.float64),
+            rounded=self._reference(sampled, everything, dtype),
+        )
+
+    def _reference(self, tokens: torch.Tensor, sampling: Sampling, dtype: torch.dtype) -> torch.Tensor:
+        engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
+        return final_scores(engine, tokens, self.case.generated, sampling)
+
+    def _in_trainer(self, tokens: torch.Tensor) -> ModuleComparison:
+        model, reference = self.trainer.model, self.references.model(self.trainer.model.dtype)
+        rounds = search_rounds(model, reference, {"input_ids": tokens.to(model.device)}, max_culprits=3)
+        weights = differing_weights(model, reference) if rounds else []
+        found = ModuleComparison(side=Side.TRAINER, dtype=model.dtype, rounds=tuple(rounds), weights=tuple(weights))
+        divergence = found.divergence()
+        if divergence is None:
+            return found
+        if divergence.weights:
+            found = replace(found, owner=_owner_of(model, reference, divergence.weights[0]))
+        if self.with_tensors:
+            ids = tokens[0].tolist()
+            calls = HFEngine(reference, "reference").module_calls(ids), self.trainer.module_calls(ids)
+            names = [each.module for each in rounds[0].differences]
+            expected, actual = ({name: of_side[name] for name in names if name in of_side} for of_side in calls)
+            found = replace(found, expected=expected, actual=actual)
+        return found
+
+    def _in_engine(self, tokens: torch.Tensor) -> ModuleComparison:
         ids = tokens[0].tolist()
-        dtype = self.engine.capabilities().dtype or torch.float32
         actual = self.engine.module_calls(ids)
         expected = HFEngine(self.references.model(torch.float32, combined=True)).module_calls(ids)
-        divergence = first_divergence(actual, expected, dtype)
-        if divergence is None:
-            return None
-        previous = self.references.with_previous_weights(torch.float32, combined=True)
-        return classify(divergence, actual, expected, previous, dtype)
+        return ModuleComparison.of_engine(Side.ENGINE, actual, expected, self._engine_dtype)
 
-    def _in_decode(self, tokens: torch.Tensor) -> Divergence | None:
+    def _in_decode(self, tokens: torch.Tensor) -> ModuleComparison:
         """Decoding compared with prefill, within the engine."""
         prompt = tokens[0].tolist()
         sample = self.engine.generate([prompt[:-1]], Sampling(0.0), max_new_tokens=1)[0]
         decoded = self.engine.module_calls(sample.sequence, decode_last=True)
         prefilled = self.engine.module_calls(sample.sequence)
-        dtype = self.engine.capabilities().dtype or torch.float32
-        found = first_divergence(decoded, prefilled, dtype)
-        return found and replace(found, detail="decoding one token after a cached prompt, compared with one prefill")
+        return ModuleComparison.of_engine(Side.DECODE, decoded, prefilled, self._engine_dtype)
 
-    def _finish(
-        self,
-        kind: VerdictKind,
-        at_fault: tuple[Party, ...],
-        errors: Mapping[Party, Deviation],
-        cause: Cause | None = None,
-        found: Divergence | str = "",
-    ) -> Verdict:
-        verdict = Verdict(kind, at_fault, errors, cause, random_weights=self.random_weights)
-        located = {"note": found} if isinstance(found, str) else {"divergence": found}
-        verdict = replace(verdict, **located)
-        subject = Subject(self.trainer.model)
-        matching = (quirk for quirk in CATALOGUE if quirk.explains(verdict.evidence) and quirk.applies(subject))
-        return replace(verdict, quirks=tuple(quirk.name for quirk in matching))
-
-
-def _precision(dtype: torch.dtype | None) -> torch.dtype:
-    """The precision that explains how an engine which computes in `dtype` rounds."""
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
-
-
-def _explained(party: Engine, reference: Reference) -> float:
-    """How far from the reference in fp64 a party may be by its precision, in nats."""
-    same = reference(_precision(party.capabilities().dtype))
-    return FLOOR_FACTOR * max(distance(same, reference(torch.float64)), 1e-6)
-
-
-def _vote(said: torch.Tensor, exact: torch.Tensor, at_fault: torch.Tensor, rounding: float) -> Vote:
-    """Whose log-probabilities a witness gives, up to `rounding`."""
-    if not said.isnan().any() and distance(said, exact) <= rounding:
-        return Vote.REFERENCE
-    explained = max(rounding, EXPLAINED * distance(at_fault, exact))
-    return Vote.AT_FAULT if distance(said, at_fault) <= explained else Vote.NEITHER
+    @property
+    def _engine_dtype(self) -> torch.dtype:
+        return self.engine.capabilities().dtype or torch.float32
 
 
 def _worst_sequences(
@@ -279,11 +216,6 @@ def _worst_sequences(
     present = {party: values for party, values in parties.items() if values is not None}
     rows = order_by_error(*present.values())[:count]
     return tokens[rows], {party: values[rows] for party, values in present.items()}
-
-
-def _deviation(values: torch.Tensor, exact: torch.Tensor) -> Deviation:
-    found = consistency_metrics(values, exact)
-    return Deviation(found.token_mult_prob_error, found.max)
 
 
 def _owner_of(model: Any, reference: Any, name: str) -> str:

@@ -1,7 +1,9 @@
-"""The whole check: every cell of the matrix, verdicts for those that fail, and all of it on disk as it goes."""
+"""Run the complete check: all cells of the matrix, then verdicts for failing cells. Results are saved on the way."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -13,7 +15,10 @@ import torch
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.switches import quirks_off
+from nrl_models.common.trust.own_folder import default_folder
 from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, is_secret, require_engine
+from nrl_models.consistency.capsule.capsule_file import Limits
+from nrl_models.consistency.capsule.consistency_capsule import write_consistency
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.judge import Judge
@@ -28,10 +33,10 @@ from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_
 from nrl_models.errors import ConsistencyError, EngineError
 
 MAX_VERDICTS = 3
-"""How many failing cells are judged; that takes a few times as long as measuring."""
+"""Maximum number of failing cells to judge. A verdict takes a few times as long as a measurement."""
 
 FORMAT = 3
-"""Of what is kept on disk: raised whenever what was kept before cannot be read any more."""
+"""Format of saved measurements. Increased whenever older measurements can no longer be read."""
 
 _MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold", "noise_factor")
 """Settings that a cell's measurement does not depend on: others may be added later."""
@@ -53,45 +58,48 @@ def check_consistency(
     skip_too_long: bool = False,
     witness: str = "",
     second_trainer: str = "",
+    capsule: Path | None = None,
+    capsule_limits: Limits | None = None,
     progress: Callable[[ConsistencyReport], None] = lambda report: None,
 ) -> ConsistencyReport:
-    """Check that a checkpoint's trainer and an engine give the same log-probabilities.
+    """Check that a checkpoint's trainer and an engine compute the same log-probabilities.
 
     Args:
-        path: the checkpoint's directory.
-        engine: see `nrl_models.engines.ENGINES`.
-        settings: what to check.
-        out: where measurements are kept; a run with the same settings resumes from there.
-        dtype: the engine's; the checkpoint's by default.
-        trainer_dtype: the trainer's; the engine's by default.
-        device: where the trainer runs.
-        text_file: real text; that of this machine's Python by default.
-        fresh: whether to discard earlier measurements.
+        path: Directory of the checkpoint.
+        engine: Name from `nrl_models.engines.ENGINES`.
+        settings: Settings of the check.
+        out: Directory of the measurements. A run with the same settings resumes from it. Default: see `default_out`.
+        dtype: Dtype of the engine; default: the checkpoint's.
+        trainer_dtype: Dtype of the trainer; default: the engine's.
+        device: Device of the trainer.
+        text_file: File with real text; default: text of this machine's Python installation.
+        fresh: Whether to discard earlier measurements.
         load_format: `auto`, or `dummy` for an engine that starts on random weights and is refitted by the trainer.
-        engine_options: the engine's own options.
-        skip_too_long: whether to skip lengths that exceed the model's limit, and report them, instead of raising; if
-            none is left, the longest possible one is checked.
-        witness: another engine, which is asked about cells that fail; empty if none is. `vllm-transformers` gets the
-            precision and options of the `vllm` that is checked, and the verdict advises it where it is right in place
-            of that.
-        second_trainer: another engine, in the trainer's precision, which is compared with the engine in every cell as
-            the trainer is; empty if none is.
-        progress: called at every step with the report so far.
+        engine_options: Options of the engine.
+        skip_too_long: Whether to skip and report lengths above the model's limit, instead of raising. If none is left,
+            the longest possible length is checked.
+        witness: Another engine to use for cells that fail; empty for none. `vllm-transformers` gets the precision and
+            options of the `vllm` under test, and the verdict recommends it if it is right.
+        second_trainer: Another engine in the trainer's precision, which is compared with the engine in every cell;
+            empty for none.
+        capsule: File for the capsule of the worst failing cell, see `nrl_models.consistency.capsule`; None for none.
+        capsule_limits: Size of the capsule.
+        progress: Called at every step with the report so far.
 
     Returns:
-        The report. If the engine failed on the way, it says so and holds what was measured before.
+        The report. If the engine failed, it has the failure and the results up to then.
 
     Raises:
-        EngineError: the engine does not start.
-        ConsistencyError: the check cannot be run as asked for.
-        CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+        EngineError: If the engine does not start.
+        ConsistencyError: If the check cannot run with these arguments.
+        CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
     """
     require_engine(engine)
     for what, name in (("witness", witness), ("second trainer", second_trainer)):
         if name:
             require_engine(name)
         if name == engine:
-            raise ConsistencyError(f"the {what} is {name}, too: expected another engine than the one that is checked")
+            raise ConsistencyError(f"the {what} is also {name}: expected another engine than the one that is checked")
     settings = settings or Settings()
     folder = resolve_folder(path)
     settings, skipped = _fitting(folder, settings, engine, skip_too_long)
@@ -110,12 +118,12 @@ def check_consistency(
         "text": None if text_file is None else str(text_file.resolve()),
         **{key: value for key, value in asdict(settings).items() if key not in _MAY_CHANGE},
     }
-    store = Store(out or Path("consistency") / Path(path).resolve().name, decisive, fresh=fresh)
+    store = Store(out or default_out(path, decisive), decisive, fresh=fresh)
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
     dummy = load_format == "dummy"
-    with quirks_off("engine-dummy-buffers"):  # random weights were asked for by name
+    with quirks_off("engine-dummy-buffers"):  # random weights were requested explicitly
         started = start_engine(engine, path, **keywords)
     with started:
         if dummy:
@@ -125,7 +133,27 @@ def check_consistency(
         beside = start_engine(second_trainer, path, dtype=model.dtype) if second_trainer else None
         with beside or nullcontext():
             meter = Meter(started, trainer, prompts, settings, store, references, beside)
-            return run_matrix(str(path), meter, references, skipped=skipped, random_weights=dummy, progress=progress)
+            return run_matrix(
+                str(path),
+                meter,
+                references,
+                skipped=skipped,
+                random_weights=dummy,
+                capsule=capsule,
+                capsule_limits=capsule_limits,
+                progress=progress,
+            )
+
+
+def default_out(path: str | Path, decisive: Mapping[str, Any]) -> Path:
+    """Return `consistency/NAME-DIGEST`, which git ignores.
+
+    Args:
+        path: Checkpoint; NAME is the last part of its path.
+        decisive: Settings that affect measurements, including the checkpoint's files; DIGEST is their hash.
+    """
+    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
+    return default_folder("consistency", path, digest)
 
 
 def run_matrix(
@@ -135,25 +163,29 @@ def run_matrix(
     *,
     skipped: dict[Cell, str] | None = None,
     random_weights: bool = False,
+    capsule: Path | None = None,
+    capsule_limits: Limits | None = None,
     progress: Callable[[ConsistencyReport], None] = lambda report: None,
 ) -> ConsistencyReport:
-    """Measure every cell with a running engine and trainer, and judge those that fail.
+    """Measure all cells with a running engine and trainer, and judge failing ones.
 
     Args:
-        path: the checkpoint, for the report.
-        meter: measures; it has a store.
-        references: models that verdicts compare with.
-        skipped: cells that cannot be checked, and why, for the report.
-        random_weights: whether the engine was started on random weights.
-        progress: called at every step with the report so far.
+        path: The checkpoint, for the report.
+        meter: Measures cells. It must have a store.
+        references: Models to compare with in verdicts.
+        skipped: Cells that cannot be checked, with the reason, for the report.
+        random_weights: Whether the engine was started on random weights.
+        capsule: File for the capsule of the worst failing cell; None for none.
+        capsule_limits: Size of the capsule.
+        progress: Called at each step with the report so far.
 
     Returns:
-        The report. An engine that fails ends the run; the report says so.
+        The report. If the engine fails, the run ends, and the report has the error.
     """
     settings, store = meter.settings, meter.store
     assert store is not None
     descriptions = meter.engine.describe(), meter.trainer.describe()
-    report = ConsistencyReport(path, settings, *descriptions, skipped=skipped or {})
+    report = ConsistencyReport(path, settings, *descriptions, skipped=skipped or {}, out=store.folder)
     report.second = {} if meter.second is None else meter.second.describe()
     judge = Judge(meter, references, random_weights=random_weights)
     report.running = dict.fromkeys(settings.cells(), "waiting")
@@ -173,9 +205,19 @@ def run_matrix(
             del report.running[cell]
             report.results.append(result)
             progress(report)
+        failing = [result for result in report.results if not result.passed]
+        if capsule is not None and failing:
+            worst = max(failing, key=lambda result: max(map(_badness, result.repeats)))
+            report.running[worst.cell] = "writing the capsule"
+            progress(report)
+            found = judge.judged(worst.cell, max(worst.repeats, key=_badness), with_tensors=True)
+            write_consistency(capsule, found, meter.engine, meter.trainer, capsule_limits or Limits())
+            with_verdict = replace(worst, verdict=found.verdict)
+            report.results = [with_verdict if result is worst else result for result in report.results]
+            report.capsule = capsule
     except EngineError as error:
         report.error = str(error)
-    finally:  # the report is kept, whatever ends the run
+    finally:  # save the report in any case
         report.running.clear()
         store.save_note("report", report.to_json())
     return report
@@ -185,7 +227,7 @@ def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
     name, witness = f"verdict-{result.cell.key}", judge.references.witness
     if (content := store.load_note(name)) is not None:
         kept = Verdict.from_json(content)
-        # One of a party at fault, made without this witness, lacks what is asked for now.
+        # A verdict against a side that was made without this witness lacks the witness's vote.
         if not (witness and kept.at_fault) or (kept.witness and kept.witness.vote and kept.witness.engine == witness):
             return kept
     verdict = judge.judge(result.cell, max(result.repeats, key=_badness))
@@ -194,12 +236,12 @@ def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
 
 
 def _witness_options(witness: str, settings: Settings, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """A witness's own options.
+    """Return the options of the witness engine.
 
     Args:
-        witness: its name.
-        settings: what is checked.
-        engine: keywords that the vLLM under test was started with; empty if it is another engine.
+        witness: Name of the witness.
+        settings: Settings of the check.
+        engine: Keywords of the vLLM under test; empty for another engine.
     """
     if witness not in VLLMS:
         return {}
@@ -219,7 +261,7 @@ def _badness(measurement: Measurement) -> float:
 
 
 def _fitting(folder: Path, settings: Settings, engine: str, skip: bool) -> tuple[Settings, dict[Cell, str]]:
-    """The settings without lengths that exceed the model's limit, and the cells this leaves out."""
+    """Return settings without lengths that exceed the model's limit, and the cells that are then skipped."""
     longest = longest_sequence(folder, engine)
     too_long = [length for length in settings.lengths if longest is not None and length > longest]
     if longest is None or not too_long:
@@ -230,8 +272,8 @@ def _fitting(folder: Path, settings: Settings, engine: str, skip: bool) -> tuple
     reason += f", of which {engine} needs {room} to score" if room else ""
     if not skip:
         raise ConsistencyError(
-            f"{reason}, and a length of {', '.join(f'{length:,}' for length in too_long)} is asked for: leave it out, "
-            f"or take --length {' --length '.join(map(str, fitting))}"
+            f"{reason}, but a length of {', '.join(f'{length:,}' for length in too_long)} is requested: leave it out, "
+            f"or use --length {' --length '.join(map(str, fitting))}"
         )
     left_out = replace(settings, lengths=tuple(too_long)).cells()
     return replace(settings, lengths=fitting), dict.fromkeys(left_out, reason)

@@ -38,28 +38,28 @@ class Comparison(StrEnum):
     NOISE = "noise"
     """A model in the lower precision of the two with itself under other roundings: the noise floor."""
     STRICT = "strict"
-    """Trainer with engine, on what the trainer sampled."""
+    """Trainer with engine, on tokens sampled by the trainer."""
     SECOND = "second trainer"
     """Second trainer with the engine as it sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One repeat of a cell: the same tokens, scored by every party. All arrays have a row for each sequence.
+    """One repeat of a cell: the same tokens, scored by all sides. All arrays have one row per sequence.
 
     Args:
-        tokens: `(sequences, length)` int64: prompt and continuation.
-        prompt_length: tokens of the prompt.
-        decode: `(sequences, generated)` fp64, like all that follow: log-probabilities from the engine as it sampled.
-        prefill: from the engine, given the same tokens; None if it cannot score them.
-        trainer: from the trainer.
-        rounded: under other roundings, for the first sequences: from the trainer or, if the engine computes in a lower
-            precision, from transformers' model in that.
-        unrounded: what `rounded` is compared with; None if it is the trainer's.
-        noise_dtype: the precision of both.
-        strict_tokens: what the trainer sampled, if it was asked to.
-        strict_trainer, strict_engine: log-probabilities of that.
-        second: from the second trainer, of `tokens`; None if there is none.
+        tokens: Prompt and continuation, `(batch, seq_len)` int64.
+        prompt_length: Number of tokens of the prompt.
+        decode: Log-probabilities of the engine while sampling, `(batch, generated)`. This and all following are fp64.
+        prefill: Log-probabilities of the engine's prefill; None if it cannot score.
+        trainer: Log-probabilities of the trainer.
+        rounded: Log-probabilities with other rounding for the first sequences. From the trainer, or from transformers'
+            model in the engine's precision if that is lower.
+        unrounded: Baseline of `rounded`; None if it is `trainer`.
+        noise_dtype: Precision of `rounded` and `unrounded`.
+        strict_tokens: Tokens sampled by the trainer, if requested.
+        strict_trainer, strict_engine: Log-probabilities of `strict_tokens`.
+        second: Log-probabilities of `tokens` from the second trainer; None if there is none.
     """
 
     tokens: torch.Tensor
@@ -99,7 +99,7 @@ class Measurement:
 
 
 def order_by_error(trainer: torch.Tensor, *engine: torch.Tensor) -> list[int]:
-    """The rows of the sequences, those that differ most from any of the engine's log-probabilities first."""
+    """Return indices of sequences, ordered by their largest difference from any of the engine's scores."""
     difference = torch.stack([(trainer - scores).abs().nan_to_num(nan=math.inf) for scores in engine]).amax(0)
     return difference.mean(1).argsort(descending=True).tolist()
 
@@ -109,17 +109,17 @@ Arrays = dict[str, torch.Tensor]
 
 @dataclass
 class Meter:
-    """Measures cells with an engine and a trainer, and keeps the results in a store.
+    """Measures cells with an engine and a trainer, and saves the results in a store.
 
     Args:
-        engine: the engine under test.
-        trainer: the model that trains, as an engine.
-        prompts: where prompts come from.
-        settings: what to measure.
-        store: where results go, and come from if they are there; None keeps nothing.
-        references: make the model on which the noise floor is measured, if the engine's precision is the lower; it is
-            measured on the trainer otherwise, and without them.
-        second: another trainer, which is compared with the engine as well; None if there is none.
+        engine: The engine under test.
+        trainer: The trainer's model as an engine.
+        prompts: Creates prompts.
+        settings: Settings of the check.
+        store: Saves results, and loads existing ones; None saves nothing.
+        references: Creates the model for the noise floor if the engine's precision is lower than the trainer's.
+            Otherwise, or without it, the trainer is used.
+        second: A second trainer to compare with the engine; None if there is none.
     """
 
     engine: Engine
@@ -132,23 +132,23 @@ class Meter:
 
     @property
     def noise_dtype(self) -> torch.dtype:
-        """The lower of the two precisions, that of the noise floor; the trainer's, if the engine's is unknown."""
+        """Precision of the noise floor: the lower one of both sides, or the trainer's if the engine's is unknown."""
         dtypes = [self.trainer.model.dtype]
         if self.references is not None and (dtype := self.engine.capabilities().dtype) is not None:
             dtypes.append(dtype)
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     def measure(self, cell: Cell, repeat: int = 0, note: Callable[[str], None] = lambda step: None) -> Measurement:
-        """Measure one repeat of a cell, or what is missing of it.
+        """Measure one repeat of a cell, or the missing part of it.
 
         Args:
-            cell: which.
-            repeat: counted from 0.
-            note: told the name of each step.
+            cell: The cell.
+            repeat: Number of the repeat, from 0.
+            note: Called with the name of each step.
 
         Raises:
-            EngineError: the engine failed; what was measured before is kept.
-            ConsistencyError: no prompts can be made.
+            EngineError: If the engine failed. Completed measurements are saved.
+            ConsistencyError: If no prompts can be created.
         """
         seed = self.settings.seed + 1_000_003 * repeat
         steps: dict[str, tuple[str, Callable[[], Arrays]]] = {

@@ -1,4 +1,4 @@
-"""Prompts of a given length: windows of real text, and counting numbers."""
+"""Create prompts of a given length: sections of real text, and counting numbers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from nrl_models.inputs.tokenizers import load_tokenizer
 
 
 class Prompts:
-    """Makes prompts for a checkpoint.
+    """Creates prompts for a checkpoint.
 
     Args:
-        tokenizer: the checkpoint's; without one, dummy prompts are counting token ids, and there are no real prompts.
-        vocabulary: the number of rows of the model's embedding.
-        text: real text; that of this machine's Python if None.
+        tokenizer: The checkpoint's tokenizer. Without it, dummy prompts are counting token ids, and real text is not
+            available.
+        vocabulary: Number of rows of the model's embedding.
+        text: Real text. None uses text of this machine's Python installation.
 
-    A tokenizer may have more tokens than the embedding has rows, as long as it uses none of them: Gemma 3's has a token
-    for images that the text model lacks.
+    A tokenizer may have more tokens than the embedding has rows, as long as they are not used. For example, Gemma 3's
+    has an image token that the text model lacks.
     """
 
     def __init__(self, tokenizer: Any | None, vocabulary: int, text: str | None = None) -> None:
@@ -33,10 +34,10 @@ class Prompts:
 
     @classmethod
     def of_checkpoint(cls, path: str | Path, vocabulary: int, text_file: Path | None = None) -> Prompts:
-        """Prompts for the checkpoint in `path`, with its tokenizer if it has one.
+        """Create prompts for the checkpoint in `path`, with its tokenizer if it has one.
 
         Raises:
-            ConsistencyError: the text cannot be read, or the tokenizer does not load.
+            ConsistencyError: If the text cannot be read, or the tokenizer does not load.
         """
         try:
             text = None if text_file is None else text_file.read_text(encoding="utf-8")
@@ -45,16 +46,16 @@ class Prompts:
         return cls(load_tokenizer(path), vocabulary, text)
 
     def make(self, cell: Cell, length: int, seed: int) -> list[list[int]]:
-        """One prompt for each sequence of a cell's batch.
+        """Create one prompt for each sequence of a cell's batch.
 
         Args:
-            cell: the data, and how many prompts.
-            length: tokens of each.
-            seed: decides where in the text, or at which number, each begins.
+            cell: The cell, which defines the data and the number of prompts.
+            length: Number of tokens of each prompt.
+            seed: Random seed of the start in the text or of the first number.
 
         Raises:
-            ConsistencyError: real text without a tokenizer, or too little of it; or the tokenizer gives ids that the
-                embedding has no rows for, or no more tokens for longer texts.
+            ConsistencyError: If real text is requested without a tokenizer, or is too short. Also if the tokenizer
+                returns ids without a row in the embedding, or no more tokens for longer texts.
         """
         generator = random.Random(f"{seed} {cell.data} {length}")
         make = self._real if cell.data == Data.REAL else self._dummy
@@ -73,15 +74,15 @@ class Prompts:
     def _real(self, length: int, generator: random.Random) -> list[int]:
         if self.tokenizer is None:
             raise ConsistencyError(
-                "the checkpoint has no tokenizer, so there is no real data for it: add its tokenizer to the directory, "
-                "or check dummy data only (--data dummy)"
+                "the checkpoint has no tokenizer, which real data needs: add its tokenizer to the directory, or check "
+                "dummy data only (--data dummy)"
             )
         if self._ids is None:
             self._ids = self._encode(text_of_this_machine() if self._text is None else self._text)
         ids, start = self._ids, self._start()
         size = length - len(start)
         if len(ids) < size:
-            raise ConsistencyError(f"the text has {len(ids):,} tokens, and a prompt needs {size:,}: give a longer one")
+            raise ConsistencyError(f"the text has {len(ids):,} tokens, but a prompt needs {size:,}: use a longer text")
         place = generator.randrange(len(ids) - size + 1)
         return [*start, *ids[place : place + size]]
 
@@ -95,8 +96,8 @@ class Prompts:
             ids = [*self._start(), *self._encode(" ".join(map(str, range(first, first + count))))]
             if len(ids) <= before:  # it would never be enough
                 raise ConsistencyError(
-                    f"the tokenizer makes {len(ids)} tokens of {count:,} numbers, as of half as many, so there is no "
-                    f"dummy data of {length:,} tokens. Is it another model's tokenizer?"
+                    f"the tokenizer encodes {count:,} numbers as {len(ids)} tokens, the same as half of them, so dummy "
+                    f"data of {length:,} tokens is not possible. Is it the tokenizer of another model?"
                 )
             count, before = 2 * count, len(ids)
         return ids[:length]
@@ -113,7 +114,7 @@ class Prompts:
         ids = self.tokenizer(text, **options)["input_ids"]
         if ids and max(ids) >= self.vocabulary:
             raise ConsistencyError(
-                f"the tokenizer gives token {max(ids):,} ({self.tokenizer.decode([max(ids)])!r}), and the model's "
+                f"the tokenizer returns token {max(ids):,} ({self.tokenizer.decode([max(ids)])!r}), but the model's "
                 f"embedding has {self.vocabulary:,} rows. It is another model's tokenizer, or the embedding was not "
                 "resized (model.resize_token_embeddings)."
             )

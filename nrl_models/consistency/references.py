@@ -23,15 +23,15 @@ Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 class References:
-    """Makes reference models of one checkpoint, and keeps them.
+    """Creates reference models of a checkpoint, and caches them.
 
     Args:
-        path: the checkpoint's directory.
-        device: where they run.
-        weights: weights to use in place of the checkpoint's: a trained model's export.
-        previous: the weights of before the last refit, which an engine may still have.
-        witness: the name of another engine, which is asked where the two sides differ; empty if none is.
-        witness_options: its own options.
+        path: Directory of the checkpoint.
+        device: Device of the models.
+        weights: Weights to use instead of the checkpoint's: the export of a trained model.
+        previous: Weights from before the last refit, which an engine may still use.
+        witness: Name of another engine to use if both sides differ; empty for none.
+        witness_options: Options of the witness.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class References:
         self._kept: dict[tuple[torch.dtype, bool], PreTrainedModel] = {}
 
     def model(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel:
-        """transformers' model in `dtype`; with `combined`, ours, whose groups are named as engines name them."""
+        """Return transformers' model in `dtype`, or ours with fused groups (named as in engines) if `combined`."""
         key = (dtype, combined)
         if key not in self._kept:
             if self._kept and next(iter(self._kept.values())).num_parameters() > 2e9:
@@ -58,15 +58,15 @@ class References:
         return self._kept[key]
 
     def with_previous_weights(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel | None:
-        """The model with the previous weights; None if there are none."""
+        """Return the model with the previous weights; None if there are none."""
         return None if self.previous is None else self._load(dtype, combined, self.previous)
 
     @contextmanager
     def asked_witness(self) -> Iterator[Engine]:
-        """The witness, with the weights, in fp32 unless its options say otherwise; it runs while this is open.
+        """Start the witness with the weights, in fp32 by default. It is closed at the end of the context.
 
         Raises:
-            EngineError: it does not start, or does not take the weights.
+            EngineError: If it does not start, or does not accept the weights.
         """
         options = {"dtype": torch.float32, **self.witness_options}
         with start_engine(self.witness, self.path, **options) as engine:

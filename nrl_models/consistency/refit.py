@@ -1,19 +1,22 @@
-"""Checks that new weights arrive: an engine that starts on random weights is refitted and compared, twice.
+"""Check that new weights arrive: start an engine on random weights, refit it twice, and compare after each refit.
 
-The first refit shows that every weight the engine needs is sent and written; the second, after a training step, that a
-running engine takes new weights and drops what it computed with the old ones (its caches).
+The first refit verifies that every weight of the engine is sent and written. The second follows a training step. It
+verifies that a running engine accepts new weights and discards results of the old ones (its caches).
 
-The step moves every element of every floating-point tensor, buffers included. A tensor that did not arrive is found in
-two ways: the engine's own weights, where they can be read, did not change; and log-probabilities differ by more than a
-bound that comes from the first refit's error and the noise floor. The step therefore moves each tensor until the
-trainer's log-probabilities, with that tensor alone as it was, differ by more than the bound.
+The training step changes every element of every floating-point tensor, including buffers. A tensor that did not arrive
+is detected in two ways:
+
+- The engine's weight did not change, if the engine's weights can be read.
+- Log-probabilities differ by more than a bound, which is derived from the first refit's error and the noise floor. So
+  the step is large enough that restoring any single tensor changes the trainer's log-probabilities by more than the
+  bound.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,16 +52,16 @@ from nrl_models.parity.parity_report import Outcome
 Tensors = Iterable[NamedTensor]
 
 LENGTH = 100
-"""Tokens of the sequences that are compared, if the model takes as many."""
+"""Default number of tokens of compared sequences, unless the model's limit is lower."""
 
 LEARNING_RATE = 1e-2
 """Of the training step between two refits: large, so that stale weights show."""
 
 MIN_CHANGE = 1.01
-"""`token_mult_prob_error` between before and after the training step, at least: less would show nothing."""
+"""Minimum `token_mult_prob_error` between before and after the training step. A smaller change would show nothing."""
 
 RELATIVE_MOVE = 2.0**-6
-"""Of an element's own size, at least: a smaller step may be lost where the engine rounds to bf16."""
+"""Minimum change of an element relative to its size. Smaller steps could be lost if the engine rounds to bf16."""
 
 FLOOR_FACTOR = 3.0
 """How many times further from 1 than the first refit's error the second's may be."""
@@ -67,10 +70,10 @@ SMALLEST_EXCESS = 1e-5
 """How far from 1 a bound is at least: two sides in fp32 differ by less, but not always by the same."""
 
 FIRST_BOUND = 1.001
-"""Bound on the first refit's error in fp32, before which nothing was measured; `THRESHOLD` in a lower precision."""
+"""Bound of the first refit's error in fp32, for which there is no measurement. Lower precisions use `THRESHOLD`."""
 
 MARGIN = 4.0
-"""How many times further from 1 than the bound a stale tensor's error is made, so that the check finds it."""
+"""Factor between the error (its distance from 1) of a stale tensor and the bound, so that the check detects it."""
 
 LARGER_MOVES = (1.0, 8.0, 64.0)
 """Factors on a tensor's step, tried one after the other until a stale tensor would be found."""
@@ -81,14 +84,14 @@ OBSERVING_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RefitStep:
-    """One refit, and the comparison after it.
+    """A refit and the comparison after it.
 
     Args:
-        name: its name in reports.
-        report: the engine's report.
-        problems: what is wrong with the refit itself; empty if nothing is.
-        result: the comparison after it.
-        before: `token_mult_prob_error` before the refit, with the weights the engine had.
+        name: Name of the step in reports.
+        report: The engine's report.
+        problems: Problems of the refit itself; empty if there are none.
+        result: The comparison after the refit.
+        before: `token_mult_prob_error` before the refit, with the engine's old weights.
     """
 
     name: str
@@ -99,7 +102,7 @@ class RefitStep:
 
     @property
     def passed(self) -> bool:
-        """Whether everything arrived and the log-probabilities agree."""
+        """Whether all tensors arrived and the log-probabilities agree."""
         return not self.problems and self.result.passed
 
 
@@ -115,34 +118,35 @@ def check_refit(
     engine_options: dict[str, Any] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> RefitChecker:
-    """Start an engine on random weights, refit it from a checkpoint, train a step, refit it again; compare each time.
+    """Refit an engine that starts on random weights, train a step, and refit it again; compare after each refit.
 
     Args:
-        path: the checkpoint's directory.
-        engine: see `nrl_models.engines.ENGINES`; it must be able to take weights.
-        dtype: the engine's; the checkpoint's by default.
-        trainer_dtype: the trainer's; the engine's by default.
-        device: where the trainer runs.
-        settings: how to compare: its first cell, its threshold; by default `refit_settings`. With LongRoPE the engine
-            is started for more tokens than `original_max_position_embeddings`, as for rollouts of the full length:
-            vLLM then uses the long factors for all sequences. The engine's option `max_length` chooses another length.
-        bucket_bytes: bytes sent at a time at most; everything at once by default, where that needs no copy.
-        engine_options: the engine's own options.
-        note: told the name of each step.
+        path: Directory of the checkpoint.
+        engine: Name from `nrl_models.engines.ENGINES`. It must support new weights.
+        dtype: Dtype of the engine; default: the checkpoint's.
+        trainer_dtype: Dtype of the trainer; default: the engine's.
+        device: Device of the trainer.
+        settings: Settings of the comparison; its first cell and its threshold are used. Default: `refit_settings`. With
+            LongRoPE, the engine's maximum length exceeds `original_max_position_embeddings`, as for rollouts of full
+            length, because vLLM then uses the long factors for all sequences. The engine option `max_length` sets
+            another length.
+        bucket_bytes: Maximum bytes per bucket. By default, one bucket if that needs no copy.
+        engine_options: Options of the engine.
+        note: Called with the name of each step.
 
     Raises:
-        EngineError: the engine does not start, takes no weights, or fails.
-        ConsistencyError: the model does not take sequences as long.
-        CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+        EngineError: If the engine does not start, does not support new weights, or fails.
+        ConsistencyError: If the sequences are too long for the model.
+        CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
     """
     require_engine(engine)
     settings = settings or refit_settings(path, engine)
     length, longest = settings.cells()[0].length, longest_sequence(path, engine)
     if longest is not None and length > longest:
-        raise ConsistencyError(f"a length of {length:,} is asked for: with this model and engine, {longest:,} at most")
+        raise ConsistencyError(f"a length of {length:,} is requested, but this model and engine support {longest:,}")
     max_length, switch = length + room_to_score(engine), rope_switch(read_config(resolve_folder(path)))
     if switch is not None and longest is not None and max_length <= switch <= longest:
-        max_length = switch + 1  # as rollouts start it, unless they ask for less
+        max_length = switch + 1  # the default of rollouts
     own = {"dtype": dtype, "load_format": "dummy", "seed": settings.seed + 1, "max_length": max_length}
     keywords = engine_keywords(engine_options, **own)
     note("loading the trainer")
@@ -150,17 +154,17 @@ def check_refit(
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(resolve_folder(path), trainer.capabilities().vocabulary or 0)
     note("starting the engine on random weights")
-    with quirks_off("engine-dummy-buffers"):  # random weights are the point, and what no refit reaches is reported
+    with quirks_off("engine-dummy-buffers"):  # start on random weights; the check reports those that no refit reaches
         started = start_engine(engine, path, **keywords)
     with started:
         if not started.capabilities().refit:
-            raise EngineError(f"{engine} takes no new weights here, so there is nothing to check")
+            raise EngineError(f"{engine} does not support new weights here, so there is nothing to check")
         checker = RefitChecker(str(path), Meter(started, trainer, prompts, settings), device)
-        note("first refit")
+        note("refitting from random weights")
         checker.refit("from random weights", bucket_bytes=bucket_bytes)
-        note("a training step")
+        note("training one step")
         checker.train()
-        note("second refit")
+        note("refitting with the new weights")
         checker.refit("after a training step", bucket_bytes=bucket_bytes)
     return checker
 
@@ -168,29 +172,58 @@ def check_refit(
 def refit_settings(
     path: str | Path, engine: str, length: int | None = None, batch: int = 4, threshold: float = THRESHOLD
 ) -> Settings:
-    """How refits are compared: dummy data, sampled; by default of `LENGTH` tokens, or as many as the model takes.
+    """Return settings for comparing refits: sampled dummy data of `LENGTH` tokens, or fewer if the model needs it.
 
-    The threshold is the largest bound; the bound itself comes from what is measured, see `RefitChecker.threshold`.
+    The threshold is an upper limit. The bound itself is derived from measurements, see `RefitChecker.threshold`.
     """
     longest = longest_sequence(path, engine)
     length = length or (LENGTH if longest is None else min(LENGTH, longest))
     return Settings((length,), (Data.DUMMY,), (Mode.SAMPLING,), (batch,), threshold=threshold)
 
 
-@dataclass
-class RefitChecker:
-    """Refits an engine from a trainer and compares them.
+def refit_problems(
+    report: RefitReport, sent: Mapping[str, str], plan: Sequence[tuple[str, tuple[int, ...], torch.dtype]]
+) -> list[str]:
+    """Return the problems of a refit: tensors that were not sent, did not arrive, or were not written.
 
     Args:
-        path: the checkpoint.
-        meter: compares them, on the first cell of its settings.
-        device: where reference models run.
+        report: The engine's report.
+        sent: Digest of each sent tensor by name.
+        plan: Tensors that were to be sent, as from `StateDictAdapter.export_plan`.
+    """
+    problems, planned, arrived = [], [name for name, _, _ in plan], report.digests
+    if list(sent) != planned:
+        different = [f"{name} for {wanted}" for name, wanted in zip(sent, planned, strict=False) if name != wanted]
+        problems.append(f"other tensors were sent than planned: {len(sent)} for {len(planned)}; {different[:3]}")
+    sides = {
+        "tensors did not arrive": [name for name in sent if name not in arrived],
+        "tensors arrived changed": [name for name in sent if name in arrived and arrived[name] != sent[name]],
+        "tensors arrived but were not sent": [name for name in arrived if name not in sent],
+    }
+    unwritten = {
+        "parameters of the engine were not written": report.unwritten,
+        "buffers of the engine were not written": report.stale_buffers,
+    }
+    for problem, names in ((sides if arrived else {}) | unwritten).items():
+        if names:
+            problems.append(f"{problem}: {listed(names)}")
+    return problems
+
+
+@dataclass
+class RefitChecker:
+    """Refits an engine from a trainer, and compares them.
+
+    Args:
+        path: The checkpoint.
+        meter: Compares them, on the first cell of its settings.
+        device: Device of reference models.
 
     Attributes:
-        steps: the refits, in order.
-        not_observable: hub names of tensors that could be stale after the second refit without an effect above the
-            bound: tensors of integers, experts that no token chose, and those that were not tried in time. Where the
-            engine's weights can be read, only those of integers.
+        steps: The refits, in order.
+        not_observable: Hub names of tensors that could be stale after the second refit without an effect above the
+            bound: integer tensors, experts that no token chose, and tensors not tried in time. If the engine's weights
+            can be read, only integer tensors.
     """
 
     path: str
@@ -210,9 +243,9 @@ class RefitChecker:
 
     @property
     def threshold(self) -> float:
-        """The bound on the next refit's `token_mult_prob_error`, where the noise floor explains no more.
+        """Bound of the next refit's `token_mult_prob_error`, unless the noise floor explains more.
 
-        It comes from the first refit's error; for that itself, from the precision. The settings' is the largest.
+        Derived from the first refit's error; for the first refit, from the precision. At most the settings' threshold.
         """
         if not self.steps or not self.steps[0].passed:
             first = FIRST_BOUND if self.meter.noise_dtype.itemsize >= 4 else THRESHOLD
@@ -227,12 +260,12 @@ class RefitChecker:
         bucket_bytes: int | None = None,
         change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
     ) -> RefitStep:
-        """Refit, compare, and keep the step.
+        """Refit, compare, and record the step.
 
         Args:
-            name: its name in reports.
-            bucket_bytes: bytes sent at a time at most.
-            change: applied to the tensors on their way to the engine, for tests.
+            name: Name of the step in reports.
+            bucket_bytes: Maximum bytes per bucket.
+            change: Function applied to the tensors before they are sent, for tests.
         """
         model: FamilyModel = self.meter.trainer.model
         adapter = model.state_dict_adapter
@@ -240,9 +273,9 @@ class RefitChecker:
         before = self.meter.measure(self.cell)
         sent: dict[str, str] = {}
         exported = adapter.iter_export(model, max_bytes=bucket_bytes)
-        # What is left unwritten is reported, and the comparison says what it does.
+        # Unwritten tensors are reported, and the comparison shows their effect.
         report = self.meter.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes, partial=True)
-        problems = (*self._problems(report, sent, adapter.export_plan()), *self._stale())
+        problems = (*refit_problems(report, sent, adapter.export_plan()), *self._stale(sent))
         after = self.meter.measure(self.cell)
         self.not_observable = tuple(self._unseen(after))
         self._is_readable, self._old = False, {}
@@ -293,7 +326,7 @@ class RefitChecker:
     def _enlarge(
         self, weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], scores: Callable[[], torch.Tensor]
     ) -> None:
-        """Enlarge the steps of tensors that could be stale without being found, where a larger step is found."""
+        """Enlarge the steps of tensors that could be stale without detection, if larger steps are detected."""
         needed, started, now = 1.0 + MARGIN * (self.threshold - 1.0), time.monotonic(), scores()
         for name, tensor in weights.items():
             new, current = tensor.clone(), now
@@ -338,41 +371,19 @@ class RefitChecker:
         tensor.copy_(new)
         return effect
 
-    def _stale(self) -> Iterable[str]:
-        """What the engine holds as it was before the training step, which moved everything."""
-        if self._old and (names := self.meter.engine.unchanged_weights()):
-            yield f"weights of the engine did not change: {listed(names)}"
-
-    def _problems(
-        self, report: RefitReport, sent: dict[str, str], plan: list[tuple[str, tuple[int, ...], torch.dtype]]
-    ) -> Iterable[str]:
-        """What is wrong with a refit, apart from what the engine then computes."""
-        planned = [name for name, _, _ in plan]
-        if list(sent) != planned:
-            different = [f"{name} for {wanted}" for name, wanted in zip(sent, planned, strict=False) if name != wanted]
-            yield f"other tensors were sent than planned: {len(sent)} for {len(planned)}; {different[:3]}"
-        arrived = report.digests
-        sides = {
-            "tensors did not arrive": [name for name in sent if name not in arrived],
-            "tensors arrived changed": [name for name in sent if name in arrived and arrived[name] != sent[name]],
-            "tensors arrived but were not sent": [name for name in arrived if name not in sent],
-        }
-        unwritten = {
-            "parameters of the engine were not written": report.unwritten,
-            "buffers of the engine were not written": report.stale_buffers,
-        }
-        for problem, names in ((sides if arrived else {}) | unwritten).items():
-            if names:
-                yield f"{problem}: {listed(names)}"
+    def _stale(self, sent: Mapping[str, str]) -> Iterable[str]:
+        """Yield problems if sent or engine weights are unchanged after the training step, which moved all weights."""
         if self._sent and self._sent == sent:
             yield "the same weights were sent as last time: the training step changed nothing"
+        if self._old and (names := self.meter.engine.unchanged_weights()):
+            yield f"weights of the engine did not change: {listed(names)}"
 
     def _judge(self, measurement: Measurement) -> Verdict:
         assert self.meter.references is not None
         return Judge(self.meter, self.meter.references, random_weights=True).judge(self.cell, measurement)
 
     def _references(self) -> References:
-        """Models with the trainer's weights as they are now."""
+        """Models with the trainer's current weights."""
         model: FamilyModel = self.meter.trainer.model
         previous = self._previous
         return References(
@@ -384,7 +395,7 @@ class RefitChecker:
 
     @property
     def passed(self) -> bool:
-        """Whether every refit passed, and there was one."""
+        """Whether there was at least one refit, and all passed."""
         return bool(self.steps) and all(step.passed for step in self.steps)
 
     def to_json(self) -> dict[str, Any]:
@@ -438,9 +449,9 @@ class RefitChecker:
 
 
 def _weights(model: FamilyModel) -> dict[str, torch.Tensor]:
-    """The model's floating-point tensors by hub name, buffers included; writing into them changes the model.
+    """Return the model's floating-point tensors by hub name, including buffers. Writing to them changes the model.
 
-    Parameters with a hub tensor that is no view of them are included as they are, under their own names.
+    If a hub tensor is not a view, its parameters are included instead, by parameter name.
     """
     adapter = model.state_dict_adapter
     views = adapter.hf_views(model)
@@ -453,7 +464,7 @@ def _weights(model: FamilyModel) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _move_all(weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Move every element by at least `RELATIVE_MOVE` of its size; those without a gradient by a step as large."""
+    """Change every element by at least `RELATIVE_MOVE` of its size, including elements without a gradient."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in weights.items():
         before = old[name].float()
@@ -465,6 +476,6 @@ def _move_all(weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tenso
 
 
 def _error(scores: torch.Tensor, others: torch.Tensor) -> float:
-    """`token_mult_prob_error`; infinite if one side alone is not finite."""
+    """Return `token_mult_prob_error`; infinite if only one side is not finite."""
     same = scores.isfinite() & others.isfinite()
     return token_mult_prob_error(scores, others, same) if same.any() else math.inf

@@ -1,4 +1,4 @@
-"""Measurements on disk, written as they are made: an interrupted run resumes where it stopped."""
+"""Measurements on disk, written one by one, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from nrl_models.errors import ConsistencyError, one_line
 
 SETTINGS = "settings.json"
 
+CHANGED_CHECKPOINT = "checkpoint: measured on another checkpoint, or its files have changed"
+
 PURPOSE = "measurements of nrl-models consistency"
 
 _CELL = r"\d+-\w+-\w+-\d+"
 _OWN = re.compile(rf"settings\.json|report\.json|verdict-{_CELL}\.json|{_CELL}-\d+\.safetensors")
-"""What a store writes. Whatever else is in its directory is somebody else's, and stays."""
+"""Names of a store's files. Other files in its directory are never deleted."""
 
 
 class Store:
-    """A directory with a file for each cell and repeat, written step by step.
+    """A directory with one file per cell and repeat, written as they are measured.
 
     Args:
-        folder: created if need be.
-        settings: those that measurements depend on. A directory with measurements of other settings is refused; other
-            settings of which nothing was measured are replaced.
-        fresh: whether to discard earlier measurements; other files in the directory stay.
+        folder: The directory; created if necessary.
+        settings: Settings that affect measurements. If the directory has measurements with other settings, an error is
+            raised. Other settings without measurements are overwritten.
+        fresh: Whether to delete earlier measurements. Other files in the directory stay.
 
     Raises:
-        ConsistencyError: the directory holds measurements made with other settings, or something else.
+        ConsistencyError: If the directory has measurements with other settings, or unrelated files.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
@@ -46,7 +48,7 @@ class Store:
         file = folder / SETTINGS
         if not claim(folder, PURPOSE):
             raise ConsistencyError(
-                f"{folder} is not empty, and no file {MARKER} in it says that measurements are kept there: choose "
+                f"{folder} is not empty, and has no file {MARKER} that marks a directory of measurements: choose "
                 "another directory (--out)"
             )
         if fresh:
@@ -55,7 +57,7 @@ class Store:
         measured = any(path.suffix == ".safetensors" for path in self._own_files())
         found = _read_json(file) if measured else wanted
         different = [
-            f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
+            CHANGED_CHECKPOINT if key == "checkpoint" else f"{key}: {found.get(key)!r} before, {wanted.get(key)!r} now"
             for key in sorted(found.keys() | wanted.keys())
             if found.get(key) != wanted.get(key)
         ]
@@ -68,24 +70,24 @@ class Store:
         write_whole(file, json.dumps(wanted, indent=1))
 
     def _own_files(self) -> list[Path]:
-        """What this store, or an earlier one of its directory, wrote."""
+        """Return the files that this or an earlier store wrote to the directory."""
         named = [path for path in self.folder.iterdir() if _OWN.fullmatch(path.name)]
         return [path for path in named if path.is_file() or path.is_symlink()]
 
     def load(self, cell: Cell, repeat: int) -> dict[str, torch.Tensor]:
-        """What is there of one repeat of a cell; empty if nothing is, or if the file is damaged."""
+        """Load the saved arrays of a repeat; empty if there are none or the file is damaged."""
         try:
             return safetensors.torch.load_file(self._file(cell, repeat))
         except (SafetensorError, OSError):
             return {}
 
     def save(self, cell: Cell, repeat: int, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Write what is known of one repeat of a cell, replacing what was there."""
+        """Save the arrays of a repeat, replacing earlier ones."""
         contiguous = {name: array.contiguous() for name, array in arrays.items()}
         write_whole(self._file(cell, repeat), safetensors.torch.save(contiguous))
 
     def load_note(self, name: str) -> Any:
-        """A JSON note; None if there is none."""
+        """Load a JSON note; None if there is none."""
         file = self.folder / f"{name}.json"
         return _read_json(file) if file.exists() else None
 

@@ -1,4 +1,4 @@
-"""The verdict on a cell that fails: which side is at fault, why, and in which module it first diverges."""
+"""The verdict on a failing cell: the wrong side, the cause, and the first module that diverges."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from nrl_models.consistency.divergence import Divergence
 from nrl_models.logprobs.metrics import finite_or_none
-from nrl_models.quirks import CATALOGUE, Evidence, Pattern, VerdictKind
+from nrl_models.quirks import CATALOG, Evidence, Pattern, VerdictKind
 
 
 class Party(StrEnum):
-    """Whose log-probabilities are compared with those of transformers in fp64."""
+    """Sides whose log-probabilities are compared with those of transformers in fp64."""
 
     TRAINER = "trainer"
     SECOND_TRAINER = "second trainer"
@@ -30,7 +30,7 @@ class Deviation(NamedTuple):
 
 
 class Vote(StrEnum):
-    """Whom a witness agrees with."""
+    """The side that a witness agrees with."""
 
     REFERENCE = "transformers"
     AT_FAULT = "the party at fault"
@@ -39,13 +39,13 @@ class Vote(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What a third implementation computes where an engine and a trainer differ.
+    """Result of a third implementation if engine and trainer differ.
 
     Args:
-        engine: its name.
-        vote: whom it agrees with; None if it gave no log-probabilities.
-        error: why it gave none.
-        decodes: whether it also decodes right; None if that was not looked at.
+        engine: Name of the witness engine.
+        vote: The side that it agrees with; None if it returned no log-probabilities.
+        error: Why it returned none.
+        decodes: Whether its decoding is also right; None if that was not checked.
     """
 
     engine: str
@@ -54,31 +54,31 @@ class Opinion:
     decodes: bool | None = None
 
     def sentence(self, at_fault: str) -> str:
-        """It in a sentence, about the parties `at_fault`."""
+        """Describe the result in a sentence, given the sides `at_fault`."""
         if self.vote is None:
-            return f"{self.engine}, asked as a witness, gave no log-probabilities: {self.error}"
+            return f"{self.engine}, used as a witness, returned no log-probabilities: {self.error}"
         if self.vote is Vote.AT_FAULT:
             return (
-                f"{self.engine} agrees with {at_fault} and not with transformers, whose class may be what is wrong, or "
-                "may compute what these implementations leave out"
+                f"{self.engine} agrees with {at_fault} and not with transformers, whose class may be wrong, or may "
+                "compute something that these implementations omit"
             )
-        return f"{self.engine} agrees with {self.vote}{', but decodes otherwise' if self.decodes is False else ''}"
+        return f"{self.engine} agrees with {self.vote}{', but differs in decoding' if self.decodes is False else ''}"
 
 
 class Advice(StrEnum):
-    """What would mend an engine, as measured."""
+    """Change that makes an engine agree, as measured."""
 
     TRANSFORMERS_BACKEND = "serve with model_impl=transformers"
-    """vLLM's own class is wrong; with transformers' in its place vLLM is right, in one prefill and in decoding."""
+    """vLLM's own class is wrong. With transformers' class, vLLM is right in prefill and decoding."""
 
 
 class CauseKind(StrEnum):
-    """What a party at fault does differently."""
+    """Kinds of bugs of a wrong side."""
 
     SAMPLING = "sampling"
     """Temperature, top-k or top-p."""
     ALIGNMENT = "alignment"
-    """Log-probabilities belong to a neighbouring token."""
+    """Log-probabilities belong to the previous or next token."""
     HEAD = "head"
     """The scale or soft cap of the logits."""
     STALE_WEIGHTS = "stale weights"
@@ -89,12 +89,12 @@ class CauseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a party is wrong.
+    """The reason why a side is wrong.
 
     Args:
-        kind: the kind of cause.
-        message: what it computes instead, to follow "as if".
-        key: the key of the configuration, of kind `CONFIG`.
+        kind: Kind of the cause.
+        message: Description of the wrong computation, to follow "as if".
+        key: Key of the configuration, for kind `CONFIG`.
     """
 
     kind: CauseKind
@@ -104,19 +104,19 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Where a disagreement comes from.
+    """Source of a disagreement.
 
     Args:
-        kind: which side is at fault; or, if no side is, what explains the difference.
-        at_fault: the parties at fault.
-        errors: how far each party is from transformers in fp64.
-        cause: what the party at fault computes instead, if that was found.
-        divergence: the first module that diverges, if one was found.
-        note: what else is known: the precisions compared, or why no module is named.
-        random_weights: whether the engine was started on random weights.
-        quirks: names of the known quirks that match.
-        witness: what another engine says, where it was asked.
-        advice: what was measured to be right in place of the engine at fault; None if nothing was.
+        kind: The wrong side, or the explanation of the difference if no side is wrong.
+        at_fault: The wrong sides.
+        errors: Distance of each side from transformers in fp64.
+        cause: The bug of the wrong side, if it was identified.
+        divergence: The first module that diverges, if there is one.
+        note: Further information: the precisions compared, or why no module is named.
+        random_weights: Whether the engine was started on random weights.
+        quirks: Names of the known quirks that match.
+        witness: Result of the witness, if one was used.
+        advice: An alternative to the wrong engine that was measured to be right; None if there is none.
     """
 
     kind: VerdictKind
@@ -157,7 +157,7 @@ class Verdict:
             sentences.append('Advice: serve it with model_impl="transformers", by which vLLM is right here')
         sentences += [
             f"Known quirk: {quirk.name}: {quirk.symptom} {quirk.handling}"
-            for quirk in CATALOGUE
+            for quirk in CATALOG
             if quirk.name in self.quirks
         ]
         return " ".join(f"{sentence.removesuffix('.')}." for sentence in sentences)
@@ -172,7 +172,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Verdict:
-        """Read what `to_json` gave."""
+        """Parse the output of `to_json`."""
         fields = {name: value for name, value in content.items() if name != "summary"}
         if fields["cause"] is not None:
             fields["cause"] = Cause(**fields["cause"] | {"kind": CauseKind(fields["cause"]["kind"])})

@@ -1,7 +1,7 @@
-"""Compares an engine and a trainer on prompts with images: the same pixels, each side with its own processor.
+"""Compare an engine and a trainer on prompts with images. Both get the same pixels and use their own processors.
 
-Where they disagree, what the two text models begin with is compared, in the order in which it is made: the tensors and
-token ids of the processors, the positions of the tokens, the features of the images. The first that differs is named.
+If they disagree, the inputs of the two text models are compared in the order of computation: tensors and token ids of
+the processors, positions of the tokens, features of the images. The first difference is reported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import AutoProcessor
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, largest_error
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
@@ -36,18 +37,18 @@ ROUNDINGS = 4.0
 
 
 class ImageFault(StrEnum):
-    """What an engine and transformers compute differently, the first of them."""
+    """The first step that engine and transformers compute differently."""
 
     PROCESSOR = "processor"
-    """The tensors made of the images, or the token ids around them."""
+    """Tensors of the images, or the token ids around them."""
     POSITIONS = "positions"
-    """Of the tokens, for the rotary embedding."""
+    """Positions of the tokens, for the rotary embedding."""
     TOWER = "tower"
-    """The features of the images. The pixels, if the processors' tensors have no name in common to compare them by."""
+    """Features of the images. Also the pixels, if the processors' tensors have no name in common to compare them by."""
     ATTENTION = "attention"
-    """Whether tokens see those after them: the engine gives what transformers gives if none does."""
+    """Attention mask: the engine agrees with transformers if transformers uses a causal mask for all tokens."""
     TEXT = "text"
-    """None of these, so what the text model makes of them."""
+    """None of the above, so the difference is in the text model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class ImagePrompt:
     """A prompt with images.
 
     Args:
-        text: with one placeholder for each image, as the processor takes it.
-        images: PIL, in the order of their placeholders.
+        text: Text with one placeholder per image, as the processor expects it.
+        images: PIL images, in the order of their placeholders.
     """
 
     text: str
@@ -65,16 +66,17 @@ class ImagePrompt:
 
 @dataclass(frozen=True, slots=True)
 class ImageComparison:
-    """The outcome of one prompt.
+    """Result of one prompt.
 
     Args:
         sizes: `(width, height)` of its images.
-        prompt_tokens: of the trainer's prompt, those of images included.
-        new_tokens: sampled, and compared.
-        decode: `token_mult_prob_error` of the trainer and the engine as it sampled; infinite if the prompts differ.
-        prefill: of the trainer and the engine's prefill of the same tokens; likewise.
-        bound: on both: the threshold, or more if the noise floor of the trainer's precision explains more.
-        fault: what differs first; None if the prompt agrees.
+        prompt_tokens: Number of tokens of the trainer's prompt, including image tokens.
+        new_tokens: Number of sampled and compared tokens.
+        decode: `token_mult_prob_error` between the trainer and the engine's decoding. Infinite if the prompts differ.
+        prefill: `token_mult_prob_error` between the trainer and the engine's prefill of the same tokens. Infinite if
+            the prompts differ.
+        bound: Bound of both errors: the threshold, or more if the noise floor of the trainer's precision is higher.
+        fault: The first difference; None if the prompt agrees.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -93,16 +95,16 @@ class ImageComparison:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """What the trainer and the engine make of one prompt and the engine's reply.
+    """Results of trainer and engine for a prompt and the engine's completion.
 
     Args:
-        prompt: which.
-        tokens: of its text, with placeholders.
-        sample: of the engine.
-        ids: of the trainer's prompt.
-        own: what the trainer gets of the images.
-        trainer: log-probabilities of the reply; None if the prompts differ.
-        prefill: the engine's.
+        prompt: The prompt.
+        tokens: Token ids of its text, with placeholders.
+        sample: The engine's sample.
+        ids: Token ids of the trainer's prompt.
+        own: Image inputs of the trainer.
+        trainer: Log-probabilities of the completion from the trainer; None if the prompts differ.
+        prefill: Log-probabilities of the completion from the engine's prefill.
     """
 
     prompt: ImagePrompt
@@ -136,25 +138,25 @@ def compare_images(
     new_tokens: int = 16,
     seed: int = 0,
 ) -> list[ImageComparison]:
-    """Have the engine continue prompts with images, and the trainer score what it sampled.
+    """Sample completions of prompts with images in the engine, and score them in the trainer.
 
     Args:
-        engine: takes raw images.
-        trainer: with the same weights.
-        processor: transformers', of the checkpoint.
-        prompts: what to compare.
-        sampling: how the engine samples.
-        threshold: the largest `token_mult_prob_error` that passes, where the noise floor allows no more.
-        noise_factor: how many times further from 1 than the noise floor it may be; 0 for the threshold alone.
-        new_tokens: sampled of each prompt at most.
-        seed: of the sampling.
+        engine: Engine that accepts raw images.
+        trainer: Trainer with the same weights.
+        processor: Processor of the checkpoint from transformers.
+        prompts: Prompts to compare.
+        sampling: Sampling parameters of the engine.
+        threshold: Maximum `token_mult_prob_error` that passes, unless the noise floor allows more.
+        noise_factor: Allowed distance from 1 as a multiple of the noise floor's; 0 to use only the threshold.
+        new_tokens: Maximum number of sampled tokens per prompt.
+        seed: Random seed of the sampling.
 
     Returns:
-        One outcome a prompt.
+        One result per prompt.
 
     Raises:
-        EngineError: the engine fails, or takes no images.
-        ConsistencyError: the engine sampled nothing that could be compared.
+        EngineError: If the engine fails, or does not support images.
+        ConsistencyError: If the engine sampled nothing that can be compared.
     """
     plain = [processor.tokenizer(prompt.text).input_ids for prompt in prompts]
     images = [prompt.images for prompt in prompts]
@@ -164,7 +166,7 @@ def compare_images(
     scored = []
     for prompt, tokens, sample, prefill in zip(prompts, plain, samples, prefilled, strict=True):
         if not sample.tokens:
-            raise ConsistencyError(f"{engine.name} ended a reply to images at once: there is nothing to compare")
+            raise ConsistencyError(f"{engine.name} returned empty completions for images: there is nothing to compare")
         own = trainer_inputs(processor, prompt)
         ids = tuple(own.pop("input_ids")[0].tolist())
         ours = _trainer_scores(trainer, ids, sample, own, sampling) if ids == sample.prompt else None
@@ -202,9 +204,9 @@ def _trainer_scores(
 
 
 def _noise(trainer: HFEngine, scored: Sequence[_Scored], sampling: Sampling) -> float:
-    """The noise floor: `token_mult_prob_error` of the trainer under other roundings, of the prompt where it is largest.
+    """Measure the noise floor: the largest `token_mult_prob_error` of a prompt between trainer and rounded trainer.
 
-    A prompt is short, and in a mixture of experts a single token that gets others makes most of its error.
+    Prompts are short. In a mixture of experts, a single token with other experts causes most of a prompt's error.
     """
     with rounded_otherwise(trainer.model):
         return max(
@@ -223,44 +225,56 @@ def check_images(
     dtype: torch.dtype = torch.float32,
     sampling: Sampling | None = None,
     threshold: float = THRESHOLD,
+    noise_factor: float = NOISE_FACTOR,
     new_tokens: int = 16,
+    seed: int = 0,
     engine_options: Mapping[str, Any] | None = None,
 ) -> list[ImageComparison]:
-    """Start vLLM on a checkpoint and compare it with the trainer on prompts with images.
+    """Start vLLM on a checkpoint, and compare it with the trainer on prompts with images.
 
     Args:
-        path: the checkpoint's directory, with its processor.
-        prompts, new_tokens: see `compare_images`.
-        dtype: of both sides.
-        sampling: how the engine samples; at temperature 1 by default.
-        threshold: the largest `token_mult_prob_error` that passes, where the noise floor allows no more.
-        engine_options: vLLM's own.
+        path: Directory of the checkpoint, with its processor.
+        prompts, new_tokens: See `compare_images`.
+        dtype: Dtype of both sides.
+        sampling: Sampling parameters of the engine; default: temperature 1.
+        threshold: Maximum `token_mult_prob_error` that passes, unless the noise floor allows more.
+        noise_factor: See `compare_images`.
+        engine_options: Options of vLLM.
 
     Raises:
-        EngineError: vLLM does not start, fails, or takes no images.
-        ConsistencyError: nothing could be compared.
-        OSError, CheckpointError, ...: as `AutoProcessor` and `from_pretrained`.
+        EngineError: If vLLM does not start, fails, or does not support images.
+        ConsistencyError: If nothing can be compared.
+        OSError, CheckpointError, ...: See `AutoProcessor` and `from_pretrained`.
     """
     folder = resolve_folder(path)
-    processor = AutoProcessor.from_pretrained(folder)
+    require_links_inside(folder)
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     model = auto_class_for(path).from_pretrained(path, dtype=dtype, device="cpu")
     engine = VLLMEngine.start(path, dtype=dtype, **dict(engine_options or {}))
     with engine:
         trainer = HFEngine(model, "trainer")
         return compare_images(
-            engine, trainer, processor, prompts, sampling or Sampling(), threshold=threshold, new_tokens=new_tokens
+            engine,
+            trainer,
+            processor,
+            prompts,
+            sampling or Sampling(),
+            threshold=threshold,
+            noise_factor=noise_factor,
+            new_tokens=new_tokens,
+            seed=seed,
         )
 
 
 def trainer_inputs(processor: Any, prompt: ImagePrompt) -> dict[str, torch.Tensor]:
-    """What transformers' processor makes of a prompt: keywords of the forward of a batch of one, `input_ids` too."""
+    """Process a prompt with transformers' processor. Returns keywords of the forward for batch size 1."""
     made = processor(text=[prompt.text], images=list(prompt.images), return_tensors="pt")
-    # There is nothing to mask in a prompt alone, a forward of prompt and reply makes its own, and no loss is computed.
+    # Drop the mask and labels: a single prompt needs no mask, and no loss is computed.
     return {name: value for name, value in made.items() if name not in ("attention_mask", "labels")}
 
 
 def _fault(engine: VLLMEngine, trainer: HFEngine, scored: _Scored, sampling: Sampling, bound: float) -> ImageFault:
-    """What differs first, where the token ids of both sides are the same."""
+    """Find the first difference of both sides, given equal token ids."""
     theirs, ids = engine.image_calls(scored.tokens, scored.prompt.images), scored.ids
     tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(trainer.model.dtype).eps)
     if _processed_differs(theirs, scored.own, tolerance):
@@ -284,10 +298,10 @@ def _fault(engine: VLLMEngine, trainer: HFEngine, scored: _Scored, sampling: Sam
 
 
 def _agrees_causally(trainer: HFEngine, scored: _Scored, sampling: Sampling, bound: float) -> bool:
-    """Whether the engine gives what the trainer gives if no token sees those after it, all else being the same."""
+    """Return True if the engine agrees with a trainer that uses a causal mask for all tokens."""
     text = trainer.model.base_model.language_model
 
-    # Without a mask the text model makes its own, of a single text.
+    # Without a mask, the text model creates a causal one.
     def without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs | {"attention_mask": None}
 
@@ -300,7 +314,7 @@ def _agrees_causally(trainer: HFEngine, scored: _Scored, sampling: Sampling, bou
 
 
 def _processed_differs(theirs: ImageCalls, own: Mapping[str, torch.Tensor], tolerance: float) -> bool:
-    """Whether a tensor that both processors have under one name has other numbers."""
+    """Return True if a tensor that both processors return under the same name differs."""
     for name, value in own.items():
         found = [call[name].float() for call in theirs.tensors if name in call]
         if found and _differ(value.float().flatten(), torch.cat(found), tolerance):
@@ -309,10 +323,10 @@ def _processed_differs(theirs: ImageCalls, own: Mapping[str, torch.Tensor], tole
 
 
 def _positions_differ(expected: torch.Tensor, found: torch.Tensor, length: int) -> bool:
-    """Whether positions differ by more than a constant, which a rotary embedding does not see."""
+    """Return True if positions differ by more than a constant, which has no effect on rotary embeddings."""
     expected = expected.reshape(-1, expected.shape[-1])
     found = found.reshape(-1, found.shape[-1])[:, :length].to(expected)
-    expected = expected[-len(found) :]  # the first of four rows are those of plain text, which only masks read
+    expected = expected[-len(found) :]  # the first of four rows has text positions, which only masks use
     return not bool((expected - expected[:, :1] == found - found[:, :1]).all())
 
 

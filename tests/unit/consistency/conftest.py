@@ -1,4 +1,4 @@
-"""A small model with a distribution that is far from uniform, and transformers' model of it as the engine."""
+"""A small model whose distribution is far from uniform, with transformers' model as the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nrl_models.testing.tiny import tiny_config
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama whose logits spread over several nats: an error shows."""
+    """A tiny Llama whose logits spread over several nats, so that errors are visible."""
     folder = tmp_path_factory.mktemp("consistency")
     model = new_model(tiny_config(LlamaConfig))
     with torch.no_grad():
@@ -28,17 +28,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trainer(checkpoint: Path) -> HFEngine:
-    """Our model of it, to change at will."""
+    """The nrl_models model of the checkpoint. Tests may change it."""
     return HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
 
 
 @pytest.fixture
 def engine(checkpoint: Path) -> HFEngine:
-    """transformers' model of it, to change at will."""
+    """transformers' model of the checkpoint as an engine. Tests may change it."""
     return HFEngine.start(checkpoint, dtype=torch.float32)
 
 
 @pytest.fixture
 def prompts() -> Prompts:
-    """Token ids that count."""
+    """Prompts with consecutive token ids."""
     return Prompts(None, 512)

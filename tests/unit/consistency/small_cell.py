@@ -1,4 +1,4 @@
-"""One small cell, with a bound that only equal precision meets."""
+"""One small cell with a bound that only equal precision meets."""
 
 from nrl_models.consistency.cells import Settings
 from nrl_models.logprobs import Sampling

@@ -1,4 +1,4 @@
-"""When the verdict advises transformers' classes in vLLM: where they were measured to be right in place of its own."""
+"""The verdict advises transformers' classes in vLLM if they were measured to be correct in this case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nrl_models.testing.tiny import tiny_config
 
 
 class OwnClasses(HFEngine):
-    """Like a vLLM with classes of its own, which could have transformers' in their place; `nan` scores if asked to."""
+    """An engine like vLLM with its own classes, which can also run transformers' classes. `nan`: scores NaN."""
 
     nan = False
 
@@ -42,7 +42,7 @@ class OwnClasses(HFEngine):
 
 
 class Backend(HFEngine):
-    """Like a vLLM with transformers' classes; `off` in what it decodes, in nats."""
+    """An engine like vLLM with transformers' classes. Its decoded log-probabilities are `off` by this many nats."""
 
     off = 0.0
 
@@ -53,7 +53,7 @@ class Backend(HFEngine):
 
 @dataclass(frozen=True)
 class Case:
-    """A party at fault, and a witness that is right unless this says otherwise."""
+    """The settings of a test: the side that is wrong, and the witness, which is correct by default."""
 
     witness: str = "vllm-transformers"
     witness_config: dict[str, Any] = field(default_factory=dict)
@@ -62,12 +62,12 @@ class Case:
     random_weights: bool = False
     wrong: str = "engine"
     nan: bool = False
-    """Whether the engine's scores are not numbers, beside what it samples with being wrong."""
+    """Whether the engine's scores are NaN, in addition to wrong log-probabilities when it samples."""
 
 
 @pytest.fixture
 def advised(tmp_path: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Verdict]:
-    """The verdict on a case, which was kept."""
+    """Return a function that runs a case and returns its verdict, checked to survive serialization."""
     new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path / "checkpoint")
 
     def advised(case: Case) -> Verdict:
@@ -102,7 +102,7 @@ def test_transformers_classes_in_vllm_are_advised_where_they_are_right(
     advised: Callable[[Case], Verdict], nan: bool
 ) -> None:
     assert advised(Case(witness="", nan=nan)).advice is None
-    verdict = advised(Case(nan=nan))  # the one before is kept, and nobody was asked for it
+    verdict = advised(Case(nan=nan))  # the previous result is stored, without a witness
     assert verdict.kind == (VerdictKind.NOT_FINITE if nan else VerdictKind.ENGINE)
     assert verdict.witness == Opinion("vllm-transformers", Vote.REFERENCE, decodes=True)
     assert verdict.advice is Advice.TRANSFORMERS_BACKEND
@@ -128,7 +128,7 @@ def test_nothing_is_advised_that_was_not_measured_to_be_right_in_the_engines_pla
     assert verdict.witness == Opinion(case.witness, vote, decodes=decodes)
     assert verdict.advice is None
     assert "Advice" not in verdict.summary
-    assert ("but decodes otherwise" in verdict.summary) == (decodes is False)
+    assert ("but differs in decoding" in verdict.summary) == (decodes is False)
 
 
 def test_the_witness_in_vllms_place_is_started_as_vllm_was() -> None:
@@ -136,5 +136,5 @@ def test_the_witness_in_vllms_place_is_started_as_vllm_was() -> None:
     same = {"dtype": torch.bfloat16, "max_length": 25, "gpu_memory_utilization": 0.4}
     assert _witness_options("vllm-transformers", SETTINGS, started | same) == same
     elsewhere = started | {"python": "another/environment"}
-    assert _witness_options("vllm-transformers", SETTINGS, elsewhere) == {"max_length": 25}  # fp32, as any witness
+    assert _witness_options("vllm-transformers", SETTINGS, elsewhere) == {"max_length": 25}  # fp32, as for any witness
     assert _witness_options("mlx", SETTINGS, started) == {}

@@ -1,4 +1,4 @@
-"""What goes wrong on the way, through the command: a clear message, what was measured kept, an exit code not 0."""
+"""Failures of the command give a clear message and a nonzero exit code, and keep finished measurements."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CELLS = ["--length", "16", "--length", "24", "--data", "dummy", "--mode", "greed
 
 @pytest.fixture
 def server(checkpoint: Path) -> Iterator[tuple[str, Served]]:
-    """A server that serves the checkpoint: its address, and what can be changed about it."""
+    """A server of the checkpoint: its address, and its behavior to change."""
     with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as found:
         yield found
 
 
 @pytest.fixture
 def check(tmp_path: Path) -> Check:
-    """Runs the command on a checkpoint; measurements are in `kept`."""
+    """Return a function that runs the command on a checkpoint and stores measurements in `kept`."""
 
     def check(path: Path, engine: str, *arguments: str) -> Result:
         base = ["consistency", str(path), "--engine", engine, "--trainer-dtype", "float32", "--new-tokens", "8"]
@@ -43,18 +43,18 @@ def check(tmp_path: Path) -> Check:
 
 
 def message(result: Result) -> str:
-    """What was printed, in one line."""
+    """Return the printed message on one line."""
     assert "Traceback" not in result.output + result.stderr
     return " ".join((result.output + result.stderr).split())
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """The report that is on disk."""
+    """Read the saved report."""
     return json.loads((folder / "kept" / "report.json").read_text())
 
 
 def after(count: int, fails: Callable[[], None], served: Served) -> list[int]:
-    """Have a server fail after so many requests; gives how many there were, as they come."""
+    """Make a server fail after this many requests. Returns the list of requests, which grows as they arrive."""
     complete, seen = served.complete, []
 
     def counted(body: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_an_engine_that_does_not_start_stops_no_other_run(checkpoint: Path, chec
     result = check(checkpoint, "http://127.0.0.1:9")
     assert result.exit_code == 2
     assert not list((tmp_path / "kept").glob("*.safetensors"))
-    result = check(checkpoint, "hf-generate", "--dtype", "float32")  # as the message says: with other settings
+    result = check(checkpoint, "hf-generate", "--dtype", "float32")  # with other settings, as the message suggests
     assert result.exit_code == 0, message(result)
     result = check(checkpoint, "hf-generate", "--dtype", "bfloat16")
     assert result.exit_code == 2
@@ -82,16 +82,16 @@ def test_a_server_that_dies_leaves_what_was_measured(
     checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
 ) -> None:
     address, served = server
-    seen = after(2, lambda: setattr(served, "broken", True), served)  # generated and scored: the first cell
+    seen = after(2, lambda: setattr(served, "broken", True), served)  # the first cell: generated and scored
     result = check(checkpoint, address)
     assert result.exit_code == 2
     assert f"{address} cannot be reached, or has died" in message(result)
-    assert f"What was measured before is in {tmp_path / 'kept'}" in message(result).replace("kept ; ", "kept; ")
+    assert f"Earlier measurements are in {tmp_path / 'kept'}" in message(result).replace("kept ; ", "kept; ")
     assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]
     served.broken = False
     result = check(checkpoint, address)
     assert result.exit_code == 0, message(result)
-    assert len(seen) == 4  # the second cell alone was measured again
+    assert len(seen) == 4  # only the second cell is measured again
     assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16, 24]
 
 
@@ -102,7 +102,7 @@ def test_a_server_that_times_out_leaves_what_was_measured(
     after(2, lambda: setattr(served, "delay", 4.0), served)
     result = check(checkpoint, address, "--engine-option", "timeout=2")
     assert result.exit_code == 2
-    assert "no answer within 2 s" in message(result)
+    assert "did not answer within 2 s" in message(result)
     assert "timeout=SECONDS" in message(result)
     assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]
 
@@ -122,7 +122,7 @@ def test_a_server_without_logprobs_is_refused(
     ("value", "words"),
     [
         (None, "log-probabilities of decode are NaN"),
-        (-9999.0, "log-probabilities of decode are infinite in the engine"),  # as vLLM's server says it
+        (-9999.0, "log-probabilities of decode are infinite in the engine"),  # as vLLM's server reports infinity
     ],
 )
 def test_logprobs_that_are_not_finite_fail_and_are_named(
@@ -147,8 +147,8 @@ def test_logprobs_that_are_not_finite_fail_and_are_named(
 def test_prompts_longer_than_the_engines_limit_are_refused(checkpoint: Path, check: Check, tmp_path: Path) -> None:
     result = check(checkpoint, "hf-generate", "--engine-option", "max_length=20")
     assert result.exit_code == 2
-    assert "sequence 0 has 16 tokens and 8 more are asked for, and the engine takes 20" in message(result)
-    assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]  # which fits
+    assert "sequence 0 has 16 tokens and 8 more are requested, and the engine's limit is 20" in message(result)
+    assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]  # the length that fits
 
 
 def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, check: Check, tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, check: Check,
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     result = check(path, "hf-generate")
     assert result.exit_code == 2
-    assert "the tokenizer gives token 599 ('word599'), and the model's embedding has 512 rows" in message(result)
+    assert "the tokenizer returns token 599 ('word599'), but the model's embedding has 512 rows" in message(result)
 
 
 def test_the_witness_is_another_engine(check: Check, checkpoint: Path) -> None:
     result = check(checkpoint, "hf-generate", "--witness", "hf-generate")
     assert result.exit_code == 2
-    assert "the witness is hf-generate, too: expected another engine than the one that is checked" in message(result)
+    assert "the witness is also hf-generate: expected another engine than the one that is checked" in message(result)
     assert "unknown engine 'tgi'" in message(check(checkpoint, "hf-generate", "--witness", "tgi"))

@@ -1,7 +1,8 @@
-"""The matrix: what is measured, kept, resumed, reported."""
+"""The matrix: measuring cells, storing them, resuming, and reporting."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from small_cell import SETTINGS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +23,7 @@ from typer.testing import CliRunner
 
 from nrl_models.cli import app
 from nrl_models.cli.checking import shown_command
-from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.cells import GUIDE_BATCHES, GUIDE_LENGTHS, Cell, Settings
 from nrl_models.consistency.consistency_report import ConsistencyReport
 from nrl_models.consistency.html import write_html
 from nrl_models.consistency.matrix import check_consistency, run_matrix
@@ -39,7 +41,7 @@ Run = Callable[..., ConsistencyReport]
 
 @pytest.fixture
 def run(checkpoint: Path, engine: HFEngine, trainer: HFEngine, prompts: Prompts, tmp_path: Path) -> Run:
-    """Runs the matrix on the two models, and keeps measurements in one folder."""
+    """Return a function that runs the matrix on the two models, with one store for all measurements."""
 
     def run(settings: Settings = SETTINGS, **options: Any) -> ConsistencyReport:
         meter = Meter(engine, trainer, prompts, settings, Store(tmp_path / "kept", {}))
@@ -49,7 +51,7 @@ def run(checkpoint: Path, engine: HFEngine, trainer: HFEngine, prompts: Prompts,
 
 
 def test_the_whole_matrix_is_the_guides() -> None:
-    cells = Settings().cells()
+    cells = Settings(lengths=GUIDE_LENGTHS, batches=GUIDE_BATCHES).cells()
     assert len(cells) == 36
     assert {cell.length for cell in cells} == {100, 1_000, 10_000}
     assert {cell.batch for cell in cells} == {1, 8, 32}
@@ -79,9 +81,9 @@ def test_models_that_agree_pass_in_every_cell(run: Run) -> None:
         assert 1.0 <= cell["token_mult_prob_error_strict"] < 1.0001
         assert 1.0 <= cell["noise_floor"] < 1.0001
         assert len(cell["repeats"]) == 2
-        # A batch of n sequences with half of the tokens, at most 8, generated.
+        # A batch of n sequences. Half of the tokens, at most 8, are generated.
         assert cell["repeats"][0]["decode"]["tokens"] == cell["batch"] * min(8, cell["length"] // 2)
-    # Repeats are other prompts and seeds.
+    # Repeats use other prompts and seeds.
     first, second = report.results[-1].repeats
     assert not torch.equal(first.tokens, second.tokens)
 
@@ -104,7 +106,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(run: Run, engine: HFEngine,
     assert json.loads((tmp_path / "kept" / "report.json").read_text())["error"] == "the engine died"
     before = [result.to_json() for result in report.results]
     report = run(settings)
-    assert len(calls) == 4  # the third cell alone was generated
+    assert len(calls) == 4  # only the third cell was generated
     assert report.verdict == "pass"
     assert [result.to_json() for result in report.results[:2]] == before
 
@@ -112,9 +114,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(run: Run, engine: HFEngine,
 def test_measurements_made_otherwise_are_not_mixed_in(checkpoint: Path, tmp_path: Path) -> None:
     options = {"engine": "hf-generate", "out": tmp_path, "dtype": torch.float32}
     assert check_consistency(checkpoint, settings=SETTINGS, **options).passed
-    with pytest.raises(ConsistencyError, match="seed: 0 there, 1 now"):
+    with pytest.raises(ConsistencyError, match="seed: 0 before, 1 now"):
         check_consistency(checkpoint, settings=replace(SETTINGS, seed=1), **options)
-    # More cells and another threshold are no other measurements.
+    # More cells or another threshold do not invalidate measurements.
     assert check_consistency(checkpoint, settings=replace(SETTINGS, batches=(2, 3), threshold=1.5), **options).passed
     assert check_consistency(checkpoint, settings=replace(SETTINGS, seed=1), fresh=True, **options).passed
 
@@ -140,7 +142,7 @@ def test_verdicts_are_read_back_as_they_were(run: Run, engine: HFEngine) -> None
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, names: tuple[str, ...], fresh: bool) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ConsistencyError, match=r"no file \.nrl_models in it says that measurements are kept there"):
+    with pytest.raises(ConsistencyError, match=r"has no file \.nrl_models that marks a directory of measurements"):
         Store(tmp_path, {"a": 1}, fresh=fresh)
     assert {file.name for file in tmp_path.iterdir()} == set(names)
     assert all((tmp_path / name).read_text() == "{}" for name in names)
@@ -187,11 +189,11 @@ def test_an_engine_that_gives_nan_fails_and_the_report_is_valid_json(run: Run, e
     assert (verdict.kind, verdict.at_fault) == (VerdictKind.NOT_FINITE, (Party.PREFILL,))
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert found["cells"][0]["repeats"][0]["prefill"]["nan"] == 16
-    assert json.loads(json.dumps(run().to_json())) == found  # also from what is on disk
+    assert json.loads(json.dumps(run().to_json())) == found  # the stored measurements give the same report
 
 
 def test_tokens_the_engine_never_samples_are_found_by_strict_mode_alone(run: Run, engine: HFEngine) -> None:
-    # An engine that cannot sample what it should: it is right about all it does sample.
+    # An engine that does not sample as requested, but reports correct log-probabilities for its samples.
     settings = replace(SETTINGS, sampling=replace(SETTINGS.sampling, top_p=1.0), new_tokens=12)
     score = engine.score
 
@@ -239,16 +241,28 @@ def test_the_page_is_self_contained_and_shows_the_worst_tokens(run: Run, engine:
     report = run()
     write_html(report, tmp_path / "report.html", command="nrl-models consistency demo")
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 1
+    assert page.count("data:image/png;base64,") == 2
     assert "http" not in page
     assert report.results[0].verdict.summary.replace("'", "&#x27;") in page
     assert f"token {report.results[0].repeats[0].tokens[0, -1]}: trainer" in page
     assert f"torch {torch.__version__.partition('+')[0]}" in page
-    assert "by <code>nrl-models consistency demo</code>" in page
+    assert 'by this command: <code class="command">nrl-models consistency demo</code>' in page
 
 
-def test_colours_stand_for_the_same_differences_on_every_page(run: Run, engine: HFEngine, tmp_path: Path) -> None:
-    """A token is red by how far it is off, not by how far beside others: one that agrees to 1e-6 is white."""
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/models/qwen/checkpoint-100/", "qwen/checkpoint-100"),
+        ("/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/b968826d", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_page_title_is_the_model_name(run: Run, tmp_path: Path, path: str, name: str) -> None:
+    write_html(replace(run(), path=path), tmp_path / "report.html")
+    assert f"<h1>{name}: consistency with " in (tmp_path / "report.html").read_text()
+
+
+def test_colors_stand_for_the_same_differences_on_every_page(run: Run, engine: HFEngine, tmp_path: Path) -> None:
+    """The color depends on the absolute difference of a token, so that a difference of 1e-6 is white on every page."""
 
     def reds() -> set[str]:
         shutil.rmtree(tmp_path / "kept", ignore_errors=True)
@@ -285,6 +299,9 @@ def test_the_command_writes_what_was_asked_for(checkpoint: Path, tmp_path: Path)
         (24, "dummy", "sampling", 2),
     }
     assert "**pass**" in (tmp_path / "a.md").read_text()
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert "PASS: 2 of 2 cells passed" in result.output
+    assert result.output.rstrip().endswith(f"report: {tmp_path / 'out' / 'report.html'}")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +313,7 @@ def test_the_command_writes_what_was_asked_for(checkpoint: Path, tmp_path: Path)
         (["--length", "5000"], "5,000"),
         (["--temperature", "0"], "choose mode greedy"),
         (["--engine-option", "device"], "expected KEY=VALUE"),
-        (["--dtype", "int8"], "'int8' is not one of 'float32'"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
     ],
     ids=["engine", "server", "tokenizer", "length", "temperature", "option", "dtype"],
 )
@@ -315,7 +332,7 @@ def test_bad_input_gets_a_message_and_no_traceback(
 def test_an_engine_that_is_not_installed_is_said_how_to_get(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if vLLM were not installed
     arguments = ["consistency", str(checkpoint), "--length", "24", "--data", "dummy", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
@@ -323,29 +340,57 @@ def test_an_engine_that_is_not_installed_is_said_how_to_get(
 
 
 def words(count: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the numbers below `count`."""
+    """Return a tokenizer whose tokens are the numbers below `count`."""
     known = Tokenizer(models.WordLevel({str(number): number for number in range(count)}, unk_token="0"))
     known.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=known)
 
 
 def test_a_tokenizer_that_makes_one_token_of_any_text_is_refused() -> None:
-    known = Tokenizer(models.WordLevel({"<0>": 0, "a": 1}, unk_token="<0>"))  # nothing divides texts into words
+    known = Tokenizer(models.WordLevel({"<0>": 0, "a": 1}, unk_token="<0>"))  # without a pre-tokenizer
     prompts = Prompts(PreTrainedTokenizerFast(tokenizer_object=known), 512)
     cell = replace(SETTINGS, data=("dummy",)).cells()[0]
-    with pytest.raises(ConsistencyError, match="makes 1 tokens of 32 numbers, as of half as many"):
+    with pytest.raises(ConsistencyError, match="encodes 32 numbers as 1 tokens, the same as half of them"):
         prompts.make(cell, 16, seed=0)
 
 
 def test_a_tokenizer_may_have_tokens_that_the_model_lacks_and_may_not_use_them() -> None:
-    """As Gemma 3's, which has a token for images."""
+    """Gemma 3's tokenizer, for example, has an image token."""
     text = " ".join(map(str, range(2_000)))
     prompts = Prompts(words(600), 512, text)
     cell = replace(SETTINGS, data=("real",)).cells()[0]
-    with pytest.raises(ConsistencyError, match=r"the tokenizer gives token 599 \('599'\), .* has 512 rows"):
+    with pytest.raises(ConsistencyError, match=r"the tokenizer returns token 599 \('599'\), .* has 512 rows"):
         prompts.make(cell, 16, seed=0)
-    with pytest.raises(ConsistencyError, match="the tokenizer gives token 599"):
+    with pytest.raises(ConsistencyError, match="the tokenizer returns token 599"):
         prompts.counting(3_000)
     fine = Prompts(words(600), 512, text.partition(" 512 ")[0] * 2)
     assert max(map(max, fine.make(cell, 16, seed=0))) < 512
     assert fine.counting(40) == list(range(1, 41))
+
+
+def test_default_directories_differ_by_checkpoint_and_are_ignored_by_git(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = shutil.copytree(checkpoint, tmp_path / "other" / checkpoint.name)  # the same folder name with other files
+    (other / "config.json").touch()
+    options = {"engine": "hf-generate", "dtype": torch.float32}
+    reports = [check_consistency(path, settings=SETTINGS, **options) for path in (checkpoint, other, checkpoint)]
+    first, second, again = (report.out for report in reports)
+    assert first == again != second
+    assert {folder.parent for folder in (first, second)} == {Path("consistency")}
+    assert Path("consistency/.gitignore").read_text() == "*\n"
+
+
+@pytest.mark.parametrize("error", [1.0, 1.0000025, 1.05, 17.25])
+def test_the_table_fits_100_columns_and_cuts_no_number(error: float, run: Run) -> None:
+    report = run()
+    report.results[0] = replace(report.results[0], cell=Cell(10_000, "dummy", "sampling", 32))
+    metrics = report.results[0].repeats[0].metrics
+    for name, value in metrics.items():
+        metrics[name] = replace(value, token_mult_prob_error=error, worst_sequence=error)
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(report.table())
+    assert max(map(len, shown.getvalue().splitlines())) <= 100
+    assert "…" not in shown.getvalue()
+    assert (f"{error:.7f}" if error < 1.001 else f"{error:.4f}") in shown.getvalue()

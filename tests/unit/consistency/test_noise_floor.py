@@ -1,4 +1,4 @@
-"""An error above the threshold passes if the lower precision of the two explains it, and fails if it does not."""
+"""An error above the threshold passes only if the lower of the two precisions explains it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Run = Callable[..., ConsistencyReport]
 
 
 def result(error: float, noise: float, **options: Any) -> CellResult:
-    """A cell with this `token_mult_prob_error` in prefill, none in decoding, and this noise floor."""
+    """Create a result with this `token_mult_prob_error` in prefill, no error in decoding, and this noise floor."""
     zero = torch.zeros(1, 50, dtype=torch.float64)
     found = Measurement(
         tokens=torch.zeros(1, 100, dtype=torch.int64),
@@ -80,7 +80,7 @@ def test_the_number_that_failed_is_the_one_shown() -> None:
 
 @pytest.fixture
 def run(checkpoint: Path, prompts: Prompts, tmp_path: Path) -> Run:
-    """Runs the matrix on an engine and a trainer in these precisions, the engine changed."""
+    """Return a function that runs the matrix on an engine and a trainer in these precisions. The engine is changed."""
 
     def run(
         engine_dtype: torch.dtype, dtype: torch.dtype, change: Callable[[Any], None] = lambda model: None

@@ -1,4 +1,4 @@
-"""Refit checks find every tensor that did not arrive, or list it."""
+"""Refit checks find every tensor that did not arrive, or list it as unverifiable."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL |= {"use_qk_norm": True, "n_routed_experts": 4, "moe_intermediate_size": 3
 
 
 def test_every_stale_tensor_is_found_or_listed(tmp_path: Path) -> None:
-    """Of a model with norms of queries and keys, experts, and a correction bias, which is a buffer."""
+    """The model has query and key norms, experts, and a correction bias, which is a buffer."""
     new_model(tiny_config(Glm4MoeConfig, SMALL)).save_pretrained(tmp_path)
     engine = Unreadable(HFEngine.start(tmp_path, dtype=torch.float32, load_format="dummy", seed=3).model)
     check = checker(tmp_path, engine, Prompts(None, 128))
@@ -80,7 +80,7 @@ def test_stale_tensors_of_readable_engines_are_named(checkpoint: Path) -> None:
 def test_stale_tensor_is_a_problem_of_the_refit(
     checkpoint: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it has no effect on log-probabilities."""
+    """Also if it does not affect log-probabilities."""
     monkeypatch.setattr(RefitChecker, "_judge", lambda *_: None)
     engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
     check = checker(checkpoint, engine, prompts)

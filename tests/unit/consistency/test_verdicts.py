@@ -1,4 +1,4 @@
-"""Faults planted where no engine is needed: which side is at fault, what it computes instead, and where."""
+"""Planted faults without an external engine: the verdict names the wrong side, its computation and the location."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Judge = Callable[..., Verdict | None]
 
 @pytest.fixture
 def judge(tmp_path: Path, prompts: Prompts) -> Judge:
-    """The verdict on a checkpoint whose engine, or trainer, is made from another configuration or changed."""
+    """Return the verdict on a checkpoint whose engine or trainer has another configuration, or is changed."""
 
     def judge(
         config: PreTrainedConfig,
@@ -158,7 +158,7 @@ def test_other_precision_is_no_fault(judge: Judge) -> None:
 
 
 def _scale_embeddings(engine: HFEngine, trainer: HFEngine) -> None:
-    """What a derived constant is like that an engine on random weights was left with."""
+    """Set the embedding scale, a derived constant, to its value in an engine with random weights."""
     engine.model.model.embed_tokens.embed_scale.fill_(1.0)
 
 
@@ -168,18 +168,18 @@ def test_a_stale_constant_under_dummy_weights_is_named_by_its_quirk(judge: Judge
     assert verdict.divergence.pattern == Pattern.SCALED
     assert "the expected one times 0.0625" in verdict.divergence.detail
     assert verdict.quirks == ("engine-dummy-buffers", "engine-reload-buffers")
-    assert "Known quirk: engine-dummy-buffers: An engine that starts on random weights" in verdict.summary
+    assert "Known quirk: engine-dummy-buffers: An engine that starts with random weights" in verdict.summary
 
 
 def test_a_quirk_is_not_named_where_it_does_not_fit(judge: Judge) -> None:
-    assert judge(tiny_config(Gemma2Config), change=_scale_embeddings).quirks == ()  # it has read its weights
+    assert judge(tiny_config(Gemma2Config), change=_scale_embeddings).quirks == ()  # the engine has read its weights
 
     def scale(engine: HFEngine, trainer: HFEngine) -> None:
         with torch.no_grad():
             engine.model.model.embed_tokens.weight.mul_(0.5)
 
     quirks = judge(tiny_config(LlamaConfig), change=scale, random_weights=True).quirks
-    assert "engine-dummy-buffers" not in quirks  # no family says so of this model
+    assert "engine-dummy-buffers" not in quirks  # no family declares this quirk for the model
 
 
 # Refits
@@ -249,7 +249,7 @@ def test_a_witness_says_whom_it_agrees_with(judge: Judge, monkeypatch: pytest.Mo
     assert verdict.kind == VerdictKind.ENGINE
     assert verdict.witness == Opinion("mlx", Vote.AT_FAULT if wrong_witness else Vote.REFERENCE)
     assert Verdict.from_json(verdict.to_json()) == verdict
-    said = "agrees with engine decode and engine prefill and not with transformers, whose class may be what is wrong"
+    said = "agrees with engine decode and engine prefill and not with transformers, whose class may be wrong"
     assert (said if wrong_witness else "mlx agrees with transformers.") in verdict.summary
 
 
@@ -272,7 +272,8 @@ def test_a_witness_that_does_not_start_is_no_error(judge: Judge, monkeypatch: py
     verdict = judge(tiny_config(MistralConfig, WINDOW), {"sliding_window": None}, witness="mlx", threshold=1.00001)
     assert verdict.witness.vote is None
     assert (
-        "mlx, asked as a witness, gave no log-probabilities: EngineError: mlx-lm is not installed." in verdict.summary
+        "mlx, used as a witness, returned no log-probabilities: EngineError: mlx-lm is not installed."
+        in verdict.summary
     )
     assert Verdict.from_json(verdict.to_json()) == verdict
 

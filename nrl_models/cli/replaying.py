@@ -1,0 +1,38 @@
+"""`nrl-models replay`: compute the verdict of a capsule again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nrl_models.cli.arguments import FILE, JsonFile
+from nrl_models.cli.console import show, write_json
+
+
+def replay(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, metavar=FILE, help="Capsule from nrl-models consistency --capsule or a watch."
+        ),
+    ],
+    json_file: JsonFile = None,
+) -> None:
+    """Compute the verdict of a capsule again, without the model and the engine.
+
+    Exit status: 0 if the result is the recorded one, 1 if it differs, 2 if the file is damaged or has another format.
+    """
+    from nrl_models.consistency.capsule.capsule_file import Contents, Kind, reading
+    from nrl_models.consistency.capsule.consistency_capsule import replay_consistency
+    from nrl_models.watch.drift_capsule import replay_watch
+
+    contents = Contents.read(file)
+    with reading(file):
+        result = {Kind.CONSISTENCY: replay_consistency, Kind.WATCH: replay_watch}[contents.kind](contents)
+    for line in result.lines:
+        show(line)
+    write_json(json_file, result.to_json())
+    if not result.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,320 @@
+"""Derive a verdict from measurements. A live check and a replay both call `Decision.verdict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import torch
+
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.consistency.capsule.module_comparison import ModuleComparison, Side
+from nrl_models.consistency.capsule.observations import Observations
+from nrl_models.consistency.divergence import Divergence
+from nrl_models.consistency.hypotheses import EXPLAINED, Hypothesis, distance, find_cause
+from nrl_models.consistency.verdict import Advice, Cause, CauseKind, Deviation, Opinion, Party, Verdict, Vote
+from nrl_models.engines.engine_types import ModuleCall
+from nrl_models.errors import CapsuleError
+from nrl_models.logprobs.metrics import consistency_metrics
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.quirks import CATALOG, Pattern, VerdictKind
+
+FLOOR_FACTOR = 5.0
+"""A party may be this many times further from fp64 than transformers in the same precision is."""
+
+MODULE_TOKENS = (64, 256)
+"""Numbers of tokens on which modules are first compared. If none diverges, the complete sequence is used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sequences to judge, and facts about the sides that scored them.
+
+    Args:
+        tokens: Prompt and continuation, `(batch, seq_len)`.
+        generated: Number of generated tokens at the end of each sequence.
+        sampling: Sampling parameters of the generated tokens.
+        parties: Log-probabilities of each side, `(batch, generated)`, fp64.
+        dtypes: Dtype that each side computes in; None if it does not report one.
+        threshold: Largest `token_mult_prob_error` that passes.
+        random_weights: Whether the engine was started on random weights.
+        quirks: Names of the known quirks that apply to the model.
+        witness: Name of the engine that also scores the sequences; empty for none.
+        is_alternative: Whether the witness differs from the engine only in its model classes.
+    """
+
+    tokens: torch.Tensor
+    generated: int
+    sampling: Sampling
+    parties: Mapping[Party, torch.Tensor]
+    dtypes: Mapping[Party, torch.dtype | None]
+    threshold: float
+    random_weights: bool = False
+    quirks: tuple[str, ...] = ()
+    witness: str = ""
+    is_alternative: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Testimony:
+    """Log-probabilities of a witness.
+
+    Args:
+        dtype: Name of the precision that explains its rounding.
+        error: Why it returned none.
+        scored: Its log-probabilities of the sequences; None if it returned none.
+        decoded: Its log-probabilities while decoding other continuations; None if that was not necessary.
+        exact, rounded: Log-probabilities of these continuations from transformers, in fp64 and in `dtype`.
+    """
+
+    dtype: str = "float32"
+    error: str = ""
+    scored: torch.Tensor | None = None
+    decoded: torch.Tensor | None = None
+    exact: torch.Tensor | None = None
+    rounded: torch.Tensor | None = None
+
+
+class Judged(NamedTuple):
+    """A verdict with the measurements that it was derived from.
+
+    Args:
+        title: The cell.
+        case: The judged sequences.
+        observed: The measurements.
+        verdict: The verdict.
+    """
+
+    title: str
+    case: Case
+    observed: Observations
+    verdict: Verdict
+
+
+class Measures(Protocol):
+    """Measurements of running sides, see `nrl_models.consistency.judge`."""
+
+    def reference(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return log-probabilities of the generated tokens from transformers, `(batch, generated)`."""
+
+    def hypotheses(self) -> Iterator[Hypothesis]:
+        """Yield the log-probabilities that possible bugs would produce, cheap ones first."""
+
+    def compare_modules(self, side: Side, length: int) -> ModuleComparison:
+        """Compare modules of a side with the reference's, on the first tokens of the first sequence."""
+
+    def output_before(self, name: str, call: ModuleCall) -> torch.Tensor | None:
+        """Return the output of a module with the weights from before the last refit; None if there are none."""
+
+    def testimony(self, decodes: Callable[[torch.Tensor, torch.dtype], bool]) -> Testimony:
+        """Start the witness and score the sequences. It also decodes if `decodes(scored, dtype)`."""
+
+
+class Decision:
+    """The verdict on a case.
+
+    Args:
+        case: The case.
+        observed: Measurements. Missing ones are taken with `measures`.
+        measures: The running sides; None in a replay.
+    """
+
+    def __init__(self, case: Case, observed: Observations, measures: Measures | None = None) -> None:
+        self.case, self.observed, self._measures = case, observed, measures
+
+    @property
+    def measures(self) -> Measures:
+        """The running sides.
+
+        Raises:
+            CapsuleError: In a replay, which has none.
+        """
+        if self._measures is None:
+            raise CapsuleError(
+                "the capsule lacks a measurement that its verdict needs: write it again with the nrl_models that reads "
+                "it, or replay it with the nrl_models that wrote it"
+            )
+        return self._measures
+
+    def verdict(self) -> Verdict:
+        """Return the verdict; of sides that agree, kind `precision`."""
+        case, reference = self.case, self._reference
+        exact, single = reference(torch.float64), reference(torch.float32)
+        errors = {
+            party: _deviation(values, exact) for party, values in ({**case.parties, Party.REFERENCE: single}).items()
+        }
+        not_finite = tuple(
+            party
+            for party, values in case.parties.items()
+            if values.isnan().any() or (party == Party.DECODE and values.isinf().any())  # sampled tokens are possible
+        )
+        if not_finite:
+            verdict = self._finish(VerdictKind.NOT_FINITE, not_finite, errors)
+            return self._with_witness(verdict, case.parties[not_finite[0]])
+        if errors[Party.REFERENCE].token_mult_prob_error > case.threshold:
+            return self._finish(VerdictKind.UNSTABLE, (), errors)
+        at_fault: list[Party] = []
+        looks_like, floor = "", 0.0
+        for party, values in case.parties.items():
+            for dtype in self._possible_dtypes(party):
+                allowed = FLOOR_FACTOR * max(distance(reference(dtype), exact), 1e-6)
+                if distance(values, exact) <= allowed:
+                    looks_like = looks_like or (dtype_name(dtype) if case.dtypes[party] is None else "")
+                    break
+            else:
+                floor = floor if at_fault else allowed
+                at_fault.append(party)
+        if not at_fault:
+            return self._finish(VerdictKind.PRECISION, (), errors, found=self._precisions(looks_like))
+        wrong = case.parties[at_fault[0]]
+        cause = find_cause(self._hypotheses(), wrong, single, floor)
+        sides = [party for party in at_fault if party != Party.SECOND_TRAINER] or at_fault
+        if len(sides) == 1:
+            kind = VerdictKind(sides[0])
+        else:
+            kind = VerdictKind.BOTH if Party.TRAINER in sides else VerdictKind.ENGINE
+        return self._with_witness(self._finish(kind, tuple(at_fault), errors, cause, self._locate(at_fault)), wrong)
+
+    # Measurements
+
+    def _reference(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.observed.tensor(f"reference.{dtype_name(dtype)}", lambda: self.measures.reference(dtype))
+
+    def _hypotheses(self) -> Iterator[Hypothesis]:
+        """Hypotheses in order. A record ends with the one that was the cause."""
+        values, tensors = self.observed.values, self.observed.tensors
+        live: Iterator[Hypothesis] | None = None
+        for index in count():
+            name = f"hypothesis.{index}"
+            if name not in values:
+                if self._measures is None:
+                    return
+                live = live or self._measures.hypotheses()
+                if (found := next(live, None)) is None:
+                    return
+                values[name], tensors[name] = asdict(found.cause), found.logprobs
+            cause = values[name]
+            yield Hypothesis(Cause(CauseKind(cause["kind"]), cause["message"], cause["key"]), tensors[name])
+
+    def _testimony(self) -> Testimony:
+        values, tensors = self.observed.values, self.observed.tensors
+        if "witness" not in values:
+            found = self.measures.testimony(self._is_right_alternative)
+            values["witness"] = {"dtype": found.dtype, "error": found.error}
+            for name in ("scored", "decoded", "exact", "rounded"):
+                if (tensor := getattr(found, name)) is not None:
+                    tensors[f"witness.{name}"] = tensor
+        return Testimony(
+            dtype=values["witness"]["dtype"],
+            error=values["witness"]["error"],
+            scored=tensors.get("witness.scored"),
+            decoded=tensors.get("witness.decoded"),
+            exact=tensors.get("witness.exact"),
+            rounded=tensors.get("witness.rounded"),
+        )
+
+    # Rules
+
+    def _possible_dtypes(self, party: Party) -> tuple[torch.dtype, ...]:
+        """The dtypes a party may compute in, most precise first: the one it reports, or any if it reports none."""
+        dtype = self.case.dtypes[party]
+        if dtype is None:
+            return torch.float32, torch.float16, torch.bfloat16
+        return (precision(dtype),)
+
+    def _precisions(self, looks_like: str) -> str:
+        engine, trainer = self.case.dtypes.get(Party.DECODE), self.case.dtypes[Party.TRAINER]
+        if Party.DECODE not in self.case.dtypes:
+            engine = self.case.dtypes[Party.PREFILL]
+        shown = f"not reported (its error is that of {looks_like})" if engine is None else dtype_name(engine)
+        return f"Engine: {shown}; trainer: {'not reported' if trainer is None else dtype_name(trainer)}"
+
+    def _locate(self, at_fault: Sequence[Party]) -> Divergence | str:
+        """Return the first module where the wrong side diverges, or why none is known."""
+        if at_fault == [Party.SECOND_TRAINER]:
+            return "Its modules cannot be recorded"
+        side = Side.DECODE if at_fault == [Party.DECODE] else Side.ENGINE
+        side = Side.TRAINER if Party.TRAINER in at_fault else side
+        whole = self.case.tokens.shape[1]
+        for length in dict.fromkeys((*(min(tokens, whole) for tokens in MODULE_TOKENS), whole)):
+            found = self.observed.comparison(
+                f"modules.{side}.{length}",
+                lambda length=length: self.measures.compare_modules(side, length),  # type: ignore[misc]
+            )
+            if isinstance(found, str):
+                return f"Its modules cannot be compared: {found}"
+            if (divergence := found.divergence()) is not None:
+                return self._described(found, divergence)
+        return "None of its modules diverges"
+
+    def _described(self, found: ModuleComparison, divergence: Divergence) -> Divergence:
+        """Add the pattern, or what was compared."""
+        if found.side is Side.DECODE:
+            return replace(divergence, detail="decoding one token after a cached prompt, compared with one prefill")
+        if found.side is Side.TRAINER:
+            return divergence
+        values = self.observed.values
+        if (classified := found.classified(divergence, self._output_before)) is not None:
+            values["pattern"] = {"pattern": classified.pattern, "detail": classified.detail}
+            return classified
+        recorded = values.get("pattern", {"pattern": Pattern.UNKNOWN, "detail": ""})
+        return replace(divergence, pattern=Pattern(recorded["pattern"]), detail=recorded["detail"])
+
+    def _output_before(self, name: str, call: ModuleCall) -> torch.Tensor | None:
+        return self.observed.optional("output before", lambda: self.measures.output_before(name, call))
+
+    def _finish(
+        self,
+        kind: VerdictKind,
+        at_fault: tuple[Party, ...],
+        errors: Mapping[Party, Deviation],
+        cause: Cause | None = None,
+        found: Divergence | str = "",
+    ) -> Verdict:
+        verdict = Verdict(kind, at_fault, errors, cause, random_weights=self.case.random_weights)
+        located = {"note": found} if isinstance(found, str) else {"divergence": found}
+        verdict = replace(verdict, **located)
+        names = (quirk.name for quirk in CATALOG if quirk.name in self.case.quirks and quirk.explains(verdict.evidence))
+        return replace(verdict, quirks=tuple(names))
+
+    def _with_witness(self, verdict: Verdict, wrong: torch.Tensor) -> Verdict:
+        """Add the witness's result to a verdict, and the advice that follows from it."""
+        if not (name := self.case.witness):
+            return verdict
+        self._at_fault, self._wrong = verdict.at_fault, wrong
+        found = self._testimony()
+        if found.scored is None:
+            return replace(verdict, witness=Opinion(name, None, found.error))
+        vote = self._vote(found.scored, getattr(torch, found.dtype))
+        decodes = None
+        if found.decoded is not None and found.exact is not None and found.rounded is not None:
+            allowed = FLOOR_FACTOR * max(distance(found.rounded, found.exact), 1e-6)
+            decodes = distance(found.decoded, found.exact) <= allowed and bool(found.decoded.isfinite().all())
+        advice = Advice.TRANSFORMERS_BACKEND if decodes else None
+        return replace(verdict, witness=Opinion(name, vote, decodes=decodes), advice=advice)
+
+    def _is_right_alternative(self, scored: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Return True if the witness could replace the wrong engine, and scores as transformers does."""
+        is_engines = bool({Party.DECODE, Party.PREFILL} & set(self._at_fault))
+        return is_engines and self.case.is_alternative and self._vote(scored, dtype) is Vote.REFERENCE
+
+    def _vote(self, scored: torch.Tensor, dtype: torch.dtype) -> Vote:
+        """Return the side whose log-probabilities equal a witness's up to rounding."""
+        exact = self._reference(torch.float64)
+        rounding = FLOOR_FACTOR * max(distance(self._reference(dtype), exact), 1e-6)
+        if not scored.isnan().any() and distance(scored, exact) <= rounding:
+            return Vote.REFERENCE
+        explained = max(rounding, EXPLAINED * distance(self._wrong, exact))
+        return Vote.AT_FAULT if distance(scored, self._wrong) <= explained else Vote.NEITHER
+
+
+def precision(dtype: torch.dtype | None) -> torch.dtype:
+    """Return the precision that explains how an engine which computes in `dtype` rounds."""
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _deviation(values: torch.Tensor, exact: torch.Tensor) -> Deviation:
+    found = consistency_metrics(values, exact)
+    return Deviation(found.token_mult_prob_error, found.max)

@@ -1,0 +1,147 @@
+"""The result of a replay: a verdict computed from a capsule, compared with the recorded one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nrl_models.consistency.capsule.capsule_file import Contents, Kind, json_values
+from nrl_models.consistency.capsule.diverging_block import Block
+from nrl_models.errors import NRLModelsError, one_line
+
+RELATIVE = 1e-4
+"""Numbers of a replay may differ by this share from recorded ones: other processors round differently."""
+
+ABSOLUTE = 1e-9
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCheck:
+    """One part of a replay.
+
+    Args:
+        name: Name of the part.
+        passed: Whether it gives the recorded result.
+        detail: The result.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The result of replaying a capsule.
+
+    Args:
+        kind: The check that wrote the capsule.
+        title: The compared sides.
+        verdict: The verdict, computed again, as JSON values.
+        summary: The verdict in a few sentences.
+        checks: Parts that were computed again.
+        left_out: Tensors that the capsule does not have.
+        versions: Versions of the packages that wrote it.
+    """
+
+    kind: Kind
+    title: str
+    verdict: Mapping[str, Any]
+    summary: str
+    checks: tuple[ReplayCheck, ...]
+    left_out: tuple[str, ...] = ()
+    versions: Mapping[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was computed again, and all of it gives the recorded results."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def lines(self) -> list[str]:
+        """The result as text."""
+        outcome = "REPRODUCED" if self.passed else "NOT REPRODUCED"
+        lines = [f"{outcome}: {self.title}", self.summary]
+        lines += [
+            f"{'as recorded' if check.passed else 'DIFFERS'}: {check.name}: {check.detail}" for check in self.checks
+        ]
+        lines += [f"not in the capsule: {what}" for what in self.left_out]
+        return [*lines, f"written with {', '.join(f'{name} {version}' for name, version in self.versions.items())}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "reproduced": self.passed,
+            "kind": self.kind,
+            "title": self.title,
+            "verdict": dict(self.verdict),
+            "summary": self.summary,
+            "checks": [{"name": each.name, "passed": each.passed, "detail": each.detail} for each in self.checks],
+            "left_out": list(self.left_out),
+            "versions": dict(self.versions),
+        }
+
+
+def differences(recorded: Any, found: Any, where: str = "") -> list[str]:
+    """List differences of two JSON values. Numbers, also those in texts, are compared up to rounding."""
+    if isinstance(recorded, Mapping) and isinstance(found, Mapping):
+        names = [*recorded, *(name for name in found if name not in recorded)]
+        pairs = [(recorded.get(name), found.get(name), f"{where}.{name}".strip(".")) for name in names]
+        return [line for first, second, name in pairs for line in differences(first, second, name)]
+    if isinstance(recorded, (list, tuple)) and isinstance(found, (list, tuple)) and len(recorded) == len(found):
+        pairs = [(first, second, where) for first, second in zip(recorded, found, strict=True)]
+        return [line for first, second, name in pairs for line in differences(first, second, name)]
+    return [] if _same(recorded, found) else [f"{where} was {recorded}, and is {found}"]
+
+
+def _same(recorded: Any, found: Any) -> bool:
+    if isinstance(recorded, bool) or isinstance(found, bool):
+        return recorded is found
+    if isinstance(recorded, (int, float)) and isinstance(found, (int, float)):
+        return math.isclose(recorded, found, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    if isinstance(recorded, str) and isinstance(found, str):
+        first, second = _NUMBER.split(recorded), _NUMBER.split(found)
+        numbers = zip(map(float, first[1::2]), map(float, second[1::2]), strict=False)
+        return first[::2] == second[::2] and all(math.isclose(*pair, rel_tol=RELATIVE) for pair in numbers)
+    return bool(recorded == found)
+
+
+def compared(name: str, recorded: Any, found: Any, detail: str) -> ReplayCheck:
+    """Compare a result with the recorded one."""
+    different = differences(recorded, json_values(found))
+    return ReplayCheck(name, not different, "; ".join(different) or detail)
+
+
+def block_check(contents: Contents) -> list[ReplayCheck]:
+    """Rebuild the first diverging block, and compare its output with the recorded one. Empty without a block."""
+    values = contents.values
+    if values["block"] is None:
+        return []
+    block = Block.from_json(values["block"], contents.tensors)
+    recorded: float = values["block_error"]
+    try:
+        error = block.error()
+    except NRLModelsError as failure:
+        return [ReplayCheck("block", False, f"{block.name} cannot be rebuilt here: {one_line(failure)}")]
+    is_near = error <= block.allowed if recorded <= block.allowed else math.isclose(error, recorded, rel_tol=0.05)
+    return [ReplayCheck("block", is_near, block_sentence(block, error))]
+
+
+def block_sentence(block: Block, error: float) -> str:
+    """Describe the output of a rebuilt block."""
+    detail = f"{block.name} of the trainer, rebuilt from configuration and weights, is off by {error:.1e} of its scale"
+    is_near = error <= block.allowed
+    return detail if is_near else f"{detail}: the trainer's module does not compute what its configuration says"
+
+
+def measured_or_note(measure: Callable[[], Any]) -> tuple[Any, str]:
+    """Return a measurement, or None and the reason why it failed."""
+    try:
+        return measure(), ""
+    except (NRLModelsError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        return None, one_line(error)

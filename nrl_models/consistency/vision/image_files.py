@@ -1,0 +1,85 @@
+"""Builds prompts from image files, and reports how an engine and the trainer compare on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.markup import escape
+from rich.table import Table
+
+from nrl_models.consistency.vision.image_check import ImageComparison, ImagePrompt
+from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.parity.parity_report import Outcome
+
+
+def file_prompt(processor: Any, file: Path, text: str) -> ImagePrompt:
+    """Make a prompt of an image file followed by a text.
+
+    The prompt is a user message in the processor's chat template. A processor without a template gets its placeholder
+    of an image, if it has one, and the text.
+
+    Raises:
+        OSError: Pillow cannot read the file.
+    """
+    image = Image.open(file).convert("RGB")
+    if getattr(processor, "chat_template", None):
+        message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
+        prompt = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        return ImagePrompt(prompt, (image,))
+    placeholder = getattr(processor, "image_placeholder_token", getattr(processor, "image_token", ""))
+    return ImagePrompt(f"{placeholder} {text}".lstrip(), (image,))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReport:
+    """The outcome of a check of image files.
+
+    Args:
+        path: The checkpoint.
+        files: The image files, one per prompt.
+        comparisons: The outcome of each prompt.
+    """
+
+    path: Path
+    files: Sequence[Path]
+    comparisons: Sequence[ImageComparison]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every prompt passed."""
+        return all(comparison.passed for comparison in self.comparisons)
+
+    def table(self) -> Table:
+        """A row for each image."""
+        table = Table(title=escape(f"{self.path}: vLLM and the trainer on images"), title_justify="left")
+        table.add_column("image", no_wrap=True)
+        for name in ("size", "tokens", "decode", "prefill", "bound"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("differs first", overflow="fold")
+        table.add_column("verdict")
+        for file, comparison in zip(self.files, self.comparisons, strict=True):
+            table.add_row(
+                escape(file.name),
+                "x".join(map(str, comparison.sizes[0])),
+                f"{comparison.prompt_tokens}+{comparison.new_tokens}",
+                *(f"{error:.7f}" for error in (comparison.decode, comparison.prefill, comparison.bound)),
+                comparison.fault or "-",
+                Outcome.of(comparison.passed).markup,
+            )
+        return table
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"verdict", "checkpoint", "images": [{"file", "verdict", "decode", "prefill", "bound", "fault", ...}]}`."""
+        return {
+            "verdict": Outcome.of(self.passed),
+            "checkpoint": str(self.path),
+            "images": [
+                {"file": str(file), "verdict": Outcome.of(comparison.passed)}
+                | {name: finite_or_none(value) for name, value in asdict(comparison).items()}
+                for file, comparison in zip(self.files, self.comparisons, strict=True)
+            ],
+        }
