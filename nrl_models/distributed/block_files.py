@@ -1,7 +1,7 @@
-"""Files of blocks: safetensors in which every rank keeps the regions of tensors that it holds.
+"""Files of blocks: safetensors files in which each rank stores its regions of the tensors.
 
-A key is a tensor's name and where in it the block begins: `lm_head.weight@0,512`. Whatever the layouts are, a block is
-filled from the stored blocks that overlap with it.
+A key consists of the tensor's name and the block's offset in it: `lm_head.weight@0,512`. Loading copies the overlap of
+stored and requested blocks, so it works between any two layouts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Held:
     """A tensor of which this rank holds blocks.
 
     Args:
-        name: what it is called in files.
-        tensor: how it lies in tensors of the model's shapes.
-        own: these, by the model's names.
+        name: Name of the tensor in files.
+        tensor: Views of the model's tensors that form this tensor.
+        own: The model's tensors by name.
     """
 
     name: str
@@ -54,10 +54,10 @@ class StoredBlock:
     """A block in an open file.
 
     Args:
-        handle: the file, open and mapped.
-        key: its name there.
-        offset: where in the tensor it begins, in each dimension.
-        shape: its size in each dimension.
+        handle: The open, memory-mapped file.
+        key: Key of the block in the file.
+        offset: Offset of the block in the tensor, per dimension.
+        shape: Size of the block, per dimension.
     """
 
     handle: Any
@@ -66,7 +66,7 @@ class StoredBlock:
     shape: tuple[int, ...]
 
     def copy_into(self, target: Block) -> None:
-        """Copy the values of a tensor that lie in both this block and `target`, a block of the same tensor."""
+        """Copy the overlap of this block and `target`, a block of the same tensor, into `target`."""
         first = [max(pair) for pair in zip(self.offset, target.offset, strict=True)]
         ends = zip(self.offset, self.shape, target.offset, target.shape, strict=True)
         last = [min(mine + length, theirs + wanted) for mine, length, theirs, wanted in ends]
@@ -84,11 +84,11 @@ class StoredBlock:
 
 @dataclass(slots=True)
 class StoredTensor:
-    """A tensor of which files hold the blocks.
+    """A tensor whose blocks are in files.
 
     Attributes:
-        dtype: of all of them.
-        blocks: that together are the tensor.
+        dtype: Dtype of the blocks.
+        blocks: Blocks that together form the tensor.
     """
 
     dtype: torch.dtype
@@ -139,12 +139,12 @@ def write_blocks(folder: Path, prefix: str, blocks: Iterable[tuple[str, Block]])
 
 
 def stored_tensors(folder: Path, files: Iterable[str], problems: list[Problem]) -> dict[str, StoredTensor]:
-    """The tensors whose blocks are in `files` of a folder, which are open from then on.
+    """Open the files of a folder, and return the tensors whose blocks they have.
 
     Args:
-        folder: the folder.
-        files: their names.
-        problems: to which is added what is wrong: a file that is none of blocks, blocks that are no whole tensor.
+        folder: Directory of the files.
+        files: File names.
+        problems: Receives a problem for each file without valid blocks, and each tensor with missing blocks.
     """
     result: dict[str, StoredTensor] = {}
     for file in files:

@@ -21,14 +21,14 @@ from nrl_models.distributed.mesh import gather_over, reporting_dead_ranks, size_
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 SAME_BATCH = ("ep", "tp")
-"""Dimensions of a mesh whose ranks take the same batch."""
+"""Dimensions of a mesh whose ranks process the same batch."""
 
 
 class ChecksForward(nn.Module):
-    """Mixin for a sharded model: checks parameters and batch before a forward with gradients.
+    """Mixin for a sharded model that checks parameters and batch before a forward with gradients.
 
     Attributes:
-        sharding: How the model is sharded (a `Sharding`; transformers evaluates annotations of a model's class here).
+        sharding: Sharding state of the model (a `Sharding`; transformers evaluates annotations of model classes here).
     """
 
     sharding: Any
@@ -52,10 +52,11 @@ class ChecksForward(nn.Module):
 
 
 def check_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check a forward of a sharded model. Every rank calls it.
+    """Check a forward of a sharded model. Every rank has to call this.
 
     Raises:
-        ShardingError: Trainable parameters were added after sharding, or ranks that must take the same batch do not.
+        ShardingError: If trainable parameters were added after sharding, or ranks that must process the same batch got
+            different ones.
     """
     if not torch.is_grad_enabled():
         return
@@ -69,7 +70,7 @@ def check_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[str
 
 
 class Slots:
-    """The places of a model's parameters: `(module, attribute)`, whatever wraps the modules later.
+    """Locations of a model's parameters as `(module, attribute)`, independent of wrappers added later.
 
     Args:
         model: The model when it is sharded.
@@ -168,8 +169,8 @@ def _require_same_batch_in(group: DeviceMesh, name: str, inputs: Mapping[str, An
         if any(key not in other or key not in first or other[key] != first[key] for other in others)
     ]
     problems = [Problem(ProblemKind.RANK, key, f"differs between the ranks of {name}") for key in differing]
-    advice = "give ranks that differ in ep or tp the same batch: divide the data over fsdp only"
-    raise ShardingError(f"the ranks of {name} were given different batches", problems, [advice])
+    advice = "pass the same batch to ranks that differ in ep or tp: split the data over fsdp only"
+    raise ShardingError(f"the ranks of {name} got different batches", problems, [advice])
 
 
 _MODULUS = 2**40
@@ -192,7 +193,7 @@ def _digest(value: torch.Tensor) -> torch.Tensor:
 
 
 def _are_same(everyone: torch.Tensor) -> bool:
-    """Whether digests `(ranks, 2)` agree: floats up to rounding, in which ranks may differ."""
+    """Return True if digests `(ranks, 2)` agree. Floats may differ by rounding."""
     exact, rounded = everyone.unbind(1)
     is_close = (rounded - rounded[0]).abs() <= 1e-3 * (1 + rounded.abs().max())
     return bool(((exact == exact[0]).all() & is_close.all()).item())

@@ -1,8 +1,8 @@
-"""The manifest of a resume checkpoint: which files belong to it, with size and hash, and the training's state.
+"""The manifest of a resume checkpoint: its files with size and hash, and the training state.
 
-It is JSON and carries a hash of itself. The hashes are xxh3: they find what disks, networks and copies do to files, at
-a fraction of the time that writing takes, and are no protection from somebody who writes a manifest. So every field is
-checked, too.
+The manifest is JSON and has a hash of itself. The hashes are xxh3, which takes much less time than writing the files.
+They detect errors of disks, networks and copies. They do not protect against a forged manifest, so every field is also
+validated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import xxhash
-
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
@@ -31,7 +29,7 @@ FORMAT = 1
 
 
 class Part(StrEnum):
-    """What a file of tensors holds; its name begins so."""
+    """Contents of a file of tensors, and the prefix of its name."""
 
     WEIGHTS = "weights"
     OPTIMIZER = "optimizer"
@@ -43,11 +41,11 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What a file was when it was written.
+    """A file at the time it was written.
 
     Args:
-        bytes: its size.
-        xxh3_128: the hash of its content, as hexadecimal digits.
+        bytes: Size of the file.
+        xxh3_128: Hash of its contents, as hexadecimal digits.
     """
 
     bytes: int
@@ -55,11 +53,13 @@ class WrittenFile:
 
     @staticmethod
     def of(file: Path) -> WrittenFile:
-        """What a file is now.
+        """Return size and hash of a file.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: If it cannot be read.
         """
+        import xxhash  # only saving needs it
+
         with open(file, "rb", buffering=0) as handle:
             digest = hashlib.file_digest(handle, xxhash.xxh3_128)
             return WrittenFile(handle.tell(), digest.hexdigest())
@@ -67,11 +67,11 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What an optimiser keeps for a parameter.
+    """State of an optimizer for a parameter.
 
     Args:
-        scalars: numbers, by name.
-        tensors: names of tensors of the parameter's shape.
+        scalars: Numbers by name.
+        tensors: Names of tensors with the parameter's shape.
     """
 
     scalars: dict[str, float]
@@ -80,11 +80,11 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A parameter group of an optimiser.
+    """A parameter group of an optimizer.
 
     Args:
-        options: learning rate and so on.
-        parameters: the names of its parameters, sorted.
+        options: Learning rate and other options.
+        parameters: Sorted names of its parameters.
     """
 
     options: dict[str, Any]
@@ -93,11 +93,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """An optimiser without its tensors.
+    """An optimizer without its tensors.
 
     Args:
-        groups: its parameter groups.
-        states: of each parameter that has some.
+        groups: Parameter groups.
+        states: State of each parameter that has one.
     """
 
     groups: list[Group]
@@ -106,13 +106,13 @@ class OptimizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is in a resume checkpoint.
+    """Contents of a resume checkpoint.
 
     Args:
-        files: all of its files but the manifest, by name.
-        progress: what the caller gave.
-        optimizer: None if it was saved without.
-        format: of the checkpoint.
+        files: All files except the manifest, by name.
+        progress: Progress passed by the caller.
+        optimizer: State of the optimizer; None if it was not saved.
+        format: Format of the checkpoint.
     """
 
     files: dict[str, WrittenFile]
@@ -125,10 +125,10 @@ class Manifest:
         return sorted(name for name in self.files if name.startswith(tuple(f"{part}-" for part in parts)))
 
     def rendered(self) -> bytes:
-        """The manifest as it is written.
+        """Return the manifest as JSON bytes.
 
         Raises:
-            CheckpointError: a value that JSON cannot hold, or that could not be read again; all of them.
+            CheckpointError: If JSON cannot represent a value, or could not be read back. Lists all such values.
         """
         try:
             data = _rendered(self)
@@ -136,18 +136,18 @@ class Manifest:
         except CheckpointError as error:
             raise CheckpointError("cannot save this in a checkpoint", error.problems) from error
         except (TypeError, ValueError, RecursionError) as error:
-            detail = f"is nothing that JSON can hold: {error}"
-            problem = Problem(ProblemKind.FORMAT, "progress, or the optimiser's options and numbers", detail)
+            detail = f"cannot be represented in JSON: {error}"
+            problem = Problem(ProblemKind.FORMAT, "progress, or the optimizer's options and numbers", detail)
             advice = ["give finite numbers, text, lists and dictionaries; `tensor.tolist()` of a tensor"]
             raise CheckpointError("cannot save this in a checkpoint", [problem], advice) from error
         return data
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
-        """The manifest that was written as `data`.
+        """Parse a manifest.
 
         Raises:
-            CheckpointError: it is damaged, or fields have other types or values than they may; all of them.
+            CheckpointError: If it is damaged, or fields have invalid types or values. Lists all of them.
         """
         content = parse_object(data, NAME, "a checkpoint").get("manifest")
         try:
@@ -155,7 +155,7 @@ class Manifest:
         except ValueError:  # numbers that JSON has no name for
             is_intact = False
         if not is_intact:
-            raise _refused([Problem(ProblemKind.FILE, NAME, "is damaged: its hash is another than it says")])
+            raise _refused([Problem(ProblemKind.FILE, NAME, "is damaged: its hash differs from the recorded one")])
         if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
             detail = f"is {shown(content['format'])}; this version of the library reads {FORMAT}"
             raise _refused([Problem(ProblemKind.FORMAT, "format", detail, NAME)])
@@ -167,10 +167,10 @@ class Manifest:
 
 
 def read_manifest(version: Path) -> Manifest:
-    """The manifest of a version.
+    """Read the manifest of a version.
 
     Raises:
-        CheckpointError: there is none; see also `Manifest.parse`.
+        CheckpointError: If there is none. See also `Manifest.parse`.
     """
     try:
         data = read_bytes(version / NAME)
@@ -184,6 +184,8 @@ def read_manifest(version: Path) -> Manifest:
 
 def _rendered(content: Any) -> bytes:
     """The only way to write `content`, a manifest's: so any byte that is another one is found."""
+    import xxhash  # only saving needs it
+
     text = json.dumps(content, allow_nan=False, indent=1, default=_fields)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     return f'{{"xxh3_128": "{digest}", "manifest": {text}}}\n'.encode()
@@ -200,9 +202,9 @@ def _refused(problems: list[Problem]) -> CheckpointError:
 
 
 def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
-    """`value`, as JSON has it, as an instance of `kind`: a dataclass, `dict[str, ...]`, `list[...]` or a plain type.
+    """Convert a JSON value to an instance of `kind`: a dataclass, `dict[str, ...]`, `list[...]` or a plain type.
 
-    What is of another type is added to `problems`; the result is of no use then.
+    A value of another type is added to `problems`. Do not use the result if there are problems.
     """
 
     def wrong(expected: str) -> Any:
@@ -222,7 +224,7 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
             return {key: _as(args[1], inner, inside[key], problems) for key, inner in value.items()}
         hints = get_type_hints(kind)
         for key in sorted(hints.keys() ^ value.keys()):
-            detail = "is missing" if key in hints else "is no field"
+            detail = "is missing" if key in hints else "is not a field"
             problems.append(Problem(ProblemKind.FORMAT, f"{where}.{key}" if where else key, detail, NAME))
         known = {key: _as(hints[key], inner, inside[key], problems) for key, inner in value.items() if key in hints}
         return known if problems else kind(**known)
@@ -236,7 +238,7 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
 
 
 def _out_of_range(manifest: Manifest) -> Iterator[Problem]:
-    """What is of the right type in a manifest, and yet cannot be."""
+    """Find values of a manifest that have the right type but are out of range."""
 
     def problem(where: str, detail: str) -> Problem:
         return Problem(ProblemKind.FORMAT, where, detail, NAME)
@@ -245,7 +247,7 @@ def _out_of_range(manifest: Manifest) -> Iterator[Problem]:
         if not _FILE_NAME.fullmatch(name):
             yield problem(f"files.{name}", "is not a name of a checkpoint's files")
         if not 0 <= file.bytes < 2**63:
-            yield problem(f"files.{name}.bytes", f"is {shown(file.bytes)}, which is no size")
+            yield problem(f"files.{name}.bytes", f"is {shown(file.bytes)}, which is not a size")
         if not _DIGEST.fullmatch(file.xxh3_128):
             yield problem(f"files.{name}.xxh3_128", f"is {shown(file.xxh3_128)}, expected 32 hexadecimal digits")
     step = manifest.progress.get("step", 0)
@@ -275,5 +277,5 @@ def _wrong_in(optimizer: OptimizerFacts) -> Iterator[tuple[str, str]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is text, a switch, null or a number that a float can be."""
+    """Return True for text, bools, None, and numbers that a float can represent."""
     return isinstance(value, (str, NoneType)) or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)

@@ -15,10 +15,10 @@ from nrl_models.errors import NRLModelsError, Problem, ProblemKind, ShardingErro
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse a mesh whose dimensions are not `DIMENSIONS`.
+    """Check that the dimensions of a mesh are from `DIMENSIONS`.
 
     Raises:
-        ShardingError: a dimension without a name, of another name or in another order.
+        ShardingError: If a dimension has no name, an unknown name, or is in the wrong order.
     """
     names = mesh.mesh_dim_names or ()
     expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
@@ -40,12 +40,12 @@ def size_of(mesh: DeviceMesh, name: str) -> int:
 
 
 def rank_in(mesh: DeviceMesh, name: str) -> int:
-    """This rank's place in a dimension, 0 if the mesh lacks it."""
+    """Return this rank's index in a dimension; 0 if the mesh lacks it."""
     return mesh.get_local_rank(name) if name in (mesh.mesh_dim_names or ()) else 0
 
 
 def place_in(mesh: DeviceMesh) -> int:
-    """This rank's place in the mesh, in the order of `gather_over`."""
+    """Return this rank's index in the mesh, in the order of `gather_over`."""
     place = 0
     for dim in range(mesh.ndim):
         place = place * mesh.size(dim) + mesh.get_local_rank(dim)
@@ -53,12 +53,12 @@ def place_in(mesh: DeviceMesh) -> int:
 
 
 def is_first(mesh: DeviceMesh) -> bool:
-    """Whether this is the first rank of the mesh, which is the one that writes."""
+    """Return True on the first rank of the mesh, which writes files."""
     return place_in(mesh) == 0
 
 
 def has_stages(mesh: DeviceMesh) -> bool:
-    """Whether the ranks of a mesh hold the stages of a pipeline."""
+    """Return True if the ranks of a mesh hold pipeline stages."""
     return "pp" in (mesh.mesh_dim_names or ())
 
 
@@ -84,19 +84,19 @@ def agree(
     error: Exception | None = None,
     left: str = "nothing was changed on the others",
 ) -> None:
-    """Raise on every rank if any rank has an error, or if ranks see different things.
+    """Raise on every rank if any rank has an error, or if facts differ between ranks.
 
-    So no rank waits for another that has stopped.
+    Prevents ranks from waiting for another rank that has stopped.
 
     Args:
-        mesh: whose ranks agree.
-        what: what they are about to do, for the message.
-        facts: what has to be equal on all ranks. Compared by `repr`.
-        error: what went wrong on this rank.
-        left: how it leaves the others, for the message.
+        mesh: Mesh of the ranks.
+        what: The next action, for the message.
+        facts: Values that must be equal on all ranks, compared by `repr`.
+        error: Error of this rank.
+        left: State of the other ranks after the error, for the message.
 
     Raises:
-        ShardingError: a rank has an error, or facts differ. The rank whose error it is raises the error itself.
+        ShardingError: If another rank has an error, or facts differ. The rank with the error raises the error itself.
     """
     own = {key: _short(repr(value)) for key, value in facts.items()}
     message = None if error is None else f"{type(error).__name__}: {error}"
@@ -125,10 +125,10 @@ def agree(
 
 @contextmanager
 def agreed(mesh: DeviceMesh | None, what: str) -> Iterator[dict[str, Any]]:
-    """Do something on every rank, and go on only if no rank failed; see `agree`. Without a mesh, just do it.
+    """Context manager that raises on every rank if the body fails on any rank; see `agree`. No effect without a mesh.
 
     Yields:
-        A dictionary for the facts that have to be equal on all ranks.
+        A dictionary for facts that must be equal on all ranks.
     """
     facts: dict[str, Any] = {}
     if mesh is None:
@@ -144,10 +144,10 @@ def agreed(mesh: DeviceMesh | None, what: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def reporting_dead_ranks(what: str) -> Iterator[None]:
-    """Explain a failed collective: a rank is gone, or slower than the process group's timeout.
+    """Explain a failed collective: a rank died, or is slower than the process group's timeout.
 
     Raises:
-        ShardingError: the collective failed.
+        ShardingError: If the collective failed.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""An optimiser's groups and states under the names of a sharded model's parameters."""
+"""An optimizer's groups and states under the names of a sharded model's parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from nrl_models.distributed.mesh import gather_over, has_stages
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
+NO_OPTIONS = ("params", "param_names")
+"""Entries of a group that depend on the layout. Torch adds `param_names` for `Optimizer(model.named_parameters())`."""
+
 
 def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
-    """All but the tensors. Every rank calls it.
+    """Return groups, options and scalar states of an optimizer. Every rank has to call this.
 
     Raises:
-        CheckpointError: a parameter that is not the model's, or a state that is neither a number nor a plain tensor of
-            the parameter's shape; all of them.
+        CheckpointError: If a parameter is not the model's, or a state is neither a number nor a plain tensor of the
+            parameter's shape. Lists all of them.
     """
     parameters = _parameters(model, optimizer)
     problems = []
@@ -48,11 +51,11 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
                 detail = f"is {shape}, neither a scalar nor of the parameter's shape {tuple(parameter.shape)}"
                 problems.append(Problem(ProblemKind.SHAPE, f"{name}: {key}", detail))
     if problems:
-        raise CheckpointError("the optimiser's state cannot be saved", problems)
+        raise CheckpointError("the optimizer's state cannot be saved", problems)
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [
         Group(
-            {key: _plain(value) for key, value in group.items() if key != "params"},
+            {key: _plain(value) for key, value in group.items() if key not in NO_OPTIONS},
             sorted(names[id(parameter)] for parameter in group["params"]),
         )
         for group in optimizer.param_groups
@@ -61,23 +64,23 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
 
 
 def of_all_stages(facts: OptimizerFacts, mesh: DeviceMesh) -> OptimizerFacts:
-    """The optimisers of all stages of a pipeline as one, from that of this rank's stages. Every rank calls it.
+    """Merge the optimizers of all pipeline stages into one. Every rank has to call this.
 
     Raises:
-        CheckpointError: they have other groups, or other options; on every rank.
+        CheckpointError: On every rank, if the stages' groups or options differ.
     """
     if not has_stages(mesh):
         return facts
     stages: list[OptimizerFacts] = gather_over(mesh["pp"], facts)
     options = [[group.options for group in stage.groups] for stage in stages]
     if problems := [
-        Problem(ProblemKind.RANK, f"the optimiser of rank {rank} of pp", f"has groups {shown(theirs)}")
+        Problem(ProblemKind.RANK, f"the optimizer of rank {rank} of pp", f"has groups {shown(theirs)}")
         for rank, theirs in enumerate(options)
         if theirs != options[0]
     ]:
         detail = f"has groups {shown(options[0])}"
-        problems = [Problem(ProblemKind.RANK, "the optimiser of rank 0 of pp", detail), *problems]
-        raise CheckpointError("the optimisers of a pipeline's stages differ in their groups or options", problems)
+        problems = [Problem(ProblemKind.RANK, "the optimizer of rank 0 of pp", detail), *problems]
+        raise CheckpointError("the optimizers of a pipeline's stages differ in their groups or options", problems)
     groups = [
         Group(group.options, sorted({name for stage in stages for name in stage.groups[number].parameters}))
         for number, group in enumerate(facts.groups)
@@ -86,7 +89,7 @@ def of_all_stages(facts: OptimizerFacts, mesh: DeviceMesh) -> OptimizerFacts:
 
 
 def held_states(model: PreTrainedModel, optimizer: Optimizer) -> list[Held]:
-    """The tensors of an optimiser's states, called `{parameter}.{state}`."""
+    """The tensors of an optimizer's states, called `{parameter}.{state}`."""
     layout = sharding_of(model).adapter.transformers
     return [
         Held(f"{name}.{key}", layout[name], {name: value.detach()})
@@ -103,14 +106,14 @@ def misfits(
     saved: OptimizerFacts | None,
     stored: Mapping[str, StoredTensor],
 ) -> list[Problem]:
-    """What keeps a model's optimiser from taking what was saved of another.
+    """Return the reasons why saved states cannot be loaded into a model's optimizer.
 
     Args:
-        model: a sharded model.
-        optimizer: of its parameters.
-        ours: its groups, `of_all_stages`.
-        saved: the other's groups, and what states it had.
-        stored: tensors of these states.
+        model: A sharded model.
+        optimizer: Optimizer of the model's parameters.
+        ours: Its groups, from `of_all_stages`.
+        saved: Groups and names of the saved states.
+        stored: Tensors of the saved states.
     """
     if saved is None:
         return [Problem(ProblemKind.MISSING, "optimizer", "was not saved: load the model without it")]
@@ -118,7 +121,7 @@ def misfits(
     groups = ours.groups
     problems = []
     if len(groups) != len(saved.groups):
-        detail = f"has {len(saved.groups)} parameter groups, this optimiser {len(groups)}"
+        detail = f"has {len(saved.groups)} parameter groups, this optimizer {len(groups)}"
         problems.append(Problem(ProblemKind.UNEXPECTED, "optimizer", detail))
     for number, (own, theirs) in enumerate(zip(groups, saved.groups, strict=False)):
         here, there = set(own.parameters), set(theirs.parameters)
@@ -133,9 +136,9 @@ def misfits(
     wanted = {f"{name}.{key}": name for name, states in saved.states.items() for key in states.tensors}
     for state in sorted(wanted.keys() | stored.keys()):
         if state not in stored:
-            problems.append(Problem(ProblemKind.MISSING, state, "is a state that was saved, and is in no file"))
+            problems.append(Problem(ProblemKind.MISSING, state, "was saved as a state, but is in no file"))
         elif state not in wanted:
-            problems.append(Problem(ProblemKind.UNEXPECTED, state, "is in a file, and no state that was saved"))
+            problems.append(Problem(ProblemKind.UNEXPECTED, state, "is in a file, but is not a saved state"))
         elif (parameter := parameters.get(wanted[state])) is not None and stored[state].shape != parameter.shape:
             detail = f"has shape {stored[state].shape}, the parameter {tuple(parameter.shape)}"
             problems.append(Problem(ProblemKind.SHAPE, state, detail))
@@ -145,9 +148,10 @@ def misfits(
 def restore(
     model: PreTrainedModel, optimizer: Optimizer, saved: OptimizerFacts, stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Replace an optimiser's states and options by what was saved, in which there are no `misfits`."""
+    """Load saved states and options into an optimizer, replacing its own. Call only if `misfits` returns nothing."""
     for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
-        group.update({key: _retyped(group.get(key), value) for key, value in saved_group.options.items()})
+        options = {key: value for key, value in saved_group.options.items() if key not in NO_OPTIONS}
+        group.update({key: _retyped(group.get(key), value) for key, value in options.items()})
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
     for name, parameter in _parameters(model, optimizer).items():
@@ -170,7 +174,7 @@ def _device_of_scalars(group: Mapping[str, Any], parameter: torch.Tensor) -> tor
 
 
 def _misfitting_options(number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Problem]:
-    """Options of a group that are of another type there than here, and a learning rate that is not there."""
+    """Find options of a saved group with another type, and a missing learning rate."""
     problems = []
     if "lr" in ours and "lr" not in theirs:
         problems.append(Problem(ProblemKind.MISSING, f"lr of group {number}", "was not saved"))
@@ -183,7 +187,7 @@ def _misfitting_options(number: int, ours: Mapping[str, Any], theirs: Mapping[st
 
 
 def _kind(value: Any) -> Any:
-    """What an option is, whatever its value."""
+    """Return the type of an option, independent of its value."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_kind, value))
     if isinstance(value, bool):
@@ -192,22 +196,22 @@ def _kind(value: Any) -> Any:
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimiser's parameters by the model's own names.
+    """Return the optimizer's parameters by the model's own names.
 
     Raises:
-        CheckpointError: a parameter that is not the model's.
+        CheckpointError: If a parameter is not the model's.
     """
     names = {id(parameter): name for name, parameter in own_parameters(model)}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := sum(id(parameter) not in names for parameter in given):
         detail = f"{foreign} of its {len(given)} parameters are not the model's: make it after the model is sharded"
         problem = Problem(ProblemKind.UNEXPECTED, "optimizer", detail)
-        raise CheckpointError("the optimiser is not this model's", [problem])
+        raise CheckpointError("the optimizer is not this model's", [problem])
     return {names[id(parameter)]: parameter for parameter in given}
 
 
 def _subclass_of(value: Any) -> str:
-    """The name of the tensor subclass that a state is, or that a DTensor holds; empty for plain tensors."""
+    """Return the name of a state's tensor subclass, or of a DTensor's local tensor; empty for plain tensors."""
     local = value.to_local() if isinstance(value, DTensor) else value
     is_plain = not isinstance(local, torch.Tensor) or type(local) in (torch.Tensor, nn.Parameter)
     return "" if is_plain else type(local).__name__
@@ -218,7 +222,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """An option or a scalar as JSON takes it."""
+    """Convert an option or a scalar for JSON."""
     value = value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, torch.Tensor):
         return value.item()

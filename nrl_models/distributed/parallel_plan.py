@@ -1,7 +1,7 @@
-"""Parallel plans: how each module of a model is divided, from what transformers and the family declare.
+"""Parallel plans: how each module of a model is sharded, based on declarations of transformers and the family.
 
-transformers names, for each architecture, the linears that tensor parallelism divides and the stacks that
-expert parallelism divides. Data parallelism divides all parameters, and needs no names.
+For each architecture, transformers lists the linears that tensor parallelism shards and the expert stacks that expert
+parallelism shards. Data parallelism shards all parameters, and needs no list.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from nrl_models.common.config.walk import values_of_layers
 from nrl_models.common.modules import class_name, own_modules, own_parameters
 from nrl_models.distributed.mesh import check_mesh, describe, has_stages, size_of
 from nrl_models.distributed.pipeline.schedules import Schedule, schedule_problems
@@ -36,22 +37,23 @@ Plan = Literal["auto"] | Mapping[str, str]
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model is divided.
+    """How to shard a model.
 
-    Names may have `*` for a number, as transformers' plans do: `model.layers.*.self_attn.q_proj`.
+    Names may have `*` for a number, as in transformers' plans: `model.layers.*.self_attn.q_proj`.
 
     Args:
-        tensor: for each module or parameter the style, by its name in `TENSOR_STYLES`, in which `tp` divides it; None
-            takes what transformers and the family declare.
-        expert: likewise for `ep`, from `EXPERT_STYLES`.
-        units: class names of the modules that `fsdp` gathers and frees as one; None takes those that transformers
-            never splits.
-        param_dtype: of parameters while they compute under `fsdp`; None is their own.
-        reduce_dtype: in which `fsdp` sums gradients; None is `param_dtype`.
-        reshard_after_forward: whether `fsdp` frees a unit's parameters between forward and backward.
-        offload: whether `fsdp` keeps parameters and gradients on the CPU.
-        schedule: by its name in `Schedule`, in which order the ranks of `pp` compute microbatches.
-        stages_per_rank: how many stages a rank of `pp` holds; None is what the schedule takes, 2 where it leaves that.
+        tensor: Style from `TENSOR_STYLES` for each module or parameter that `tp` shards. None uses the plan of
+            transformers and the family.
+        expert: Style from `EXPERT_STYLES` for each module or parameter that `ep` shards. None uses the plan of
+            transformers and the family.
+        units: Class names of the modules that `fsdp` gathers and frees as one unit. None uses the modules that
+            transformers never splits.
+        param_dtype: Dtype of parameters during computation under `fsdp`. None keeps their own dtype.
+        reduce_dtype: Dtype in which `fsdp` reduces gradients. None uses `param_dtype`.
+        reshard_after_forward: Whether `fsdp` frees a unit's parameters between forward and backward.
+        offload: Whether `fsdp` keeps parameters and gradients on the CPU.
+        schedule: Name in `Schedule` of the order in which the ranks of `pp` process microbatches.
+        stages_per_rank: Number of stages per rank of `pp`. None uses the schedule's number, or 2 if it has none.
     """
 
     tensor: Mapping[str, str] | None = None
@@ -70,18 +72,18 @@ class ParallelPlan:
 
 
 def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> ParallelPlan:
-    """The plan by which to shard `model` over `mesh`, checked.
+    """Complete and validate the plan for sharding `model` over `mesh`.
 
     Args:
-        model: real or on meta.
-        mesh: with dimensions named `pp`, `fsdp`, `ep`, `tp` (any of them, in this order).
-        plan: see `Plan`; of a `ParallelPlan`, what it leaves open is filled in.
+        model: A model with values or on meta.
+        mesh: Mesh with dimensions from `pp`, `fsdp`, `ep`, `tp`, in this order.
+        plan: See `Plan`. Fields of a `ParallelPlan` that are None are filled in.
 
     Returns:
-        A plan that leaves nothing open.
+        A plan without None for required fields.
 
     Raises:
-        ShardingError: everything about mesh and plan that does not fit the model.
+        ShardingError: If mesh or plan do not fit the model. Lists all problems.
     """
     check_mesh(mesh)
     problems: list[Problem] = []
@@ -101,7 +103,7 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         raise ShardingError("no such plan", [problem])
     unknown = _unknown_styles(chosen)
     problems += unknown
-    if not unknown:  # what an unknown style divides is not known
+    if not unknown:  # the effect of unknown styles cannot be checked
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
     problems += schedule_problems(chosen.schedule, chosen.stages_per_rank)
     if has_stages(mesh):
@@ -123,9 +125,9 @@ def _adapter_problems(model: PreTrainedModel, dimension: str) -> Iterator[Proble
 
 
 def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ParallelPlan:
-    """`plan`, with what is declared where it leaves something open."""
+    """Fill the fields of `plan` that are None with the declared plans."""
     tensor, expert = declared_tensor_plan(model), declared_expert_plan(model)
-    # A declared style that is not known here does no harm where its dimension divides nothing.
+    # A declared style that is unknown here has no effect if its dimension has a single rank.
     if size_of(mesh, "tp") == 1:
         tensor = {name: style for name, style in tensor.items() if style in TENSOR_STYLES}
     if size_of(mesh, "ep") == 1:
@@ -139,10 +141,10 @@ def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> 
 
 
 def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """transformers' tensor-parallel plan for a model, with what its family adds, and its vocabulary divided.
+    """Return transformers' tensor-parallel plan of a model, with the family's additions, and a sharded vocabulary.
 
-    The embedding and the head are divided alike, over the vocabulary, so that they can stay tied; over ranks
-    that do not divide the vocabulary, both stay whole.
+    Embedding and head are both sharded over the vocabulary, so that they can stay tied. If the number of ranks does not
+    divide the vocabulary, both stay unsharded.
     """
     plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(getattr(model, "tensor_parallel", {}))
     names = {module: name for name, module in own_modules(model)}
@@ -155,9 +157,9 @@ def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def declared_expert_plan(model: PreTrainedModel) -> dict[str, str]:
-    """transformers' expert-parallel plan for a model, without the linears that it divides too.
+    """Return transformers' expert-parallel plan of a model, without linears that it also shards.
 
-    There one set of ranks divides both; here `ep` divides experts, and linears are divided by `tp`, by its own plan.
+    In transformers, one set of ranks shards both. Here, `ep` shards experts, and `tp` shards linears by its own plan.
     """
     plan = getattr(model, "_ep_plan", None) or {}
     linears = {style.name for style in TENSOR_STYLES.values() if style.divides_linears}
@@ -165,7 +167,7 @@ def declared_expert_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def units_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Class names of the modules that data parallelism gathers as one: those transformers never splits."""
+    """Return class names of the FSDP units: the modules that transformers never splits."""
     declared: set[str] = set()
     for module in model.modules():
         declared.update(getattr(module, "_no_split_modules", None) or ())
@@ -183,20 +185,20 @@ def expert_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
 
 
 def is_vocabulary(model: PreTrainedModel, module: nn.Module) -> bool:
-    """Whether `module` is the model's embedding or its head."""
+    """Return True if `module` is the model's embedding or head."""
     return module is model.get_input_embeddings() or module is model.get_output_embeddings()
 
 
 def vocabulary_is_divided(model: PreTrainedModel, mesh: DeviceMesh) -> bool:
-    """Whether `tp` divides the vocabulary: only if it divides that of both embedding and head."""
+    """Return True if `tp` shards the vocabulary, which requires that it can shard both embedding and head."""
     both: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     return all(module is None or module.weight.shape[0] % size_of(mesh, "tp") == 0 for module in both)
 
 
 def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str | None:
-    """The mesh dimension that divides the experts of a stack: `ep`; or `tp`, where it has no rule of its own for it.
+    """Return the mesh dimension that shards a stack of experts: `ep`, or `tp` if the plan has no `tp` rule for it.
 
-    None if the experts stay together: no stack, no such dimension, or one that does not divide their number.
+    None if the experts are not sharded: there is no stack or no such dimension, or it does not divide their number.
     """
     styles = expert_styles(model, plan)
     divided = [name for name, style in styles.items() if style.dim(3) is not None]
@@ -230,7 +232,7 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _merged_over_layers(problems: list[Problem]) -> list[Problem]:
-    """The same problems, with what several layers have in common said once."""
+    """Merge problems that are the same in several layers."""
     alike: dict[Problem, list[Problem]] = {}
     for problem in problems:
         subject = re.sub(r"\.\d+(?=\.|$)", ".*", problem.subject)
@@ -254,7 +256,7 @@ def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
 def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
     classes = {class_name(module) for module in model.modules()}
     unknown = [unit for unit in units if unit not in classes]
-    return [Problem(ProblemKind.PLAN, unit, "is no class of a module of the model") for unit in unknown]
+    return [Problem(ProblemKind.PLAN, unit, "is not a class of a module of the model") for unit in unknown]
 
 
 def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
@@ -293,16 +295,16 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
             problems += _unsuited(name, module, style)
             continue
         heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
-        problems += heads or _uneven(model, name, module.weight, style, ranks)  # whichever says more
+        problems += heads or _uneven(model, name, module.weight, style, ranks)  # the heads' message has more detail
     return [*problems, *_adapter_problems(model, "tp")]
 
 
 def _unsuited(name: str, module: nn.Module, style: Style) -> list[Problem]:
-    """The problem of a module, other than a linear, that cannot compute its style."""
+    """Return the problem of a module other than a linear that does not support its style."""
     if style.compute is VocabularyParallel and isinstance(module, nn.Embedding):
         if module.max_norm is None:
             return []
-        detail = "normalises its vectors (max_norm), which a share of them cannot"
+        detail = "normalizes its vectors (max_norm), which a shard of them cannot"
     elif style.compute is None or not style.divides_linears:
         return []
     else:
@@ -326,7 +328,7 @@ def _uneven(
 def _uneven_heads(
     model: PreTrainedModel, name: str, module: nn.Linear, modules: Mapping[str, nn.Module], ranks: int
 ) -> list[Problem]:
-    """A projection to heads whose heads the ranks cannot share evenly: heads are whole on a rank."""
+    """Return the problem of a projection whose heads cannot be split evenly, because a rank holds complete heads."""
     owner = modules[name.rpartition(".")[0]]
     head_dim = getattr(owner, "head_dim", None)
     if not isinstance(head_dim, int) or module.out_features % head_dim or "Attention" not in type(owner).__name__:
@@ -335,7 +337,7 @@ def _uneven_heads(
     if heads % ranks == 0:
         return []
     config = model.config.get_text_config()
-    named = [key for key in _HEADS if getattr(config, key, None) == heads]
+    named = [key for key in _HEADS if heads in values_of_layers(config, key)]
     kind = f" ({named[0]})" if named else ""
     detail = f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide"
     return [Problem(ProblemKind.DIVIDE, name, detail, advice=_fitting_ranks(model))]
@@ -347,7 +349,7 @@ _HEADS = ("num_key_value_heads", "num_attention_heads")
 def _fitting_ranks(model: PreTrainedModel) -> str:
     """What `tp` can be, as advice."""
     config = model.config.get_text_config()
-    sizes = [count for key in _HEADS if isinstance(count := getattr(config, key, None), int)]
+    sizes = [count for key in _HEADS for count in values_of_layers(config, key) if isinstance(count, int)]
     fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(count % n == 0 for count in sizes)]
     return f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp"
 
@@ -386,6 +388,6 @@ def _stacks(styles: Mapping[str, Style]) -> list[str]:
 
 
 def _without_rule(model: nn.Module, stack: str, styles: Mapping[str, Style]) -> list[str]:
-    """Parameters within a stack of experts that have no style, neither of their own nor their module's."""
+    """Return parameters in a stack of experts that have no style, neither directly nor through their module."""
     names = [f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_parameters()]
     return [name for name in names if not {name, name.rpartition(".")[0]} & (styles.keys() - {stack})]

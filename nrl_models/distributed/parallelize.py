@@ -1,4 +1,4 @@
-"""Sharding a model in place: linears, vocabulary and experts over `tp` and `ep`, everything over `fsdp`."""
+"""Shard a model in place: linears, vocabulary and experts over `tp` and `ep`, all parameters over `fsdp`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import own_modules
 from nrl_models.common.projections import groups_of
-from nrl_models.common.upstream import is_initialised, mark_initialised
+from nrl_models.common.upstream import is_initialized, mark_initialized
 from nrl_models.common.upstream_torch import StridedShard
+from nrl_models.distributed.kept_dtypes import KeptApart, kept_parameters
 from nrl_models.distributed.mesh import agreed, check_mesh, describe, has_stages, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
@@ -40,25 +41,27 @@ from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> PreTrainedModel:
-    """Shard a model that every rank has, in place.
+    """Shard a model in place. Every rank has to pass the same model.
 
-    Every rank keeps its share of each parameter, as DTensors. `model.state_dict_adapter`, `save_pretrained`,
-    `load_state_dict` and the functions of `nrl_models.distributed` then work on shares, and optimisers and gradient
-    clipping are torch's own; but over `pp` clip by `nrl_models.distributed.clip_grad_norm_` alone. Make the optimiser
-    afterwards.
+    Afterwards, the parameters are DTensors, of which each rank holds its shard.
+
+    - `model.state_dict_adapter`, `save_pretrained`, `load_state_dict` and `nrl_models.distributed` support them.
+    - Create the optimizer after this call. Optimizers and gradient clipping of torch work unchanged, except over `pp`:
+      there use `nrl_models.distributed.clip_grad_norm_`.
 
     Args:
-        model: on the mesh's kind of device, or on meta; the same on every rank.
-        mesh: with dimensions named `pp`, `fsdp`, `ep`, `tp` (any of them, in this order). Ranks that differ in `fsdp`
-            take different batches, whose gradients are averaged; those that differ in the others the same batch.
-        plan: `"auto"`, rules that change it, or a `ParallelPlan`, which also says in what dtype to compute.
+        model: The model, on the mesh's device type or on meta.
+        mesh: Mesh with dimensions from `pp`, `fsdp`, `ep`, `tp`, in this order. Ranks that differ in `fsdp` process
+            different batches, and their gradients are averaged. Ranks that differ in another dimension process the same
+            batch.
+        plan: `"auto"`, rules that modify it, or a `ParallelPlan`, which also sets the compute dtype.
 
     Returns:
         `model`.
 
     Raises:
-        ShardingError: mesh or plan do not fit the model, or ranks disagree on it; on every rank, and the model is
-            then unchanged.
+        ShardingError: On every rank, if mesh or plan do not fit the model or differ between ranks. The model is then
+            unchanged.
     """
     check_mesh(mesh)
     with agreed(mesh, "shard the model") as facts:
@@ -76,10 +79,10 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
 
 
 def cut_for(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Cut | None:
-    """Where `pp` cuts a model; None if the mesh lacks it. Nothing is communicated.
+    """Return the split of a model into the stages of `pp`; None if the mesh lacks it. Does not communicate.
 
     Raises:
-        ShardingError: it cannot be cut, with the reason.
+        ShardingError: If it cannot be split. The message has the reason.
     """
     if not has_stages(mesh):
         return None
@@ -91,15 +94,15 @@ def cut_for(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Cut
 def divide_stages(
     model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, cut: Cut | None
 ) -> tuple[Sharding, PreTrainedModel]:
-    """Apply `pp`, then `tp` and `ep`. Nothing is communicated.
+    """Apply `pp`, then `tp` and `ep`. Does not communicate.
 
     Args:
-        model: changed in place: without the stages that other ranks hold.
-        mesh, plan: that fit it.
-        cut: from `cut_for`.
+        model: The model, modified in place. Stages of other ranks are removed.
+        mesh, plan: Mesh and plan that fit the model.
+        cut: Result of `cut_for`.
 
     Returns:
-        How it is sharded, and the model with all stages, on meta: `model` itself where there are no stages.
+        The sharding state, and the model with all stages on meta (`model` itself if there are no stages).
     """
     if cut is None:
         divide_model(model, mesh, plan)
@@ -112,7 +115,7 @@ def divide_stages(
 
 
 def _facts(model: PreTrainedModel) -> dict[str, object]:
-    """What ranks must agree on: every parameter's name, shape and dtype, and a sum of its values."""
+    """Return the values that ranks must agree on: each parameter's name, shape, dtype and sum."""
     facts: dict[str, object] = {"class": type(model).__name__, "config": model.config.to_json_string()}
     own = dict(model.state_dict(keep_vars=True))
     facts["parameters"] = [
@@ -131,13 +134,12 @@ def _facts(model: PreTrainedModel) -> dict[str, object]:
 def divide_model(
     model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, whole: PreTrainedModel | None = None
 ) -> None:
-    """Apply `tp` and `ep`: parameters become DTensors, modules exchange activations. Nothing is communicated.
+    """Apply `tp` and `ep`: parameters become DTensors, and modules exchange activations. Does not communicate.
 
     Args:
-        model: changed in place.
-        mesh, plan: that fit it.
-        whole: the model with all stages of a pipeline, undivided, where `model` lacks some: what is divided depends on
-            all of it.
+        model: The model, modified in place.
+        mesh, plan: Mesh and plan that fit the model.
+        whole: The unsharded model with all pipeline stages, if `model` lacks some. The sharding depends on all stages.
     """
     names = [name for name in ("ep", "tp") if name in mesh.mesh_dim_names]  # type: ignore[operator]
     if names:
@@ -145,14 +147,14 @@ def divide_model(
 
 
 class _ModelDivision:
-    """One run of `divide_model`.
+    """State of one call of `divide_model`.
 
     Args:
-        model: changed in place.
-        mesh: all dimensions.
-        inner: `ep` and `tp`, over which parameters become DTensors.
-        plan: a plan that fits.
-        whole: the model with all stages; undivided so far.
+        model: The model, modified in place.
+        mesh: The complete mesh.
+        inner: The dimensions `ep` and `tp`, over which parameters become DTensors.
+        plan: Plan that fits the model.
+        whole: The unsharded model with all stages.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class _ModelDivision:
         self.expert = expert_styles(whole, plan) if self.experts_over else {}
         self.units = plan.units or ()
         self.summed_over: dict[tuple[int, str], str] = {}
-        self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied parameters stay one
+        self.done: dict[int, nn.Parameter] = {}  # by id of the replaced parameter, so that tied ones stay tied
 
     def apply(self) -> None:
         modules: dict[str, Any] = {
@@ -230,8 +232,8 @@ class _ModelDivision:
             ),
             requires_grad=parameter.requires_grad,
         )
-        if is_initialised(parameter):
-            mark_initialised(divided)
+        if is_initialized(parameter):
+            mark_initialized(divided)
         self.done[id(parameter)] = module._parameters[attribute] = divided
         self.done[id(divided)] = divided
 
@@ -259,7 +261,7 @@ class _ModelDivision:
             become(module, *mixins)
 
     def _needs_local_tensors(self, module: nn.Module) -> bool:
-        """Whether a module may be called by itself: the model, a unit, and outside units any with own parameters."""
+        """Return True for modules that may be called directly: the model, units, and others with own parameters."""
         if module is self.model or type(module).__name__ in self.units:
             return True
         has_parameters = any(parameter is not None for parameter in module._parameters.values())
@@ -284,6 +286,10 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
         "offload_policy": offload,
         "shard_placement_fn": lambda parameter: _placement(parameter, ranks),
     }
+    kept = kept_parameters(model, plan)
+    apart = KeptApart(mesh, plan, kept) if kept else None
+    if apart is not None:
+        options["shard_placement_fn"] = apart.placed(options["shard_placement_fn"])
     units = [
         module for module in model.modules() if type(module).__name__ in (plan.units or ()) and module is not model
     ]
@@ -291,28 +297,30 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
     for module in model.modules():
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), set()).add(id(module))
-    # Found before any is divided, which puts other parameters in place.
+    # Determine these before sharding, which replaces parameters.
     whole = [unit for unit in units if _keeps_its_weights(unit, owners)]
-    if sharding.stages is not None:  # a stage ends inside what holds the layers, which would not free its weights then
+    if sharding.stages is not None:  # a stage ends inside the parent of the layers, which would not free its weights
         whole = [unit for unit in whole if sharding.stages.stack not in unit.modules()]
-    for unit in reversed(whole):  # those within others first
-        fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=plan.reshard_after_forward, **options)
+    for unit in [*reversed(whole), model]:  # nested units first
+        policy = options["mp_policy"] if apart is None else apart.policy_of(unit, options["mp_policy"], unit is model)
+        sharded = fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options | {"mp_policy": policy})
+        if apart is not None:
+            apart.keep(sharded)
 
 
 def _keeps_its_weights(unit: nn.Module, owners: Mapping[int, set[int]]) -> bool:
-    """Whether no weight of a unit is tied to one elsewhere: tied weights are gathered by what contains both."""
+    """Return True if no weight of a unit is tied to a module outside. Tied weights are gathered by a common parent."""
     inside = {id(module) for module in unit.modules()}
     ids = {id(parameter) for parameter in unit.parameters()}
     return bool(ids) and all(owners[parameter] <= inside for parameter in ids)
 
 
 def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """The dimension of a parameter that `fsdp` divides; None leaves it to torch: the first, unevenly if need be.
+    """Return the dimension of a parameter that `fsdp` shards. None uses torch's default: the first, possibly unevenly.
 
-    But a stack of experts is divided along their features where ranks do not divide the number of experts: of fewer
-    experts than ranks some ranks would have nothing, and the others more than their share. And a dimension of packed
-    blocks that `tp` divides is not divided again: no placement describes the result.
+    A stack of experts is sharded along its features if the number of experts is not divisible by the ranks. Otherwise
+    some ranks might get no expert. A dimension of packed blocks that `tp` shards is not sharded again, because no
+    placement describes the result.
     """
     taken: set[int] = set()
     local: torch.Tensor = parameter

@@ -1,11 +1,14 @@
-"""Checkpoints for resuming: parameters and optimiser state under Hugging Face names, at any layout.
+"""Resume checkpoints: parameters and optimizer state under Hugging Face names, loadable at any layout.
 
-A folder has versions, `version-1`, `version-2` and so on, of which the newest counts. In one are
-`weights-...safetensors` and `optimizer-...safetensors`, in which every rank writes the blocks that it holds,
-`config.json`, and `manifest.json`, by which every byte of the others is known. Ranks read the blocks that they need at
-whatever layout they then have. Names and shapes are Hugging Face's, so nothing depends on how the model was sharded.
+A folder has versions, `version-1`, `version-2` and so on. The newest is used. A version consists of:
 
-Files that the manifest does not name are never read: they may be a file system's own. No file is a pickle.
+- `weights-...safetensors` and `optimizer-...safetensors`: each rank writes the blocks that it holds.
+- `config.json`.
+- `manifest.json`: size and hash of each other file.
+
+When loading, each rank reads the blocks that it needs for its current layout. Names and shapes are Hugging Face's, so
+they do not depend on the sharding. Files that are not in the manifest are ignored, because some file systems add files.
+No file is a pickle.
 """
 
 from __future__ import annotations
@@ -45,18 +48,20 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     progress: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint to resume from. Every rank calls it; the directory must be one that all ranks see.
+    """Write a resume checkpoint. Every rank has to call this, and all ranks must see the directory.
 
     Args:
-        folder: gets another version, and older ones are removed; if any rank fails, the last one stays.
-        model: a sharded model (`parallelize`, or `from_pretrained` with a mesh).
-        optimizer: of the model's parameters. Its state may be tensors of a parameter's shape, and scalars.
-        progress: anything JSON can hold; `step`, if it is there, is a whole number.
+        folder: Directory of the versions. A new version is added, and older ones are deleted. If any rank fails, the
+            last version stays.
+        model: A sharded model (`parallelize`, or `from_pretrained` with a mesh).
+        optimizer: Optimizer of the model's parameters. Its state may consist of tensors of the parameter's shape, and
+            scalars.
+        progress: Any JSON value. `step`, if present, must be an integer.
 
     Raises:
-        CheckpointError: optimiser state of another shape, or progress that cannot be written or read again.
-        SaveError: the disk is full or read-only, or another process saves into the folder.
-        ShardingError: another rank failed. The rank that failed raises its own error.
+        CheckpointError: If optimizer state has another shape, or progress cannot be written and read again.
+        SaveError: If the disk is full or read-only, or another process saves into the folder.
+        ShardingError: If another rank failed. The failed rank raises its own error.
     """
     folder = Path(folder)
     sharding = sharding_of(model)
@@ -71,7 +76,7 @@ def save_checkpoint(
     if optimizer is not None:
         facts = of_all_stages(own_facts, mesh)
     with agreed(mesh, what):
-        Manifest({}, dict(progress or {}), facts).rendered()  # before anything is written
+        Manifest({}, dict(progress or {}), facts).rendered()  # raises before anything is written
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         (path, *_) = gather_over(mesh, None if stage is None else str(stage))
@@ -86,7 +91,7 @@ def save_checkpoint(
                 names = write_blocks(target, f"{part}-{place_in(mesh):05d}", blocks)
                 for name in names:
                     files[name] = WrittenFile.of(target / name)
-                    sync(target / name)  # each its own: another machine has not what this one has not written yet
+                    sync(target / name)  # each rank syncs its own files, because other machines may not have them yet
 
         attempt(write_own)
         for others in gather_over(mesh, files):
@@ -109,21 +114,21 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Fill a model, and its optimiser, from the newest checkpoint in a folder, written at this or any other layout.
+    """Load the newest checkpoint of a folder into a model and its optimizer. It may be from any other layout.
 
     Args:
-        folder: what `save_checkpoint` wrote.
-        model: a sharded model of the same architecture and configuration.
-        optimizer: of the model's parameters, in the same groups; its state is replaced.
+        folder: Directory written by `save_checkpoint`.
+        model: A sharded model of the same architecture and configuration.
+        optimizer: Optimizer of the model's parameters, with the same groups. Its state is replaced.
 
     Returns:
-        The progress that was saved.
+        The saved progress.
 
     Raises:
-        CheckpointError: no checkpoint, one of which a byte is another than was written, or one of another model or
-            optimiser: everything that is wrong, on every rank, before anything is written. Where an older version is
-            whole, it says so, and does not take that.
-        ShardingError: a rank is gone, or could not read a file to its end; the model's values are then undefined.
+        CheckpointError: On every rank and before anything is written, if there is no checkpoint, it is damaged, or it
+            belongs to another model or optimizer. Lists every problem. If an older version is intact, the message
+            names it, but it is not loaded.
+        ShardingError: If a rank died or could not read a file completely. The model's values are then undefined.
     """
     folder = Path(folder)
     sharding = sharding_of(model)
@@ -139,7 +144,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
         problems: list[Problem] = []
         stored = stored_tensors(version, manifest.files_of(Part.WEIGHTS), problems)
-        # A model of another origin, or a new one, may have saved others of the names that transformers reads.
+        # transformers reads several names for some tensors, and the saved model may have used other ones.
         weights = {found.name if (found := adapter.find(name)) else name: tensor for name, tensor in stored.items()}
         kept = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
@@ -147,7 +152,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
             states = stored_tensors(version, manifest.files_of(Part.OPTIMIZER), problems)
             problems += misfits(model, optimizer, here, manifest.optimizer, states)
         if problems:
-            summary = f"{version} is a checkpoint of another model or optimiser"
+            summary = f"{version} is a checkpoint of another model or optimizer"
             raise CheckpointError(summary, problems, replaced(version))
     with agreed(mesh, what):
         own = own_state_dict(model)
@@ -167,7 +172,7 @@ def _finish(stage: Path, model: PreTrainedModel, manifest: Manifest) -> None:
 
 
 def _kept_blocks(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[tuple[str, Block]]:
-    """Of the tensors that the model keeps beside its own, each whole, those that this rank writes: in turns."""
+    """Yield the kept tensors (not the model's own) that this rank writes. Ranks take turns; each tensor is complete."""
     for number, (name, kept) in enumerate(kept_by(model).items()):
         if number % mesh.size() == place_in(mesh):
             values = kept.read()
@@ -193,16 +198,16 @@ def _stored_kept(
 
 
 def _misfits(stored: Mapping[str, StoredTensor], adapter: StateDictAdapter) -> list[Problem]:
-    """What keeps a model from taking stored weights."""
+    """Return the reasons why a model cannot load stored weights."""
     problems = match(
         {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in stored.items()},
         adapter.hub.get,
         adapter.own,
         adapter.absent,
         adapter.tied,
-        why_unexpected=lambda name: "is no tensor of this model",
+        why_unexpected=lambda name: "is not a tensor of this model",
     ).problems
-    # What a model with other ties saved.
+    # Tensors that are tied in this model and were not tied in the saved one, or vice versa.
     saved_otherwise = [name for name in adapter.exported("hub") if name not in stored]
     problems = problems or [Problem(ProblemKind.MISSING, name, "is not there") for name in saved_otherwise]
     problems += [

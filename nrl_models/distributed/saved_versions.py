@@ -1,6 +1,7 @@
-"""The versions of a resume checkpoint in a folder: `version-1`, `version-2` and so on, of which the newest counts.
+"""Versions of a resume checkpoint in a folder: `version-1`, `version-2` and so on. The newest is used.
 
-A version is there when it is whole: its directory is renamed into place. What is older goes after that.
+A new version is written to a temporary directory and renamed when it is complete. Older versions are deleted
+afterwards.
 """
 
 from __future__ import annotations
@@ -22,49 +23,49 @@ _OLD_MANIFEST = "training.json"
 
 
 def versions_in(folder: Path) -> list[Path]:
-    """The versions in a folder, the newest first; none if there is no such folder."""
+    """Return the versions in a folder, newest first; empty if the folder does not exist."""
     found = folder.iterdir() if folder.is_dir() else ()
     numbers = sorted((int(match[1]) for path in found if (match := _VERSION.fullmatch(path.name))), reverse=True)
     return [folder / f"version-{number}" for number in numbers]
 
 
 def next_version(folder: Path) -> Path:
-    """Where the next version goes."""
+    """Return the path of the next version."""
     newest = next((int(path.name.removeprefix("version-")) for path in versions_in(folder)), 0)
     return folder / f"version-{newest + 1}"
 
 
 def remove_older(version: Path) -> None:
-    """Remove the versions before one, and of them only what was written as a part of them.
+    """Remove older versions, but only files that were written as parts of them.
 
-    What has no manifest that can be read stays: nothing says whose it is.
+    A version without a readable manifest stays, because its origin is unknown.
     """
     for older in versions_in(version.parent):
         if older == version:
             continue
         with suppress(CheckpointError):
             manifest = read_manifest(older)
-            for name in (*manifest.files, NAME):  # the manifest last, or a save that is killed here leaves the others
+            for name in (*manifest.files, NAME):  # the manifest last, so that a killed removal can be continued
                 (older / name).unlink(missing_ok=True)
-        with suppress(OSError):  # something else is in it
+        with suppress(OSError):  # the directory has other files
             older.rmdir()
 
 
 def whole_version(folder: Path, parts: Sequence[Part], mesh: DeviceMesh, what: str) -> tuple[Path, Manifest]:
-    """The newest version and its manifest, once every byte of the files of `parts` has been compared with its hash.
+    """Return the newest version and its manifest, after comparing all files of `parts` with their hashes.
 
-    Every rank of the mesh calls it, and reads a share of the files.
+    Every rank of the mesh has to call this. Each reads a share of the files.
 
     Args:
-        folder: of the versions.
-        parts: which are wanted.
-        mesh: whose ranks read.
-        what: what they are about to do, for messages.
+        folder: Directory of the versions.
+        parts: Parts to verify.
+        mesh: Mesh of the ranks.
+        what: The next action, for messages.
 
     Raises:
-        CheckpointError: there is none, or the newest is damaged: on every rank, with all that is, and whether an older
-            version is whole.
-        ShardingError: ranks see other versions, or a rank is gone.
+        CheckpointError: On every rank, if there is no version or the newest is damaged. Lists all problems, and whether
+            an older version is intact.
+        ShardingError: If ranks see different versions, or a rank died.
     """
     with agreed(mesh, what):
         found = _found(folder)
@@ -81,14 +82,14 @@ def whole_version(folder: Path, parts: Sequence[Part], mesh: DeviceMesh, what: s
 
 
 def _found(folder: Path) -> list[Path]:
-    """The versions in a folder.
+    """Return the versions in a folder.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: If there are none.
     """
     if found := versions_in(folder):
         return found
-    advice = "give a folder that save_checkpoint wrote; a plain Hugging Face checkpoint loads with from_pretrained"
+    advice = "pass a folder written by save_checkpoint; load a Hugging Face checkpoint with from_pretrained"
     detail = "has no version-1, version-2, ... in it, so this is not a complete checkpoint"
     if (folder / _OLD_MANIFEST).is_file():
         detail = f"has {_OLD_MANIFEST}: an older version of this library wrote it, with pickles, which are not read"
@@ -97,7 +98,7 @@ def _found(folder: Path) -> list[Path]:
 
 
 def _examined(version: Path, parts: Sequence[Part], place: int, count: int) -> tuple[Manifest | None, list[Problem]]:
-    """A version's manifest, if that is whole, and what is wrong with its files, of `count` shares that at `place`."""
+    """Return a version's manifest if it is valid, and problems of its files in share `place` of `count`."""
     try:
         manifest = read_manifest(version)
     except CheckpointError as error:
@@ -121,7 +122,7 @@ def _examined(version: Path, parts: Sequence[Part], place: int, count: int) -> t
 
 
 def replaced(version: Path) -> list[str]:
-    """What to do if a version's files went while they were read, because another was saved; nothing otherwise."""
+    """Return advice if a version's files vanished while they were read, because a newer one was saved; else nothing."""
     now = versions_in(version.parent)
     return (
         [f"{now[0].name} was saved while {version.name} was read: load again"] if now[:1] not in ([], [version]) else []
@@ -129,9 +130,9 @@ def replaced(version: Path) -> list[str]:
 
 
 def _advice(newest: Path, older: Sequence[Path], parts: Sequence[Part]) -> str:
-    """What to do about a damaged version."""
+    """Return advice for a damaged version."""
     if again := replaced(newest):
         return again[0]
     if whole := next((path for path in older if not _examined(path, parts, 0, 1)[1]), None):
-        return f"{whole.name} beside it is whole: to resume from that, move {newest.name} out of the folder"
-    return "no older version that is whole is beside it: copy it again, or take another checkpoint"
+        return f"{whole.name} is intact: to resume from it, move {newest.name} out of the folder"
+    return "the folder has no intact older version: copy the checkpoint again, or use another one"

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a sharded model: a plain Hugging Face checkpoint, file by file as it is gathered."""
+"""`save_pretrained` of a sharded model: gather and write a regular Hugging Face checkpoint, one file at a time."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def save_pretrained(
     save_original_format: bool = True,
     **options: Any,
 ) -> None:
-    """Write what `save_pretrained` of the unsharded model would write, tensor for tensor.
+    """Write the same files as `save_pretrained` of the unsharded model.
 
-    Every rank calls it; the first writes. It holds one file's tensors at a time, the others one bucket's. The files are
-    staged and moved into place once all are written and no rank has failed: until then an old checkpoint stays.
+    Every rank has to call this; the first rank writes. It holds the tensors of one file, and the other ranks those of
+    one bucket. Files are staged, and moved into place once all are written and no rank has failed.
 
     Args:
-        model: a sharded model.
-        folder: the directory, as the first rank sees it; made if necessary.
-        max_shard_size: no file is larger, unless a single tensor is.
-        save_original_format: see `FamilyModel.save_pretrained`.
-        options: none. transformers' other keywords need the whole model.
+        model: A sharded model.
+        folder: Directory on the first rank; created if necessary.
+        max_shard_size: Maximum size of a file, unless a single tensor is larger.
+        save_original_format: See `FamilyModel.save_pretrained`.
+        options: Not supported, because transformers' other keywords need the unsharded model.
 
     Raises:
-        UnknownArgumentError: `options`.
-        CheckpointError: the configuration and the model disagree about tied embeddings.
-        ShardingError: another rank failed. The rank that failed raises its own error.
+        UnknownArgumentError: If there are `options`.
+        CheckpointError: If configuration and model disagree about tied embeddings.
+        ShardingError: If another rank failed. The failed rank raises its own error.
     """
     if options := {name: value for name, value in options.items() if name not in _IMPLIED}:
         raise UnknownArgumentError(
-            f"save_pretrained of a sharded model takes no {', '.join(options)}: do that with the directory it saves"
+            f"save_pretrained of a sharded model does not support {', '.join(options)}: use the directory it saves"
         )
     sharding = sharding_of(model)
     adapter, mesh, gather = sharding.adapter.retied(model), sharding.mesh, sharding.gatherer(model)
@@ -74,7 +74,7 @@ def save_pretrained(
             found = {name: table[name] for name in names if name in table}
             tensors: dict[str, torch.Tensor] = {}
             for name, tensor in gather(found, DEFAULT_BUCKET):
-                if stage is not None:  # each in a storage of its own; other ranks keep nothing
+                if stage is not None:  # copy to a separate storage; other ranks keep nothing
                     tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
                 tensors |= {name: own_storage(kept[name].read()) for name in names if name not in table}
@@ -90,7 +90,7 @@ def save_pretrained(
 
 
 def on_meta(table: Mapping[str, HFTensor], own: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors without values; `own` says their dtypes."""
+    """Return Hugging Face tensors on meta, with the dtypes in `own`."""
     return {
         name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
         for name, tensor in table.items()
@@ -98,27 +98,27 @@ def on_meta(table: Mapping[str, HFTensor], own: Mapping[str, TensorSpec]) -> dic
 
 
 def split_into_files(tensors: dict[str, torch.Tensor], max_shard_size: int | str) -> StateDictSplit:
-    """Which file of a checkpoint each tensor goes to, as `save_pretrained` divides them."""
+    """Assign tensors to files of a checkpoint, as `save_pretrained` does."""
     return split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
 
 
 _IMPLIED = ("is_main_process", "safe_serialization")
-"""Keywords that trainers pass, and that make no difference here."""
+"""Keywords that trainers pass and that have no effect here."""
 
 
 class Attempt:
-    """Calls functions until one fails, and keeps its error: other ranks wait for the collectives that follow.
+    """Calls functions until one fails, and keeps its error, because other ranks wait for the following collectives.
 
     Attributes:
-        error: the first error.
+        error: The first error.
     """
 
     error: Exception | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call it, unless something failed before."""
+        """Call a function, unless an earlier call failed."""
         if self.error is None:
             try:
                 function(*args, **kwargs)
@@ -127,18 +127,18 @@ class Attempt:
 
 
 def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path | None, Attempt], None]) -> None:
-    """Let all ranks write a directory, which is published whole or not at all.
+    """Write a directory from all ranks, atomically.
 
-    The first rank makes a staging directory, and moves it into place once every rank is done and none has failed.
+    The first rank creates a staging directory, and renames it when all ranks have succeeded.
 
     Args:
-        folder: the directory.
-        mesh: whose ranks write.
-        write: what a rank does, given the staging directory (None on other ranks than the first). What may fail on the
-            first rank only goes through the `Attempt`.
+        folder: The directory.
+        mesh: Mesh of the ranks that write.
+        write: Function that each rank calls with the staging directory (None except on the first rank) and an
+            `Attempt`. Use the `Attempt` for steps that only the first rank runs and that may fail.
 
     Raises:
-        ShardingError: another rank failed. The rank that failed raises its own error.
+        ShardingError: If another rank failed. The failed rank raises its own error.
     """
     what = f"save into {folder}"
     attempt = Attempt()
@@ -149,11 +149,11 @@ def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path |
             write(stage, attempt)
         agree(mesh, what, {}, attempt.error)
         with agreed(mesh, what):
-            stack.close()  # which moves it into place
+            stack.close()  # renames the staging directory
 
 
 def _write_configuration(model: PreTrainedModel, adapter: StateDictAdapter, stage: Path) -> None:
-    """The configuration as transformers writes it beside weights."""
+    """Write the configuration as transformers does with weights."""
     dtype = next(spec.dtype for spec in adapter.own.values() if spec.dtype.is_floating_point)
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [class_name(model)]

@@ -1,4 +1,4 @@
-"""What a sharded model knows about its sharding: mesh, plan, and which Hugging Face tensors this rank holds."""
+"""Sharding state of a model: mesh, plan, and the Hugging Face tensors that this rank holds."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ from nrl_models.distributed.tensor.local_tensors import become
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 Gatherer = Callable[[Mapping[str, HFTensor], int], Iterator[tuple[str, torch.Tensor]]]
-"""From Hugging Face tensors and the size of a bucket: whole tensors, by name."""
+"""Function of Hugging Face tensors and a bucket size that yields complete tensors by name."""
 
 
 class Sharding:
-    """How a model is sharded. Kept on the model as `model.sharding`.
+    """Sharding state of a model, stored as `model.sharding`.
 
     Args:
-        mesh: over which.
-        plan: by which.
-        stages: of a pipeline, that this rank holds; None without `pp`.
+        mesh: Mesh that the model is sharded over.
+        plan: Plan of the sharding.
+        stages: Pipeline stages of this rank; None without `pp`.
 
     Attributes:
-        adapter: the model's adapter. Its tables describe whole tensors: what `DTensor.full_tensor()` gives, of all
-            stages of a pipeline.
-        holders: for each tensor of the model the first rank of `pp` that holds it; empty without `pp`.
-        total_parameters: of the whole model.
-        loaded_bytes: how much of the checkpoint's tensors this rank read, if the model was loaded sharded.
-        slots: The places of the model's parameters.
-        is_checking: Whether a checked forward runs, see `ChecksForward`.
+        adapter: The model's adapter. Its tables describe unsharded tensors (`DTensor.full_tensor()`) of all stages.
+        holders: First rank of `pp` that holds each tensor of the model; empty without `pp`.
+        total_parameters: Number of parameters of the unsharded model.
+        loaded_bytes: Bytes that this rank read from the checkpoint, if the model was loaded sharded.
+        slots: Locations of the model's parameters.
+        is_checking: Whether a checked forward is running, see `ChecksForward`.
     """
 
     adapter: StateDictAdapter
@@ -65,9 +64,9 @@ class Sharding:
         """Record the model's tensors. Call it before `fsdp` is applied, which renames classes.
 
         Args:
-            model: the model.
-            whole: with the stages that other ranks hold.
-            dtypes: of tensors that will be loaded, where they have others so far.
+            model: The model.
+            whole: The model with the stages of all ranks.
+            dtypes: Dtypes of tensors that will be loaded, if they currently have others.
         """
         self.adapter = StateDictAdapter(whole)
         own = self.adapter.own
@@ -80,10 +79,10 @@ class Sharding:
         model.register_state_dict_pre_hook(_require_no_later_parameters)
 
     def agree_on_holders(self, model: nn.Module) -> None:
-        """Find out which rank of `pp` holds what. Every rank calls it.
+        """Determine the ranks of `pp` that hold each tensor. Every rank has to call this.
 
         Raises:
-            ShardingError: no rank holds some tensor; on every rank.
+            ShardingError: On every rank, if no rank holds a tensor.
         """
         if self.stages is None:
             return
@@ -102,11 +101,11 @@ class Sharding:
         return next(rank for rank in range(ranks) if stage in self.plan.stages_of(rank, ranks))
 
     def is_first_holder(self, name: str) -> bool:
-        """Whether this rank is the first of `pp` that holds a tensor of the model: the one that writes it."""
+        """Return True if this rank is the first of `pp` that holds a tensor. The first holder writes it."""
         return not self.holders or self.holders[name] == rank_in(self.mesh, "pp")
 
     def written(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's own tensors, without those that an earlier rank of `pp` holds, too.
+        """Return the model's own tensors, except those that an earlier rank of `pp` also holds.
 
         Raises:
             ShardingError: Trainable parameters were added after sharding.
@@ -150,9 +149,9 @@ def _require_no_later_parameters(model: nn.Module, prefix: str, keep_vars: bool)
 
 
 def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace whole tensors in a state dict that is about to be loaded by DTensors with this rank's shards of them.
+    """Replace unsharded tensors in a state dict before loading with DTensors that have this rank's shards of them.
 
-    Nothing is communicated. What does not fit stays as it is, and torch reports it.
+    Does not communicate. Tensors with a wrong shape stay unchanged, and torch reports them.
     """
     sharding = sharding_of(model)
     own, stored_names = own_state_dict(model), names_in_state_dict(model)

@@ -1,4 +1,4 @@
-"""The blocks of parameters, and of Hugging Face tensors, that this rank holds; whole tensors gathered from them."""
+"""Blocks of parameters and Hugging Face tensors on this rank, and gathering of complete tensors from them."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from nrl_models.distributed.mesh import has_stages, reporting_dead_ranks
 from nrl_models.distributed.tensor.packed_shards import packing_of, regions_of
 
 DEFAULT_BUCKET = 512 * 2**20
-"""Bytes gathered at a time where nothing else is said."""
+"""Default bytes per gathered bucket."""
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: its shard of a `DTensor`, all of another."""
+    """Return this rank's shard of a `DTensor`, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_blocks(tensor: torch.Tensor) -> list[Block]:
-    """This rank's blocks of one of the model's own tensors: all of it where it is not sharded."""
+    """Return this rank's blocks of one of the model's own tensors; a single one if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return [Block((0,) * tensor.ndim, tensor)]
     return [Block(offset, local) for offset, local in regions_of(tensor)]
 
 
 def share_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's share of `whole`, divided as `tensor` is.
+    """Return this rank's shard of `whole`, sharded like `tensor`.
 
-    For optimisers that gather a gradient, compute a whole update, and keep their own share.
+    For optimizers that gather a gradient, compute the complete update, and apply their shard of it.
 
     Args:
-        tensor: a parameter, gradient or state of a sharded model; a plain tensor is held whole.
-        whole: of `tensor`'s shape, ordered as `tensor.full_tensor()` is.
+        tensor: A parameter, gradient or state of a sharded model. For a plain tensor, `whole` is returned.
+        whole: Unsharded tensor of `tensor`'s shape, in the order of `tensor.full_tensor()`.
 
     Returns:
-        This rank's part of `whole`, of the shape of `tensor.to_local()`: a view, or a copy if a packed dimension (gate
-        and up) is divided.
+        This rank's shard, with the shape of `tensor.to_local()`: a view, or a copy if a packed dimension (gate and up)
+        is sharded.
     """
     tensor = tensor.detach()
     parts = [block.of(whole) for block in own_blocks(tensor)]
@@ -82,7 +82,7 @@ def divided_over(tensor: HFTensor, own: Mapping[str, torch.Tensor], mesh: Device
 
 
 def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor placed as `whole` is, over another local tensor of the same shape."""
+    """Return a DTensor with the placements of `whole` over another local tensor of the same shape."""
     return DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -96,29 +96,29 @@ def gathered(
     max_bytes: int,
     device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole Hugging Face tensors, in the order of `tensors`, the same on every rank.
+    """Yield complete Hugging Face tensors in the order of `tensors`, the same on every rank.
 
-    Every rank has to go through all of it: each bucket is a collective. Values are bit for bit those of the shards.
+    Each bucket is a collective, so every rank has to exhaust the iterator. Values are bitwise equal to the shards'.
 
     Args:
-        own: the model's own tensors, by name: DTensors, or plain where every rank has them; of stages, those of which
-            this rank is the first that has them.
-        specs: tensors on meta like those of all ranks.
-        tensors: what to yield.
-        mesh: over which the DTensors are sharded.
-        max_bytes: the size of a bucket, which lives as long as a tensor in it. One tensor that is larger gets a
-            bucket of its own.
-        device: of the buckets.
+        own: The model's own tensors by name: DTensors, or plain tensors if all ranks have them. With `pp`, only tensors
+            whose first holder is this rank.
+        specs: Tensors on meta that describe the tensors of all ranks.
+        tensors: Tensors to yield.
+        mesh: Mesh of the DTensors.
+        max_bytes: Maximum size of a bucket. A larger tensor gets a separate bucket. A bucket's memory is freed with the
+            last tensor in it.
+        device: Device of the buckets.
     """
     for buffer, bucket in buckets(tensors, specs, max_bytes, device):
-        # Every rank puts its blocks into zeros, and the sum of all is the bucket. Summed as integers, to which nothing
-        # but zeros is added: no rounding, and no sign of zero is lost.
+        # Each rank copies its blocks into zeros; the sum over ranks is the bucket. The sum uses integers, which neither
+        # rounds nor loses the sign of zero, because all but one summand are zero.
         buffer.zero_()
         divided = {name: divided_over(tensors[name], own, mesh) for name in bucket}
-        # Of tensors of other stages this rank does not know how they are divided.
+        # This rank has no record of how tensors of other stages are sharded.
         summed_over = range(mesh.ndim) if has_stages(mesh) else sorted(set().union(*divided.values()))
         for name, whole in bucket.items():
-            # Of ranks that hold the same values only the first contributes.
+            # If several ranks hold the same values, only the first contributes.
             if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):
                 for block in blocks_of(tensors[name], own):
                     block.put_into(whole)

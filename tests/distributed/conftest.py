@@ -1,4 +1,4 @@
-"""Worlds of two and four processes, kept for the session, and checkpoints of tiny models."""
+"""Process groups of two and four processes, kept for the session, and checkpoints of tiny models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from world import World
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))  # processes of worlds have it, too
+sys.path.append(str(Path(__file__).parents[2] / "examples"))  # also for the worker processes
 
 
 def _world(size: int) -> Iterator[World]:
@@ -20,11 +20,11 @@ def _world(size: int) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def two() -> Iterator[World]:
-    """Two processes."""
+    """A world of two processes."""
     yield from _world(2)
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[World]:
-    """Four processes."""
+    """A world of four processes."""
     yield from _world(4)

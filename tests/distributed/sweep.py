@@ -1,16 +1,17 @@
-"""Every registered architecture, sharded over two processes; records outcomes in docs/model-coverage/results.
+"""Shard every registered architecture over two processes, and record the outcomes in docs/model-coverage/results.
 
-Each is loaded from a tiny checkpoint over two ranks: of FSDP2, of tensor parallelism and, where it has experts, of
-expert parallelism. Exported weights have to be the checkpoint's, bit for bit, and loss and gradients of a step those of
-one process. Those that generate take a step over two stages of a pipeline. QLoRA is tried too, in one process, against
-transformers' own class, where bitsandbytes is installed.
+Each is loaded from a tiny checkpoint over two ranks of FSDP2, of tensor parallelism and, if it has experts, of expert
+parallelism. Architectures with experts also take a step with compiled layers over two ranks of each of the last two.
+Exported weights must equal the checkpoint's bit for bit, and loss and gradients of a step must equal those
+of one process. Architectures that generate also take a step over two pipeline stages. If bitsandbytes is installed,
+QLoRA runs in one process and is compared with transformers' own class.
 
-`make distributed-coverage` runs those that have no outcome with the installed versions, and writes the coverage pages.
-Each outcome is on disk as soon as it is there, so an interrupted run goes on where it stopped.
-`python -m tests.distributed.sweep NAME ...` runs those again and leaves all other outcomes as they are, `--again` runs
-all, and `--page` writes the pages alone. Exits with 1 if an architecture came out worse than before.
+`make distributed-coverage` runs the architectures without an outcome for the installed versions, and writes the
+coverage pages. Each outcome is saved immediately, so an interrupted run resumes.
+`python -m tests.distributed.sweep NAME ...` runs the named architectures again and keeps all other outcomes, `--again`
+runs all, and `--page` only writes the pages. Exits with 1 if an architecture's outcome is worse than before.
 
-Two processes run all of them. Where they fail together in any way but by refusing, two others go on.
+Two processes run all architectures. If they fail in any other way than with a validation error, two others continue.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # where the processes of a world look for jobs, too
+sys.path.insert(0, str(Path(__file__).parent))  # worker processes also look for jobs here
 
 from jobs import sweep as jobs
 from world import RanksFailedError, RanksLostError, World
@@ -41,28 +42,27 @@ from tools.coverage_pages.sharding_outcomes import ShardingOutcome, Status
 from tools.mutants.campaign import architectures_in_order
 
 PATIENCE = 300.0
-"""Seconds that one architecture may take with one layout. On a busy machine little of that is spent on it; and what
-hangs in a collective ends by itself after two minutes."""
+"""Timeout in seconds of one architecture with one layout. A hanging collective ends after two minutes."""
 
 MOST = 2000
-"""Characters of a reason that are kept."""
+"""Maximum length of a recorded reason."""
 
 REFUSALS = {ProblemKind.PLAN, ProblemKind.DIVIDE}
-"""Kinds of problems for which a model is not sharded; of others an error is made."""
+"""Kinds of problems for which a model cannot be sharded. Other kinds count as errors."""
 
 
 def main() -> int:
-    """Run what is asked for, and write the pages."""
+    """Run the requested architectures, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    optional = frozenset({Kind.EP, Kind.PP})
+    optional = frozenset({Kind.EP, Kind.COMPILED, Kind.PP})
     ended = Sweep(PAGES, architectures_in_order(), versions(), run, worsened, lambda: None, optional).main(parser)
     write_pages(PAGES)
     return ended
 
 
 def versions() -> dict[Kind, dict[str, str]]:
-    """What is tried with what is installed, and the versions that decide its outcome."""
-    kinds = (Kind.FSDP, Kind.TP, Kind.EP, Kind.PP)
+    """Return the tests that can run in this environment, and the versions that influence their outcome."""
+    kinds = (Kind.FSDP, Kind.TP, Kind.EP, Kind.COMPILED, Kind.PP)
     needed = dict.fromkeys(kinds, ("torch", "transformers"))
     if find_spec("bitsandbytes") and find_spec("peft"):
         needed[Kind.QLORA] = ("torch", "transformers", "bitsandbytes", "peft")
@@ -70,16 +70,16 @@ def versions() -> dict[Kind, dict[str, str]]:
 
 
 def worsened(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What is worse now; empty if nothing is."""
+    """Describe how an outcome is worse than before. Empty if it is not."""
     if not Status(now["status"]).is_worse_than(Status(before["status"])):
         return ""
     return f"{before['status']} before, now {now['status']}: {now['reason']}"
 
 
 def run(names: list[str]) -> Iterator[tuple[str, Outcomes]]:
-    """Try architectures one after another; yields the outcomes of each.
+    """Run architectures one after another. Yields the outcomes of each.
 
-    Those that need what is not installed are left out.
+    Architectures whose requirements are not installed are skipped.
     """
     ranks = Ranks()
     for name in names:
@@ -95,21 +95,21 @@ def run(names: list[str]) -> Iterator[tuple[str, Outcomes]]:
 
 
 class Ranks:
-    """Two processes for all architectures, replaced where they can no longer be trusted to be in step."""
+    """Two processes for all architectures. They are replaced if they may be out of step."""
 
     def __init__(self) -> None:
         self.world: World | None = None
 
     def try_sharding(self, architecture: str, folder: str) -> dict[Kind, ShardingOutcome]:
-        """The outcomes of one architecture."""
+        """Return the outcomes of one architecture."""
         prepared = self.run(jobs.prepare, architecture, folder)
         if isinstance(prepared, ShardingOutcome):
             return dict.fromkeys((Kind.FSDP, Kind.TP), prepared)
         outcomes = {}
         for dimension in prepared[0]:
-            over_stages = dimension == Kind.PP
-            arguments = () if over_stages else (folder, dimension)
-            found = self.run(jobs.holds_over_stages if over_stages else jobs.holds, architecture, *arguments)
+            job = {Kind.PP: jobs.holds_over_stages, Kind.COMPILED: jobs.holds_compiled}.get(dimension, jobs.holds)
+            arguments = (folder, dimension) if job is jobs.holds else (folder,) if job is jobs.holds_compiled else ()
+            found = self.run(job, architecture, *arguments)
             if not isinstance(found, ShardingOutcome):
                 difference = next(filter(None, found), "")[:MOST]
                 found = ShardingOutcome(Status.DISAGREES if difference else Status.AGREES, difference)
@@ -123,7 +123,7 @@ class Ranks:
         return outcomes
 
     def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any] | ShardingOutcome:
-        """What each rank returned; or why they did not, as an outcome."""
+        """Return the results of all ranks, or an outcome that describes their failure."""
         if self.world is None:
             self.world = World(2)
         try:
@@ -133,10 +133,10 @@ class Ranks:
             if len(refusing) == 2 and all(kinds and kinds <= REFUSALS for kinds in refusing):
                 return ShardingOutcome(Status.REFUSED, reason_of(error.problems[0]))
             (text, *_) = [text for _, text in error.errors.values()]
-            # One that waits for the other says little.
+            # The error of a rank that only waits for the other has little information.
             said = sorted(f"{kind}: {text}" for kind, text in error.errors.values() if kind != "ShardingError")
             failed = ShardingOutcome(Status.ERROR, (said or [text])[0][:MOST])
-            if len(error.errors) < 2 and job is jobs.qlora:  # of which the other rank knows nothing
+            if len(error.errors) < 2 and job is jobs.qlora:  # the other rank does not report this error
                 return failed
         except RanksLostError as error:
             failed = ShardingOutcome(Status.ERROR, str(error)[:MOST])
@@ -151,7 +151,7 @@ class Ranks:
 
 
 def reason_of(problems: Iterable[Problem]) -> str:
-    """The reason of a refusal."""
+    """Return the reason in a validation error."""
     return "; ".join(map(str, problems))[:MOST]
 
 

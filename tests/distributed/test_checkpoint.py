@@ -1,4 +1,4 @@
-"""Checkpoints to resume from: written at one layout, resumed at others, with equal losses."""
+"""Resume checkpoints: written on one mesh, resumed on others, with equal losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESUMED: dict[str, list[dict[str, Any]]] = {
     "DeepseekV3ForCausalLM": [{"ep": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 4}],
     "GptOssForCausalLM": [{"fsdp": 2}, {"fsdp": 2, "ep": 2}, {"tp": 4}],
 }
-"""For each model the layouts at which a checkpoint of two ranks of `tp` goes on."""
+"""For each model, the meshes on which a checkpoint of two ranks of `tp` resumes."""
 
 
 @pytest.mark.parametrize("architecture", RESUMED)
@@ -46,12 +46,13 @@ def test_training_goes_on_at_other_layouts(two: World, four: World, tmp_path: Pa
             ranks *= size if size is not False else 1
         world = four if ranks == 4 else two
         for resumed in world.run(partial(checkpoint.resume, **layout), str(folder), architecture):
-            # A rounding step of a loss near 7 is 5e-7, and processors differ by three; what is forgotten changes 1e-4.
+            # One unit of rounding in a loss near 7 is 5e-7, and CPUs differ by three. Lost state changes the loss by
+            # 1e-4.
             assert resumed == pytest.approx(losses[2:], abs=5e-6), layout
 
 
-def test_the_optimiser_is_resumed_not_begun_anew(two: World, tmp_path: Path) -> None:
-    """Or the losses above would be equal for another reason."""
+def test_the_optimizer_is_resumed_not_begun_anew(two: World, tmp_path: Path) -> None:
+    """Otherwise the losses above could be equal for another reason."""
     (losses, *_) = two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "step-2"), "LlamaForCausalLM")
     (forgotten, *_) = two.run(partial(checkpoint.resume_without_optimizer, fsdp=2), str(tmp_path / "step-2"))
     assert forgotten[0] == pytest.approx(losses[2], abs=1e-6)
@@ -59,7 +60,7 @@ def test_the_optimiser_is_resumed_not_begun_anew(two: World, tmp_path: Path) -> 
 
 
 def test_mtp_weights_are_loaded_saved_and_resumed_in_shards(two: World, tmp_path: Path) -> None:
-    """As one process loads and saves them, and each once in a checkpoint to resume from."""
+    """As in one process, and each tensor once in a resume checkpoint."""
     published = tmp_path / "published"
     model = setting.case_of("DeepseekV3ForCausalLM").reference(torch.bfloat16)
     model.save_pretrained(published)
@@ -120,11 +121,11 @@ def test_quantized_optimizer_state_is_refused(two: World, tmp_path: Path, sizes:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_optimiser_of_other_groups_is_refused(two: World, tmp_path: Path) -> None:
+def test_an_optimizer_of_other_groups_is_refused(two: World, tmp_path: Path) -> None:
     two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
     for kind, text in refused(two, partial(checkpoint.resume_with_one_group, fsdp=2), str(tmp_path / "c")):
         assert kind == "CheckpointError"
-        assert "has 2 parameter groups, this optimiser 1" in text
+        assert "has 2 parameter groups, this optimizer 1" in text
 
 
 def test_a_folder_without_a_version_has_no_checkpoint(two: World, tmp_path: Path) -> None:
@@ -132,14 +133,14 @@ def test_a_folder_without_a_version_has_no_checkpoint(two: World, tmp_path: Path
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
         assert kind == "CheckpointError"
         assert "this is not a complete checkpoint" in text
-    (tmp_path / "training.json").write_text("{}")  # as an older version of this library wrote it
+    (tmp_path / "training.json").write_text("{}")  # the format of an older version of this library
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
         assert kind == "CheckpointError"
         assert "with pickles, which are not read" in text
 
 
 def test_any_number_of_ranks_saves_after_any_other(two: World, four: World, tmp_path: Path) -> None:
-    """Each version is what was saved last, and nothing of the others is left."""
+    """Each version has the last saved values, and no files of earlier ones."""
     folder = str(tmp_path)
     for number, (world, layout) in enumerate([(four, {"fsdp": 4}), (two, {"tp": 2}), (four, {"fsdp": 2, "tp": 2})], 1):
         world.run(partial(checkpoint.saves_values, **layout), folder, number)
@@ -179,7 +180,12 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(two: World, tmp_path: Pa
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
         assert kind == "CheckpointError"
         assert f"file: {file.name}: {'is not there' if damage == 'gone' else 'has'}" in text
-        assert "no older version that is whole is beside it" in text
+        assert "the folder has no intact older version" in text
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"fsdp": 2}], ids=["pp", "fsdp"])
+def test_an_optimizer_of_named_parameters_resumes(two: World, tmp_path: Path, sizes: dict[str, int]) -> None:
+    assert two.run(partial(checkpoint.resumes_with_names, **sizes), str(tmp_path / "checkpoint")) == [[], []]
 
 
 def test_a_flipped_bit_anywhere_is_found_before_anything_is_changed(two: World, tmp_path: Path) -> None:
@@ -198,7 +204,7 @@ def test_an_older_version_that_is_whole_is_named_and_not_taken(two: World, tmp_p
         for kind, text in refused(two, partial(checkpoint.loaded_values, fsdp=2), str(tmp_path)):
             assert kind == "CheckpointError"
             assert f"{name}: " in text
-            assert "version-1 beside it is whole: to resume from that, move version-2 out of the folder" in text
+            assert "version-1 is intact: to resume from it, move version-2 out of the folder" in text
         if name == "manifest.json":
             shutil.copy(tmp_path / "version-1" / name, tmp_path / "version-2")
     shutil.rmtree(tmp_path / "version-2")
@@ -238,7 +244,7 @@ def test_a_rank_that_dies_in_a_save_leaves_a_whole_version(two: World, tmp_path:
         world.close()
     assert found[0] == "ShardingError"
     assert "is gone" in found[1]
-    # The first rank moves the version into place; if it is the one that dies, what it had written stays aside.
+    # The first rank moves the version into place. If that rank dies, its files remain in a temporary folder.
     left = {path.name.partition(".nrl-saving-")[0] for path in tmp_path.iterdir()}
     assert (
         left == {"version-1"} | {"write_blocks": set(), "_finish": {".version-2"}, "remove_older": {"version-2"}}[where]
@@ -262,7 +268,7 @@ def test_a_rank_that_dies_while_others_resume_leaves_none_waiting(tmp_path: Path
 
 
 def contents(folder: Path) -> set[str]:
-    """The files in a folder and those below."""
+    """Return the files in a folder and its subfolders."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 

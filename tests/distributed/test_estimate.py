@@ -1,11 +1,13 @@
-"""`nrl-models plan` against what ranks then really hold."""
+"""Compare `nrl-models plan` with the measured memory of ranks."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def test_bytes_are_those_that_ranks_hold(
     two: World, four: World, tmp_path: Path, architecture: str, sizes: dict[str, int]
 ) -> None:
     mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
-    # Long enough for scores of attention to show, which no device keeps.
+    # Long enough to reveal attention scores, which are not saved on any device.
     options = ["--seq-len", "512", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
     done = plan(config_folder(architecture, tmp_path), mesh, *options, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
@@ -52,10 +54,10 @@ def test_bytes_are_those_that_ranks_hold(
     measured = world.run(partial(estimate.measures, **sizes), architecture, 2, 512)[0]
     for kind in ("parameters", "gradients", "optimizer", "buffers"):
         assert figures[kind] == measured[kind], kind
-    # Under fsdp autograd keeps gathered parameters too, for a while. Of latent attention a CPU keeps all scores, as it
-    # has no kernel for values narrower than keys; accelerators have.
+    # Under fsdp autograd temporarily also saves gathered parameters. For latent attention a CPU saves all scores,
+    # because it has no kernel for values narrower than keys. Accelerators have one.
     if "fsdp" not in sizes and architecture != "DeepseekV3ForCausalLM":
-        # What experts get depends on the data.
+        # The inputs of experts depend on the data.
         tolerance = 0.1 if architecture == "LlamaForCausalLM" else 0.25
         assert figures["activations"] == pytest.approx(measured["activations"], rel=tolerance)
     assert figures["traffic"] == pytest.approx(measured["traffic"], rel=0.02)
@@ -94,7 +96,29 @@ def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
     done = plan(folder, "fsdp=2", "--seq-len", "512", "--no-checkpointing", "--memory", "0.022")
     assert done.returncode == 1
     assert "does not fit" in done.stdout
-    assert "recompute activations" in done.stdout
+    assert "fits with --checkpointing: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "memory"),
+    [
+        ("fsdp=1", ("--seq-len", "16"), "0.012"),
+        ("tp=2", ("--seq-len", "16", "--dtype", "bf16"), "0.003"),
+        ("fsdp=2", ("--seq-len", "4096", "--micro-batch", "4"), "0.2"),
+    ],
+)
+def test_every_suggested_change_fits(tmp_path: Path, mesh: str, options: tuple[str, ...], memory: str) -> None:
+    folder = config_folder("LlamaForCausalLM", tmp_path)
+    done = plan(folder, mesh, *options, "--memory", memory)
+    assert done.returncode == 1, done.stdout + done.stderr
+    changes = re.findall(r"fits with (--.+): ", done.stdout)
+    assert changes, done.stdout
+    for change in changes:
+        given, words = ("--mesh", mesh, *options), change.split()
+        changed = dict(zip(given[::2], given[1::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
+        again = plan(folder, changed.pop("--mesh"), *chain(*changed.items()), "--memory", memory)
+        assert again.returncode == 0, again.stdout
+        assert "fits: " in again.stdout
 
 
 @pytest.mark.parametrize(

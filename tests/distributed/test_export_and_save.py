@@ -1,4 +1,4 @@
-"""What leaves a sharded model: whole tensors and plain files, bit for bit those of one process."""
+"""Exports and saved files of sharded models are bit-identical to those of one process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_exports_and_files_are_those_of_one_process(
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
-# What torch makes of the DTensors
+# Gathering DTensors with torch
 
 
 def test_every_packed_placement_is_true(two: World) -> None:
-    """`full_tensor`, `get_model_state_dict` and `set_model_state_dict` of each mixture whose gate and up are packed."""
+    """`full_tensor`, `get_model_state_dict` and `set_model_state_dict` for each mixture with packed gate and up."""
     for count, wrong in two.run(partial(export_and_save.every_packed_placement_is_true, tp=2), patience=1200):
         assert count > 60
         assert wrong == {}
@@ -70,7 +70,7 @@ def test_every_other_family_exports_what_one_process_does(two: World, tmp_path: 
 
 def test_a_few_buckets_are_held_of_a_model_of_many(two: World) -> None:
     for peak, bucket in two.run(partial(export_and_save.peak_of_export, fsdp=2)):
-        # This one, the one before it that the caller still looks at, what gloo takes, and what malloc keeps.
+        # The current bucket, the previous one that the caller still uses, and memory of gloo and malloc.
         assert peak <= 8 * bucket, f"{peak / bucket:.1f} buckets"
 
 
@@ -92,7 +92,7 @@ def test_both_formats_are_those_of_one_process(two: World, tmp_path: Path) -> No
 
 
 def test_a_sharded_model_exports_and_saves_under_its_checkpoints_names(two: World, tmp_path: Path) -> None:
-    """Kimi-K2.5 as published, of which transformers would save other names."""
+    """Kimi-K2.5 as published. transformers would save other names."""
     setting.case_of("Kimi_K25ForConditionalGeneration").reference().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(file).items()}
@@ -102,7 +102,7 @@ def test_a_sharded_model_exports_and_saves_under_its_checkpoints_names(two: Worl
 
 
 def test_what_a_model_keeps_unused_is_saved_by_a_sharded_one(two: World, tmp_path: Path) -> None:
-    """Published Gemma 3n and 4 have keys and values of layers that take earlier ones'."""
+    """Published Gemma 3n and 4 checkpoints have unused keys and values for layers that share earlier ones."""
     published = tmp_path / "published"
     case = setting.case_of("Gemma3nForCausalLM")
     case.reference(torch.bfloat16).save_pretrained(published)

@@ -1,4 +1,4 @@
-"""The packages people train with, run for real: what they compute is what they compute with transformers' models."""
+"""Training packages give the same results with sharded models as with transformers' models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with biases, as transformers writes it."""
+    """A checkpoint of a tiny Llama with biases, saved by transformers."""
     folder = tmp_path_factory.mktemp("llama")
     setting.llama_case({"attention_bias": True}).reference().save_pretrained(folder)
     return folder
@@ -68,13 +68,13 @@ def launch(policy: list[str], script: str, *arguments: str, **environment: str) 
 
 
 def trained(out: Path, checkpoint: Path, policy: list[str], *arguments: str) -> list[list[float]]:
-    """The losses of each rank of `examples/accelerate_fsdp2.py`."""
+    """Return the losses of each rank of `examples/accelerate_fsdp2.py`."""
     launch(policy, "accelerate_on_cpu.py", str(checkpoint), str(out), *arguments, LOSSES=f"{out}.losses")
     return [json.loads(Path(f"{out}.losses.{rank}").read_text()) for rank in range(2)]
 
 
 def test_accelerate_launch_with_fsdp2(tmp_path: Path) -> None:
-    # Without biases: keys' have no gradient but rounding, which Adam makes as large as any.
+    # No biases: the gradient of a key bias is only rounding, which Adam amplifies to a full step.
     checkpoint = tmp_path / "llama"
     setting.case_of("LlamaForCausalLM").reference().save_pretrained(checkpoint)
     theirs = trained(tmp_path / "theirs", checkpoint, WRAP)
@@ -107,7 +107,7 @@ def test_trainer_trains_saves_and_resumes_as_with_transformers_own_model(checkpo
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, atol=1e-5, rtol=1e-4)
     again = []
-    for folder in (ours, theirs):  # from our own checkpoint, and from transformers'
+    for folder in (ours, theirs):  # from our checkpoint, and from transformers'
         shutil.rmtree(folder / "checkpoint-4")
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         again.append(trainer.train(model, str(folder), steps=4, resume=True, **options)[-2:])
@@ -172,7 +172,7 @@ def test_qlora_with_bitsandbytes(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def new_tokenizer() -> Any:
-    """One word a number."""
+    """Create a tokenizer with one word per number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -185,13 +185,13 @@ def new_tokenizer() -> Any:
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """One word a number."""
+    """A tokenizer with one word per number."""
     return new_tokenizer()
 
 
 @pytest.fixture
 def with_tokenizer(checkpoint: Path, tokenizer: Any, tmp_path: Path) -> Path:
-    """The checkpoint, with a tokenizer beside it."""
+    """The checkpoint, with a tokenizer in its folder."""
     folder = shutil.copytree(checkpoint, tmp_path / "with-tokenizer")
     tokenizer.save_pretrained(folder)
     return folder
@@ -287,19 +287,19 @@ def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
 
 @dataclass(frozen=True)
 class Ran:
-    """A run that was sharded over two processes: where it saved, and what both ranks logged of each step."""
+    """A run sharded over two processes: its output folder, and both ranks' log of each step."""
 
     out: Path
     logged: list[dict[str, float]]
 
     def of(self, key: str) -> list[float]:
-        """One figure of each step."""
+        """Return one metric of each step."""
         return [step[key] for step in self.logged]
 
 
 @pytest.fixture(scope="session")
 def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without biases, of which keys' have no gradient but rounding, which Adam makes as large as any."""
+    """A checkpoint without biases: the gradient of a key bias is only rounding, which Adam amplifies to a full step."""
     folder = tmp_path_factory.mktemp("plain")
     setting.case_of("LlamaForCausalLM").reference().save_pretrained(folder)
     new_tokenizer().save_pretrained(folder)
@@ -308,7 +308,7 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ran(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """`Trainer`, SFT and GRPO of transformers' model and of ours; `Trainer` also going on from its second step."""
+    """`Trainer`, SFT and GRPO of transformers' model and of ours. `Trainer` also resumes from its second step."""
     pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("sharded")
     runs = {
@@ -328,7 +328,7 @@ def ran(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def assert_alike(folder: Path, other: Path) -> None:
-    """The same names, and values within what four steps of Adam make of rounding."""
+    """Check that names are equal, and values agree within the rounding of four Adam steps."""
     first, second = stored(folder), stored(other)
     assert sorted(first) == sorted(second)
     for name, tensor in first.items():
@@ -354,7 +354,7 @@ def test_trainer_on_a_sharded_model_trains_as_one_process(
 @pytest.mark.parametrize("run", ["trainer-accelerate", "trainer-us", "sft-us"])
 def test_a_sharded_run_goes_on_from_its_checkpoint(ran: dict[str, Ran], run: str) -> None:
     again = ran[f"{run}-again"]
-    assert len(again.logged) == 4  # the two steps that the checkpoint tells of, and two more
+    assert len(again.logged) == 4  # the two steps logged in the checkpoint, and two more
     assert again.of("loss") == pytest.approx(ran[run].of("loss"), abs=1e-6)
 
 
@@ -364,7 +364,7 @@ def test_trl_on_a_sharded_model_trains_as_on_transformers_own(
     ran: dict[str, Ran], plain_checkpoint: Path, kind: str, sharded_by: str
 ) -> None:
     theirs, ours = ran[f"{kind}-transformers"], ran[f"{kind}-{sharded_by}"]
-    key = "loss" if kind == "sft" else "reward"  # of GRPO's completions, whose loss is nearly nothing
+    key = "loss" if kind == "sft" else "reward"  # GRPO's reward, because its loss is almost zero
     assert len(theirs.logged) == 4
     assert ours.of(key) == pytest.approx(theirs.of(key), abs=1e-4)
     assert len(set(theirs.of(key))) > 1
@@ -384,7 +384,7 @@ def test_layers_compiled_one_by_one_compute_the_same(two: World, sizes: dict[str
         assert found["graphs"] > 0
 
 
-# What would otherwise train other values on each rank
+# Errors that prevent different values on each rank
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
@@ -436,7 +436,7 @@ MIXTURES = [
 """Different routers, shared experts, and biases of experts."""
 
 QUICK = ("DeepseekV3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM")
-"""Mixtures that are compiled in `make test-distributed`; `make test-full` compiles all."""
+"""Mixtures that are compiled in `make test-distributed`. `make test-full` compiles all."""
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}], ids=["ep", "tp"])
@@ -470,7 +470,7 @@ def test_the_example_on_torch_alone_goes_on_over_another_mesh(
     assert at_once[0] != at_once[-1]
     one, other = stored(tmp_path / "at-once" / "model"), stored(tmp_path / "in-two" / "model")
     assert one.keys() == stored(checkpoint).keys()
-    # Keys' biases have no gradient but rounding, which Adam makes as large as any.
+    # The gradient of a key bias is only rounding, which Adam amplifies to a full step.
     assert all(torch.allclose(other[name], one[name], atol=1e-5) for name in one if "k_proj.bias" not in name)
 
 
@@ -503,7 +503,7 @@ def test_device_map_with_weights_on_disk(checkpoint: Path, tmp_path: Path) -> No
     tokens = torch.tensor([[20, 30, 40, 50]])
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
-    first, *_, last = report(model)  # accelerate hooks every module, so that each linear computes itself
+    first, *_, last = report(model)  # accelerate hooks every module, so each linear runs separately
     assert "is on meta" in str(first.reason)
     assert "forward" in str(last.reason)
 

@@ -1,4 +1,4 @@
-"""Loading over a mesh: what one process loads, read in slices; and every way it can go wrong, on every rank."""
+"""Loading over a mesh equals loading in one process, with reads of slices only. Errors occur on every rank."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from world import RanksFailedError, World
 
+from tests.unit.compressed_checkpoints import write
 from tests.unit.gguf_checkpoints import write_gguf
 
 LAYOUTS = {
@@ -31,8 +32,8 @@ CASES = [
     *(("Qwen2ForCausalLM", layout) for layout in DENSE),  # biases
     *(("Gemma3ForCausalLM", layout) for layout in DENSE),  # tied
     *(("Gemma3ForConditionalGeneration", layout) for layout in ("fsdp", "tp")),  # images
-    *(("Phi3ForCausalLM", layout) for layout in DENSE),  # combined on the hub
-    *(("MixtralForCausalLM", layout) for layout in LAYOUTS),  # experts one by one on the hub
+    *(("Phi3ForCausalLM", layout) for layout in DENSE),  # packed on the hub
+    *(("MixtralForCausalLM", layout) for layout in LAYOUTS),  # one tensor per expert on the hub
     *(("DeepseekV3ForCausalLM", layout) for layout in LAYOUTS),  # latent attention, a buffer
     *(("GptOssForCausalLM", layout) for layout in LAYOUTS),  # experts with biases, sinks
 ]
@@ -40,7 +41,7 @@ CASES = [
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each architecture a checkpoint of several files, as transformers writes it."""
+    """A checkpoint of several files for each architecture, saved by transformers."""
     folders: dict[str, Path] = {}
     for architecture in dict.fromkeys(name for name, _ in CASES):
         folders[architecture] = tmp_path_factory.mktemp(architecture)
@@ -52,7 +53,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def llama(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of a Llama's checkpoint to damage."""
+    """A copy of a Llama checkpoint that tests may damage."""
     return shutil.copytree(checkpoints["LlamaForCausalLM"], tmp_path / "llama")
 
 
@@ -68,21 +69,25 @@ def test_it_holds_what_one_process_loads(
     for found in world.run(partial(loading.loads, **LAYOUTS[layout]), str(checkpoints[architecture]), architecture):
         assert found["logits"] <= 1e-5
         if "ep" not in layout and (layout, architecture) != ("tp", "Gemma3ForConditionalGeneration"):
-            # ep leaves whole what is no expert, tp the tower that sees images
+            # ep does not shard other modules than experts, and tp does not shard the vision tower
             norms_and_such = 0.04
             assert found["read"] <= 1 / world.size + norms_and_such
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-@pytest.mark.parametrize("quantised", [False, True], ids=["base model", "GGUF"])
+@pytest.mark.parametrize("form", ["base model", "GGUF", "compressed-tensors"])
 def test_what_is_no_plain_checkpoint_of_the_class(
-    two: World, llama: Path, tmp_path: Path, layout: str, quantised: bool
+    two: World, llama: Path, tmp_path: Path, layout: str, form: str
 ) -> None:
-    """A base model from the checkpoint of a head; a file in GGUF, whose tensors are dequantised and permuted."""
+    """A base model from a head's checkpoint; a GGUF file, dequantized and permuted; INT4."""
     path, auto = llama, "AutoModel"
-    if quantised:
-        model = setting.case_of("LlamaForCausalLM").reference(torch.float32)
+    model = setting.case_of("LlamaForCausalLM").reference(torch.float32)
+    if form == "GGUF":
         path, auto = write_gguf(tmp_path / "llama.gguf", model, "llama", Kind.Q8_0), "AutoModelForCausalLM"
+    elif form == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+        write(tmp_path, model.config, "int4")
+        path, auto = tmp_path, "AutoModelForCausalLM"
     for difference in two.run(partial(loading.loads_alike, **LAYOUTS[layout]), str(path), auto):
         assert difference <= 1e-5
 
@@ -100,7 +105,7 @@ def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(two: World, four:
         share = sum(sizes) / world.size
         for peak in world.run(partial(loading.peak_of_loading, **{layout: world.size}), str(tmp_path)):
             assert peak <= share + max(sizes), f"{layout}={world.size}: {peak / sum(sizes):.2f} of the model"
-            assert peak >= share  # it was measured
+            assert peak >= share  # the measurement worked
 
 
 @pytest.mark.parametrize("keywords", [{"strict": False}, {"new_head": True}], ids=str)
@@ -119,11 +124,11 @@ def test_a_state_dict_is_loaded_over_a_mesh(two: World, llama: Path, layout: str
     two.run(partial(loading.loads_state_dict, **LAYOUTS[layout]), str(llama))
 
 
-# What goes wrong
+# Errors
 
 
 def refused(world: World, job: object, *arguments: object) -> list[tuple[str, str]]:
-    """The errors of a job that must fail on every rank."""
+    """Return the errors of a job that must fail on every rank."""
     with pytest.raises(RanksFailedError) as caught:
         world.run(job, *arguments)  # type: ignore[arg-type]
     errors = caught.value.errors
@@ -214,7 +219,7 @@ def test_tensors_stored_twice_must_be_equal_in_every_share(
     tensors = load_file(folder / file)
     words = load_file(folder / index["weight_map"]["model.embed_tokens.weight"])["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = words.clone()
-    tensors["lm_head.weight"][-1] += 1  # in the second rank's share
+    tensors["lm_head.weight"][-1] += 1  # in the second rank's shard
     save_file(tensors, folder / file, metadata={"format": "pt"})
     index["weight_map"]["lm_head.weight"] = file
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,4 +1,4 @@
-"""Megatron-Core, for real, computes with weights in its layout what our models compute: fp32, on a CPU."""
+"""The real Megatron-Core with weights in its layout equals our models: fp32, on a CPU."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ EQUAL = (
     "Starcoder2ForCausalLM",
     "YoutuForCausalLM",
 )
-"""Architectures that Megatron's GPT model computes, as found by trying all decoders."""
+"""Architectures that Megatron's GPT model supports, found by trying all decoders."""
 
 REFUSED = {
-    "Gemma2ForCausalLM": "pre_feedforward_layernorm",  # a tensor without a place
-    "GemmaForCausalLM": "gives other logits",
-    "GraniteForCausalLM": "gives other logits",
-    "OlmoForCausalLM": "is in Megatron's model alone",  # its norms have no weights
-    "PhimoeForCausalLM": "gives other logits",
+    "Gemma2ForCausalLM": "pre_feedforward_layernorm",  # a tensor without a counterpart
+    "GemmaForCausalLM": "has other logits",
+    "GraniteForCausalLM": "has other logits",
+    "OlmoForCausalLM": "is only in Megatron's model",  # its norms have no weights
+    "PhimoeForCausalLM": "has other logits",
     "Qwen3NextForCausalLM": "linear_attn",
     "Ministral3ForCausalLM": "yarn",
 }
@@ -65,7 +65,7 @@ def _megatron() -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[World]:
-    """A process of its own: Megatron keeps its state in globals."""
+    """A world of one process, because Megatron keeps its state in globals."""
     world = World(1)
     yield world
     world.close()
@@ -73,7 +73,7 @@ def alone() -> Iterator[World]:
 
 @pytest.fixture(params=[{"tp": 2}, {"pp": 2}], ids=["tp=2", "pp=2"], scope="module")
 def divided(request: pytest.FixtureRequest) -> Iterator[tuple[World, dict[str, int]]]:
-    """Two processes, and what Megatron divides over them."""
+    """Two processes, and Megatron's parallelism over them."""
     world = World(2)
     yield world, request.param
     world.close()
@@ -99,7 +99,7 @@ def test_a_difference_is_named_where_it_is(alone: World, fault: str, level: Leve
     (rows,) = alone.run(megatron.levels, "LlamaForCausalLM", fault)
     failed = {row.level: f"{row.measured} {row.detail}" for row in rows if not row.passed}
     assert named in failed[level]
-    assert "and" not in failed[level].split("differ: ")[-1]  # no other
+    assert "and" not in failed[level].split("differ: ")[-1]  # no other one
     if fault == "an untrained head":
         assert list(failed) == [Level.GRADIENTS]
     if fault == "another epsilon":
@@ -117,7 +117,7 @@ def test_the_command_shows_both_trainers(tmp_path: Path) -> None:
     assert "level 3: Megatron's logits" in checks
     refused = subprocess.run([*command, str(tmp_path / "gemma")], capture_output=True, text=True, timeout=300)
     assert refused.returncode != 0
-    assert "gives other logits" in " ".join(refused.stderr.split())
+    assert "has other logits" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_each_rank_gets_its_share(
     divided: tuple[World, dict[str, int]], architecture: str, choices: dict[str, Any]
 ) -> None:
     world, sizes = divided
-    # Megatron has experts with TP under sequence parallelism alone, which its norms for a CPU lack.
+    # Megatron supports experts with TP only under sequence parallelism, which its CPU norms do not support.
     computes = "tp" not in sizes or "Moe" not in architecture
     assert max(world.run(partial(megatron.share_equals_ours, **sizes), architecture, choices, computes)) < 1e-5
 
@@ -148,4 +148,4 @@ def test_what_megatron_does_not_compute_is_refused(alone: World, architecture: s
 @pytest.mark.parametrize("fault", ["gate and up exchanged", "q, k, v not by group", "keys and values exchanged"])
 def test_a_wrong_layout_is_found(alone: World, fault: str) -> None:
     (said,) = alone.run(megatron.planted, fault)
-    assert "gives other logits" in said
+    assert "has other logits" in said

@@ -1,4 +1,4 @@
-"""Stages of a pipeline compute, load, save and resume as one process: real processes, fp64."""
+"""Pipeline stages compute, load, save and resume like one process: real processes, fp64."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_batches_that_do_not_fit_are_refused_on_every_rank(two: World) -> None:
 
 def test_a_mixture_equals_one_process(two: World) -> None:
     job = partial(pipeline.equals_one_process, config={"num_hidden_layers": 4}, dtype=torch.float32, pp=2)
-    check(two.run(job, "MixtralForCausalLM", "ZBVZeroBubble"), 1e-5)  # grouped experts do not compute in fp64
+    check(two.run(job, "MixtralForCausalLM", "ZBVZeroBubble"), 1e-5)  # grouped experts do not run in fp64
 
 
 def test_hidden_states_that_are_not_contiguous_are_sent(two: World) -> None:

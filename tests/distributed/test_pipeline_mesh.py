@@ -1,4 +1,4 @@
-"""Stages of a pipeline whose ranks divide data, linears or experts, too: four real processes."""
+"""Pipeline stages combined with sharded data, linears or experts: four real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_equals_one_process(four: World, sizes: dict[str, int], schedule: str
 @pytest.mark.parametrize(("sizes", "schedule"), [(EP, "ZBVZeroBubble"), (TP, "1F1B")])
 def test_a_mixture_equals_one_process(four: World, sizes: dict[str, int], schedule: str) -> None:
     job = partial(pipeline.equals_one_process, config=MIXTURE, dtype=torch.float32, **sizes)
-    check(four.run(job, "MixtralForCausalLM", schedule), 1e-5)  # grouped experts do not compute in fp64
+    check(four.run(job, "MixtralForCausalLM", schedule), 1e-5)  # grouped experts do not run in fp64
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_each_rank_reads_its_shares_and_all_write_the_whole(
     found = four.run(job, str(tmp_path), schedule, config, architecture)
     assert set().union(*(rank["held"] for rank in found)) == set(found[0]["all"])
     assert all(rank["read"] < 0.3 for rank in found)
-    if sizes == FSDP:  # what a mesh of the others does not divide several ranks hold
+    if sizes == FSDP:  # several ranks hold what the other mesh dimensions do not divide
         assert sum(rank["read"] for rank in found) == pytest.approx(1)
 
 

@@ -1,4 +1,4 @@
-"""`rollout_logprobs` under FSDP2: ranks run as many forward passes as each other, and add up to one process."""
+"""`rollout_logprobs` under FSDP2: all ranks run the same number of forward passes, and sum up to one process."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pytest
 from jobs import rollout_ranks
 from world import RanksFailedError, World
 
-from nrl_models.losses import Normalise
+from nrl_models.losses import Normalize
 
 UNEVEN = (30, 12, 25, 7, 18, 9), (5, 1)
-"""Of two ranks; with rows of 32 tokens the first has four, and the second can fill two."""
+"""Lengths of two ranks. With rows of 32 tokens the first rank has four rows, and the second can fill two."""
 
 
-@pytest.mark.parametrize("normalise", Normalise)
+@pytest.mark.parametrize("normalize", Normalize)
 @pytest.mark.parametrize("together", [False, True], ids=["by-token", "together"])
-def test_ranks_with_different_numbers_of_sequences(two: World, normalise: Normalise, together: bool) -> None:
-    """Where a loss reads all sequences of a rank, those that run again are as many on each rank, too."""
-    found = two.run(rollout_ranks.equals_one_process, "LlamaForCausalLM", UNEVEN, normalise, together, 32)
+def test_ranks_with_different_numbers_of_sequences(two: World, normalize: Normalize, together: bool) -> None:
+    """If a loss depends on all sequences of a rank, the numbers of second passes are also equal on all ranks."""
+    found = two.run(rollout_ranks.equals_one_process, "LlamaForCausalLM", UNEVEN, normalize, together, 32)
     for rank in found:
         assert rank["loss"] < 1e-5
         assert rank["gradients"] < 3e-5
@@ -26,7 +26,7 @@ def test_ranks_with_different_numbers_of_sequences(two: World, normalise: Normal
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "ElectraForCausalLM"], ids=["packed", "padded"])
 def test_a_rank_without_sequences(two: World, architecture: str) -> None:
     lengths = (30, 12, 25, 7), ()
-    found = two.run(rollout_ranks.equals_one_process, architecture, lengths, Normalise.TOKEN, False, 32)
+    found = two.run(rollout_ranks.equals_one_process, architecture, lengths, Normalize.TOKEN, False, 32)
     for rank in found:
         assert rank["loss"] < 1e-5
         assert rank["gradients"] < 3e-5
@@ -39,12 +39,12 @@ def test_values_alone(two: World) -> None:
 
 @pytest.mark.parametrize("frees", [False, True])
 def test_gradients_where_the_whole_model_is_gathered_at_once(two: World, frees: bool) -> None:
-    """No layer within begins FSDP's part of the backward; it would never reduce the gradients."""
+    """No inner layer starts FSDP's part of the backward, which would never reduce the gradients."""
     assert max(two.run(rollout_ranks.root_alone, frees)) < 3e-5
 
 
 def test_an_error_of_a_rank_is_told_to_all(two: World) -> None:
-    """None waits for another."""
+    """No rank waits for another."""
     with pytest.raises(RanksFailedError) as raised:
         two.run(rollout_ranks.refused, ((3, 4), (0, 5, 33)))
     kinds, texts = zip(*(raised.value.errors[rank] for rank in range(2)), strict=True)

@@ -1,4 +1,4 @@
-"""Worlds of processes that run jobs: started once, as starting torch takes longer than most tests."""
+"""Worlds of processes that run jobs. They start once, because starting torch takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from nrl_models.errors import Problem
 
 JOB_SECONDS = 240
-"""A job that takes longer hangs."""
+"""Timeout of a job in seconds."""
 
 RankError = tuple[str, str, tuple[Problem, ...], str]
 """An error's type name, its text, the problems that it lists, and its traceback."""
@@ -26,8 +26,8 @@ class RanksFailedError(AssertionError):
     """A job raised on some ranks.
 
     Attributes:
-        errors: for each rank that raised, the error's type name and text.
-        problems: for each of these ranks, the problems that the error lists.
+        errors: For each rank that raised, the error's type name and text.
+        problems: For each of these ranks, the problems that the error lists.
     """
 
     def __init__(self, errors: dict[int, RankError]) -> None:
@@ -37,14 +37,14 @@ class RanksFailedError(AssertionError):
 
 
 class RanksLostError(AssertionError):
-    """Some ranks did not come back from a job: their processes ended, or they hang. The world has ended."""
+    """Some ranks exited or timed out during a job. The world has ended."""
 
 
 class World:
-    """Processes joined by gloo, each with one thread.
+    """Processes connected by gloo, with one thread each.
 
     Args:
-        size: how many.
+        size: Number of processes.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,16 +62,16 @@ class World:
             process.start()
 
     def run(self, job: Callable[..., Any], *arguments: Any, patience: float = JOB_SECONDS) -> list[Any]:
-        """Run `job(*arguments)`, a function of a module, on every rank; what each returned.
+        """Run `job(*arguments)`, a module-level function, on every rank. Returns the results of all ranks.
 
         Args:
-            job: the function.
-            arguments: its arguments.
-            patience: seconds that it may take.
+            job: The function.
+            arguments: Its arguments.
+            patience: Timeout in seconds.
 
         Raises:
-            RanksFailedError: it raised on some.
-            RanksLostError: some did not come back.
+            RanksFailedError: The job raised on some ranks.
+            RanksLostError: Some ranks did not return.
         """
         for jobs in self._jobs:
             jobs.put((job, arguments))
@@ -96,10 +96,10 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def run_dying(self, dying: int, job: Callable[..., Any], *arguments: Any) -> dict[int, tuple[str, str]]:
-        """Run `job(*arguments, dying)`, in which rank `dying` ends its process; the errors of the others.
+        """Run `job(*arguments, dying)`, in which rank `dying` exits. Returns the errors of the others.
 
         Raises:
-            AssertionError: another rank hangs, or returns as if nothing were.
+            AssertionError: Another rank hangs, or returns normally.
         """
         for jobs in self._jobs:
             jobs.put((job, (*arguments, dying)))
@@ -115,7 +115,7 @@ class World:
 
     @property
     def alive(self) -> bool:
-        """Whether every process runs."""
+        """Whether every process is running."""
         return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
@@ -152,11 +152,11 @@ def _serve(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
             results.put((rank, True, (type(error).__name__, str(error), problems, traceback.format_exc())))
     results.close()
     results.join_thread()
-    os._exit(0)  # nothing is left to say; tearing gloo down takes seconds
+    os._exit(0)  # destroying the gloo process group takes seconds
 
 
 def _next(jobs: Any) -> Any:
-    """The next job; None too if whoever gives them was killed, who would leave this process behind."""
+    """Return the next job. None also if the parent process was killed, which would leave this process behind."""
     parent = os.getppid()
     while os.getppid() == parent:
         try:

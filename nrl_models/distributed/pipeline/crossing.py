@@ -1,7 +1,7 @@
-"""What crosses a model's layers: a forward on meta, in which every tensor knows what it was computed from.
+"""Find the values that pass between a model's layers, by a forward on meta that tracks the inputs of each tensor.
 
-A pipeline hands hidden states from layer to layer, and nothing else. Whether that is all a later layer reads is not
-declared anywhere, so it is seen: labels of storages are passed on through every operation.
+A pipeline only passes hidden states between layers. No declaration says whether later layers also read other values, so
+they are traced: each storage has labels, and every operation propagates them to its results.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ BATCH, LENGTH = 3, 11
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What a forward of a model hands from layer to layer.
+    """Values that a model's forward passes between layers.
 
     Attributes:
-        stack: the name of the list of layers.
-        count: how many there are.
-        features: of the hidden states, the sizes after batch and length.
-        dtype: of the hidden states.
-        needs: for each layer, and for what follows the last, the names of the parameters outside layers whose values
-            reach it other than in the hidden states; for the first layer, in them too.
-        reads: likewise the earlier layers of which it reads more than the hidden states.
-        returns: which of a layer's results are the hidden states, and how many there are; None if it returns these.
-        outside: how many elements each parameter outside layers has, by all of its names.
-        inside: how many those of each layer have.
+        stack: Name of the list of layers.
+        count: Number of layers.
+        features: Sizes of the hidden states after batch and sequence length.
+        dtype: Dtype of the hidden states.
+        needs: For each layer, and for the modules after the last, names of the parameters outside layers whose values
+            it reads other than through the hidden states. For the first layer, also those in its hidden states.
+        reads: For each layer, and for the modules after the last, earlier layers of which it reads more than the
+            hidden states.
+        returns: Index of the hidden states in a layer's results, and the number of results. None if a layer returns
+            only the hidden states.
+        outside: Number of elements of each parameter outside layers, by all of its names.
+        inside: Number of elements of each layer's parameters.
     """
 
     stack: str
@@ -55,10 +57,10 @@ class Crossing:
 
 
 class NotALineError(ValueError):
-    """A model whose layers are no line through which hidden states pass.
+    """Error for a model whose layers are not a sequence connected only by hidden states.
 
     Attributes:
-        problems: why.
+        problems: The reasons.
     """
 
     def __init__(self, *problems: Problem) -> None:
@@ -67,10 +69,10 @@ class NotALineError(ValueError):
 
 
 def find_stack(model: PreTrainedModel) -> str:
-    """The name of the list that holds a model's layers: of those as long as it says that it is deep, the largest.
+    """Return the name of a model's list of layers: the largest list with the configured number of layers.
 
     Raises:
-        NotALineError: there is none.
+        NotALineError: If there is none.
     """
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     sizes = {
@@ -85,15 +87,15 @@ def find_stack(model: PreTrainedModel) -> str:
 
 
 def crossing_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Crossing:
-    """What crosses the layers of a model, real or on meta; it stays as it is.
+    """Trace the values that pass between a model's layers. The model may be on meta, and is not modified.
 
     Args:
-        model: the model.
-        dtype: in which it computes; None is its parameters' own.
+        model: The model.
+        dtype: Compute dtype; None uses the dtype of its parameters.
 
     Raises:
-        NotALineError: no stack of layers, layers that are not called one after the other, parameters that no forward
-            of text uses, hidden states of another shape than batch and length first, or a forward that depends on
+        NotALineError: If there is no stack of layers, layers do not run one after the other, a forward on text does not
+            use some parameters, hidden states do not start with batch and sequence length, or the forward depends on
             values, which tensors on meta do not have.
     """
     stack = find_stack(model)
@@ -120,12 +122,12 @@ def copy_on_meta(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Pr
 
 
 class _Labels(TorchDispatchMode):
-    """Knows of each storage what it was computed from. Code that asks for a value gets 1: tensors on meta have none."""
+    """Track the inputs of each storage. Code that reads a value gets 1, because tensors on meta have no values."""
 
     def __init__(self) -> None:
         super().__init__()
         self._of: dict[int, frozenset[Any]] = {}
-        self._kept: list[torch.Tensor] = []  # so that no two storages have one address
+        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that addresses are unique
 
     def of(self, tensor: torch.Tensor) -> frozenset[Any]:
         return self._of.get(tensor.untyped_storage()._cdata, frozenset())
@@ -153,12 +155,12 @@ _WITHOUT_VALUES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
 }
-"""Operations whose results have nothing but shape and dtype of what they are given."""
+"""Operations whose results only depend on the shape and dtype of their inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """Label of what is computed in a layer."""
+    """Label of values computed in a layer."""
 
     layer: int
 
@@ -174,8 +176,8 @@ class _Trace:
     """One traced forward.
 
     Args:
-        model: on meta; changed.
-        stack: the name of its list of layers.
+        model: A model on meta; modified.
+        stack: Name of its list of layers.
     """
 
     def __init__(self, model: PreTrainedModel, stack: str) -> None:
@@ -206,10 +208,10 @@ class _Trace:
         self._note(len(self.layers), last, _After(len(self.layers) - 1))
 
     def crossing(self) -> Crossing:
-        """What was seen.
+        """Return the traced values.
 
         Raises:
-            NotALineError: see `crossing_of`.
+            NotALineError: See `crossing_of`.
         """
         count, problems = len(self.layers), []
         if self.calls != list(range(count)):
@@ -254,7 +256,7 @@ class _Trace:
         for storage, parameter in self.parameters.items():
             self.labels.put(parameter, frozenset(names[storage]))
             if storage in owner:
-                detail = f"is a parameter of layer {owner[storage]}, too"
+                detail = f"is also a parameter of layer {owner[storage]}"
                 raise NotALineError(Problem(ProblemKind.DIVIDE, names[storage][0], detail))
         return names
 
@@ -284,10 +286,10 @@ class _Trace:
         return type(output)(results) if isinstance(output, tuple | list) else results[0]
 
     def _note(self, index: int, labels: frozenset[Any], own: _Inside | _After) -> None:
-        """Note what a layer reads beside what it may."""
+        """Record values that a layer reads other than its hidden states."""
         for label in labels - {own}:
             if isinstance(label, str):
-                # What is added between two layers is computed where the first of them is.
+                # Values added between two layers are computed on the stage of the first one.
                 before = isinstance(own, _After) and index < len(self.layers)
                 self.needs[index - 1 if before else index].add(label)
             else:

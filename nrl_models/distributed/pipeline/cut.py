@@ -1,4 +1,4 @@
-"""Where a model is cut into the stages of a pipeline: between layers, the largest stage as small as can be."""
+"""Split a model into pipeline stages between layers, with the largest stage as small as possible."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 @dataclass(frozen=True)
 class Cut:
-    """A model's layers as stages.
+    """A split of a model's layers into stages.
 
     Args:
-        crossing: what crosses them.
-        bounds: the first layer of each stage, and last the number of layers.
-        dtype: in which the model computes; None is its parameters' own.
+        crossing: Values that pass between the layers.
+        bounds: First layer of each stage, followed by the number of layers.
+        dtype: Compute dtype; None uses the dtype of its parameters.
     """
 
     crossing: Crossing
@@ -30,7 +30,7 @@ class Cut:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return len(self.bounds) - 1
 
     def layers(self, stage: int) -> range:
@@ -52,19 +52,19 @@ class Cut:
 
 
 def cut_into(model: PreTrainedModel, stages: int, dtype: torch.dtype | None = None) -> Cut:
-    """Cut a model, real or on meta, into stages; the model stays as it is.
+    """Find where to split a model, which may be on meta. Does not modify the model.
 
     Args:
-        model: the model.
-        stages: how many.
-        dtype: in which it computes; None is its parameters' own.
+        model: The model.
+        stages: Number of stages.
+        dtype: Compute dtype. None is the dtype of its parameters.
 
     Raises:
-        ShardingError: it cannot be cut into that many, with the reason.
+        ShardingError: If the model cannot be split into that many stages. The message has the reason.
     """
     try:
         if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
-            detail = "asks for the routers' loss, of which a stage has only its own layers' part: set it to False"
+            detail = "adds the routers' loss, but a stage lacks the routers of other stages' layers: set it to False"
             raise NotALineError(Problem(ProblemKind.DIVIDE, "output_router_logits", detail))
         crossing = crossing_of(model, dtype)
         return Cut(crossing, _balanced(crossing, stages), dtype)
@@ -75,11 +75,11 @@ def cut_into(model: PreTrainedModel, stages: int, dtype: torch.dtype | None = No
 
 
 def _balanced(crossing: Crossing, stages: int) -> tuple[int, ...]:
-    """The bounds whose largest stage has the fewest parameters."""
+    """Return the bounds whose largest stage has the fewest parameters."""
     count, allowed = crossing.count, [0, *_allowed(crossing), crossing.count]
     if len(allowed) <= stages:
         raise NotALineError(*_obstacles(crossing, stages))
-    # For each bound the best largest stage of those before it, and the bounds that lead to it.
+    # For each bound: size of the largest stage before it in the best split, and the bounds of that split.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for _ in range(stages):
         best = {
@@ -95,7 +95,7 @@ def _balanced(crossing: Crossing, stages: int) -> tuple[int, ...]:
 
 
 def _allowed(crossing: Crossing) -> Iterator[int]:
-    """The layers before which a model may be cut: no layer from there on reads what an earlier one computed."""
+    """Yield layers before which a model can be split: no later layer reads values of an earlier one directly."""
     for bound in range(1, crossing.count):
         if all(earlier >= bound for reads in crossing.reads[bound:] for earlier in reads):
             yield bound

@@ -1,4 +1,4 @@
-"""FSDP over the microbatches of a step: gradients are accumulated whole, and divided once, after the last backward."""
+"""FSDP with several microbatches: accumulate unsharded gradients, and reduce them once after the last backward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def gradients_divided_once(model: nn.Module, reshard_after_forward: bool, keep_gathered: bool) -> Iterator[None]:
-    """Have FSDP average gradients over its ranks when all microbatches are done. Nothing where it was not applied.
+    """Make FSDP average gradients over its ranks only after all microbatches. No effect without FSDP.
 
     Args:
-        model: the outermost module.
-        reshard_after_forward: what a unit does afterwards as before, see `ParallelPlan`.
-        keep_gathered: whether a unit keeps its parameters gathered until then. A backward for inputs that is followed
-            by another for weights needs that: it looks for the parameters that the forward has used.
+        model: The outermost module.
+        reshard_after_forward: Value to restore for each unit, see `ParallelPlan`.
+        keep_gathered: Whether units keep their parameters gathered until then. Required if the backward for inputs and
+            the backward for weights are separate, because the second uses the parameters of the forward.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -33,14 +33,14 @@ def gradients_divided_once(model: nn.Module, reshard_after_forward: bool, keep_g
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
     yield
-    # torch's own end of a step, for the outermost module in place of a stage's.
+    # Same as torch's end of a step, for the outermost module instead of a stage's.
     PipelineStage.perform_reduce_grad(cast(Any, SimpleNamespace(submod=model)), 1)
     if keep_gathered:
         model.set_reshard_after_forward(reshard_after_forward)
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free what FSDP has gathered, as a forward without a backward leaves it."""
+    """Free parameters that FSDP has gathered, as after a forward without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

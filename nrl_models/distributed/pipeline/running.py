@@ -1,4 +1,4 @@
-"""Training steps of a model over stages, by torch's schedules."""
+"""Training steps of a model split into pipeline stages, with torch's schedules."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ WHAT = "run a step of the pipeline"
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
-"""From the logits `(sequences, length, vocabulary)` of a microbatch, and its rows of what belongs to it, its share of
-the loss: a scalar. The loss of the batch is the sum, so a mean over tokens divides by the tokens of the whole batch."""
+"""Function of a microbatch's logits `(batch, seq_len, vocab_size)` and its rows of the targets. Returns the
+microbatch's share of the loss, a scalar. The batch's loss is the sum of the shares, so divide a mean over tokens by the
+number of tokens of the complete batch."""
 Reading = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
-"""From the same what is wanted of each sequence, `(sequences, ...)`: log-probabilities of its tokens, for example."""
+"""Function of the same arguments that returns a value per sequence, `(batch, ...)`, such as log-probabilities."""
 
 
 class Pipeline:
-    """Computes on a model whose stages lie on the ranks of `pp`.
+    """Runs training steps of a model whose stages are on the ranks of `pp`.
 
-    Clip its gradients by `nrl_models.distributed.clip_grad_norm_`. `torch.nn.utils.clip_grad_norm_` would scale each
-    rank's stages by another factor, without an error.
+    Clip gradients with `nrl_models.distributed.clip_grad_norm_`. `torch.nn.utils.clip_grad_norm_` would silently scale
+    the stages of each rank by a different factor.
 
     Args:
-        model: loaded over a mesh that has `pp`.
-        microbatches: into how many equal parts a batch is divided.
+        model: A model sharded over a mesh with `pp`.
+        microbatches: Number of equal parts into which a batch is divided.
 
     Raises:
-        ShardingError: the model has no stages, or has got parameters (LoRA adapters) since it was sharded; or its
-            schedule takes another number of microbatches.
+        ShardingError: If the model has no stages, got new parameters (LoRA adapters) after it was sharded, or its
+            schedule does not support this number of microbatches.
     """
 
     def __init__(self, model: PreTrainedModel, microbatches: int) -> None:
@@ -55,7 +56,7 @@ class Pipeline:
             problem = Problem(ProblemKind.MESH, type(model).__name__, "was not sharded over a mesh that has pp")
             raise ShardingError("the model has no stages", [problem])
         if added := [name for name, _ in own_parameters(model) if name not in sharding.holders]:
-            detail = "is no parameter that the model was sharded with: adapters do not go with pp so far"
+            detail = "is not a parameter that the model was sharded with: adapters are not supported with pp"
             raise ShardingError("the model has changed", [Problem(ProblemKind.UNEXPECTED, listed(added), detail)])
         self.model, self.microbatches = model, microbatches
         self.sharding = sharding_of(model)
@@ -73,24 +74,24 @@ class Pipeline:
             raise ShardingError("the schedule does not take these microbatches", problems)
 
     def step(self, inputs: Batch, loss: Loss, targets: Batch) -> torch.Tensor:
-        """Forward and backward of a batch; gradients are added to those that are there.
+        """Run forward and backward of a batch. Gradients accumulate.
 
-        Gradients of parameters that several stages hold are summed over these.
+        Gradients of parameters that several stages hold are summed over those stages.
 
         Args:
-            inputs: what the model takes, `(sequences, ...)` each: `input_ids`, and `position_ids` of packed rows,
-                `attention_mask`. The same on ranks that differ in `pp`, `ep` or `tp`; those of `fsdp` have batches of
-                their own, over which gradients are averaged.
-            loss: see `Loss`.
-            targets: what it gets beside logits, `(sequences, ...)` each.
+            inputs: Inputs of the model, `(batch, ...)` each: `input_ids`, and optionally `position_ids` of packed rows
+                and `attention_mask`. Ranks that differ only in `pp`, `ep` or `tp` pass the same inputs. Ranks that
+                differ in `fsdp` pass different ones, and gradients are averaged over them.
+            loss: See `Loss`.
+            targets: Further inputs of the loss, `(batch, ...)` each.
 
         Returns:
-            The loss of the batch, on every rank that has it.
+            The loss of the batch, on every rank that has this batch.
 
         Raises:
-            ShardingError: inputs whose shapes differ between ranks, or that cannot be divided into microbatches; on
-                every rank, before anything is computed. Or another rank failed, whose error it names: the rank raises
-                that error itself. Gradients are then of no use.
+            ShardingError: On every rank and before computing, if shapes differ between ranks or the batch cannot be
+                divided into microbatches. Also if another rank failed: the message has its error, and that rank raises
+                the error itself. Gradients are then invalid.
         """
         self._check(inputs, targets)
         losses: list[torch.Tensor] = []
@@ -108,26 +109,26 @@ class Pipeline:
                 first = (inputs["input_ids"],) if 0 in self.stages.held else ()
                 rows = torch.arange(shape[0], device=device)
                 self._schedule.step(*first, target=rows, losses=losses, return_outputs=False, **inputs)
-            agree(self.mesh, WHAT, {}, self._error, "gradients are of no use now: set them to zero")
+            agree(self.mesh, WHAT, {}, self._error, "the gradients are invalid now: set them to zero")
         total = torch.zeros((), dtype=torch.promote_types(torch.float32, self.stages.cut.crossing.dtype), device=device)
-        for part in losses:  # none but on the rank of the last stage
+        for part in losses:  # empty except on the rank of the last stage
             total += part.detach()
         dist.broadcast(total, group=self.mesh.get_group("pp"), group_src=self._last_rank)
         return total
 
     def evaluate(self, inputs: Batch, reading: Reading, targets: Batch) -> torch.Tensor:
-        """Forward of a batch, without gradients, whatever the schedule: each stage takes microbatch after microbatch.
+        """Run the forward of a batch without gradients. Stages process one microbatch after another in any schedule.
 
         Args:
-            inputs: see `step`.
-            reading: see `Reading`.
-            targets: what it gets beside logits, `(sequences, ...)` each.
+            inputs: See `step`.
+            reading: See `Reading`.
+            targets: Further inputs of `reading`, `(batch, ...)` each.
 
         Returns:
-            What was read, `(sequences, ...)`, on every rank that has the batch.
+            The results of `reading`, `(batch, ...)`, on every rank that has the batch.
 
         Raises:
-            ShardingError: see `step`.
+            ShardingError: See `step`.
         """
         self._check(inputs, targets)
         parts = []
@@ -135,7 +136,7 @@ class Pipeline:
             for rows in torch.arange(len(inputs["input_ids"])).chunk(self.microbatches):
                 if (logits := self._logits(_rows(inputs, rows))) is not None:
                     parts.append(self._kept_going(partial(reading, logits, _rows(targets, rows)), lambda: logits))
-            # None but on the rank of the last stage.
+            # None except on the rank of the last stage.
             found = self._kept_going(lambda: torch.cat(parts), lambda: parts[0]) if parts else None
             free_gathered(self.model)
             agree(self.mesh, WHAT, {}, self._error)
@@ -169,7 +170,7 @@ class Pipeline:
         return None
 
     def _computed(self, stage: int, received: torch.Tensor | None, inputs: Batch) -> torch.Tensor:
-        """What a stage sends; of the last its logits."""
+        """Return the output of a stage: hidden states, or logits for the last stage."""
         self.stages.running = stage
         compute = partial(self.model, received, **inputs)
         if self.mesh.ndim > 1:  # an error leaves other ranks of the stage waiting in any case
@@ -177,14 +178,14 @@ class Pipeline:
         return self._kept_going(compute, lambda: self._zeros(received, inputs["input_ids"].shape))
 
     def _zeros(self, received: torch.Tensor | None, tokens: torch.Size) -> torch.Tensor:
-        """Hidden states, from which a backward leads to those received."""
+        """Return zero hidden states whose backward reaches the received ones."""
         if received is not None and received.is_floating_point():
             return received * 0
         shape, dtype = (*tokens, *self.stages.cut.crossing.features), self.stages.cut.crossing.dtype
         return torch.zeros(shape, dtype=dtype, device=self.stages.device, requires_grad=True)
 
     def _kept_going(self, compute: Callable[[], torch.Tensor], otherwise: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What is computed; from the first error on something else: other ranks wait for what this one sends."""
+        """Compute a value; after an error, compute `otherwise` instead, because other ranks wait for this one."""
         if self._error is None:
             try:
                 return compute()
@@ -193,7 +194,7 @@ class Pipeline:
         return otherwise()
 
     def _new_schedule(self, tokens: torch.Size) -> Any:
-        """torch's schedule, for tokens of this shape: what stages exchange is allocated once."""
+        """Create torch's schedule for this batch shape. Buffers for communication are allocated once."""
         # Not at the top: every load of a model would import it, a tenth of its start.
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
@@ -209,7 +210,7 @@ class Pipeline:
                 stage,
                 cut.stages,
                 self.stages.device,
-                # With these given torch does not run a forward to find them.
+                # With these shapes, torch does not run a forward to infer them.
                 input_args=torch.empty(rows, dtype=torch.long, device="meta") if stage == 0 else hidden,
                 output_args=hidden,
                 group=self.mesh.get_group("pp"),
@@ -230,7 +231,7 @@ class Pipeline:
             facts |= {"the shapes": shapes, "the values": values} | known
 
     def _microbatch_problems(self) -> Iterator[Problem]:
-        """What torch's schedule would not take."""
+        """Yield conditions of torch's schedule that the microbatches violate."""
         stages, schedule = self.stages.cut.stages, Schedule(self.sharding.plan.schedule)
         subject = f"{self.microbatches} microbatches"
         fewest = stages if schedule in (Schedule.ONE_FORWARD_ONE_BACKWARD, Schedule.DUAL_PIPE_V) else 1
@@ -249,13 +250,13 @@ class Pipeline:
             return
         for name, value in (*inputs.items(), *targets.items()):
             if not isinstance(value, torch.Tensor) or value.shape[:1] != tokens.shape[:1]:
-                detail = f"is no tensor with a row for each of the {len(tokens)} sequences"
+                detail = f"is not a tensor with {len(tokens)} rows, one per sequence"
                 yield Problem(ProblemKind.SHAPE, name, detail)
         if "labels" in inputs:
             detail = "makes each stage compute a loss: give it among the targets, to the loss of the step"
             yield Problem(ProblemKind.UNEXPECTED, "labels", detail)
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask", torch.ones_like(tokens))
-        # Values are looked at last: that waits for a GPU.
+        # Check values last, because reading them waits for the GPU.
         if (
             self._by_document
             and positions is not None
@@ -268,7 +269,7 @@ class Pipeline:
             detail = f"do not divide {len(tokens)} sequences"
             yield Problem(ProblemKind.DIVIDE, f"{self.microbatches} microbatches", detail)
         if torch.is_autocast_enabled(self.stages.device.type):
-            detail = "changes the dtype of what stages exchange: load the model in the dtype to compute in"
+            detail = "changes the dtype of tensors sent between stages: load the model in the compute dtype instead"
             yield Problem(ProblemKind.DTYPE, "torch.autocast", detail)
 
     @contextmanager
@@ -281,7 +282,7 @@ class Pipeline:
 
 
 class _OneStage(nn.Module):
-    """One of the stages of a rank, as torch's schedules take them; its parameters are those of its layers."""
+    """One stage of a rank in the form of torch's schedules. Its parameters are those of its layers."""
 
     pipeline: Pipeline
     stage: int

@@ -1,4 +1,4 @@
-"""Which stages of a pipeline a rank holds: what torch's schedules expect."""
+"""Assignment of pipeline stages to ranks, as torch's schedules expect it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Schedule(StrEnum):
 
     @property
     def has_one_stage(self) -> bool:
-        """Whether a rank holds one stage."""
+        """Whether a rank holds a single stage."""
         return self in (Schedule.GPIPE, Schedule.ONE_FORWARD_ONE_BACKWARD)
 
     @property
     def is_v(self) -> bool:
-        """Whether stages go down the ranks and back: the first rank then has the first and the last."""
+        """Whether stages run through the ranks forward and then backward: the first rank has the first and last one."""
         return self in (Schedule.ZERO_BUBBLE_V, Schedule.DUAL_PIPE_V)
 
     def stages_of(self, rank: int, ranks: int, per_rank: int | None) -> tuple[int, ...]:
-        """The numbers of the stages that a rank holds: `per_rank`, where the schedule leaves a choice, or 2."""
+        """Return the stages of a rank. If the schedule allows a choice, `per_rank` stages, or 2."""
         if self.is_v:
             return rank, 2 * ranks - 1 - rank
         return tuple(rank + turn * ranks for turn in range(1 if self.has_one_stage else per_rank or 2))
 
 
 def schedule_problems(schedule: str, asked: int | None) -> Iterator[Problem]:
-    """What is wrong with the schedule of a plan."""
+    """Yield the problems of a plan's schedule."""
     if schedule not in {*Schedule}:
-        detail = f"is no schedule{did_you_mean(schedule, Schedule)}; expected one of {', '.join(Schedule)}"
+        detail = f"is not a schedule{did_you_mean(schedule, Schedule)}; expected one of {', '.join(Schedule)}"
         yield Problem(ProblemKind.PLAN, repr(schedule), detail)
         return
     fixed = 1 if Schedule(schedule).has_one_stage else 2 if Schedule(schedule).is_v else None

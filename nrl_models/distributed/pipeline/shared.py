@@ -1,4 +1,4 @@
-"""What stages have together: gradients of parameters that several hold, and the norm of all."""
+"""State shared by pipeline stages: gradients of parameters that several stages hold, and the gradient norm."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nrl_models.distributed.shards import local_of
 
 @contextmanager
 def shared_gradients_summed(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[None]:
-    """Sum the gradients that a step adds to parameters which several ranks hold: tied ones, and what stages share.
+    """Sum the gradients of parameters that several ranks hold (tied ones and those used by several stages).
 
-    So they stay the same on all of these ranks, whatever the optimiser. Gradients that were there before the step are
-    the same already, and are added once.
+    So the parameters stay equal on all of these ranks with any optimizer. Gradients from before the step are already
+    equal, and are added once.
     """
     shared = held_by_several(model)
     before = [parameter.grad for parameter, _ in shared]
@@ -44,16 +44,16 @@ def shared_gradients_summed(model: PreTrainedModel, mesh: DeviceMesh) -> Iterato
 
 
 def clip_grad_norm_(model: PreTrainedModel, max_norm: float) -> torch.Tensor:
-    """Clip the gradients of a sharded model by the norm of all of them, over every stage.
+    """Clip the gradients of a sharded model by their total norm over all stages.
 
-    `torch.nn.utils.clip_grad_norm_` sees the gradients of a rank's own stages alone, and would clip each by another.
+    `torch.nn.utils.clip_grad_norm_` only uses the gradients of a rank's own stages, so factors would differ.
 
     Args:
-        model: a sharded model. Every rank calls it.
-        max_norm: of the gradients afterwards, at most.
+        model: A sharded model. Every rank has to call this.
+        max_norm: Maximum gradient norm.
 
     Returns:
-        The norm before, the same on every rank.
+        The norm before clipping, equal on every rank.
     """
     sharding, held = sharding_of(model), dict(own_parameters(model))
     own = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
@@ -83,7 +83,7 @@ def held_by_several(model: PreTrainedModel) -> list[tuple[nn.Parameter, tuple[in
 
 
 def _sum_over(tensor: torch.Tensor, ranks: tuple[int, ...], mesh: DeviceMesh) -> None:
-    """Sum a tensor over some ranks of `pp`, in place: the first of them adds, so all have the same bits."""
+    """Sum a tensor over some ranks of `pp`, in place. The first rank computes the sum, so all have identical bits."""
     group, own = mesh.get_group("pp"), rank_in(mesh, "pp")
     first, *others = ranks
     if own != first:

@@ -1,8 +1,8 @@
-"""The stages of a pipeline that a rank holds: the whole model, with everything emptied that other stages hold.
+"""The pipeline stages of a rank: the complete model, with modules of other stages emptied.
 
-Hugging Face's forward stays as it is, and runs on every stage from its beginning: a layer of an earlier stage hands on
-what it is given, the first layer of the stage takes what was received in its place, and the layer after the last ends
-the forward. Modules before the layers that the stage does not need give zeros.
+Every stage runs the unmodified Hugging Face forward from its beginning. Layers of earlier stages return their input.
+The first layer of the stage reads the received hidden states instead. The layer after the last one ends the forward.
+Modules before the layers return zeros if the stage does not need them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 
 class Stages:
-    """The stages of a rank.
+    """The pipeline stages of a rank.
 
     Args:
-        cut: of the whole model.
-        held: the numbers of this rank's stages.
-        stack: the model's list of layers.
+        cut: Split of the complete model.
+        held: Numbers of this rank's stages.
+        stack: Name of the model's list of layers.
 
     Attributes:
-        running: the number of the stage that computes; None between steps.
-        received: the hidden states that it takes.
+        running: Number of the stage that is running; None between steps.
+        received: Hidden states from the previous stage.
     """
 
     running: int | None = None
@@ -53,25 +53,25 @@ class Stages:
         return next(self._first_layer.parameters()).device
 
     def require_running(self) -> int:
-        """The number of the stage that computes.
+        """Return the number of the stage that is running.
 
         Raises:
-            ShardingError: none does: the model, or a part of it, is called by itself.
+            ShardingError: If no stage is running, because the model or a part of it was called directly.
         """
         if self.running is None:
             noun = "stage" if len(self.held) == 1 else "stages"
             detail = f"has {noun} {' and '.join(map(str, self.held))} of {self.cut.stages}, and cannot compute alone"
             problem = Problem(ProblemKind.MESH, "this rank", detail)
             advice = [
-                "compute by nrl_models.distributed.Pipeline, whose step takes a whole batch on every rank, and whose "
-                "evaluate gives what is read from logits, such as log-probabilities",
+                "use nrl_models.distributed.Pipeline: `step` takes a complete batch on every rank, and `evaluate` "
+                "returns values computed from logits, such as log-probabilities",
             ]
             raise ShardingError("a model over the stages of a pipeline was called", [problem], advice)
         return self.running
 
     @contextmanager
     def only(self, stage: int, received: torch.Tensor | None) -> Iterator[None]:
-        """Have the model's list of layers be that of one stage."""
+        """Context manager in which the model's list of layers is that of one stage."""
         layers, self.stack._modules = self.stack._modules, self._layers[stage]
         self.received = received
         try:
@@ -93,10 +93,10 @@ class Stages:
 
 
 class StandIn(nn.Module):
-    """Stands where another module was, and has its attributes; not its parameters.
+    """Replaces a module. It has the module's attributes, but not its parameters.
 
     Args:
-        was: the other module.
+        was: The replaced module.
     """
 
     def __init__(self, was: nn.Module) -> None:
@@ -111,11 +111,11 @@ class StandIn(nn.Module):
 
 
 class PassOn(StandIn):
-    """A layer that another stage holds: returns the hidden states that it is given.
+    """A layer of another stage: returns its hidden states unchanged.
 
     Args:
-        was: the layer.
-        stages: that this rank holds.
+        was: The replaced layer.
+        stages: Stages of this rank.
     """
 
     def __init__(self, was: nn.Module, stages: Stages) -> None:
@@ -123,7 +123,7 @@ class PassOn(StandIn):
         self.__dict__["stages"] = stages
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What is asked for beside hidden states is None."""
+        """Return the hidden states; other results of the layer are None."""
         self.stages.require_running()
         _, hidden = hidden_of(args, kwargs)
         returns = self.stages.cut.crossing.returns
@@ -134,11 +134,11 @@ class PassOn(StandIn):
 
 
 class Entry(StandIn):
-    """The first layer of a stage: computes on what was received.
+    """The first layer of a stage: runs on the received hidden states.
 
     Args:
-        was: the layer.
-        stages: that know it.
+        was: The replaced layer.
+        stages: Stages of this rank.
     """
 
     def __init__(self, was: nn.Module, stages: Stages) -> None:
@@ -158,16 +158,16 @@ class End(StandIn):
     """The first layer of the next stage: ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises what the stage sends."""
+        """Raise `StageEndError` with the hidden states to send."""
         _, hidden = hidden_of(args, kwargs)
         raise StageEndError(hidden) from None
 
 
 class StageEndError(BaseException):
-    """A stage has computed what it sends: caught by `OverStages`, by no handler of errors.
+    """Ends the forward of a stage. `OverStages` catches it; as a `BaseException`, error handlers do not.
 
     Args:
-        hidden: that.
+        hidden: Hidden states to send.
     """
 
     def __init__(self, hidden: torch.Tensor) -> None:
@@ -176,11 +176,11 @@ class StageEndError(BaseException):
 
 
 class Absent(StandIn):
-    """A module outside the layers that no stage of this rank needs: gives zeros of the shapes that it would give.
+    """A module outside the layers that no stage of this rank needs: returns zeros of the module's output shapes.
 
     Args:
-        was: the module.
-        stages: that this rank holds.
+        was: The replaced module.
+        stages: Stages of this rank.
     """
 
     def __init__(self, was: nn.Module, stages: Stages) -> None:
@@ -193,7 +193,7 @@ class Absent(StandIn):
         return self._zeros(found).expand(found.shape) if isinstance(found, torch.Tensor) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes shapes alone."""
+        """Compute only shapes."""
         self.stages.require_running()
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad():
@@ -205,35 +205,35 @@ class Absent(StandIn):
 
 
 class OverStages(nn.Module):
-    """Mixin: the forward is that of the stage that runs, from what it receives to what it sends."""
+    """Mixin whose forward runs one stage, from received to sent hidden states."""
 
     stages: Stages
 
     def forward(self, received: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        """Compute a stage.
+        """Run a stage.
 
         Args:
-            received: hidden states; the first stage ignores them.
-            kwargs: what the whole model takes.
+            received: Hidden states from the previous stage. The first stage ignores them.
+            kwargs: Inputs of the complete model.
 
         Returns:
-            What the next stage receives; of the last stage the logits.
+            Hidden states for the next stage; logits from the last stage.
         """
         with self.stages.only(self.stages.require_running(), received):
             try:
                 output = super().forward(**kwargs, use_cache=False)
             except StageEndError as end:
-                return end.hidden.contiguous()  # gloo sends nothing else
+                return end.hidden.contiguous()  # gloo requires contiguous tensors
         return output.logits if hasattr(output, "logits") else output[0]
 
 
 def keep_stages(model: PreTrainedModel, cut: Cut, held: Sequence[int]) -> Stages:
-    """Empty, in place, everything of a model that some stages do not hold.
+    """Remove, in place, all modules that the given stages do not need.
 
     Args:
-        model: real or on meta.
-        cut: of it.
-        held: the numbers of the stages to keep.
+        model: A model with values or on meta.
+        cut: Split of the model.
+        held: Numbers of the stages to keep.
     """
     stack = model.get_submodule(cut.crossing.stack)
     assert isinstance(stack, nn.ModuleList)

@@ -1,1 +1,1 @@
-"""What a module becomes whose parameters are divided among ranks."""
+"""Replacements of modules whose parameters are sharded over ranks."""

@@ -1,4 +1,4 @@
-"""Groups of linears whose parameters are divided among ranks."""
+"""Groups of linears whose parameters are sharded."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from nrl_models.distributed.tensor.styles import LinearOfWholeInput, entering
 
 
 class DividedGroup(LinearGroup):
-    """A group whose linears' parameters are DTensors, computed on local tensors.
+    """A group whose linears have DTensors as parameters, computed on local tensors.
 
-    The input enters the divided region once for all linears that are divided, so that its gradient is summed once.
-    This rank's shares of the weights are neighbours in memory, unless `fsdp` has them.
+    The input enters the sharded region once for all sharded linears, so its gradient is reduced once. This rank's
+    shards of the weights share one buffer, unless `fsdp` manages their memory.
 
     Attributes:
-        tp_mesh: the ranks that divide linears; None if none is divided.
-        held_over: the mesh of the linears' DTensors. `fsdp` divides them over another, and keeps their memory itself.
-        always_answers: whether a linear is divided.
+        tp_mesh: Ranks that shard the linears; None if none is sharded.
+        held_over: Mesh of the linears' DTensors. `fsdp` uses another mesh, and manages the memory itself.
+        always_answers: Whether a linear is sharded.
     """
 
     tp_mesh: DeviceMesh | None
@@ -33,7 +33,7 @@ class DividedGroup(LinearGroup):
 
     @staticmethod
     def take_over(group: Any, tp_mesh: DeviceMesh | None, held_over: DeviceMesh) -> None:
-        """Make a group one of these if all its linears read a whole input; else each linear computes itself."""
+        """Convert a group if all its linears read an unsharded input. Otherwise its linears run separately."""
         linears = group.linears.values()
         if not all(_is_linear_of_whole_input(type(linear)) for linear in linears):
             return
@@ -44,7 +44,7 @@ class DividedGroup(LinearGroup):
         group.join()
 
     def outputs_with(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
-        """`input`: `(..., I)`, the same on every rank. Returns what each linear returns."""
+        """Compute the output of each linear from `input` `(..., I)`, which is equal on every rank."""
         return tuple(
             linear.exchange(output) if isinstance(linear, LinearOfWholeInput) else output
             for linear, output in zip(self.linears.values(), super().outputs_with(input, weights), strict=True)
@@ -59,18 +59,18 @@ class DividedGroup(LinearGroup):
         return [entered if getattr(linear, "is_divided", False) else input for linear in self.linears.values()]
 
     def begin(self) -> Any:
-        """Answer the linears' calls, if a module around them has replaced parameters by local tensors."""
+        """Intercept calls of the linears, if a parent module has replaced their parameters with local tensors."""
         parameters = [parameter for linear in self.linears.values() for parameter in linear._parameters.values()]
         return None if any(isinstance(parameter, DTensor) for parameter in parameters) else super().begin()
 
     def join(self) -> bool:
-        """Put this rank's shares of the weights side by side, see `LinearGroup.join`."""
+        """Move this rank's shards of the weights into one buffer, see `LinearGroup.join`."""
         if any(type(linear._parameters["weight"]) is torch.Tensor for linear in self.linears.values()):
-            return True  # parameters are local tensors at present
+            return True  # parameters are currently local tensors
         return super().join()
 
     def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a DTensor."""
+        """Return this rank's shard of a DTensor."""
         return local_of(parameter)
 
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -79,16 +79,16 @@ class DividedGroup(LinearGroup):
             return parameter._local_tensor if parameter.device_mesh == self.held_over else None
         return super().memory_of(parameter)
 
-    def set_memory(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
-        """Make `neighbour` this rank's share of a DTensor."""
+    def set_memory(self, parameter: torch.Tensor, neighbor: torch.Tensor) -> None:
+        """Make `neighbor` (a view of the buffer) this rank's shard of a DTensor."""
         if isinstance(parameter, DTensor):
-            parameter._local_tensor = neighbour
+            parameter._local_tensor = neighbor
         else:
-            super().set_memory(parameter, neighbour)
+            super().set_memory(parameter, neighbor)
 
 
 def _is_linear_of_whole_input(cls: Any) -> bool:
-    """Whether a class is `nn.Linear` with no mixins but those that a group can compute."""
+    """Return True if a class is `nn.Linear`, possibly with mixins that a group supports."""
     while "mixed_into" in vars(cls):
         if not all(issubclass(mixin, LinearOfWholeInput | OnLocalTensors) for mixin in cls.mixins):
             return False

@@ -1,4 +1,4 @@
-"""Modules that compute on their rank's plain tensors, and how a module becomes one."""
+"""Modules that compute on this rank's plain tensors, and conversion of modules to them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from nrl_models.common.cached import cached
 
 
 class OnLocalTensors(nn.Module):
-    """Mixin: during its forward, every parameter in this module is this rank's plain tensor.
+    """Mixin that replaces all parameters in this module by this rank's plain tensors during its forward.
 
-    Whatever the module's code does with its parameters, and those of modules in it, is done on plain
-    tensors, at no cost per operation; gradients come back as DTensors of the parameters' placements.
+    The module's code and its submodules run on plain tensors without overhead per operation. Gradients are DTensors
+    with the parameters' placements.
 
     Attributes:
-        summed_over: by `(module, name)` of parameters whose gradient is a share on each rank, the mesh dimension.
-        is_unit: whether `fsdp` gathers the module by itself: until then nothing may read its parameters, the modules
-            around it included.
+        summed_over: Mesh dimension by `(module, name)`, for parameters whose gradient must be summed over ranks.
+        is_unit: Whether `fsdp` gathers the module separately. Before that, no code may read its parameters, including
+            parent modules.
     """
 
     summed_over: Mapping[tuple[int, str], str] = MappingProxyType({})
@@ -37,7 +37,7 @@ class OnLocalTensors(nn.Module):
 
 @torch.compiler.disable(recursive=False)
 def _run_on_local_tensors(module: OnLocalTensors, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Not compiled itself, since it replaces parameters; what it calls is."""
+    """Run the forward. Not compiled, because it replaces parameters; the functions that it calls are compiled."""
     with _local_tensors(module):
         return forward(*args, **kwargs)
 
@@ -60,7 +60,7 @@ def _local_tensors(module: OnLocalTensors) -> Iterator[None]:
 
 
 def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
-    """`module` and the modules in it, whose weights its code may read without calling them; but not units."""
+    """Yield `module` and its submodules, whose weights its code may read without calling them, except units."""
     yield module
     for child in module.children():
         if not (isinstance(child, OnLocalTensors) and child.is_unit):
@@ -70,7 +70,7 @@ def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
 def _local(parameter: DTensor, summed_over: str | None) -> torch.Tensor:
     if summed_over is None:
         return parameter.to_local()
-    # Redistributed to the placements it has: nothing happens forward, and backward the shares are summed.
+    # Redistribute to the current placements: no effect in the forward, sums the shares in the backward.
     names = parameter.device_mesh.mesh_dim_names or ()
     shares = [
         Partial() if name == summed_over else placement
@@ -86,7 +86,7 @@ def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
 
 @cached
 def _mixed(cls: Any, mixins: tuple[type[nn.Module], ...]) -> Any:
-    @wraps(cls.forward)  # `generate` and trainers look for what a model takes
+    @wraps(cls.forward)  # `generate` and trainers inspect the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return super(mixed, self).forward(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""Shards of packed parameters: several blocks (gate and up) in one dimension, of each of which a rank has its share.
+"""Shards of packed parameters: one dimension has several blocks (gate and up), and a rank has a part of each.
 
-torch's placement for them is `_StridedShard`. `full_tensor()` and `redistribute` read it right. Distributed checkpoints
-(DCP) and `set_model_state_dict` of torch 2.9 to 2.13 take such a shard for one contiguous region, and write or read
-other rows. `describe_packed_shards` makes them see one region for each block.
+torch's placement for them is `_StridedShard`. `full_tensor()` and `redistribute` support it. But distributed
+checkpoints (DCP) and `set_model_state_dict` of torch 2.9 to 2.13 treat such a shard as one contiguous region, and read
+or write the wrong rows. `describe_packed_shards` makes them use one region per block.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def _dims(placements: Sequence[Placement]) -> list[int]:
 
 
 class Region(NamedTuple):
-    """A contiguous region of a whole tensor that a rank holds.
+    """A contiguous region of an unsharded tensor that a rank holds.
 
     Attributes:
-        offset: Where the region begins in the whole tensor, for each dimension.
-        local: Its values, a view of the local tensor.
+        offset: Offset of the region in the unsharded tensor, per dimension.
+        local: Values of the region, a view of the local tensor.
     """
 
     offset: tuple[int, ...]
@@ -86,7 +86,7 @@ _CHUNKS: Callable[[DTensor], list[ChunkStorageMetadata]] = DTensor.__create_chun
 
 @functools.cache
 def describe_packed_shards() -> None:
-    """Make torch's checkpoint functions see packed shards as they are. Other DTensors are left to torch."""
+    """Make torch's checkpoint functions support packed shards. Other DTensors use torch's code."""
     patched: Any = DTensor
     write_items, shard = patched.__create_write_items__, patched.__get_tensor_shard__
     distribute = state_dict_utils._distribute_tensors

@@ -1,14 +1,13 @@
-"""Styles of tensor and expert parallelism: which dimension of a module is divided, and what is exchanged.
+"""Styles of tensor and expert parallelism: the sharded dimension of a module, and the exchange of activations.
 
-Names and meaning are transformers' (the values of a configuration's `base_model_tp_plan`), so that its
-plans can be read; the code is our own and built on DTensor. Parameters are DTensors. A module computes on
-its rank's plain tensors; where an activation has to be exchanged, it passes through a DTensor, whose
-`redistribute` has a forward and a backward:
+Names and meaning are those of transformers (values of `base_model_tp_plan` in a configuration), so its plans can be
+used. The implementation is based on DTensor. Parameters are DTensors, and modules compute on their rank's plain
+tensors. Activations are exchanged through a DTensor, whose `redistribute` has a forward and a backward:
 
-- `entering` a divided region: nothing forward, a sum backward (each rank has a share of the gradient);
-- `leaving` it: a sum forward, nothing backward.
+- `entering` a sharded region: identity in the forward, sum over ranks in the backward.
+- `leaving` it: sum over ranks in the forward, identity in the backward.
 
-The two are Megatron-LM's `f` and `g` (https://arxiv.org/abs/1909.08053).
+These are `f` and `g` of Megatron-LM (https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 
 
 def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """`tensor`, which every rank of `mesh` has; its gradient is the sum of theirs."""
+    """Return `tensor`, which is equal on all ranks of `mesh`. Its gradient is summed over the ranks."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return _in_own_memory(replicated.to_local(grad_placements=[Partial()]))
 
@@ -36,7 +35,7 @@ def leaving(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _redistributed(tensor: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> torch.Tensor:
-    """What this rank has of ranks' tensors `after`, given what it has `before`."""
+    """Redistribute a local tensor from placement `before` to `after`, and return the local result."""
     placed = DTensor.from_local(tensor, mesh, [before], run_check=False)
     return _in_own_memory(placed.redistribute(placements=[after]).to_local())
 
@@ -51,10 +50,10 @@ def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Parallel(nn.Module):
-    """Mixin: a module whose work is divided among ranks.
+    """Mixin for a module whose computation is split over ranks.
 
     Attributes:
-        tp_mesh, ep_mesh: the one-dimensional meshes of the ranks that divide it.
+        tp_mesh, ep_mesh: One-dimensional meshes of those ranks.
     """
 
     tp_mesh: DeviceMesh
@@ -62,20 +61,20 @@ class _Parallel(nn.Module):
 
 
 class LinearOfWholeInput(_Parallel):
-    """A linear whose input every rank has whole: the kind that a group can compute.
+    """A linear with an unsharded input, which a fused group supports.
 
     Attributes:
-        is_divided: whether ranks compute different features, so that each has a share of the input's gradient.
+        is_divided: Whether ranks compute different features, so that each has a part of the input's gradient.
     """
 
     is_divided: ClassVar[bool] = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` `(..., I)`, the same on every rank. Returns what `exchange` says."""
+        """Compute the linear on `input` `(..., I)`, equal on every rank. `exchange` defines the output."""
         return self.exchange(super().forward(entering(input, self.tp_mesh) if self.is_divided else input))
 
     def exchange(self, output: torch.Tensor) -> torch.Tensor:
-        """What this module returns of the linear's `output`."""
+        """Return this module's output, given the linear's `output`."""
         return output
 
 
@@ -106,7 +105,7 @@ class Rowwise(_Parallel):
 
 
 class RowwiseSplit(Rowwise):
-    """`Rowwise` of an input that every rank has whole."""
+    """`Rowwise` with an unsharded input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input` `(..., I)`, the same on every rank. Returns `(..., O)`, the same too."""
@@ -114,10 +113,10 @@ class RowwiseSplit(Rowwise):
 
 
 class VocabularyParallel(_Parallel):
-    """An embedding with its share of the vocabulary: tokens of other ranks are zeros until the sum.
+    """An embedding with a shard of the vocabulary. Tokens of other ranks are zeros until the sum.
 
     Attributes:
-        first_token: the first token of this rank's share.
+        first_token: First token id of this rank's shard.
     """
 
     first_token: int
@@ -132,7 +131,7 @@ class VocabularyParallel(_Parallel):
 
 
 class SummedOutput(_Parallel):
-    """A module whose ranks each compute a share of a sum."""
+    """A module whose output is summed over the ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Arguments are the module's own. Returns the sum."""
@@ -140,13 +139,13 @@ class SummedOutput(_Parallel):
 
 
 class LatentKeys(LinearOfWholeInput):
-    """The projection to the keys' latents of multi-head latent attention, which every rank has whole.
+    """The projection to latent keys of multi-head latent attention, which is not sharded.
 
-    Its rotary features go to each rank's heads directly, so that their gradient there is a share; the others pass
-    through a divided projection, which sums its gradient.
+    Its rotary features go directly to each rank's heads, so their gradient must be summed over ranks. The other
+    features pass through a sharded projection, which sums its gradient.
 
     Attributes:
-        rotary_features: how many of the last output features are rotary.
+        rotary_features: Number of rotary features at the end of the output.
     """
 
     rotary_features: int
@@ -176,26 +175,26 @@ class ScaledIdentity(_Parallel):
 
 
 class ExpertsOfThisRank(_Parallel):
-    """A stack with its share of the experts: each rank computes the tokens that are routed to its own experts.
+    """A stack with a shard of the experts. Each rank computes the tokens that are routed to its experts.
 
     Attributes:
-        first_expert: the first expert of this rank's share.
-        num_experts: how many it has.
+        first_expert: First expert of this rank's shard.
+        num_experts: Number of experts of this rank.
     """
 
     first_expert: int
     num_experts: int
 
     def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """All as of the whole stack, and the same on every rank.
+        """Run this rank's experts, and sum over ranks. All arguments are equal on every rank.
 
         Args:
-            hidden_states: `(..., D)`, tokens.
-            chosen: `(tokens, k)`, each token's experts.
-            weights: `(tokens, k)`, each choice's weight.
+            hidden_states: Tokens, `(..., D)`.
+            chosen: Experts of each token, `(tokens, k)`.
+            weights: Weight of each chosen expert, `(tokens, k)`.
 
         Returns:
-            `(..., D)`, the sum over every rank's experts.
+            Sum over all experts, `(..., D)`.
         """
         tokens = entering(hidden_states, self.ep_mesh).reshape(-1, hidden_states.shape[-1])
         weights = entering(weights, self.ep_mesh)
@@ -219,14 +218,14 @@ def _is_float(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a plan says of a module or a parameter.
+    """A value in a plan, for a module or a parameter.
 
     Args:
-        name: transformers' name of the style.
-        dim: the dimension of a parameter that is divided, given how many it has; None divides nothing.
-        compute: the mixin that exchanges activations; None if nothing is exchanged.
-        blocks: how many equal blocks the divided dimension holds, of each of which a rank has its share.
-        sums_gradient: whether the parameters are whole on every rank, yet see only its share of the work.
+        name: Name of the style in transformers.
+        dim: Function from a parameter's number of dimensions to the sharded one; None if it is not sharded.
+        compute: Mixin that exchanges activations; None if nothing is exchanged.
+        blocks: Number of equal blocks in the sharded dimension. Each rank has a part of every block.
+        sums_gradient: Whether the parameters are not sharded, but each rank computes only a part of their gradient.
     """
 
     name: str
@@ -237,7 +236,7 @@ class Style:
 
     @property
     def divides_linears(self) -> bool:
-        """Whether it divides the weight of a linear."""
+        """Whether it shards the weight of a linear."""
         return self.dim(2) is not None
 
 
@@ -277,9 +276,9 @@ TENSOR_STYLES = _by_name(
     Style("mla_kv_a_proj", compute=LatentKeys),
     Style("all_reduce", compute=SummedOutput),
     Style("replicated_with_grad_allreduce", sums_gradient=True),
-    Style("local_params"),  # every module computes on its rank's tensors here
+    Style("local_params"),  # no effect: all modules compute on local tensors here
 )
-"""What a tensor-parallel plan may say of a module or a parameter."""
+"""Styles of a tensor-parallel plan."""
 
 EXPERT_STYLES = _by_name(
     REPLICATE,
@@ -287,6 +286,6 @@ EXPERT_STYLES = _by_name(
     Style("ep_dispatch_experts", compute=ExpertsOfThisRank),
     Style("moe_tp_experts", compute=ExpertsOfThisRank),  # so called before transformers 5.2x
     Style("replicated_with_grad_allreduce", sums_gradient=True),
-    Style("ep_router"),  # routes as usual: the stack itself chooses this rank's experts here
+    Style("ep_router"),  # no effect: the stack selects this rank's experts here
 )
-"""What an expert-parallel plan may say."""
+"""Styles of an expert-parallel plan."""

@@ -1,1 +1,1 @@
-"""What the processes of a world do: each function runs on every rank. One module for each of the tests'."""
+"""Jobs of the tests: functions that run on every rank. There is one module for each test module."""

@@ -1,4 +1,4 @@
-"""Checkpoints to resume from."""
+"""Resume checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nrl_models.errors import CheckpointError
 
 
 def train_and_save(folder: str, architecture: str, **sizes: int) -> list[float]:
-    """Two steps, a checkpoint, and two more steps; all losses."""
+    """Take two steps, save a checkpoint, and take two more steps. Returns all losses."""
     case = case_of(architecture)
     model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
     optimizer = new_optimizer(model)
@@ -36,7 +36,7 @@ def train_and_save(folder: str, architecture: str, **sizes: int) -> list[float]:
 
 
 def resume(folder: str, architecture: str, combine: bool = True, **sizes: int) -> list[float]:
-    """The two steps after the checkpoint, by a model that began with other weights."""
+    """Take the two steps after the checkpoint, with a model that started with other weights."""
     case = case_of(architecture)
     torch.manual_seed(7)
     model = case.model_class.from_config(case.config, combine=combine).train()
@@ -50,12 +50,12 @@ def resume(folder: str, architecture: str, combine: bool = True, **sizes: int) -
 
 
 def saves_quantized_state(folder: str, **sizes: int) -> list[str]:
-    """Save an optimizer of torchao with 8-bit state; the problems of the error."""
+    """Save an optimizer of torchao with 8-bit state. Returns the problems in the error."""
     from torchao.optim import AdamW8bit
 
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()).train(), mesh_of(**sizes))
     optimizer = AdamW8bit(model.parameters())
-    for parameter in model.parameters():  # the state of its first step, which would compile a kernel
+    for parameter in model.parameters():  # creates the state of a first step, which would compile a kernel
         moments = {name: optimizer._new_buffer(parameter, name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
     with pytest.raises(CheckpointError, match="plain tensors as state") as caught:
@@ -64,7 +64,7 @@ def saves_quantized_state(folder: str, **sizes: int) -> list[str]:
 
 
 def keeps_mtp(published: str, folder: str, **sizes: int) -> None:
-    """Weights of multi-token prediction are exported by a model that is loaded in shards, and by one that resumes."""
+    """Export weights of multi-token prediction from a model loaded in shards, and from one that resumes."""
     whole = AutoModelForCausalLM.from_pretrained(published)
     expected = dict(whole.state_dict_adapter.iter_export(whole))
     mtp = kept_by(whole, mtp_only=True)
@@ -87,7 +87,7 @@ def keeps_mtp(published: str, folder: str, **sizes: int) -> None:
 
 
 def resume_without_optimizer(folder: str, **sizes: int) -> list[float]:
-    """Go on with the weights alone."""
+    """Resume with the weights only."""
     case = case_of("LlamaForCausalLM")
     model = parallelize(case.model_class.from_config(case.config).train(), mesh_of(**sizes))
     load_checkpoint(folder, model)
@@ -95,7 +95,7 @@ def resume_without_optimizer(folder: str, **sizes: int) -> list[float]:
 
 
 def dies_while_resuming(folder: str, dying: int, **sizes: int) -> None:
-    """One rank ends when all have agreed that the checkpoint fits."""
+    """One rank exits when all ranks have agreed that the checkpoint fits."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
     optimizer = new_optimizer(model)
     if dist.get_rank() == dying:
@@ -104,14 +104,33 @@ def dies_while_resuming(folder: str, dying: int, **sizes: int) -> None:
 
 
 def resume_with_one_group(folder: str, **sizes: int) -> None:
-    """An optimiser that was made otherwise."""
+    """Resume with an optimizer that has other parameter groups."""
     case = case_of("LlamaForCausalLM")
     model = parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))
     load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
 
 
+def resumes_with_names(folder: str, **sizes: int) -> list[str]:
+    """Save and load an optimizer of `named_parameters()`. Returns the names after loading that are not the model's."""
+    case, optimizers = case_of("LlamaForCausalLM"), []
+    for lr in (1e-3, 2e-3):
+        model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
+        optimizers.append(torch.optim.AdamW(model.named_parameters(), lr=lr))
+        if lr == 1e-3:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizers[0].step()
+            save_checkpoint(folder, model, optimizers[0])
+    load_checkpoint(folder, model, optimizers[1])
+    (saved,), (loaded,) = (optimizer.param_groups for optimizer in optimizers)
+    assert loaded["lr"] == saved["lr"]
+    for one, other in zip(saved["params"], loaded["params"], strict=True):
+        assert torch.equal(local(optimizers[0].state[one]["exp_avg"]), local(optimizers[1].state[other]["exp_avg"]))
+    return sorted({*loaded["param_names"]} ^ {name for name, _ in model.named_parameters()})
+
+
 def new(fill: float | None = None, **sizes: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A tiny Llama, and its optimiser after a step; all values are `fill`, if it is given."""
+    """Create a tiny Llama, and its optimizer after a step. If `fill` is passed, all values are `fill`."""
     case = case_of("LlamaForCausalLM")
     model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
     optimizer = new_optimizer(model)
@@ -124,7 +143,7 @@ def new(fill: float | None = None, **sizes: int) -> tuple[Any, torch.optim.Optim
 
 
 def values_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All that a checkpoint has values for, under unique names."""
+    """Return all tensors that a checkpoint stores, under unique names."""
     states = {
         f"{number}.{key}": value
         for number, state in enumerate(optimizer.state.values())
@@ -134,12 +153,12 @@ def values_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.T
 
 
 def saves_values(folder: str, value: float, **sizes: int) -> None:
-    """A checkpoint in which every value is the same."""
+    """Save a checkpoint in which all values are equal."""
     save_checkpoint(folder, *new(value, **sizes), {"step": value})
 
 
 def loaded_values(folder: str, **sizes: int) -> list[float]:
-    """The different values in a checkpoint, in order."""
+    """Return the distinct values in a checkpoint, sorted."""
     model, optimizer = new(-1, **sizes)
     found = {float(load_checkpoint(folder, model, optimizer)["step"])}
     for tensor in values_of(model, optimizer).values():
@@ -148,14 +167,14 @@ def loaded_values(folder: str, **sizes: int) -> list[float]:
 
 
 def saves_progress(folder: str, progress: dict[str, Any], **sizes: int) -> None:
-    """A checkpoint without an optimiser."""
+    """Save a checkpoint without an optimizer."""
     save_checkpoint(
         folder, parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes)), None, progress
     )
 
 
 class Planted:
-    """Whoever unpickles it makes a directory."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -165,7 +184,7 @@ class Planted:
 
 
 def opened_while_loading(folder: str, **sizes: int) -> list[str]:
-    """The files that Python opens to load a checkpoint."""
+    """Return the files that Python opens to load a checkpoint."""
     model, optimizer = new(**sizes)
     opened: list[str] = []
 
@@ -181,7 +200,7 @@ def opened_while_loading(folder: str, **sizes: int) -> list[str]:
 
 
 def accepted(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> str | None:
-    """What is wrong with how a damaged checkpoint is refused: with a typed error, and nothing changed."""
+    """Load a damaged checkpoint. Returns None if that raises a typed error and changes nothing, else the problem."""
     before = {name: full(tensor).clone() for name, tensor in values_of(model, optimizer).items()}
     options = [dict(group, params=()) for group in optimizer.param_groups]
     wrong = "accepted"
@@ -199,7 +218,7 @@ def accepted(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> str |
 
 
 def accepts_flipped_bits(version: str, flips: int, **sizes: int) -> list[str]:
-    """Flips bits of each file of a version, at the ends and at random places, and loads; where that is not refused."""
+    """Flip bits at the ends and at random places of each file, and load. Returns the damage that loading accepts."""
     random_places = random.Random(0)
     model, optimizer = new(**sizes)
     wrong = []
@@ -227,7 +246,7 @@ def flip(file: Path, bit: int) -> None:
 
 
 def accepts_changed_manifests(version: str, **sizes: int) -> dict[str, str]:
-    """Gives a version other manifests, with hashes that are right, and loads; those that are not refused."""
+    """Load a version with changed manifests whose hashes are correct. Returns the changes that loading accepts."""
     model, optimizer = new(**sizes)
     file = Path(version) / manifest.NAME
     content = json.loads(file.read_text())["manifest"]
@@ -272,7 +291,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a state of no parameter": lambda content: content["optimizer"]["states"].update(x={"scalars": {}, "tensors": []}),
     "scalars are a list": lambda content: _first_state(content).update(scalars=[]),
     "tensors are less": lambda content: _first_state(content)["tensors"].pop(),
-    "no optimiser": lambda content: content.update(optimizer=None),
+    "no optimizer": lambda content: content.update(optimizer=None),
     "lr is text": lambda content: _group(content)["options"].update(lr="x"),
     "lr is null": lambda content: _group(content)["options"].update(lr=None),
     "no lr": lambda content: _group(content)["options"].pop("lr"),
@@ -282,7 +301,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 def dies_while_saving(folder: str, where: str, dying: int, **sizes: int) -> None:
-    """One rank ends where it would call a function."""
+    """One rank exits when it calls a function."""
     model, optimizer = new(2, **sizes)
     if dist.get_rank() == dying:
         setattr(resuming, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -290,7 +309,7 @@ def dies_while_saving(folder: str, where: str, dying: int, **sizes: int) -> None
 
 
 def names_in(version: Path, part: str) -> set[str]:
-    """The names of tensors in the files of one part."""
+    """Return the names of tensors in the files of one part."""
     names = set()
     for file in version.glob(f"{part}-*"):
         with safe_open(file, framework="pt") as handle:

@@ -1,9 +1,9 @@
-"""Resume checkpoints of a writer that is killed at every step, and of a reader that a writer overlaps at every step.
+"""Kill the writer of a resume checkpoint at every step, and run a writer at every step of a reader.
 
     python crashes.py FOLDER
 
-Steps are what Python says of files by its audit events: opening, renaming, listing, removing. One process is the world;
-a writer that is killed is a fork, which ends as if by SIGKILL. Prints what was wrong, a line each.
+Steps are Python's audit events for files: opening, renaming, listing, removing. The world has one process. A killed
+writer is a fork that exits as with SIGKILL. Prints each problem on a line.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def at_step(number: int, act: Callable[[], None]) -> Iterator[list[str]]:
-    """Do something before one of the steps that follow; yields the steps."""
+    """Call `act` before one of the following steps. Yields the list of steps."""
     steps: list[str] = []
 
     def count(step: str) -> None:
         steps.append(step)
         if len(steps) == number:
-            _hooks.append(lambda step: None)  # what is done has steps of its own
+            _hooks.append(lambda step: None)  # ignore the steps of `act`
             try:
                 act()
             finally:
@@ -63,11 +63,11 @@ def at_step(number: int, act: Callable[[], None]) -> Iterator[list[str]]:
 
 
 class Stopped(BaseException):
-    """Ends a writer, and is no error that anything catches."""
+    """Ends a writer. It is not an Exception, so nothing catches it."""
 
 
 def values(number: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A model and an optimiser of which every value is `number`, and their configuration, too."""
+    """Create a model and an optimizer in which every value is `number`, configuration included."""
     model = parallelize(copy.deepcopy(MODEL), init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
     model.config.bos_token_id = number
     optimizer = torch.optim.AdamW(model.parameters(), lr=number)
@@ -87,7 +87,7 @@ def save(folder: Path, number: int) -> None:
 
 
 def load(folder: Path) -> set[float]:
-    """The different values in a checkpoint."""
+    """Return the distinct values in a checkpoint."""
     model, optimizer = values(99)
     found = {load_checkpoint(folder, model, optimizer)["step"], optimizer.param_groups[0]["lr"]}
     found |= {value for tensor in model.state_dict().values() for value in tensor.full_tensor().flatten().tolist()}
@@ -98,7 +98,7 @@ def load(folder: Path) -> set[float]:
 
 
 def forked(job: Callable[[], None]) -> int:
-    """The exit status of a job in a process of its own."""
+    """Run a job in a fork. Returns its exit status."""
     child = os.fork()
     if child == 0:
         try:
@@ -117,7 +117,7 @@ def begin() -> None:
 
 
 def kill_at_every_step(folder: Path) -> int:
-    """A second version over a first, killed before each of its steps; how many there are."""
+    """Save a second version over a first, and kill it before each of its steps. Returns the number of steps."""
     assert forked(lambda: save(folder / "steps", 1)) == 0
     number = 0
     while True:
@@ -135,7 +135,7 @@ def kill_at_every_step(folder: Path) -> int:
 
 
 def check(folder: Path, count: int) -> None:
-    """What killed writers left loads, and the next save leaves nothing of it."""
+    """Check that checkpoints of killed writers load, and that the next save removes their files."""
     seen = set()
     for number in range(1, count + 1):
         case = folder / f"{number}" / "steps"
@@ -160,7 +160,7 @@ def check(folder: Path, count: int) -> None:
 
 
 def overlap(folder: Path) -> None:
-    """A reader, before each of whose steps a writer takes all of its own, or those up to one that others can see."""
+    """Before each step of a reader, run a writer completely, or up to a step that readers can observe."""
     base = folder / "base" / "steps"
     save(base, 1)
     with at_step(0, lambda: None) as writing:

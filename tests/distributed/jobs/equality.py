@@ -1,8 +1,9 @@
-"""What a sharded model computes, against one process."""
+"""Compare a sharded model with one process."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from nrl_models.testing.case import FamilyCase
 
 
 def expected(case: FamilyCase, count: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one process over all batches, by hub name."""
+    """Compute loss and gradients of one process over all batches, by hub name."""
     model = copy.deepcopy(case.model()).train()
     losses = []
     for seed, batch in enumerate(batches(case, count)):
-        torch.manual_seed(seed)  # some routers draw lots in training
+        torch.manual_seed(seed)  # some routers draw random numbers in training
         losses.append(model(**batch, use_cache=False).loss / count)
     torch.stack(losses).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -34,7 +35,7 @@ def expected(case: FamilyCase, count: int) -> tuple[float, dict[str, torch.Tenso
 
 
 def step(model: PreTrainedModel, case: FamilyCase) -> float:
-    """One forward and backward on this rank's batch; the loss over all."""
+    """Run a forward and backward on this rank's batch. Returns the loss over all ranks."""
     mesh = model.sharding.mesh
     number = rank_in(mesh, "fsdp")
     batch = batches(case, size_of(mesh, "fsdp"))[number]
@@ -47,7 +48,7 @@ def step(model: PreTrainedModel, case: FamilyCase) -> float:
 
 
 def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The gradients of a sharded model, whole, by hub name."""
+    """Return the complete gradients of a sharded model, by hub name."""
     own = {
         name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
@@ -57,12 +58,12 @@ def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def equals_one_process(
     architecture: str, checkpointing: bool = False, config: dict[str, Any] | None = None, **sizes: int
 ) -> dict[str, float]:
-    """How far loss and gradients of a sharded model are from one process's."""
+    """Return the differences of loss and gradients between a sharded model and one process."""
     return _differences(case_of(architecture, config), checkpointing, sizes)
 
 
 def llama_equals_one_process(config: dict[str, Any], **sizes: int) -> dict[str, float]:
-    """The same for a Llama with other values in its configuration."""
+    """Run `equals_one_process` on a Llama with other configuration values."""
     return _differences(llama_case(config), False, sizes)
 
 
@@ -77,19 +78,19 @@ def _differences(case: FamilyCase, checkpointing: bool, sizes: dict[str, int]) -
     assert sorted(found) == sorted(gradients)
     worst = max(float((found[name] - gradients[name]).abs().max()) for name in gradients)
     scale = max(float(gradient.abs().max()) for gradient in gradients.values())
-    # Rounding grows with the largest gradient.
+    # Rounding errors grow with the largest gradient.
     return {"loss": abs(actual - loss), "gradients": worst / max(1.0, scale), "scale": scale}
 
 
 def accepts(architectures: list[str], **sizes: int) -> None:
-    """A plan is found for each."""
+    """Check that a plan exists for each architecture."""
     mesh = mesh_of(**sizes)
     for architecture in architectures:
         plan_for(case_of(architecture).model(), mesh)
 
 
 def parts_are_dtensors(config: dict[str, Any], **sizes: int) -> list[tuple[str, bool, str]]:
-    """Each projection's weight and bias is a DTensor of its own, placed by its own rule; how groups then compute."""
+    """Check that each weight and bias is a separate DTensor with its own placement. Returns how groups run."""
     case = llama_case(config)
     whole, mesh = case.model(), mesh_of(**sizes)
     model = parallelize(copy.deepcopy(whole), mesh)
@@ -107,7 +108,7 @@ def parts_are_dtensors(config: dict[str, Any], **sizes: int) -> list[tuple[str, 
 
 
 def rows_are_the_parts_own(**sizes: int) -> None:
-    """A step of an optimiser changes what the joined matmul reads."""
+    """Check that an optimizer step changes the weights of the fused matmul."""
     case, mesh = case_of("Qwen2ForCausalLM"), mesh_of(**sizes)
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
     attention = model.model.layers[0].self_attn
@@ -129,7 +130,7 @@ def rows_are_the_parts_own(**sizes: int) -> None:
 
 
 def collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
-    """What one attention's and one MLP's group computes and exchanges, in the forward and in the backward."""
+    """Count matmuls and collectives of one attention's and one MLP's group, in the forward and the backward."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
     layer = model.model.layers[0]
@@ -150,7 +151,7 @@ def collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
 
 
 class Counts(TorchDispatchMode):
-    """Counts matrix products and collectives. torch's `CommDebugMode` hooks every module: parts would be alone then."""
+    """Count matmuls and collectives. torch's `CommDebugMode` hooks every module, which would disable fusing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +166,7 @@ class Counts(TorchDispatchMode):
 
 
 def whole_step_collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
-    """Collectives in the forward and in the backward of a training step."""
+    """Count the collectives in the forward and the backward of a training step."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
     (batch,) = batches(case, 1)
@@ -177,7 +178,7 @@ def whole_step_collectives(architecture: str, **sizes: int) -> list[dict[str, in
 
 
 def trains_as_one_process(config: dict[str, Any], **sizes: int) -> float:
-    """The largest difference of any weight after a few steps with clipping."""
+    """Return the largest difference of any weight after a few steps with gradient clipping."""
     case = llama_case(config)
     whole = copy.deepcopy(case.model()).train()
     model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
@@ -187,14 +188,14 @@ def trains_as_one_process(config: dict[str, Any], **sizes: int) -> float:
     assert losses[0][-1] != losses[0][0]
     expected = dict(whole.state_dict_adapter.iter_export(whole))
     moved = expected["model.layers.0.self_attn.k_proj.bias"] - case.model().model.layers[0].self_attn.k_proj.bias
-    assert float(moved.detach().abs().max()) > 1e-6  # keys' biases have tiny gradients
+    assert float(moved.detach().abs().max()) > 1e-6  # biases of keys have tiny gradients
     return max(
         float((tensor - expected[name]).abs().max()) for name, tensor in model.state_dict_adapter.iter_export(model)
     )
 
 
 def mixed_precision() -> dict[str, str]:
-    """In which dtypes a model with fp32 weights keeps, computes and sums."""
+    """Return the dtypes in which a model with fp32 weights stores, computes and reduces."""
     case, mesh = case_of("LlamaForCausalLM"), mesh_of(fsdp=2)
     model = copy.deepcopy(case.model()).train()
     parallelize(model, mesh, ParallelPlan(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -206,8 +207,49 @@ def mixed_precision() -> dict[str, str]:
     return {"kept": str(parameter.dtype), "gradients": str(parameter.grad.dtype), "computed": seen[0]}
 
 
+def computes_in_kept_dtypes(architecture: str, folder: str) -> dict[str, Any]:
+    """Compare FSDP in bf16 with one process that loads the checkpoint in bf16: dtypes of parameters, and the loss.
+
+    Returns:
+        For bf16 weights and for fp32 weights with `param_dtype`: parameters that compute in another dtype than in one
+        process, and the difference of the losses. Also the number of parameters that stay in fp32. If one process
+        fails: its error.
+    """
+    case, mesh, bf16 = case_of(architecture), mesh_of(fsdp=2), torch.bfloat16
+    if dist.get_rank() == 0:
+        case.reference().save_pretrained(folder)
+    dist.barrier()
+    alone = case.model_class.from_pretrained(folder, dtype=bf16).train()
+    dtypes = {name: parameter.dtype for name, parameter in alone.named_parameters(remove_duplicate=False)}
+    expected_loss = 0.0
+    for seed, batch in enumerate(batches(case, 2)):
+        torch.manual_seed(seed)
+        try:
+            expected_loss += alone(**batch, use_cache=False).loss.item() / 2
+        except RuntimeError as error:
+            return {"one process": str(error)}
+    found: dict[str, Any] = {"kept": sum(dtype == torch.float32 for dtype in dtypes.values())}
+    for label, dtype, param_dtype in (("bf16", bf16, None), ("masters", torch.float32, bf16)):
+        plan = ParallelPlan(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        model = case.model_class.from_pretrained(folder, dtype=dtype, mesh=mesh, plan=plan).train()
+        computed: dict[str, torch.dtype] = {}
+
+        def note(module: nn.Module, args: Any, path: str, computed: dict[str, torch.dtype] = computed) -> None:
+            for name, parameter in module.named_parameters(recurse=False):
+                computed[f"{path}.{name}" if path else name] = parameter.dtype
+
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(partial(note, path=path))
+        loss = step(model, case)
+        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        assert all(parameter.grad.dtype == parameter.dtype for parameter in trained)
+        found[label] = {name: str(seen) for name, seen in computed.items() if seen != dtypes[name]}
+        found[f"{label} loss"] = abs(loss - expected_loss)
+    return found
+
+
 def generates_as_one_process(architecture: str, **sizes: int) -> None:
-    """Greedy generation picks the same tokens."""
+    """Check that greedy generation gives the same tokens."""
     case = case_of(architecture)
     inputs = case.inputs(length=8)
     options = {"max_new_tokens": 6, "do_sample": False, "min_new_tokens": 6}
@@ -217,7 +259,7 @@ def generates_as_one_process(architecture: str, **sizes: int) -> None:
 
 
 def plain_fully_shard(architecture: str) -> None:
-    """Sharded by torch alone: transformers' loss, gradients and names, and of the optimiser's states the names."""
+    """Shard with torch only: loss, gradients and names equal transformers', also the names of optimizer states."""
     case = case_of(architecture)
     found = {}
     for kind, source in (("ours", case.model()), ("theirs", case.reference())):
@@ -255,7 +297,7 @@ def plain_fully_shard(architecture: str) -> None:
 
 
 def data_parallel(architecture: str) -> None:
-    """Under DDP: loss and gradients of one process, under transformers' names; groups stay joined."""
+    """Under DDP, loss and gradients equal one process's, under transformers' names. Groups stay fused."""
     case = case_of(architecture)
     loss, gradients = expected(case, 2)
     model = copy.deepcopy(case.model()).train()

@@ -1,4 +1,4 @@
-"""What ranks hold and send, for `nrl-models plan` to be compared with."""
+"""Measure memory and traffic of ranks, to compare with `nrl-models plan`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nrl_models.distributed import Pipeline, parallelize
 
 
 def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[str, Any]:
-    """Bytes this rank holds after a step, that autograd keeps in a forward, and that are sent."""
+    """Return the bytes this rank holds after a step, the bytes autograd saves in a forward, and the bytes sent."""
     case = case_of(architecture)
     model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -40,7 +40,7 @@ def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[s
 
 
 def held(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes this rank holds after a step."""
+    """Return the bytes this rank holds after a step."""
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim > 0]
     return {
         "parameters": sum(local(parameter).nbytes for parameter in model.parameters()),
@@ -51,7 +51,7 @@ def held(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def measures_stages(architecture: str, batch: int, length: int, **sizes: int) -> dict[str, Any]:
-    """The same of a step of a pipeline with a microbatch for each rank; "activations" are the most kept at a time."""
+    """Measure a pipeline step with one microbatch per rank. "activations" is the peak of saved bytes."""
     case = case_of(architecture)
     model, ranks = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes)), sizes["pp"]
     optimizer = torch.optim.AdamW(model.parameters())
@@ -90,5 +90,5 @@ def measures_stages(architecture: str, batch: int, length: int, **sizes: int) ->
     ):
         Pipeline(model, ranks).step({"input_ids": tokens}, loss_of, {"tokens": tokens})
     optimizer.step()
-    traffic = {name: nbytes / ranks for name, nbytes in (others.nbytes | {"pp": sent}).items()}  # of a microbatch
+    traffic = {name: nbytes / ranks for name, nbytes in (others.nbytes | {"pp": sent}).items()}  # per microbatch
     return held(model, optimizer) | {"activations": peak, "traffic": traffic}

@@ -1,4 +1,4 @@
-"""Whole tensors and plain checkpoints from sharded models."""
+"""Export and save complete tensors from sharded models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nrl_models.errors import ShardingError
 
 
 def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
-    """A sharded model exports, shows and saves exactly what one process does; and loads it back."""
+    """Check that a sharded model exports, shows and saves the same as one process, and loads it back."""
     case = case_of(architecture)
     whole = copy.deepcopy(case.model())
     adapter = whole.state_dict_adapter
@@ -59,19 +59,19 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.zero_()
-    loaded = model.load_state_dict(whole.state_dict())  # whole tensors; every rank takes its shards
+    loaded = model.load_state_dict(whole.state_dict())  # complete tensors; every rank takes its shards
     assert not loaded.missing_keys
     assert not loaded.unexpected_keys
     assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(adapter.iter_export(whole)))
 
 
 def whole_by_torch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors, gathered by torch alone."""
+    """Gather the model's tensors with torch only."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def placements_are_true(architecture: str, **sizes: int) -> None:
-    """torch alone gathers and divides every tensor as the placements say."""
+    """Check that torch gathers and shards every tensor as its placements declare."""
     case = case_of(architecture)
     whole = case.model().state_dict()
     model = parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))
@@ -85,7 +85,7 @@ def placements_are_true(architecture: str, **sizes: int) -> None:
 
 
 def every_packed_placement_is_true(**sizes: int) -> tuple[int, dict[str, str]]:
-    """The number of architectures that tensor parallelism divides in packed blocks, and those that are wrong."""
+    """Count the architectures with packed placements in tensor parallelism. Returns the number, and the wrong ones."""
     mesh = mesh_of(**sizes)
     count, wrong = 0, {}
     for architecture in registry.architectures(aliases=False):
@@ -101,13 +101,13 @@ def every_packed_placement_is_true(**sizes: int) -> tuple[int, dict[str, str]]:
         count += 1
         try:
             placements_are_true(architecture, **sizes)
-        except Exception as error:  # the same on each rank: the comparison is of whole tensors
+        except Exception as error:  # the same on each rank, because complete tensors are compared
             wrong[architecture] = str(error)
     return count, wrong
 
 
 def reshards_by_torch(architecture: str, folder: str, before: dict[str, int], after: dict[str, int]) -> None:
-    """DCP saves model and optimizer at one layout and loads them at another, and `save_pretrained` takes the whole."""
+    """Save model and optimizer with DCP, load them on another mesh, and save the full state dict."""
     case = case_of(architecture)
     whole = case.model().state_dict()
     model = parallelize(copy.deepcopy(case.model()), mesh_of(**before))
@@ -147,16 +147,14 @@ def reshards_by_torch(architecture: str, folder: str, before: dict[str, int], af
 
 
 def peak_of_export(**sizes: int) -> tuple[int, int]:
-    """Memory that exporting takes on this rank, and the size of a bucket."""
+    """Return the peak memory of an export on this rank, and the size of a bucket."""
     config = LlamaConfig(hidden_size=512, intermediate_size=1408, num_hidden_layers=16, vocab_size=1024,
                          num_attention_heads=8, num_key_value_heads=4)  # fmt: skip
     torch.manual_seed(0)
     model = parallelize(AutoModelForCausalLM.from_config(config), mesh_of(**sizes))
     bucket = 8 * 2**20
     adapter = model.state_dict_adapter
-    assert len(list(adapter.iter_export(model, max_bytes=2**20))) == len(
-        adapter.hub
-    )  # connections, and buffers of them
+    assert len(list(adapter.iter_export(model, max_bytes=2**20))) == len(adapter.hub)  # connections, and their buffers
     with Peak() as peak:
         total = sum(tensor.nbytes for _, tensor in adapter.iter_export(model, max_bytes=bucket))
     assert total > 20 * bucket
@@ -164,12 +162,12 @@ def peak_of_export(**sizes: int) -> tuple[int, int]:
 
 
 def loads_and_saves(folder: str, again: str, **sizes: int) -> None:
-    """Load, and save."""
+    """Load a checkpoint and save it."""
     AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes)).save_pretrained(again)
 
 
 def saves_as_one_process(folder: str, out: str, **sizes: int) -> None:
-    """Load in shards, and load whole and shard; save each in both formats, and what one process makes of it."""
+    """Load in shards, or completely and then shard. Save each in both formats, also from one process."""
     whole = AutoModelForCausalLM.from_pretrained(folder)
     models = {
         "loaded": AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes)),
@@ -185,7 +183,7 @@ def saves_as_one_process(folder: str, out: str, **sizes: int) -> None:
 
 
 def exports_the_checkpoint(folder: str, **sizes: int) -> None:
-    """Load in shards, and load whole and shard: each exports and saves the checkpoint's own tensors."""
+    """Load in shards, or completely and then shard. Each must export and save the checkpoint's tensors."""
     tensors = load_file(f"{folder}/model.safetensors")
     models = {
         "loaded": AutoModelForImageTextToText.from_pretrained(folder, mesh=mesh_of(**sizes)),
@@ -209,7 +207,7 @@ def exports_the_checkpoint(folder: str, **sizes: int) -> None:
 
 
 def saves(folder: str, fails: bool, **sizes: int) -> None:
-    """Save; if asked to, fail where files are written."""
+    """Save a model. Optionally fail while files are written."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
 
     def disk_full(*_: Any, **__: Any) -> None:
@@ -220,13 +218,13 @@ def saves(folder: str, fails: bool, **sizes: int) -> None:
 
 
 def pushes(folder: str, **sizes: int) -> None:
-    """Save with what a sharded model cannot."""
+    """Save with options that sharded models do not support."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
     model.save_pretrained(folder, push_to_hub=True)
 
 
 def dies_while_saving(folder: str, dying: int, **sizes: int) -> None:
-    """One rank ends after the first files are written."""
+    """One rank exits after the first files are written."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
     if dist.get_rank() == dying:
         shards.dist = SimpleNamespace(all_reduce=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
@@ -234,7 +232,7 @@ def dies_while_saving(folder: str, dying: int, **sizes: int) -> None:
 
 
 def dies_while_exporting(dying: int, **sizes: int) -> None:
-    """One rank ends between two buckets."""
+    """One rank exits between two buckets."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
     for number, _ in enumerate(model.state_dict_adapter.iter_export(model, max_bytes=300_000)):
         if number == 3 and dist.get_rank() == dying:

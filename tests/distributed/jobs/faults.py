@@ -1,4 +1,4 @@
-"""What a sweep has to survive, or to see."""
+"""Faults that a sweep must survive or detect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuses() -> None:
 
 
 def differs() -> list[object]:
-    """What is said of a wrong export, and which lines begin what is said of wrong steps."""
+    """Return the message for a wrong export, and the first words of the messages for wrong steps."""
     case, mesh = case_of("LlamaForCausalLM"), mesh_of(tp=2)
     _, model = case.new_pair()
     weights = dict(model.state_dict_adapter.iter_export(model))
@@ -39,7 +39,7 @@ def differs() -> list[object]:
             return ", ".join(line.split()[0] for line in sweep.different_step(case, model, mesh))
 
     assert seen(lambda own: own) == ""
-    found.append(seen(lambda own: own | {small: own[small] * 2}))  # as if every rank had the whole sum
+    found.append(seen(lambda own: own | {small: own[small] * 2}))  # as if every rank held the complete sum
     with torch.no_grad():
         model.model.norm.weight.mul_(1.001)
     found.append(seen(lambda own: own))
@@ -50,7 +50,7 @@ def differs() -> list[object]:
 
 
 def ends() -> None:
-    """One rank ends."""
+    """One rank exits."""
     if dist.get_rank() == 1:
         os._exit(3)
 

@@ -1,4 +1,4 @@
-"""The packages people train with, on sharded models."""
+"""Training packages on sharded models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nrl_models.errors import ShardingError
 
 
 def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
-    """Train a LoRA on a sharded base model and save it; the names in its file."""
+    """Train a LoRA adapter on a sharded base model and save it. Returns the names in its file."""
     import peft
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint).train()
@@ -46,7 +46,7 @@ def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
 
 
 def later_parameters_are_refused(folder: str, kind: str, **sizes: int) -> list[tuple[str, ...]]:
-    """Add parameters to a sharded model; the parameters that each use of it names in its error."""
+    """Add parameters to a sharded model. Returns the parameters named in the error of each later use."""
     import peft
 
     case, mesh = case_of("LlamaForCausalLM"), mesh_of(**sizes)
@@ -68,7 +68,7 @@ def later_parameters_are_refused(folder: str, kind: str, **sizes: int) -> list[t
         lambda: model.save_pretrained(folder),
         lambda: get_model_state_dict(run),
     ]
-    if "lora" not in kind:  # for which `iter_export` has an error of its own
+    if "lora" not in kind:  # `iter_export` raises another error for LoRA
         uses.append(lambda: list(model.state_dict_adapter.iter_export(model)))
     named = []
     for use in uses:
@@ -79,7 +79,7 @@ def later_parameters_are_refused(folder: str, kind: str, **sizes: int) -> list[t
 
 
 def copied_head_trains(**sizes: int) -> float:
-    """PEFT copies a divided head (`modules_to_save`): how far its gradient is from that of one process."""
+    """Return the gradient difference of a sharded head copied by PEFT (`modules_to_save`), relative to one process."""
     case = case_of("LlamaForCausalLM")
     (batch,) = batches(case, 1)
     found = []
@@ -92,7 +92,7 @@ def copied_head_trains(**sizes: int) -> float:
 
 
 def batches_must_be_equal(differ: str, **sizes: int) -> tuple[str, ...]:
-    """Give each rank another batch; the inputs that the error names."""
+    """Give each rank another batch. Returns the inputs named in the error."""
     case, mesh = case_of("MixtralForCausalLM"), mesh_of(**sizes)
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
     batch = batches(case, 1)[0]
@@ -110,7 +110,7 @@ def batches_must_be_equal(differ: str, **sizes: int) -> tuple[str, ...]:
 
 
 def compiled_layers_equal_one_process(architecture: str, **sizes: int) -> dict[str, float]:
-    """As `equals_one_process`, each decoder layer compiled by itself."""
+    """Run `equals_one_process` with each decoder layer compiled separately."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
     loss, gradients = expected(case, size_of(mesh, "fsdp"))
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
@@ -130,7 +130,7 @@ def compiled_layers_equal_one_process(architecture: str, **sizes: int) -> dict[s
 
 
 def compiled_equals_uncompiled(architecture: str, **sizes: int) -> dict[str, Any]:
-    """How far the gradients of a model are from those of one process if its layers are compiled, autograd included."""
+    """Return the gradient differences of a model with compiled layers, autograd included, relative to one process."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
     loss, gradients = expected(case, size_of(mesh, "fsdp"))
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
@@ -152,7 +152,7 @@ def compiled_equals_uncompiled(architecture: str, **sizes: int) -> dict[str, Any
 
 
 def _is_same_on_replicas(gradient: Any) -> bool:
-    """Whether ranks that hold the same part of a gradient have the same values, up to rounding."""
+    """Return True if ranks with the same part of a gradient have the same values, up to rounding."""
     local = gradient.to_local()
     for dim, placement in enumerate(gradient.placements):
         if placement.is_replicate():
@@ -166,7 +166,7 @@ def _is_same_on_replicas(gradient: Any) -> bool:
 
 
 def sharded_example(*arguments: str) -> list[float]:
-    """`examples/sharded.py`, in this world's process group."""
+    """Run `examples/sharded.py` in this world's process group."""
     import sharded
 
     losses = sharded.main(list(arguments))

@@ -1,4 +1,4 @@
-"""Loading over a mesh, and what goes wrong in it."""
+"""Load over a mesh, and the errors that may occur."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nrl_models.loading import sharded
 
 
 def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
-    """Load a checkpoint sharded; it holds what one process loads, and computes the same."""
+    """Load a checkpoint sharded. Its tensors and outputs equal those of one process."""
     case = case_of(architecture)
     mesh = mesh_of(**sizes)
     whole = case.model_class.from_pretrained(folder)
@@ -52,7 +52,7 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
 
 
 def loads_alike(path: str, auto: str, **sizes: int) -> float:
-    """Load with an auto class, sharded and whole: the same tensors. Returns by how much outputs differ at most."""
+    """Load with an auto class, sharded and complete, with equal tensors. Returns the largest output difference."""
     auto_class = getattr(nrl_models, auto)
     whole, model = auto_class.from_pretrained(path), auto_class.from_pretrained(path, mesh=mesh_of(**sizes))
     assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(whole.state_dict_adapter.iter_export(whole)))
@@ -72,12 +72,12 @@ def loads_state_dict(folder: str, **sizes: int) -> None:
 
 
 def loads_over(folder: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> None:
-    """Load over a mesh with any names, or none."""
+    """Load over a mesh with any dimension names, or none."""
     AutoModelForCausalLM.from_pretrained(folder, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
 def loads_plainly(folder: str, plan: Any = "auto", **sizes: int) -> None:
-    """Load over a mesh; if that is refused, the rank has not begun to read, nor to allocate what it reads into."""
+    """Load over a mesh. If that raises an error, the rank has neither read nor allocated anything."""
     with mock.patch.object(sharded, "_fill", side_effect=sharded._fill) as fill:
         try:
             AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes), plan=plan)
@@ -87,12 +87,12 @@ def loads_plainly(folder: str, plan: Any = "auto", **sizes: int) -> None:
 
 
 def loads_differently(folders: list[str], **sizes: int) -> None:
-    """Each rank loads another folder."""
+    """Load another folder on each rank."""
     loads_plainly(folders[dist.get_rank()], **sizes)
 
 
 def shards_what_differs(**sizes: int) -> None:
-    """Each rank has other weights."""
+    """Shard a model with other weights on each rank."""
     model = copy.deepcopy(case_of("LlamaForCausalLM").model())
     with torch.no_grad():
         model.model.norm.weight.add_(dist.get_rank())
@@ -100,14 +100,14 @@ def shards_what_differs(**sizes: int) -> None:
 
 
 def dies_while_loading(folder: str, dying: int, **sizes: int) -> None:
-    """One rank ends where it reads."""
+    """One rank exits while it reads."""
     if dist.get_rank() == dying:
         sharded._fill = lambda *_: os._exit(3)  # type: ignore[assignment]
     AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes))
 
 
 def peak_of_loading(folder: str, **sizes: int) -> int:
-    """Memory that loading takes on this rank, at most."""
+    """Return the peak memory of loading on this rank."""
     mesh = mesh_of(**sizes)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), device="meta")  # imports
     with Peak() as peak:
@@ -117,7 +117,7 @@ def peak_of_loading(folder: str, **sizes: int) -> int:
 
 
 def loads_classifier(folder: str, keywords: dict[str, Any], **sizes: int) -> dict[str, Any]:
-    """A classifier on a language model's body: its head is new, and the same on all ranks."""
+    """Load a classifier from a language model. Its new head is the same on all ranks."""
     torch.manual_seed(dist.get_rank())
     model = AutoModelForSequenceClassification.from_pretrained(folder, mesh=mesh_of(**sizes), num_labels=6, **keywords)
     weights = dict(model.state_dict_adapter.iter_export(model))

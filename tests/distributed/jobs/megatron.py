@@ -1,4 +1,4 @@
-"""Megatron-Core's GPT model with weights in its layout, against ours."""
+"""Compare Megatron-Core's GPT model, with weights in its layout, with our models."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from nrl_models.testing.case import FamilyCase
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 def levels(architecture: str, fault: str = "") -> list[ParityRow]:
-    """Parity's rows of Megatron's model; with a fault, which is planted after its settings were proven."""
+    """Return parity's rows of Megatron's model. A fault is planted after the settings were verified."""
     start_megatron()
     case = case_of(architecture)
     model = case.model().eval()
@@ -56,7 +56,7 @@ def plant(megatron: Any, fault: str) -> None:
 def share_equals_ours(
     architecture: str, choices: Mapping[str, Any], computes: bool = True, *, tp: int = 1, pp: int = 1
 ) -> float:
-    """How far the logits of Megatron over two ranks are from ours; 0 on a rank that has none, or only takes weights."""
+    """Return the difference between Megatron's logits over two ranks and ours. 0 on a rank without logits."""
     start_megatron(tp, pp)
     case = case_of(architecture, {"num_hidden_layers": 2, "tie_word_embeddings": False})
     model = case.model()
@@ -83,19 +83,19 @@ def share_equals_ours(
 
 
 def refusal(architecture: str) -> str:
-    """What is said of a model that Megatron's is not; nothing if it is."""
+    """Return the message for an unsupported model. Empty if it is supported."""
     start_megatron()
     return _said_of(case_of(architecture).model())
 
 
 def planted(fault: str) -> str:
-    """What is said of a layout with a fault."""
+    """Return the message for a layout with a fault."""
     start_megatron()
     joined = torch.cat
 
     def wrong(parts: Any, *args: Any, **options: Any) -> torch.Tensor:
         if args or options:
-            return joined(parts, *args, **options)  # not the layout's
+            return joined(parts, *args, **options)  # not called by the layout
         by_group = len(parts) > 2
         if fault == "gate and up exchanged" and not by_group:
             parts = parts[::-1]

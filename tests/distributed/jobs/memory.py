@@ -1,4 +1,4 @@
-"""How much memory a rank takes, and how much it sends."""
+"""Measure the memory of a rank, and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def anonymous() -> int:
-    """This process's memory that no file backs, in bytes."""
+    """Return this process's anonymous memory (without a file behind it) in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
 class Peak:
-    """The largest rise of a process's anonymous memory while open."""
+    """Record the largest increase in anonymous memory within a `with` block."""
 
     def __enter__(self) -> Peak:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # or what earlier jobs freed would be taken again, unseen
+        ctypes.CDLL(None).malloc_trim(0)  # returns memory of earlier jobs, which would otherwise be reused unnoticed
         self.base, self.peak, self.done = anonymous(), 0, False
         self.watcher = threading.Thread(target=self._watch)
         self.watcher.start()
@@ -41,7 +41,7 @@ class Peak:
 
 
 class Sent(TorchDispatchMode):
-    """Bytes this rank sends while open, by dimension of the mesh, each collective being a ring."""
+    """Count the bytes this rank sends within a `with` block, by mesh dimension. Each collective counts as a ring."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Sent(TorchDispatchMode):
             self.nbytes["fsdp"] += min(args[0].nbytes, args[1].nbytes) * (self.sizes["fsdp"] - 1)
         elif name.startswith("_c10d_functional::") and not ("wait" in name or "wrap" in name):
             groups = [self.names[arg] for arg in args if isinstance(arg, str) and arg in self.names]
-            # A group of all dimensions together, which torch makes once something has flattened such a mesh: it does
-            # what one collective a dimension would do.
+            # A group of all dimensions together, which torch creates if something has flattened such a mesh. It is
+            # equivalent to one collective per dimension.
             for dim in groups[0] if groups else tuple(self.sizes):
                 others = self.sizes[dim] - 1
                 if "all_reduce" in name:

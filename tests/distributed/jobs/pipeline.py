@@ -1,4 +1,4 @@
-"""What a pipeline computes, against one process with the same microbatches."""
+"""Compare a pipeline with one process on the same microbatches."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _mesh = lru_cache(maxsize=None)(mesh_of)
 
 
 def sharded(case: FamilyCase, schedule: str, dtype: torch.dtype = torch.float64, **sizes: int) -> PreTrainedModel:
-    """The tiny model over stages, in training."""
+    """Shard the tiny model over pipeline stages, in training mode."""
     return parallelize(copy.deepcopy(case.model(dtype)).train(), _mesh(**sizes), ParallelPlan(schedule=schedule))
 
 
 def without_gradients(model: PreTrainedModel, frozen: tuple[str, ...]) -> PreTrainedModel:
-    """A model whose parameters under these names are frozen."""
+    """Freeze the parameters with these names."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     return model
@@ -57,7 +57,7 @@ def without_gradients(model: PreTrainedModel, frozen: tuple[str, ...]) -> PreTra
 def batch(
     case: FamilyCase, packed: bool = True, replica: int = 0
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Rows of a rank of `fsdp`, packed of two documents or of one each, and what they are to predict."""
+    """Return the inputs and labels of a rank of `fsdp`, with two packed documents or one document per row."""
     tokens = case.inputs(batch=SEQUENCES, length=LENGTH, seed=replica)["input_ids"]
     parts = (7, LENGTH - 7) if packed else (LENGTH,)
     positions = torch.cat([torch.arange(part) for part in parts]).expand(SEQUENCES, -1)
@@ -66,7 +66,7 @@ def batch(
 
 
 def loss_of(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A share of the mean over the tokens of the whole batch."""
+    """Return this microbatch's share of the mean over all tokens of the batch."""
     losses = functional.cross_entropy(logits.flatten(0, 1), targets["tokens"].flatten(), reduction="none")
     return (losses * targets["weights"].flatten()).sum() / (SEQUENCES * LENGTH)
 
@@ -78,7 +78,7 @@ def expected(
     packed: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Expected:
-    """Loss of one process on this rank's batch, and by its own names gradients of the mean over ranks of `fsdp`."""
+    """Compute the loss of one process on this rank's batch, and gradients averaged over ranks of `fsdp`."""
     model = without_gradients(copy.deepcopy(case.model(dtype)).train(), frozen)
     replicas, own = (1, 0) if mesh is None else (size_of(mesh, "fsdp"), rank_in(mesh, "fsdp"))
     losses = [0.0] * replicas
@@ -93,7 +93,7 @@ def expected(
 
 
 def differences(model: PreTrainedModel, loss: float, wanted: Expected) -> dict[str, Any]:
-    """How far loss and gradients of this rank's stages are from one process's, and which it has."""
+    """Return the differences of loss and gradients between this rank's stages and one process, with their names."""
     scale = max(float(gradient.abs().max()) for gradient in wanted[1].values())
     packed = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     own = model.state_dict_adapter.to_hf(packed, layout="transformers")
@@ -111,7 +111,7 @@ def equals_one_process(
     recompute: bool = False,
     **sizes: int,
 ) -> dict[str, Any]:
-    """How far a step, and gradients of two, are from one process's; with a planted fault, if one is named."""
+    """Return the differences of one step, and of the gradients of two, to one process. Optionally plants a fault."""
     case = case_of(architecture, config)
     wanted = expected(case, dtype, frozen, mesh=_mesh(**sizes))
     with FAULTS[fault]() if fault else nullcontext():
@@ -126,14 +126,14 @@ def equals_one_process(
 
 
 def compared(case: FamilyCase, wanted: Expected, pipeline: Pipeline, packed: bool = True) -> dict[str, Any]:
-    """How far a step is from one process's, and of which parameters no rank has gradients."""
+    """Return the differences of a step to one process, and the parameters that have gradients on no rank."""
     inputs, targets = batch(case, packed, rank_in(pipeline.mesh, "fsdp"))
     found = differences(pipeline.model, float(pipeline.step(inputs, loss_of, targets)), wanted)
     return found | {"missing": sorted(set(wanted[1]).difference(*all_gathered(found["names"])))}
 
 
 def evaluates(schedule: str, config: dict[str, Any], **sizes: int) -> list[float]:
-    """How far log-probabilities are from one process's: before a step, after it, and of a batch of another length."""
+    """Return the differences of log-probabilities to one process: before a step, after it, and for another length."""
     case = case_of("LlamaForCausalLM", config)
     pipeline = Pipeline(sharded(case, schedule, **sizes), MICROBATCHES)
     whole = copy.deepcopy(case.model(torch.float64))
@@ -154,12 +154,12 @@ def evaluates(schedule: str, config: dict[str, Any], **sizes: int) -> list[float
 
 
 def logprobs_of(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Of each token, from its own logits: enough to tell models apart."""
+    """Return the log-probability of each token in its own logits, which is enough to distinguish models."""
     return logits.log_softmax(-1).gather(-1, targets["tokens"][..., None])[..., 0]
 
 
 def called_outside_of_a_step() -> None:
-    """Whatever computes on the model by itself raises, and says what to do."""
+    """Calls that run the model outside of a step raise an error with advice."""
     case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
     model, tokens = sharded(case, "1F1B", torch.float32, pp=2), case.inputs()["input_ids"]
     for call in (
@@ -174,7 +174,7 @@ def called_outside_of_a_step() -> None:
 
 
 def fails_in_the_loss(where: str, **sizes: int) -> str:
-    """What every rank says of a loss that fails on the last, and of one that is no scalar."""
+    """Return every rank's error for a loss that fails on the last rank, and for a nonscalar loss."""
     case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
     pipeline, (inputs, targets) = Pipeline(sharded(case, "1F1B", torch.float32, **sizes), MICROBATCHES), batch(case)
 
@@ -187,12 +187,12 @@ def fails_in_the_loss(where: str, **sizes: int) -> str:
         getattr(pipeline, where)(inputs, fails, targets)
     with pytest.raises(ShardingError, match="a scalar"):
         pipeline.step(inputs, logprobs_of, targets)
-    pipeline.step(inputs, loss_of, targets)  # which all can take
+    pipeline.step(inputs, loss_of, targets)  # a batch that is valid on all ranks
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def refused_batches() -> list[str]:
-    """What a step says of batches that do not fit; every rank calls it with the same."""
+    """Return a step's errors for invalid batches, the same on every rank."""
     case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
     model = sharded(case, "1F1B", torch.float32, pp=2)
     pipeline, (inputs, targets) = Pipeline(model, MICROBATCHES), batch(case)
@@ -232,7 +232,7 @@ FAULTS: dict[str, Any] = {
         schedules, "get_schedule_class", lambda name: partial(_averaging, get_schedule_class(name))
     ),
 }
-"""What the comparison has to find."""
+"""Faults that the comparison must find."""
 
 
 def _averaging(schedule: Any, *args: Any, **options: Any) -> Any:
@@ -240,7 +240,7 @@ def _averaging(schedule: Any, *args: Any, **options: Any) -> Any:
 
 
 def all_gathered(value: Any) -> list[Any]:
-    """A value of every rank."""
+    """Gather a value from every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -249,7 +249,7 @@ def all_gathered(value: Any) -> list[Any]:
 def loads_saves_and_exports(
     folder: str, schedule: str, config: dict[str, Any], architecture: str, **sizes: int
 ) -> dict[str, Any]:
-    """A checkpoint of one process, loaded over stages: each rank reads its shares, all export and save the whole."""
+    """Load a one-process checkpoint over stages. Each rank reads its shares; all export complete tensors."""
     case = case_of(architecture, config)
     place = Path(folder)
     if dist.get_rank() == 0:
@@ -294,7 +294,7 @@ def resumes(
     layouts: list[tuple[dict[str, int], str]],
     dtype: torch.dtype = torch.float64,
 ) -> list[list[float]]:
-    """Losses and norms of steps, each after resuming at another layout; and those of one process without a stop."""
+    """Return losses and norms of steps that resume on another mesh each time, and those of one process."""
     case = case_of(architecture, config)
     inputs, targets = batch(case)
     whole = copy.deepcopy(case.model(dtype)).train()

@@ -1,4 +1,4 @@
-"""A batch of rollouts over ranks that have different numbers of them, against one process that has all."""
+"""Compare a batch of rollouts, with different numbers per rank, with one process that has all of them."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from jobs.equality import whole_gradients
 from jobs.setting import case_of, full, mesh_of
 from nrl_models.distributed import parallelize
 from nrl_models.logprobs import TokenLogprobs, rollout_logprobs, token_logprobs
-from nrl_models.losses import Normalise, token_weights
+from nrl_models.losses import Normalize, token_weights
 
 LONGEST = 20
-"""For `Normalise.LONGEST`."""
+"""Length for `Normalize.LONGEST`."""
 
 
 def sequences_of(lengths: Sequence[int], rank: int) -> list[torch.Tensor]:
-    """A rank's sequences."""
+    """Return a rank's sequences."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randint(16, 480, (length,), generator=generator) for length in lengths]
 
 
 def equals_one_process(
-    architecture: str, lengths: Sequence[Sequence[int]], normalise: Normalise, together: bool, row_tokens: int
+    architecture: str, lengths: Sequence[Sequence[int]], normalize: Normalize, together: bool, row_tokens: int
 ) -> dict[str, Any]:
-    """How far loss and gradients are from one process's, and how many forward passes this rank ran.
+    """Return the differences of loss and gradients to one process, and this rank's number of forward passes.
 
     Args:
-        architecture: of the model, sharded by FSDP2 over as many ranks as there are `lengths`.
-        lengths: of each rank's sequences.
-        normalise: of the loss.
-        together: whether the loss of a rank also reads all its log-probabilities together.
-        row_tokens: the budget.
+        architecture: Architecture of the model, sharded by FSDP2 over as many ranks as there are `lengths`.
+        lengths: Lengths of each rank's sequences.
+        normalize: Normalization of the loss.
+        together: Whether the loss also has a term that depends on all log-probabilities of a rank.
+        row_tokens: Tokens per row.
     """
     rank, case = dist.get_rank(), case_of(architecture)
-    longest = LONGEST if normalise is Normalise.LONGEST else None
+    longest = LONGEST if normalize is Normalize.LONGEST else None
     alone = copy.deepcopy(case.model())
-    expected = _expected(alone, [sequences_of(own, number) for number, own in enumerate(lengths)], normalise, together)
+    expected = _expected(alone, [sequences_of(own, number) for number, own in enumerate(lengths)], normalize, together)
     gradients = {name: parameter.grad for name, parameter in alone.named_parameters()}
     model = parallelize(copy.deepcopy(case.model()), mesh_of(fsdp=len(lengths)))
 
@@ -49,7 +49,7 @@ def equals_one_process(
     there = torch.zeros(len(own), max(map(len, own), default=0), dtype=torch.bool)
     for row, sequence in zip(there, own, strict=True):
         row[1 : len(sequence)] = True
-    weights = token_weights(there, normalise, longest)
+    weights = token_weights(there, normalize, longest)
 
     def loss(found: TokenLogprobs) -> torch.Tensor:
         assert found.logprobs.shape == there.shape
@@ -57,7 +57,7 @@ def equals_one_process(
         return (found.logprobs.square() * weights).sum() + extra
 
     passes: list[None] = []
-    rollout_logprobs(model, own[:1])  # which also compares the head
+    rollout_logprobs(model, own[:1])  # the first call also compares the head
     with_hook = model.register_forward_pre_hook(lambda *_: passes.append(None))
     found = rollout_logprobs(model, own, loss=loss, row_tokens=row_tokens)
     with_hook.remove()
@@ -74,8 +74,8 @@ def equals_one_process(
     }
 
 
-def _expected(model: Any, batches: list[list[torch.Tensor]], normalise: Normalise, together: bool) -> float:
-    """The loss of all sequences by its definition, and its gradient in the parameters."""
+def _expected(model: Any, batches: list[list[torch.Tensor]], normalize: Normalize, together: bool) -> float:
+    """Compute the loss of all sequences by its definition, and its gradients."""
     squares, extra = [], torch.zeros(())
     for own in batches:
         logprobs = [token_logprobs(model, row[None], chunk_size=None).logprobs[0, 1:] for row in own]
@@ -83,16 +83,16 @@ def _expected(model: Any, batches: list[list[torch.Tensor]], normalise: Normalis
         if together and logprobs:
             extra = extra + (torch.cat(logprobs).sum() / 100).exp()
     loss = {
-        Normalise.TOKEN: lambda: torch.cat(squares).mean(),
-        Normalise.SEQUENCE: lambda: torch.stack([row.sum() / max(1, len(row)) for row in squares]).mean(),
-        Normalise.LONGEST: lambda: torch.cat(squares).sum() / (len(squares) * LONGEST),
-    }[normalise]() + extra / len(batches)
+        Normalize.TOKEN: lambda: torch.cat(squares).mean(),
+        Normalize.SEQUENCE: lambda: torch.stack([row.sum() / max(1, len(row)) for row in squares]).mean(),
+        Normalize.LONGEST: lambda: torch.cat(squares).sum() / (len(squares) * LONGEST),
+    }[normalize]() + extra / len(batches)
     loss.backward()
     return loss.item()
 
 
 def values_alone(architecture: str, lengths: Sequence[Sequence[int]]) -> int:
-    """Without a loss: the log-probabilities of one process. Returns how many forward passes this rank ran."""
+    """Compare log-probabilities with one process, without a loss. Returns this rank's number of forward passes."""
     rank, case = dist.get_rank(), case_of(architecture)
     own = sequences_of(lengths[rank], rank)
     model = parallelize(copy.deepcopy(case.model()), mesh_of(fsdp=len(lengths)))
@@ -107,10 +107,10 @@ def values_alone(architecture: str, lengths: Sequence[Sequence[int]]) -> int:
 
 
 def root_alone(frees: bool) -> float:
-    """How far gradients are from one process's, where torch's `fully_shard` has one unit: all weights.
+    """Return the gradient difference to one process if torch's `fully_shard` has a single unit with all weights.
 
     Args:
-        frees: whether it frees them after the forward; torch's default for the root is that it does not.
+        frees: Whether the unit reshards after the forward. torch does not by default for the root.
     """
     case, rows = case_of("LlamaForCausalLM"), [sequences_of((12,), rank)[0][None] for rank in range(2)]
     alone = copy.deepcopy(case.model())
@@ -125,5 +125,5 @@ def root_alone(frees: bool) -> float:
 
 
 def refused(lengths: Sequence[Sequence[int]]) -> None:
-    """Sequences of which a rank's are wrong."""
+    """Run with invalid sequences on one rank."""
     rollout_logprobs(case_of("LlamaForCausalLM").model(), sequences_of(lengths[dist.get_rank()], 0), row_tokens=32)

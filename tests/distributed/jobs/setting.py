@@ -1,4 +1,4 @@
-"""Models, batches and meshes that jobs begin with, and how they look at tensors."""
+"""Models, batches, meshes and tensor helpers for the jobs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ LENGTH = 12
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
-    """A mesh over all ranks, with named dimensions."""
+    """Create a mesh over all ranks with named dimensions."""
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def case_of(architecture: str, config: Mapping[str, Any] | None = None) -> FamilyCase:
-    """The tiny model of a registered architecture, with other values in its configuration."""
+    """Create a tiny case of a registered architecture with other configuration values."""
     return FamilyCase(registry.model_class(architecture), torch.device("cpu"), config or {})
 
 
 def batches(case: FamilyCase, count: int) -> list[dict[str, Any]]:
-    """One batch for each rank of `fsdp`."""
+    """Create one batch for each rank of `fsdp`."""
     return [case.inputs(batch=2, length=LENGTH, seed=seed, labels=True) for seed in range(count)]
 
 
 def llama_case(config: dict[str, Any]) -> FamilyCase:
-    """A tiny Llama with other values in its configuration."""
+    """Create a tiny Llama case with other configuration values."""
 
     class Llama(registry.model_class("LlamaForCausalLM")):  # type: ignore[misc]
         tiny = config
@@ -42,19 +42,19 @@ def llama_case(config: dict[str, Any]) -> FamilyCase:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor; any other tensor itself."""
+    """Return the full tensor of a DTensor, or any other tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same names, and values bit for bit."""
+    """Check that names and values are identical."""
     assert sorted(actual) == sorted(expected)
     different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not different, different
 
 
 def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, case: FamilyCase, steps: range) -> list[float]:
-    """Optimiser steps on batches that depend on the step alone; the loss of each."""
+    """Take optimizer steps on batches that depend only on the step. Returns the loss of each."""
     losses = []
     for number in steps:
         optimizer.zero_grad()
@@ -67,12 +67,12 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, case: Family
 
 
 def new_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
-    """AdamW with two groups, as trainers make it: no decay for what has one dimension."""
+    """Create AdamW with two groups, as trainers do: no weight decay for one-dimensional parameters."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""One architecture after another, loaded over the ranks and compared with one process."""
+"""Load one architecture after another over the ranks, and compare it with one process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.suite.conditions import generates, reads_what_it_writes
 
 LOSS, GRADIENTS = 1e-6, 1e-5
-"""Bounds on what sharding changes: of the loss, relative to it; of gradients, relative to the largest of all."""
+"""Bounds on differences from sharding: of the loss, relative to it; of gradients, relative to the largest of all."""
 
 OF_ITS_OWN, ROUNDING = 1e-2, 1e-6
-"""Bounds on a tensor's gradients, where they are small beside others': relative to its own; relative to the largest.
+"""Bounds on a tensor's gradients if they are small compared with others: relative to its own, and to the largest.
 
-What gets no gradient in exact arithmetic (a bias before a batch norm) gets 5e-7 to 2e-6 of the largest by rounding; the
-smallest gradients that mean something are a hundred times that.
+Gradients that are zero in exact arithmetic (a bias before a batch norm) are 5e-7 to 2e-6 of the largest due to
+rounding. The smallest meaningful gradients are a hundred times larger.
 """
 
 _case = lru_cache(maxsize=1)(case_of)
@@ -36,18 +36,18 @@ _mesh = lru_cache(maxsize=None)(mesh_of)
 
 
 def prepare(architecture: str, folder: str) -> list[str]:
-    """Save the tiny checkpoint, as transformers does; which dimensions a mesh for it may have."""
+    """Save the tiny checkpoint with transformers. Returns the possible mesh dimensions."""
     case = _case(architecture)
     if dist.get_rank() == 0:
         case.reference().save_pretrained(folder)
     dist.barrier()
     has_experts = "moe" in kinds_of(case.config) or declared_expert_plan(case.model())
     has_stages = generates(case) and reads_what_it_writes(case)
-    return ["fsdp", "tp", *(["ep"] if has_experts else []), *(["pp"] if has_stages else [])]
+    return ["fsdp", "tp", *(["ep", "compiled"] if has_experts else []), *(["pp"] if has_stages else [])]
 
 
 def holds(architecture: str, folder: str, dimension: str) -> str:
-    """Load the checkpoint over all ranks along a dimension; what differs from one process, or nothing."""
+    """Load the checkpoint over all ranks along a dimension. Returns the difference to one process, or nothing."""
     case, mesh = _case(architecture), _mesh(**{dimension: dist.get_world_size()})
     model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
     whole = case.model()
@@ -56,8 +56,29 @@ def holds(architecture: str, folder: str, dimension: str) -> str:
     return "; ".join([*differ, *different_step(case, model.train(), mesh)])
 
 
+def holds_compiled(architecture: str, folder: str) -> str:
+    """Take a step with compiled layers, over EP and over TP. Returns the difference to one process, or nothing."""
+    case, lines = _case(architecture), []
+    for dimension in ("ep", "tp"):
+        mesh = _mesh(**{dimension: dist.get_world_size()})
+        model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
+        torch.compiler.reset()
+        for layer in layers_of(model):
+            layer.compile(backend="aot_eager")  # autograd is compiled, kernels are not
+        lines += [f"{dimension}: {line}" for line in different_step(case, model.train(), mesh)]
+        torch.compiler.reset()
+    return "; ".join(lines)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model's stacks, without layers inside them."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    return [layer for name in outer for layer in model.get_submodule(name).children()]
+
+
 def holds_over_stages(architecture: str) -> str:
-    """Take a step over two stages; what differs from one process, or nothing."""
+    """Take a step over two stages. Returns the difference to one process, or nothing."""
     case = _case(architecture)
     model = pipeline.sharded(case, "1F1B", torch.float32, pp=2)
     wanted = pipeline.expected(case, torch.float32, packed=False)
@@ -73,7 +94,7 @@ def holds_over_stages(architecture: str) -> str:
 
 
 def different_tensors(exported: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    """What is wrong with exported weights."""
+    """Describe wrong exported weights."""
     if exported.keys() != wanted.keys():
         return [f"exports other tensors: {_some(sorted(exported.keys() ^ wanted.keys()))}"]
     wrong = [name for name, tensor in wanted.items() if not torch.equal(tensor, exported[name])]
@@ -81,7 +102,7 @@ def different_tensors(exported: dict[str, torch.Tensor], wanted: dict[str, torch
 
 
 def different_step(case: FamilyCase, model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
-    """What is wrong with loss and gradients of a training step."""
+    """Describe wrong loss or gradients of a training step."""
     loss, wanted = expected(case, size_of(mesh, "fsdp"))
     actual, found = step(model, case), whole_gradients(model)
     lines = []
@@ -89,7 +110,7 @@ def different_step(case: FamilyCase, model: PreTrainedModel, mesh: DeviceMesh) -
         lines.append(f"loss is {actual:.7f}, and {loss:.7f} in one process")
     scale = max(float(tensor.abs().max()) for tensor in wanted.values())
     wrong: dict[str, float] = {}
-    for name in {**wanted, **found}:  # no gradient is as good as zeros
+    for name in {**wanted, **found}:  # a missing gradient counts as zeros
         one, other = wanted.get(name), found.get(name)
         difference = (0 if other is None else other) - (0 if one is None else one)
         worst, own = float(difference.abs().max()), 0.0 if one is None else float(one.abs().max())
@@ -110,43 +131,43 @@ def qlora(architecture: str, folder: str) -> tuple[str, str]:
     """Train LoRA adapters on the checkpoint in 4 bits, in one process, and compare with transformers' own class.
 
     Returns:
-        `agrees`, `limited` or `disagrees`, and why. `limited` is what transformers' own class cannot do either.
+        `agrees`, `limited` or `disagrees`, and the reason. `limited` means that transformers' own class also fails.
     """
     if dist.get_rank():
         return "agrees", ""
     case = _case(architecture)
     try:
-        reference, wanted = _train_quantised(case.reference_class, case, folder)
+        reference, wanted = _train_quantized(case.reference_class, case, folder)
     except Exception as error:
         return "limited", f"transformers' own class does not train so either: {type(error).__name__}: {error}"
     if not reference:
-        return "limited", "has no linear that bitsandbytes quantises"
-    quantised, losses = _train_quantised(case.model_class, case, folder)
-    if quantised != reference:
-        return "disagrees", f"other linears are quantised: {_some(sorted(set(quantised) ^ set(reference)))}"
+        return "limited", "has no linear that bitsandbytes quantizes"
+    quantized, losses = _train_quantized(case.model_class, case, folder)
+    if quantized != reference:
+        return "disagrees", f"other linears are quantized: {_some(sorted(set(quantized) ^ set(reference)))}"
     if wanted[-1] == wanted[0]:
         return "limited", "adapters change nothing in transformers' own class either"
     off = max(abs(loss - other) for loss, other in zip(losses, wanted, strict=True))
     return ("agrees", "") if off <= 1e-5 * wanted[0] else ("disagrees", f"losses are {losses}, and {wanted} there")
 
 
-def _train_quantised(
+def _train_quantized(
     model_class: type[PreTrainedModel], case: FamilyCase, folder: str, **options: Any
 ) -> tuple[list[str], list[float]]:
-    """Names of the linears that are quantised, and losses of a few steps of adapters on all of them."""
+    """Return the names of quantized linears, and the losses of a few steps with adapters on all of them."""
     import bitsandbytes
     import peft
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model: nn.Module = model_class.from_pretrained(folder, quantization_config=config, **options)
-    quantised = [name for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
-    if not quantised:
+    quantized = [name for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    if not quantized:
         return [], []
     torch.manual_seed(SEED)
-    # Mamba's last projection, called so, PEFT refuses: its kernels take the weight and not the module.
-    targets = [name for name in quantised if not name.endswith(".out_proj")]
-    # In training mode: in the other bitsandbytes repacks weights for processors that have a kernel for it.
+    # PEFT does not support Mamba's output projection, which has this name, because its kernels use the weight directly.
+    targets = [name for name in quantized if not name.endswith(".out_proj")]
+    # In training mode: in evaluation mode bitsandbytes repacks weights for CPUs that have a kernel for it.
     model = peft.get_peft_model(model.train(), peft.LoraConfig(r=4, target_modules=targets))
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
     (batch,) = batches(case, 1)
@@ -158,4 +179,4 @@ def _train_quantised(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return quantised, losses
+    return quantized, losses

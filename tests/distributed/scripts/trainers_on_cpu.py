@@ -1,9 +1,9 @@
-"""`Trainer` and TRL's trainers under `accelerate launch` on processors, by the functions of the examples.
+"""Run `Trainer` and TRL's trainers under `accelerate launch` on CPUs, with the functions of the examples.
 
     accelerate launch ... trainers_on_cpu.py RUNS.json
 
-RUNS lists runs, each a `Run`; what every rank logged in them goes into `RUNS.json.<rank>`. One process after another
-takes seconds to begin, so that one launch does all.
+RUNS lists runs, each a `Run`. Every rank writes the logs of its runs to `RUNS.json.<rank>`. A single launch runs all of
+them, because starting processes takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsdp_on_cpu  # noqa: F401  FSDP on processors
+import fsdp_on_cpu  # noqa: F401  FSDP on CPUs
 import grpo_trl
 import sft
 import torch
@@ -38,10 +38,10 @@ class Run:
 
     Args:
         kind: `trainer`, `sft` or `grpo`.
-        checkpoint: with what it begins.
-        out: where it saves.
+        checkpoint: The initial checkpoint.
+        out: The output folder.
         sharded_by: `transformers` for its own model, sharded by accelerate; `accelerate` or `us` for ours.
-        forget: a checkpoint to remove first; the run then goes on from the last one that is left.
+        forget: A checkpoint to remove first. The run then resumes from the last remaining one.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Run:
     forget: str | None = None
 
     def __call__(self) -> list[dict[str, float]]:
-        """Train. Returns what was logged of each step."""
+        """Train. Returns the log of each step."""
         if self.forget and dist.get_rank() == 0:
             shutil.rmtree(Path(self.out) / self.forget)
         dist.barrier()
@@ -87,10 +87,10 @@ class Run:
 
 
 class EveryParameterIsShared(TrainerCallback):
-    """Or the run would tell nothing."""
+    """Check that every parameter is sharded. Otherwise the run would test nothing."""
 
     def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-        """Look at the model that trains."""
+        """Check the model during training."""
         assert isinstance(model, FSDPModule)
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor), name
@@ -98,12 +98,12 @@ class EveryParameterIsShared(TrainerCallback):
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Something in which completions differ."""
+    """A reward that differs between completions."""
     return [sum(int(word) % 7 for word in completion.split() if word.isdigit()) / 10 for completion in completions]
 
 
 if __name__ == "__main__":
-    PartialState(cpu=True)  # begins the process group
+    PartialState(cpu=True)  # initializes the process group
     given = Path(sys.argv[1])
     logged = [Run(**run)() for run in json.loads(given.read_text())]
     given.with_suffix(f".json.{dist.get_rank()}").write_text(json.dumps(logged))

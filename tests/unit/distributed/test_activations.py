@@ -1,4 +1,4 @@
-"""What a forward keeps is counted once each, whatever memory freed tensors had."""
+"""Tensors that a forward saves are counted once each, even if the memory of a freed tensor is reused."""
 
 from __future__ import annotations
 

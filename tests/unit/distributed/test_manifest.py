@@ -1,4 +1,4 @@
-"""The manifest of resume checkpoints: whatever stands in the file is read as it was written, or refused."""
+"""The manifest of resume checkpoints: values are read as written, or raise an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = (None, True, -1, 10**400, 1.5, "x", "../x", [], {}, [None], {"x": None}
 
 
 def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each value in JSON."""
+    """Return the path of each value in JSON."""
     yield path
     if isinstance(content, (dict, list)):
         for key in content if isinstance(content, dict) else range(len(content)):
@@ -35,7 +35,7 @@ def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def changed(path: tuple[Any, ...], value: Any) -> bytes:
-    """The manifest with another value at a place; a key is left out if that is `...`. The hash is right."""
+    """Return the manifest with another value at a path, or without the key for `...`. The hash is correct."""
     content = {"": copy.deepcopy(CONTENT)}
     inner: Any = content
     for key in ("", *path)[:-1]:
@@ -84,7 +84,7 @@ def test_a_value_of_another_type_or_range_is_refused_wherever_it_stands(value: A
 
 
 def may_be(path: tuple[Any, ...], value: Any) -> bool:
-    """Whether one of `OTHERS` may stand at a place, or nothing at all."""
+    """Return True if one of `OTHERS`, or no value, is valid at a path."""
     is_plain = value in (None, True, -1, 1.5, "x", "../x")
     match path:
         case ("progress", key, *_):

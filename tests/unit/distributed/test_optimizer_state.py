@@ -1,4 +1,4 @@
-"""Restored optimizer state is on the device where torch's own `load_state_dict` puts it."""
+"""Restored optimizer state is on the same device as after torch's `load_state_dict`."""
 
 from __future__ import annotations
 

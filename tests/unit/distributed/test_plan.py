@@ -1,4 +1,4 @@
-"""Everything that a mesh does not divide is said at once. The ranks are not there; nothing is divided."""
+"""One error lists everything that a mesh does not divide. The tests need no ranks, because nothing is sharded."""
 
 from __future__ import annotations
 

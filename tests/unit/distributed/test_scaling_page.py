@@ -1,4 +1,4 @@
-"""The table of docs/scaling.md is what `python -m benchmarks.scaling` writes."""
+"""The table of docs/memory.md matches the output of `python -m benchmarks.scaling`."""
 
 from __future__ import annotations
 

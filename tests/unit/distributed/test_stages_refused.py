@@ -1,4 +1,4 @@
-"""What `pp` refuses, before memory is spent: plans, and models that cannot be cut."""
+"""Plans and models for which `pp` raises an error before it allocates memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def case(architecture: str) -> FamilyCase:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (ParallelPlan(schedule="1F2B"), "'1F2B'.*is no schedule"),
+        (ParallelPlan(schedule="1F2B"), "'1F2B'.*is not a schedule"),
         (ParallelPlan(schedule=Schedule.GPIPE, stages_per_rank=2), "stages_per_rank.*is 2; a rank has 1 by GPipe"),
         (ParallelPlan(schedule=Schedule.INTERLEAVED, stages_per_rank=1), "a rank has 2 or more by Interleaved1F1B"),
         (ParallelPlan(offload=True), "offload.*keeps gradients on the CPU"),

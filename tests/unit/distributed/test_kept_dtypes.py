@@ -1,0 +1,36 @@
+"""Parameters that need a separate group under FSDP, because they compute in another dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from nrl_models import registry
+from nrl_models.distributed import ParallelPlan
+from nrl_models.distributed.kept_dtypes import kept_parameters
+from nrl_models.testing.case import FamilyCase
+
+BF16 = ParallelPlan(param_dtype=torch.bfloat16)
+
+
+def model(name: str) -> torch.nn.Module:
+    return FamilyCase(registry.model_class(name)).model()
+
+
+def test_masters_keep_what_transformers_keeps() -> None:
+    assert kept_parameters(model("LlamaForCausalLM"), BF16) == {}
+    kept = kept_parameters(model("DeepseekV3ForCausalLM"), BF16)
+    assert set(kept) == {"model.layers.1.mlp.gate.weight"}
+
+
+def test_trained_parameters_of_the_rarer_dtype_are_apart() -> None:
+    llama = model("LlamaForCausalLM").bfloat16()
+    assert kept_parameters(llama, ParallelPlan()) == {}
+    llama.model.norm.float()
+    assert set(kept_parameters(llama, ParallelPlan())) == {"model.norm.weight"}
+
+
+def test_frozen_parameters_of_another_dtype_need_no_group() -> None:
+    """FSDP accepts fp32 adapters on a frozen bf16 model as they are."""
+    llama = model("LlamaForCausalLM").bfloat16().requires_grad_(False)
+    llama.model.norm.float().requires_grad_(True)
+    assert kept_parameters(llama, ParallelPlan()) == {}
