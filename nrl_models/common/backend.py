@@ -11,7 +11,7 @@ import torch
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError
 
 Combine = bool | Literal["auto"]
-"""Whether projections of one input are computed in one matmul; "auto" decides by device."""
+"""Whether to fuse projections with a common input into one matmul; "auto" decides by device."""
 
 
 _TE = "TransformerEngine's layers are not Hugging Face's, which all layers here are"
@@ -24,7 +24,7 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     "attn": {"flex": "flex_attention"},
     "experts": {"torch": "eager", "gmm": "grouped_mm", "torch_mm": "grouped_mm"},
 }
-"""NeMo AutoModel's names of what transformers names otherwise, by field."""
+"""Names in NeMo AutoModel for values that have another name in transformers, by field."""
 
 _REFUSED: Mapping[str, Mapping[str, str]] = {
     "attn": {"te": _TE},
@@ -33,26 +33,25 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
     "experts": {"te": _TE},
     "dispatcher": {"deepep": _DEEP_EP, "hybridep": _DEEP_EP},
 }
-"""NeMo AutoModel's values that no code here gives, by field, each with the reason."""
+"""Values of NeMo AutoModel that are not supported, by field, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendConfig:
-    """How a model computes what it computes.
+    """Implementations of attention, experts and linears.
 
-    Values of NeMo AutoModel's `BackendConfig` are taken where they mean something here, and refused where they do not.
+    Values of NeMo AutoModel's `BackendConfig` are accepted if they have an equivalent here, and raise otherwise.
 
     Args:
-        attn: transformers' `attn_implementation` ("sdpa", "eager", "flash_attention_2", ...); None
-            leaves its default.
-        experts: transformers' `experts_implementation` ("eager", "grouped_mm", "batched_mm"), or AutoModel's name for
-            one ("torch", "gmm"); None leaves its default.
-        combine: whether projections of one input run as one matmul, see `should_combine`.
-        linear, rms_norm, dispatcher: AutoModel's; here they are always "torch".
-        enable_deepep: AutoModel's older name for `dispatcher="deepep"`; here it is always False.
+        attn: `attn_implementation` of transformers ("sdpa", "eager", "flash_attention_2", ...). None keeps the default.
+        experts: `experts_implementation` of transformers ("eager", "grouped_mm", "batched_mm"), or its name in
+            AutoModel ("torch", "gmm"). None keeps the default.
+        combine: Whether to fuse projections with a common input into one matmul, see `should_combine`.
+        linear, rms_norm, dispatcher: Fields of AutoModel. Must be "torch".
+        enable_deepep: Older field of AutoModel for `dispatcher="deepep"`. Must be False.
 
     Raises:
-        UnknownArgumentError: values that ask for TransformerEngine or DeepEP, or for what nobody has; all of them.
+        UnknownArgumentError: If values are unknown, or request TransformerEngine or DeepEP. Lists all of them.
     """
 
     attn: str | None = None
@@ -64,7 +63,7 @@ class BackendConfig:
     enable_deepep: InitVar[bool] = False
 
     def __post_init__(self, linear: str, rms_norm: str, dispatcher: str, enable_deepep: bool) -> None:
-        """Check the values, and give AutoModel's the names that transformers has."""
+        """Check the values, and convert AutoModel's names to those of transformers."""
         fixed = {"linear": linear, "rms_norm": rms_norm, "dispatcher": dispatcher}
         given: dict[str, Any] = {"attn": self.attn, "experts": self.experts} | fixed
         wrong = [
@@ -78,24 +77,24 @@ class BackendConfig:
         if enable_deepep:
             wrong.append(f"enable_deepep={enable_deepep!r}: {_DEEP_EP}")
         if wrong:
-            raise UnknownArgumentError(f"BackendConfig asks for what is not there: {'; '.join(wrong)}")
+            raise UnknownArgumentError(f"BackendConfig has unsupported values: {'; '.join(wrong)}")
         for name, renamed in _RENAMED.items():
             object.__setattr__(self, name, renamed.get(given[name], given[name]))
 
     def implementations(self) -> dict[str, str]:
-        """What is set, as keywords of transformers' model construction."""
+        """Return the fields that are set, as keyword arguments of transformers' constructors."""
         chosen = {"attn_implementation": self.attn, "experts_implementation": self.experts}
         return {name: value for name, value in chosen.items() if value is not None}
 
 
 def should_combine(combine: Combine, device: torch.device | None) -> bool:
-    """Whether to combine projections on `device` (None is the CPU).
+    """Return whether to fuse projections on `device` (None is the CPU).
 
-    It affects speed only. "auto" follows docs/benchmarks.md: one matmul in place of three does not pay on a CPU, where
-    it is bound by memory and arithmetic, not by launches; on an accelerator projections are combined.
+    This only affects speed. "auto" follows docs/benchmarks.md: fusing three matmuls does not help on a CPU, where they
+    are bound by memory and arithmetic rather than by kernel launches. On an accelerator, projections are fused.
 
     Raises:
-        UnknownOptionError: `combine` is neither a bool nor "auto".
+        UnknownOptionError: If `combine` is neither a bool nor "auto".
     """
     if combine == "auto":
         return device is not None and device.type != "cpu"

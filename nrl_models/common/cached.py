@@ -10,8 +10,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def cached(function: F) -> F:
-    """Remember what `function` returned for each of its arguments.
+    """Cache the results of `function` for each combination of arguments.
 
-    Type checkers keep the function's own signature, and take classes, which they do not think hashable, as arguments.
+    Type checkers see the function's signature. They accept classes as arguments, although they consider them
+    unhashable.
     """
     return cast(F, cache(function))

@@ -1,4 +1,4 @@
-"""Dtypes of a model's tensors: the one it is loaded in, but fp32 where transformers keeps fp32."""
+"""Dtypes of a model's tensors: the requested dtype, or fp32 for tensors that transformers keeps in fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.logs import get_logger
 from nrl_models.common.upstream import build_glob_alternation, dtype_plan
+
+logger = get_logger(__name__)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -17,23 +20,35 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-"""What trainers call dtypes."""
+"""Dtypes by the names that trainers use."""
 
 
 def named_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """A dtype by its short name (`bf16`); everything else is returned as it is."""
+    """Return the dtype for a short name (`bf16`); other values are returned unchanged."""
     return SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
 
 
+def warn_of_rounding(model: nn.Module) -> None:
+    """Warn if weights that require grad are in 16 bits: small optimizer steps round away."""
+    half = (torch.bfloat16, torch.float16)
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    for dtype in dtypes.intersection(half):
+        logger.warning(
+            f"{type(model).__name__} is trained in {dtype_name(dtype)}, the dtype of its checkpoint. Small optimizer "
+            "steps round away: AdamW with a learning rate of 1e-6 changes less than 1 % of the weights. Load it with "
+            "dtype=torch.float32, or pass the dtype explicitly if this is intended."
+        )
+
+
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """The dtypes of tensors that transformers keeps in another dtype when it loads `model` in `dtype`.
+    """Return a lookup of tensors that transformers keeps in another dtype when it loads `model` in `dtype`.
 
     Args:
-        model: a `PreTrainedModel`; of any other module nothing is kept.
-        dtype: of the rest.
+        model: A `PreTrainedModel`. For other modules, nothing is kept.
+        dtype: Requested dtype.
 
     Returns:
-        For a tensor's name in transformers the dtype it is kept in, None if it is not.
+        A function from a tensor's name in transformers to the dtype it is kept in, or None.
     """
     plan = dtype_plan(model, dtype) if isinstance(model, PreTrainedModel) else {}
     if not plan:
@@ -48,10 +63,10 @@ def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.d
 
 
 def same_kind(sent: torch.dtype, held: torch.dtype) -> bool:
-    """Return True if a tensor of one dtype can stand for the same weights in another.
+    """Return True if a tensor of one dtype can represent weights in another.
 
-    Floating-point dtypes of at least 16 bits can, and so can integers. Narrower ones are quantized: their values mean
-    nothing without a scale, but for powers of two (`float8_e8m0fnu`), which are scales.
+    This holds between floating-point dtypes of at least 16 bits, and between integers. Narrower floats are quantized,
+    so their values need scales. The exception is `float8_e8m0fnu` (powers of two), which is used for scales.
     """
     if sent == held:
         return True
@@ -61,7 +76,7 @@ def same_kind(sent: torch.dtype, held: torch.dtype) -> bool:
 
 
 def wrong_kind(name: str, sent: torch.dtype, held: torch.dtype) -> str:
-    """The message about a tensor whose dtype is not of the same kind as the engine's."""
+    """Return the message for a tensor whose dtype does not match the engine's."""
     return (
         f"{name} was sent as {dtype_name(sent)}, and the engine holds {dtype_name(held)} there: send it as "
         f"{dtype_name(held)}" + (", or in another floating-point dtype" if held.is_floating_point else "")

@@ -1,4 +1,4 @@
-"""Flags: what a trainer has to know about a model beyond its configuration."""
+"""Flags: properties of a model that trainers need, and that are not in its configuration."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 
 class ModelFlag(Flag):
-    """Special handling that a family needs from the trainer or engine around it.
+    """Special handling that a family needs from a trainer or engine.
 
-    A family declares its flags on its classes (`flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO`), but for those that follow
-    from its configurations (`follow_from`). Names and meaning follow NeMo RL's `ModelFlag`.
+    A family declares its flags on its classes (`flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO`). Flags in `follow_from` are
+    derived from configurations instead. Names and meaning follow NeMo RL's `ModelFlag`.
     """
 
     NONE = 0
     SKIP_DTENSOR_TIED_WEIGHTS_CHECK = auto()
-    """Every size ties its embeddings, large ones too: tying must not forbid tensor parallelism. It is for trainers that
-    refuse to divide tied models: nothing here reads it, because `parallelize` divides embedding and head alike, or
-    neither, for every family. It follows from the configurations."""
+    """All sizes tie their embeddings, even large ones, so tied embeddings must not prevent tensor parallelism. For
+    trainers that do not shard tied models. This library does not read the flag, because `parallelize` shards embedding
+    and head together or not at all. Derived from the configurations."""
     VLLM_LOAD_FORMAT_AUTO = auto()
-    """vLLM's dummy initialisation must not be used: the engine has buffers that no weight update
+    """vLLM's dummy initialization must not be used: the engine has buffers that no weight update
     reaches, so it has to load the real checkpoint at start. `nrl_models.engines.start_engine` does."""
 
     @property
@@ -31,20 +31,20 @@ class ModelFlag(Flag):
 
 
 class MTPForm(StrEnum):
-    """How a family's layer of multi-token prediction is made, by which it can be trained (`nrl_models.MTPLayer`)."""
+    """Structure of a family's layer of multi-token prediction, for training it (`nrl_models.MTPLayer`)."""
 
     NUMBERED = auto()
-    """As in DeepSeek-V3: numbered on after the decoder's layers, with `enorm`, `hnorm` and `eh_proj` before it and
-    `shared_head.norm` after it. Engines take nothing for the embedding of a sequence's second word."""
+    """As in DeepSeek-V3: numbered after the decoder's layers, with `enorm`, `hnorm` and `eh_proj` before the layer, and
+    `shared_head.norm` after it. Engines use zeros as embedding of a sequence's second token."""
     PREFIXED = auto()
     """As in Qwen3-Next: `mtp.layers.0`, with `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden` and `mtp.fc` before
     it and `mtp.norm` after it."""
 
 
 class Flags:
-    """A class attribute: the flags that a family declares, and those that follow from its configurations.
+    """Class attribute with the flags that a family declares, and those derived from its configurations.
 
-    They are found when the attribute is first read, because that builds configurations.
+    The flags are computed on first access, because that builds configurations.
     """
 
     def __init__(self, declared: ModelFlag) -> None:
@@ -60,15 +60,15 @@ def _following(model_class: Any) -> ModelFlag:
 
 
 def follow_from(config_class: Any, published: Mapping[str, Mapping[str, Any]]) -> ModelFlag:
-    """The flags that follow from a class's default configuration and those of its published models.
+    """Derive flags from a class's default configuration and those of its published models.
 
     Args:
-        config_class: of the model.
-        published: configuration values of published models, by name.
+        config_class: Configuration class of the model.
+        published: Configuration values of published models, by name.
     """
     try:
         default = config_class()
-    except Exception:  # it has none: what its configurations say is up to each
+    except Exception:  # there is no default configuration
         return ModelFlag.NONE
     if _ties(default) and all(_ties(config_class(**values)) for values in published.values()):
         return ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK
@@ -76,6 +76,6 @@ def follow_from(config_class: Any, published: Mapping[str, Mapping[str, Any]]) -
 
 
 def _ties(config: Any) -> bool:
-    """Whether a configuration ties embedding and head: it, and its part with the decoder, if they have a say."""
+    """Return True if a configuration ties embedding and head, and so does its decoder's part if that has the key."""
     values = {getattr(part, "tie_word_embeddings", None) for part in (config, config.get_text_config())}
     return True in values and False not in values

@@ -1,9 +1,8 @@
-"""Freezing components of a model by name, and choosing the parameters to train.
+"""Freeze components of a model by name, and select the parameters to train.
 
-The keys are those of NeMo's `freeze_config`. There a misspelt key is ignored and its component trains; here it is an
-error. A block is often shared by recipes of many models: a component that a model lacks is noted, and the rest of the
-block holds. Which modules form a component follows from the model: transformers says where a decoder, a tower and a
-router are.
+The keys are those of NeMo's `freeze_config`. NeMo ignores a misspelled key, and its component is trained; here it
+raises an error. Recipes of different models often share a block, so a component that a model lacks is only logged. The
+modules of a component follow from the model, because transformers declares decoder, towers and routers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = get_logger(__name__)
 COMPONENTS: dict[str, str] = {
     "freeze_vision_tower": "the encoder of images and videos, with its merger where that is a part of it",
     "freeze_audio_tower": "the encoder of audio",
-    "freeze_projector": "what is in none of the others: mostly what connects towers and decoder",
+    "freeze_projector": "all other modules: mostly those that connect towers and decoder",
     "freeze_language_model": "the decoder, with its embeddings and routers",
     "freeze_embeddings": "the decoder's embeddings",
     "freeze_routers": "the modules that choose experts",
@@ -40,18 +39,18 @@ SHORT_NAMES: dict[str, str] = {
 """Shorter names of the keys: `vision`, `audio`, `projector`, `language`, `embeddings`, `routers`, `lm_head`."""
 
 _WITHIN = {"freeze_embeddings": "freeze_language_model", "freeze_routers": "freeze_language_model"}
-"""Components that are parts of another: the key of the part takes precedence over that of the whole."""
+"""Components that are parts of another one. The key of the part takes precedence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The outcome of a freeze configuration.
+    """Result of a freeze configuration.
 
     Args:
-        frozen: for each component of the model the number of its parameters that are frozen now.
-        trainable: number of parameters of the model that train.
-        total: number of its parameters; tied ones once.
-        absent: the keys of components that the model lacks.
+        frozen: Number of frozen parameters of each component.
+        trainable: Number of parameters that are trained.
+        total: Number of all parameters, counting tied ones once.
+        absent: Keys of components that the model lacks.
     """
 
     frozen: dict[str, int]
@@ -61,24 +60,24 @@ class Frozen:
 
 
 def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
-    """Freeze components of a model, or unfreeze them. Components that are not named stay as they are.
+    """Freeze or unfreeze components of a model. Components that are not named do not change.
 
-    Call it before the optimiser is made, of a sharded model too.
+    Call it before creating the optimizer. Sharded models are supported.
 
         freeze(model, {"freeze_vision_tower": True, "freeze_projector": True})
         optimizer = torch.optim.AdamW(trainable_parameters(model))
 
     Args:
-        model: the model.
-        config: by key of `COMPONENTS`, or by its name in `SHORT_NAMES`, whether that component is frozen. Embeddings
-            and routers are parts of the language model: their keys take precedence over its key. Components that the
-            model lacks are noted, in the log and in the result. False undoes a freeze: what transformers builds
-            frozen (positions that are computed, corrections that a router's balancing sets) stays frozen.
+        model: The model.
+        config: Whether to freeze each component, by key of `COMPONENTS` or name in `SHORT_NAMES`. Embeddings and
+            routers are parts of the language model: their keys take precedence over its key. Components that the model
+            lacks are reported in the log and in the result. False unfreezes a component, except parameters that
+            transformers builds frozen (computed positions, corrections set by a router's load balancing).
 
     Raises:
-        UnknownArgumentError: keys that name no component (with the nearest that do), two names of one component, values
-            that are neither True nor False, components that share a tensor (a tied head) and differ, or nothing left
-            to train. Nothing is frozen then.
+        UnknownArgumentError: If a key is not a component (with the nearest names), a component has two names, a value
+            is neither True nor False, components that share a tensor (a tied head) have different values, or nothing is
+            left to train. Then nothing is frozen.
     """
     components = components_of(model)
     config = _by_key(config, type(model).__name__)
@@ -86,7 +85,7 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
     config = {key: value for key, value in config.items() if key in components}
     wanted: dict[int, tuple[str, bool]] = {}
     conflicts: list[str] = []
-    # Parts first: their parameters are skipped by the whole. Towers and heads may share parameters with it.
+    # Parts first: the language model skips their parameters. Towers and heads may share parameters with it.
     for key in sorted(config, key=lambda key: key not in _WITHIN):
         for name, parameter in components[key].items():
             chosen_by, frozen = wanted.setdefault(id(parameter), (key, config[key]))
@@ -123,7 +122,7 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
 
 
 def _built_frozen(model: PreTrainedModel, unfrozen: Collection[int]) -> dict[str, nn.Parameter]:
-    """Of the parameters with these identities: those that are frozen now, and in a new model of this class."""
+    """Return the parameters with these ids that are frozen now and in a new model of this class."""
     frozen = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -137,21 +136,21 @@ def _built_frozen(model: PreTrainedModel, unfrozen: Collection[int]) -> dict[str
 
 
 def _size(parameters: Iterable[nn.Parameter], *, requires_grad: bool) -> int:
-    """The number of elements of the parameters that are trained, or of those that are not."""
+    """Return the number of elements of parameters with this `requires_grad`."""
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad is requires_grad)
 
 
 def freeze_unreachable(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
-    """Freeze the parameters that can receive no gradient from a loss, and return which and why.
+    """Freeze the parameters that cannot receive a gradient from a loss, and return them with the reason.
 
-    An optimiser keeps no state for such parameters, which a resumed run then misses: projections that no layer calls, a
-    tower in text-only training.
+    An optimizer has no state for such parameters, so resuming would fail. Examples: projections that no layer calls, or
+    a tower in text-only training.
 
     Args:
-        model, run: see `unreachable_parameters`.
+        model, run: See `unreachable_parameters`.
 
     Returns:
-        By name the reason, for those that were not frozen before.
+        The reason by name, for parameters that were not frozen before.
     """
     parameters = dict(model.named_parameters())
     found = {
@@ -165,20 +164,20 @@ def freeze_unreachable(model: nn.Module, run: Callable[[], torch.Tensor]) -> dic
 
 
 def unreachable_parameters(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
-    """The parameters that can receive no gradient from a loss, each with the reason.
+    """Find the parameters that cannot receive a gradient from a loss.
 
-    The loss's graph is walked; no backward pass runs and no gradient is touched. The result holds for these inputs:
-    text-only inputs do not reach a vision tower.
+    Traverses the loss's graph without a backward pass. The result is specific to the inputs: text-only inputs do not
+    reach a vision tower.
 
     Args:
-        model: the model, in the mode and with the settings it is trained in.
-        run: computes the loss, a scalar or any tensor with a graph, on some input.
+        model: The model, in the mode and with the settings of training.
+        run: Computes the loss, a scalar or any tensor with a graph, on some input.
 
     Returns:
-        By name, in the model's order.
+        The reason by parameter name, in the model's order.
 
     Raises:
-        ValueError: what `run` returns has no graph.
+        ValueError: If the result of `run` has no graph.
     """
     called: set[str] = set()
 
@@ -225,10 +224,10 @@ def _leaves(loss: torch.Tensor) -> set[int]:
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters an optimiser is to be given: those that are not frozen, tied ones once.
+    """Return the parameters for an optimizer: those that are not frozen, with tied ones once.
 
     Raises:
-        ValueError: there are none.
+        ValueError: If there are none.
     """
     found = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not found:
@@ -264,7 +263,7 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
 
 
 def _towers(model: PreTrainedModel, modality: str) -> list[nn.Module]:
-    """The tower of a modality; transformers returns the model itself where it has none."""
+    """Return the tower of a modality. transformers returns the model itself if it has none."""
     tower = model.get_encoder(modality=modality)
     return [tower] if isinstance(tower, nn.Module) and tower not in (model, model.base_model) else []
 
@@ -276,7 +275,7 @@ def _parameters(modules: Iterable[nn.Module | None], names: Mapping[int, str]) -
 
 
 def _by_key(config: Mapping[str, bool], model: str) -> dict[str, bool]:
-    """A freeze configuration by key of `COMPONENTS`, checked."""
+    """Validate a freeze configuration, and return it by key of `COMPONENTS`."""
     found: dict[str, bool] = {}
     wrong = []
     for given, value in config.items():
@@ -286,7 +285,7 @@ def _by_key(config: Mapping[str, bool], model: str) -> dict[str, bool]:
         elif not isinstance(value, bool):
             wrong.append(f"{given}={value!r} (neither True nor False)")
         elif key in found:
-            wrong.append(f"{given} (given as {key}, too)")
+            wrong.append(f"{given} (also passed as {key})")
         else:
             found[key] = value
     if wrong:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """While open, Python's cyclic garbage collector is off; reference counting frees objects as usual.
+    """Context manager that disables Python's cyclic garbage collector. Reference counting still frees objects.
 
-    The collector visits all objects whenever their number has grown by a quarter, which is most of the time of making a
-    table of tens of thousands of tensors. Use it around work that makes no cycles.
+    The collector visits all objects whenever their number has grown by a quarter. This dominates the time to create
+    tables of tens of thousands of tensors. Use it around code that creates no reference cycles.
     """
     if not gc.isenabled():  # disabled elsewhere, or by a caller of this
         yield

@@ -1,4 +1,4 @@
-"""Loggers whose messages show what a terminal would act on, as errors do."""
+"""Loggers that escape control characters, as errors do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nrl_models.errors import visible
 
 
 def get_logger(name: str) -> Any:
-    """transformers' logger of this name; control characters in its messages, a tensor's name say, are escaped."""
+    """Return transformers' logger of this name. Escapes control characters in messages, such as in tensor names."""
     logger = upstream.get_logger(name)
     logger.addFilter(_Escape())
     return logger

@@ -1,17 +1,18 @@
-"""The sizes of a mesh as they are written on a command line. Imports nothing heavy."""
+"""Parse the sizes of a mesh from a command line. Has no heavy imports."""
 
 from __future__ import annotations
 
 import math
+from difflib import get_close_matches
 
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 DIMENSIONS = ("pp", "fsdp", "ep", "tp")
-"""What a mesh's dimensions may be, in the order they have to stand.
+"""Dimensions of a mesh, in the required order.
 
-`pp`: layers are divided into the stages of a pipeline. `fsdp`: parameters and batches are divided (fully sharded data
-parallelism). `ep`: experts are divided. `tp`: the rows and columns of linears are divided. Ranks that differ only in
-`pp`, `ep` and `tp` see the same batch.
+`pp`: pipeline stages of layers. `fsdp`: fully sharded data parallelism; parameters and batches are split. `ep`: experts
+are split. `tp`: rows and columns of linears are split. Ranks that differ only in `pp`, `ep` and `tp` process the same
+batch.
 """
 
 MOST_RANKS = 2**20
@@ -19,18 +20,20 @@ MOST_RANKS = 2**20
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`"fsdp=16,tp=8"` as sizes by dimension, in the order meshes have them.
+    """Parse a string such as `"fsdp=16,tp=8"`. Returns sizes by dimension, in the order of meshes.
 
     Raises:
-        ShardingError: anything else.
+        ShardingError: If the string is invalid.
     """
     sizes: dict[str, int] = {}
     problems = []
     for item in text.split(","):
         name, _, size = item.strip().partition("=")
         if name not in DIMENSIONS or not size.isdecimal() or int(size) < 1 or name in sizes:
-            expected = f"expected name=size once for each of some of {', '.join(DIMENSIONS)}"
-            problems.append(Problem(ProblemKind.MESH, repr(item), expected, advice="write it as fsdp=16,tp=8"))
+            close = [] if name in DIMENSIONS else get_close_matches(name, DIMENSIONS, n=1)
+            advice = f"did you mean {close[0]}={size}?" if close else "write it as fsdp=16,tp=8"
+            expected = f"expected NAME=SIZE, each name of {', '.join(DIMENSIONS)} at most once"
+            problems.append(Problem(ProblemKind.MESH, repr(item), expected, advice=advice))
         else:
             sizes[name] = int(size)
     if (ranks := math.prod(sizes.values())) > MOST_RANKS:

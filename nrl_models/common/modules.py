@@ -1,4 +1,4 @@
-"""What a model is, and putting tensors into its modules."""
+"""Structure of a model, and assignment of tensors to its modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.upstream import mark_initialised
+from nrl_models.common.upstream import mark_initialized
 from nrl_models.common.upstream_torch import (
     FLATTENED,
     FSDP1_NAME,
@@ -28,15 +28,15 @@ def class_name(model: nn.Module) -> str:
 
 
 def is_base_model(model: nn.Module) -> bool:
-    """Whether a model has no head: it gives hidden states, and has no loss.
+    """Return True if a model has no head: it returns hidden states, and has no loss.
 
-    Some models with a head have no module for the rest, and are their own `base_model`: those take labels.
+    Some models with a head have no separate module for the rest, and are their own `base_model`. These accept labels.
     """
     return getattr(model, "base_model", None) is model and "labels" not in signature(type(model).forward).parameters
 
 
 def predicts_words(model: nn.Module) -> bool:
-    """Whether a model, or one in it, has output embeddings: base models, classifiers and reward models have none."""
+    """Return True if a model or submodel has output embeddings, unlike base models, classifiers and reward models."""
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return any(part.get_output_embeddings() is not None for part in parts)
 
@@ -45,7 +45,7 @@ def predicts_words(model: nn.Module) -> bool:
 
 
 def peft_types() -> tuple[type, ...]:
-    """PEFT's modules that stand in place of a model's; none where PEFT is not imported, so that there are none."""
+    """Return PEFT's module classes that replace modules; empty if PEFT is not imported."""
     if "peft" not in sys.modules:
         return ()
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -55,15 +55,15 @@ def peft_types() -> tuple[type, ...]:
 
 
 def is_off(wrapper: Any) -> bool:
-    """Whether a PEFT module computes what the module inside does: its adapters are disabled, or none is active."""
+    """Return True if a PEFT module has no effect, because its adapters are disabled or none is active."""
     return bool(wrapper.disable_adapters or not wrapper.active_adapters)
 
 
 def inner_of(module: Any, *, peft: bool = True) -> nn.Module | None:
-    """The module that a wrapper stands in place of; None if `module` is not a wrapper.
+    """Return the module inside a wrapper; None if `module` is not a wrapper.
 
     Wrappers are those of `torch.compile`, activation checkpointing and offloading, DDP, FSDP1 and PEFT. For a module
-    that PEFT trains as a copy (`modules_to_save`), the result is the copy that the forward uses.
+    that PEFT trains as a copy (`modules_to_save`), returns the copy that the forward uses.
 
     Args:
         module: Any module.
@@ -91,17 +91,17 @@ def innermost(module: Any, *, peft: bool = True) -> Any:
 
 
 def own_modules(model: nn.Module, *, duplicates: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a model's modules, without torch's wrappers, under the names that they have without wrappers.
+    """Yield a model's modules without torch's wrappers, under their names without wrappers.
 
     Args:
         model: A module, which may be wrapped.
-        duplicates: Also yield a module again at every other place that it has.
+        duplicates: Whether to yield a module under each of its names.
     """
     return ((name, module) for name, _, module in _own_modules(model, "", "", None if duplicates else set()))
 
 
 def _own_modules(module: Any, name: str, stored: str, seen: set[int] | None) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield each module's name, what its tensors' names begin with in `state_dict()`, and the module."""
+    """Yield each module's name, the prefix of its tensors' names in `state_dict()`, and the module."""
     while (inner := inner_of(module, peft=False)) is not None:
         stored += prefix_in_state_dict(module)
         module = inner
@@ -116,12 +116,12 @@ def _own_modules(module: Any, name: str, stored: str, seen: set[int] | None) -> 
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield every parameter and persistent buffer of a model, in the order of its `state_dict()`.
+    """Yield all parameters and persistent buffers of a model, in the order of its `state_dict()`.
 
-    This is the one table of names: every layout, file and export names a tensor as it is named here.
+    All layouts, files and exports use these names.
 
     Yields:
-        The name without torch's wrappers, the module that has the tensor, its name there, and the tensor.
+        The name without torch's wrappers, the module with the tensor, its name there, and the tensor.
     """
     for prefix, module in own_modules(model, duplicates=True):
         dot = f"{prefix}." if prefix else ""
@@ -150,7 +150,7 @@ def own_parameters(model: nn.Module, *, duplicates: bool = False) -> Iterator[tu
 
 
 def names_in_state_dict(model: nn.Module) -> dict[str, str]:
-    """Return for each own name of a tensor its name in `model.state_dict()`, which differs in compiled modules."""
+    """Map each tensor's own name to its name in `model.state_dict()`, which differs in compiled modules."""
     return {
         f"{prefix}.{name}" if prefix else name: f"{stored}{name}"
         for prefix, stored, module in _own_modules(model, "", "", None)
@@ -159,7 +159,7 @@ def names_in_state_dict(model: nn.Module) -> dict[str, str]:
 
 
 def own_name(name: str) -> str:
-    """Return a tensor's own name from one that has what torch's wrappers add to names (`_orig_mod`)."""
+    """Remove the parts that torch's wrappers add to a tensor's name (`_orig_mod`)."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED_NAMES)
 
 
@@ -176,14 +176,14 @@ def is_inside_fsdp1(model: nn.Module) -> bool:
 
 
 def without_wrappers(model: nn.Module, *, peft: bool = False) -> Any:
-    """A shallow copy of a model without wrappers: the same parameters, under the model's own names.
+    """Return a shallow copy of a model without wrappers: the same parameters, under the model's own names.
 
     Args:
         model: A model, which may be wrapped.
-        peft: Whether PEFT's modules go, too, and with them the adapters.
+        peft: Whether to also remove PEFT's modules, including the adapters.
 
     Returns:
-        `model` itself if it has no wrappers.
+        The copy, or `model` itself if it has no wrappers.
     """
     has_wrappers = any(inner_of(module, peft=peft) is not None for module in model.modules())
     return _without_wrappers(model, {}, peft) if has_wrappers else model
@@ -202,7 +202,7 @@ def _without_wrappers(module: Any, seen: dict[int, nn.Module], peft: bool) -> An
 
 
 def peft_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost of PEFT's modules in a model, by the names of the modules that they stand in place of."""
+    """Yield the outermost PEFT modules of a model, with the names of the modules that they replace."""
     yield from _peft_modules(model, "")
 
 
@@ -218,20 +218,20 @@ def _peft_modules(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that a parameter or buffer is in, and its name there."""
+    """Return the module of a parameter or buffer, and its name there."""
     owner, _, attribute = name.rpartition(".")
     return model.get_submodule(owner), attribute
 
 
 def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replace the parameter or buffer `name` by `tensor`; what the class freezes stays frozen."""
+    """Replace the parameter or buffer `name` with `tensor`. Keeps parameters frozen that the class freezes."""
     module, attribute = owner_of(model, name)
     tensors: dict[str, Any] = module._buffers if attribute in module._buffers else module._parameters
     if tensors is not module._buffers:
         learns = tensor.is_floating_point() and tensors[attribute].requires_grad
         tensor = nn.Parameter(tensor, requires_grad=learns)
     tensors[attribute] = tensor
-    mark_initialised(tensors[attribute])
+    mark_initialized(tensors[attribute])
 
 
 def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
@@ -250,7 +250,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def is_at(name: str, place: str) -> bool:
-    """Whether a module's dotted name has the components of `place` in it, one after the other."""
+    """Return True if a module's dotted name contains the components of `place` consecutively."""
     return f".{place}." in f".{name}."
 
 
@@ -258,10 +258,10 @@ def is_at(name: str, place: str) -> bool:
 
 
 def routers_of(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """The modules whose scores choose experts: those that transformers declares, and those beside a decoder's experts.
+    """Return modules whose scores choose experts: those declared by transformers, and siblings of a decoder's experts.
 
-    transformers names most: their output is recorded as `router_logits`. Older versions name none for some models, and
-    for others the whole block with its experts; there, a router is what stands beside the experts and scores each.
+    transformers declares most routers: their output is recorded as `router_logits`. Older versions declare none for
+    some models, and the complete block for others. There, a router is a sibling of the experts with a score for each.
     """
     found = list(_beside_experts(decoder))
     for module in _declared_routers(model):
@@ -273,7 +273,7 @@ def routers_of(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
 
 
 def _declared_routers(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose output transformers records as `router_logits`."""
+    """Yield modules whose output transformers records as `router_logits`."""
     recorders: list[tuple[type, str]] = []
     for module in model.modules():
         recorded = getattr(module, "_can_record_outputs", None) or {}
@@ -295,7 +295,7 @@ def _beside_experts(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def _numbers_of_experts(module: nn.Module) -> set[int]:
-    """How many experts a module holds, one tensor for all; with those that compute nothing, too, if it counts them."""
+    """Return the number of experts in a module with stacked experts: the first dimension of its 3D parameters."""
     if any(isinstance(owner, ConvNd) for owner in module.modules()):
         return set()
     own = list(module.parameters(recurse=False))
@@ -306,10 +306,25 @@ def _numbers_of_experts(module: nn.Module) -> set[int]:
 
 
 def _scores(module: nn.Module, numbers: set[int]) -> bool:
-    """Whether a module's parameters are a matrix with a row for each expert, and what goes with its scores."""
+    """Return True if a module's parameters are a matrix with a row per expert, and optional values for its scores."""
     shapes = [tuple(parameter.shape) for parameter in module.parameters()]
     rows = {shape[0] for shape in shapes if len(shape) == 2 and shape[0] > 1}
     if len(rows) != 1 or not rows <= numbers:
         return False
     (count,) = rows
     return all(shape in {(), (1,), (count,), (1, count)} or (len(shape) == 2 and shape[0] == count) for shape in shapes)
+
+
+def subclass_of_same_name(
+    upstream: type[PreTrainedModel], *mixins: type[nn.Module], **attributes: Any
+) -> type[PreTrainedModel]:
+    """Return a subclass with the name, module and docstring of `upstream`.
+
+    Args:
+        upstream: A Hugging Face class.
+        mixins: Bases that precede it.
+        attributes: Attributes to replace, such as `forward`.
+    """
+    metaclass: Any = type(upstream)
+    own = {"__module__": upstream.__module__, "__doc__": upstream.__doc__}
+    return metaclass(upstream.__name__, (*mixins, upstream), own | attributes)

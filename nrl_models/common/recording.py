@@ -17,8 +17,8 @@ class RecordedCall:
     """The last call of a module.
 
     Args:
-        inputs: the floating-point tensors among its arguments.
-        output: what it returned.
+        inputs: Floating-point tensors in its arguments.
+        output: Its result.
     """
 
     inputs: list[torch.Tensor]
@@ -26,7 +26,7 @@ class RecordedCall:
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """The floating-point tensors among what it returned."""
+        """Floating-point tensors in its result."""
         return float_tensors(self.output)
 
 
@@ -40,12 +40,12 @@ def float_tensors(values: Any) -> list[torch.Tensor]:
 def record_calls(
     model: nn.Module, names: Collection[str] | None = None, *, copy: bool = False
 ) -> Iterator[dict[str, RecordedCall]]:
-    """While open, keep the last call of each module, by name, in the order in which modules finish.
+    """Context manager that keeps the last call of each module by name, in the order in which modules finish.
 
     Args:
-        model: whose modules.
-        names: which of them; all by default.
-        copy: whether to keep copies: for models that compute in place.
+        model: The model.
+        names: Names of the modules to record; default: all.
+        copy: Whether to copy tensors, for models that compute in place.
     """
     calls: dict[str, RecordedCall] = {}
     given: dict[str, list[torch.Tensor]] = {}
@@ -70,11 +70,11 @@ def record_calls(
 def modules_running(
     model: nn.Module, begins: Callable[[str, nn.Module, tuple[Any, ...]], object]
 ) -> Iterator[list[str]]:
-    """While open, keep the names of the modules whose forwards are running, outermost first.
+    """Context manager that keeps the names of modules whose forwards are running, outermost first.
 
     Args:
-        model: whose modules.
-        begins: called before each forward, with the module's name, the module and its positional arguments.
+        model: The model.
+        begins: Called before each forward with the module's name, the module and its positional arguments.
     """
     running: list[str] = []
 
@@ -106,7 +106,7 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def _copied(value: Any) -> Any:
-    """Tensors, and tuples and lists of them, copied; anything else is left out."""
+    """Copy tensors, also in tuples and lists. Other values are dropped."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return [_copied(item) for item in value] if isinstance(value, (tuple, list)) else None

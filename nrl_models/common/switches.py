@@ -1,7 +1,7 @@
-"""Switching off the handling of a known quirk, to see whether it is still needed.
+"""Switches for the handling of known quirks, to check whether it is still needed.
 
-The catalogue (`nrl_models.quirks`) describes each quirk; here are the names that code checks. A quirk whose
-handling an argument chooses (`dtype=`, `strict=`, `layout=`) has no switch, and is not here.
+The catalog (`nrl_models.quirks`) describes each quirk; this module has the names that code checks. A quirk whose
+handling is selected by an argument (`dtype=`, `strict=`, `layout=`) has no switch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SWITCHES = frozenset(
 """The quirks that can be switched off by name."""
 
 VARIABLE = "NRL_MODELS_QUIRKS_OFF"
-"""The environment variable with names of quirks to switch off for a whole process, separated by commas."""
+"""Environment variable with a comma-separated list of quirks to switch off in a process."""
 
 
 def _checked(names: frozenset[str], source: str) -> frozenset[str]:
@@ -52,16 +52,16 @@ _off = _checked(frozenset(filter(None, map(str.strip, os.environ.get(VARIABLE, "
 
 
 def is_off(name: str) -> bool:
-    """Whether the quirk `name` (one of `SWITCHES`) is not to be handled."""
+    """Return True if the handling of quirk `name` (one of `SWITCHES`) is switched off."""
     return name in _off
 
 
 @contextmanager
 def quirks_off(*names: str) -> Iterator[None]:
-    """While open, leave these quirks as they are upstream, in every thread.
+    """Context manager that switches off the handling of quirks in all threads.
 
     Raises:
-        UnknownArgumentError: a name that is none of `SWITCHES`.
+        UnknownArgumentError: If a name is not in `SWITCHES`.
     """
     global _off
     before = _off

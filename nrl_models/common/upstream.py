@@ -1,8 +1,8 @@
-"""What this library uses of transformers that transformers does not promise to keep, from 5.5 to the newest version.
+"""Parts of transformers without a stability promise that this library uses, for versions from 5.5 to the newest.
 
-All of it is here, so that a new version is one file's work. Names that another version lacks are made up for here.
-What a model's class declares (`_no_split_modules`, `_tied_weights_keys`, `_tp_plan`, ...) is read where it is needed:
-classes outside transformers declare it, too.
+They are collected here, so that only this file changes for a new version. Names that a version lacks get a replacement.
+Attributes that model classes declare (`_no_split_modules`, `_tied_weights_keys`, `_tp_plan`, ...) are read elsewhere,
+because classes outside of transformers declare them as well.
 
 If a new version changes one of them, `make test TRANSFORMERS=X` fails in the tests named here:
 
@@ -99,9 +99,9 @@ __all__ = [
     "has_key_mapping",
     "has_reached",
     "have_peft_name_references",
-    "is_initialised",
+    "is_initialized",
     "loaded_conversions",
-    "mark_initialised",
+    "mark_initialized",
     "mask_parts",
     "named_arguments",
     "patterns_of",
@@ -118,7 +118,7 @@ __all__ = [
 
 
 class _NoPrefixChange:
-    """Stands for `PrefixChange` where transformers (5.5) has none: nothing is of this class."""
+    """Replaces `PrefixChange`, which transformers 5.5 lacks. It has no instances."""
 
 
 PrefixChange: type = getattr(core_model_loading, "PrefixChange", _NoPrefixChange)
@@ -127,14 +127,14 @@ PrefixChange: type = getattr(core_model_loading, "PrefixChange", _NoPrefixChange
 computed_device_map: Callable[..., dict[str, Any]] = _get_device_map
 with_variant: Callable[[str, str | None], str] = _add_variant
 device_in_context: Callable[[], torch.device | None] = get_torch_context_manager_or_global_device
-"""The device set by `torch.device(...)` or `torch.set_default_device` around a call; None if there is none."""
+"""Returns the device of an enclosing `torch.device(...)` or of `torch.set_default_device`; None if there is none."""
 
 
 BUILDING = threading.RLock()
 """Held while transformers builds or loads a model.
 
-transformers sets torch's default dtype meanwhile, and replaces functions of torch. Both are shared by all threads: two
-loads at once would restore each other's values.
+transformers sets torch's default dtype and replaces functions of torch during that time. All threads share both, so two
+simultaneous loads would restore each other's values.
 """
 
 
@@ -150,7 +150,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def cache_name(function: Callable[..., Any]) -> str:
-    """Return the name under which `function` takes a key-value cache.
+    """Return the name of the key-value cache argument of `function`.
 
     Args:
         function: A model's or module's forward, or the class of an output. If it passes its keywords on, the result is
@@ -199,9 +199,9 @@ def set_loaded_conversions(model: nn.Module, conversions: Sequence[Any] | None) 
 
 
 class Renaming:
-    """Renames keys by conversions, and knows which of them applied: saving reverts only these.
+    """Renames keys by conversions, and records which conversions applied, because saving only reverts these.
 
-    transformers 5.5 does not note that. It reverts all conversions that it knows, and so saves `LayerNorm.weight` as
+    transformers 5.5 does not record this. It reverts all conversions, and so saves `LayerNorm.weight` as
     `LayerNorm.gamma`.
     """
 
@@ -209,19 +209,19 @@ class Renaming:
         self._used: set[int] = set()
 
     def __call__(self, conversion: Any, key: str) -> tuple[str, str | None]:
-        """What a conversion makes of a name, and the pattern that matched it, or None."""
+        """Apply a conversion to a name. Returns the new name, and the pattern that matched it, or None."""
         renamed, pattern = conversion.rename_source_key(key)
         if pattern is not None:
             self._used.add(id(conversion))
         return renamed, pattern
 
     def has_used(self, conversion: Any) -> bool:
-        """Whether a conversion, which must still exist, applied to some name."""
+        """Return True if a conversion, which must still exist, applied to a name."""
         return bool(conversion.was_used() if hasattr(conversion, "was_used") else id(conversion) in self._used)
 
 
 def as_meant(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that transformers saved, without what 5.5 does to their names; see `Renaming`."""
+    """Return tensors saved by transformers with the names that 5.5 changes by mistake restored; see `Renaming`."""
     if hasattr(WeightRenaming, "was_used"):
         return dict(saved)
     old = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -255,7 +255,7 @@ def _declared(conversion: Any) -> tuple[Any, ...]:
 
 
 def _scope(conversion: Any) -> tuple[str, str]:
-    """The part of a model that a conversion is for; before 5.9 the whole model."""
+    """Return the part of a model that a conversion applies to; before 5.9, the complete model."""
     return getattr(conversion, "scope_prefix", None) or "", getattr(conversion, "base_model_prefix", None) or ""
 
 
@@ -264,6 +264,22 @@ def gguf_reading() -> ModuleType:
     from transformers import modeling_gguf_pytorch_utils
 
     return modeling_gguf_pytorch_utils
+
+
+def requests_dequantization(quantization_config: Any) -> bool:
+    """Return True if a CompressedTensorsConfig, or its dictionary, requests dequantized weights.
+
+    `dequantize` has replaced `run_compressed`, which has the opposite meaning.
+    """
+    names = ("quant_method", "dequantize", "run_compressed")
+    if isinstance(quantization_config, Mapping):
+        settings = dict(quantization_config)
+    else:
+        settings = {name: getattr(quantization_config, name, None) for name in names}
+    method = settings.get("quant_method")
+    if getattr(method, "value", method) != "compressed-tensors":
+        return False
+    return bool(settings.get("dequantize")) or settings.get("run_compressed") is False
 
 
 # Adapters
@@ -289,10 +305,10 @@ def require_peft(method: str, instead: str) -> None:
 
 
 def have_peft_name_references() -> None:
-    """Have PEFT record transformers' class of our models in adapters without a task type, not ours.
+    """Make PEFT record transformers' class instead of ours in adapters without a task type.
 
-    `AutoPeftModel` imports the class that an adapter names, from packages that it trusts. PEFT asks one method of its
-    own which class that is; for models of other classes it answers as before. Without PEFT imported, does nothing.
+    `AutoPeftModel` imports the class that an adapter names, from trusted packages. PEFT determines the class in one
+    method, which is wrapped for our models. No effect if PEFT is not imported.
     """
     peft_model = getattr(sys.modules.get("peft"), "PeftModel", None)
     if peft_model is None or hasattr(peft_model._get_base_model_class, "names_references"):
@@ -308,7 +324,7 @@ def have_peft_name_references() -> None:
     peft_model._get_base_model_class = base_model_class
 
 
-# Dtypes and initialisation
+# Dtypes and initialization
 
 
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -316,21 +332,21 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dt
     return dict(model._get_dtype_plan(dtype))
 
 
-def mark_initialised(what: nn.Module | torch.Tensor, initialised: bool = True) -> None:
-    """Mark a module or tensor that transformers' initialisation must leave alone, or must not."""
-    what.__dict__["_is_hf_initialized"] = initialised
+def mark_initialized(what: nn.Module | torch.Tensor, initialized: bool = True) -> None:
+    """Mark whether transformers' initialization must skip a module or tensor."""
+    what.__dict__["_is_hf_initialized"] = initialized
 
 
-def is_initialised(what: nn.Module | torch.Tensor) -> bool:
-    """Whether transformers' initialisation leaves a module or tensor alone."""
+def is_initialized(what: nn.Module | torch.Tensor) -> bool:
+    """Return True if transformers' initialization skips a module or tensor."""
     return bool(getattr(what, "_is_hf_initialized", False))
 
 
 def mask_parts(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """The parts of which all must show a key for a mask to show it: their names, with the values each holds.
+    """Return the parts of a mask function by name, with their values. A key is visible if it is in all parts.
 
-    A part is named as the function of `transformers.masking_utils` that made it (`sliding_window_overlay`), or as it
-    stands in another module, which says as little as a part that is itself made of others (`or_masks`).
+    The name of a part is the function of `transformers.masking_utils` that created it (`sliding_window_overlay`). Parts
+    from other modules, and combinations such as `or_masks`, keep their function's name, which is not interpreted.
     """
     cells = mask_function.__closure__ or () if hasattr(mask_function, "__closure__") else ()
     held = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
@@ -362,7 +378,7 @@ def has_reached(version: str) -> bool:
 
 
 KEEPS_PADDING_OUT_OF_SINGLE_ROWS = has_reached("5.15")
-"""Whether layers that keep a state see no padding in a batch of one row; before, only in batches of several."""
+"""Whether layers with a state ignore padding in a batch of one row. Older versions only do so with several rows."""
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Where modules hold the function that checkpoints them: transformers' layers, and torch's `CheckpointWrapper`."""
@@ -376,11 +392,11 @@ POSITIONS_FROM_MEDIA = ("get_rope_index",)
 
 
 def computes_positions(model: nn.Module, *, media: bool) -> bool:
-    """Return True if a model's positions are not simply columns: it computes them itself if none are passed.
+    """Return True if a model computes its positions itself if none are passed, other than counting columns.
 
     Args:
-        model: the model.
-        media: whether its forward gets images, videos or audio.
+        model: The model.
+        media: Whether its forward gets images, videos or audio.
     """
     names = POSITIONS_FROM_TOKENS + (POSITIONS_FROM_MEDIA if media else ())
     classes = {type(module) for module in model.modules()}
@@ -388,24 +404,24 @@ def computes_positions(model: nn.Module, *, media: bool) -> bool:
 
 
 def record_as(model_class: type[nn.Module], module: PreTrainedModel) -> None:
-    """Let a class record what a module's class can (hidden states, router logits): transformers looks it up by class.
+    """Let a class record the same outputs as a module's class (hidden states, router logits), which are set by class.
 
     Args:
-        model_class: the class that `module` now has.
-        module: a model that was constructed as another class.
+        model_class: The current class of `module`.
+        module: A model that was constructed as another class.
     """
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), module._can_record_outputs)
 
 
 def register_class(mapping: Any, config_class: type[PreTrainedConfig], given: Any) -> None:
-    """Have a mapping of transformers' auto classes give classes for a configuration, whatever it gave before.
+    """Make a mapping of transformers' auto classes return given classes for a configuration.
 
-    Its own `register` ignores configurations of transformers' own in some versions (5.18), without a word.
+    In some versions (5.18), the mapping's `register` silently ignores configurations from transformers.
 
     Args:
-        mapping: `_model_mapping` of an auto class, or one of that kind.
-        config_class: the configuration's class.
-        given: a class, or a tuple of those that serve the configuration.
+        mapping: `_model_mapping` of an auto class, or a similar mapping.
+        config_class: The configuration's class.
+        given: A class, or a tuple of classes for the configuration.
     """
     mapping._extra_content[config_class] = given
 
@@ -426,7 +442,7 @@ SERVED_MAPPINGS = (
 
 @cache
 def architectures_of(model_type: str) -> tuple[str, ...]:
-    """Return the names of the classes that transformers' auto classes give for a model type; heads come first."""
+    """Return the class names in transformers' auto classes for a model type. Heads come first."""
     names: dict[str, None] = {}
     for mapping in SERVED_MAPPINGS:
         classes = getattr(modeling_auto, mapping, {}).get(model_type, ())

@@ -1,14 +1,14 @@
-"""Names of torch that torch does not promise to keep. Everything that this library uses of them is in this module.
+"""Private names of torch that this library uses.
 
-Other modules import them from here, which a test checks. The release check (`tools/release_check`) looks every name up
-in the wheel of a new torch, without importing it. A name of this library stands for each private one, so a new version
-of torch changes this module only.
+Other modules import them from here, which a test checks. The release check (`tools/release_check`) looks up each name
+in the wheel of a new torch without importing it. Each private name has an alias here, so a new version of torch only
+changes this module.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ __all__ = [
     "DeviceContext",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "FSDPMeshInfo",
+    "ShardPlacementResult",
     "StridedShard",
     "TorchDispatchMode",
     "count_dispatch_modes",
@@ -52,6 +54,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "local_scalar_dense",
     "module_wrappers",
+    "param_groups_of",
     "prefix_in_state_dict",
     "saved_tensors_hooks",
     "state_dict_utils",
@@ -63,6 +66,17 @@ __all__ = [
     "without_torch_function",
 ]
 
+try:  # newer versions of torch shard the parameters of a unit in several groups
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+except ImportError:
+    FSDPMeshInfo = ShardPlacementResult = None  # type: ignore[assignment,misc]
+
+
+def param_groups_of(unit: Any) -> list[Any]:
+    """Return the groups of parameters of a module that `fully_shard` sharded."""
+    return list(unit._get_fsdp_state()._fsdp_param_groups)
+
+
 local_scalar_dense = torch.ops.aten._local_scalar_dense
 """The operation behind `Tensor.item()`; operations are part of torch's export format."""
 
@@ -71,9 +85,9 @@ class PrivateAttribute(NamedTuple):
     """A private attribute of torch's objects that this library reads or sets.
 
     Attributes:
-        module: the module that defines the class.
-        class_name: the class.
-        name: the attribute.
+        module: Module that defines the class.
+        class_name: Name of the class.
+        name: Name of the attribute.
     """
 
     module: str
@@ -137,6 +151,6 @@ def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:
 
 
 def prefix_in_state_dict(wrapper: nn.Module) -> str:
-    """Return what a wrapper adds to names in `state_dict()`: nothing, where it takes its own name out again."""
+    """Return the prefix that a wrapper adds to names in `state_dict()`; empty if it removes its prefix again."""
     name = next(name for kind, name in module_wrappers() if isinstance(wrapper, kind))
     return "" if name in _HIDDEN else f"{name}."

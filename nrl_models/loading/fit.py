@@ -1,4 +1,4 @@
-"""Matches a checkpoint to a model: which stored tensors fill which parameters, from names and shapes alone.
+"""Match a checkpoint to a model by names and shapes: find the stored tensors that fill each parameter.
 
 All problems are collected before any tensor is read, and raised as one error.
 """
@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What of a checkpoint need not fit the model.
+    """Parts of a checkpoint that may differ from the model.
 
     Attributes:
         new_head: Accepts a missing head, a head of another shape, and other heads.
@@ -53,20 +53,20 @@ EXACT = Tolerance()
 
 @dataclass(slots=True)
 class Fit:
-    """How a checkpoint fits a model, known before any tensor is read.
+    """Result of matching a checkpoint to a model, before any tensor is read.
 
     Attributes:
-        adapter: the model's state-dict adapter.
-        names: the tensors that the checkpoint's keys stand for.
-        found: which keys fill which tensors.
-        dtypes: the dtype to load each parameter in.
-        skipped: keys that the model has no use for, where `strict=False` allows that; keys of other heads and of
-            towers; MTP weights that are dropped.
-        unused: keys that the model has no use for but writes into the next checkpoint.
-        mtp: of them those of multi-token prediction, which engines get, too.
-        of_head: skipped keys of a head that the model does not have.
-        of_towers: keys of other parts of a composite checkpoint, skipped, or ignored by the model's class.
-        mismatched: for each key of another shape that was accepted: the stored shape and the model's.
+        adapter: The model's state-dict adapter.
+        names: Mapping from the checkpoint's keys to tensors.
+        found: Keys that fill each tensor.
+        dtypes: Dtype in which to load each parameter.
+        skipped: Keys that are not loaded: unused keys if `strict=False` allows them, keys of other heads and of towers,
+            and dropped MTP weights.
+        unused: Keys that the model does not use, but includes in the next checkpoint.
+        mtp: The keys of `unused` for multi-token prediction, which engines also receive.
+        of_head: Skipped keys of a head that the model does not have.
+        of_towers: Keys of other parts of a composite checkpoint that are skipped, or ignored by the model's class.
+        mismatched: Stored shape and model's shape of each key that was accepted in spite of its shape.
     """
 
     adapter: StateDictAdapter
@@ -86,7 +86,7 @@ class Fit:
             key
             for name, sources in self.found.sources.items()
             for key, _ in sources
-            if files.tensors[key].dtype.itemsize > self.dtypes[name].itemsize and key not in files.dequantised
+            if files.tensors[key].dtype.itemsize > self.dtypes[name].itemsize and key not in files.dequantized
         ]
 
     def info(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Fit:
         }
 
     def warn(self, model: PreTrainedModel, files: CheckpointFiles) -> None:
-        """Log one warning each: what was initialized or skipped, and which heads and towers are not loaded."""
+        """Log a warning each for initialized or skipped tensors, and for heads and towers that are not loaded."""
         known = self.of_head | self.of_towers | self.mtp
         others = [key for key in self.skipped if key not in known]
         if others or self.found.missing:
@@ -127,14 +127,14 @@ def fit_checkpoint(
     mtp: MTP = "keep",
     tolerance: Tolerance = EXACT,
 ) -> Fit:
-    """Match a checkpoint to a model on meta. Only tied tensors that are stored twice are read, to compare them.
+    """Match a checkpoint to a model on meta. Reads only tied tensors that are stored twice, to compare them.
 
     Args:
-        model, files, dtype, strict, key_mapping, mtp, tolerance: as in `load_weights`.
+        model, files, dtype, strict, key_mapping, mtp, tolerance: See `load_weights`.
         share: `(i, n)`: compare the i-th of n slices of tensors that are stored twice.
 
     Raises:
-        CheckpointError: everything that does not fit.
+        CheckpointError: If the checkpoint does not fit. Lists all problems.
     """
     adapter = StateDictAdapter(model)
     names = CheckpointNames(model, adapter, files.tensors, key_mapping)
@@ -270,29 +270,29 @@ def head_advice(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
 
 
 def keeps(model: PreTrainedModel, mtp: MTP) -> bool:
-    """Whether a model keeps weights of multi-token prediction: they predict words by its output embeddings."""
+    """Return True if a model keeps MTP weights. They need its output embeddings to predict tokens."""
     return mtp == "keep" and predicts_words(model)
 
 
 def note_mtp(model: PreTrainedModel, files: CheckpointFiles, found: Collection[str], mtp: MTP) -> None:
-    """Say once that MTP weights are dropped, or that the configuration announces some and there are none.
+    """Log once that MTP weights are dropped, or that the configuration announces some but the checkpoint has none.
 
     Args:
-        model, files, mtp: as in `fit_checkpoint`.
-        found: the MTP weights in the checkpoint.
+        model, files, mtp: See `fit_checkpoint`.
+        found: MTP weights in the checkpoint.
     """
     names = MTPNames(model)
     if found and not keeps(model, mtp):
         size = sum(files.tensors[key].nbytes for key in found) / 1e9
-        why = "as mtp='drop' asks" if mtp == "drop" else f"as {class_name(model)} has no output embeddings"
+        why = "because of mtp='drop'" if mtp == "drop" else f"because {class_name(model)} has no output embeddings"
         logger.warning_once(
-            f"{files.folder}: {len(found)} tensors of multi-token prediction ({size:.2f} GB) are dropped, {why}: they "
-            "will not be in what is saved or exported."
+            f"{files.folder}: {len(found)} tensors of multi-token prediction ({size:.2f} GB) are dropped, {why}. "
+            "Saved and exported checkpoints will not have them."
         )
     elif not found and keeps(model, mtp) and names.known and names.announced:
         logger.warning_once(
-            f"{files.folder} announces {names.announced} layers of multi-token prediction ({names.key}) and holds "
-            "none. None are made up: what is saved or exported has none, and engines cannot draft with them."
+            f"{files.folder} announces {names.announced} layers of multi-token prediction ({names.key}), but has none. "
+            "Saved and exported checkpoints have none either, and engines cannot use them for drafting."
         )
 
 
@@ -308,19 +308,19 @@ def _joined(patterns: Iterable[str]) -> re.Pattern[str]:
 
 
 def _target_dtypes(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each parameter and buffer: as built, but fp32 where transformers keeps fp32."""
+    """Return the dtype of each parameter and buffer: as built, or fp32 if transformers keeps it in fp32."""
     kept = kept_dtypes(model, dtype)
     return {name: kept(name) or spec.dtype for name, spec in adapter.own.items()}
 
 
 def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFiles) -> list[Problem]:
-    """Problems for integers or 8-bit floats stored where the model computes in floats: a quantised checkpoint."""
+    """Find integers or 8-bit floats that are stored for floating-point parameters: a quantized checkpoint."""
     problems = []
     for name, sources in found.sources.items():
         for key, _ in sources:
             stored = files.tensors[key]
             if adapter.own[name].dtype.is_floating_point and not is_wide_float(stored.dtype):
-                detail = f"is stored quantised, as {stored.dtype}; the model's is {adapter.own[name].dtype}"
+                detail = f"is stored quantized, as {stored.dtype}; the model's is {adapter.own[name].dtype}"
                 problems.append(Problem(ProblemKind.DTYPE, key, detail, stored.file))
     return problems
 
@@ -346,11 +346,11 @@ _ADVICE = {
     ProblemKind.DUPLICATED: "keep only one of the duplicated tensors",
     ProblemKind.SHAPE: "config.json and the weights belong to different models",
     ProblemKind.DTYPE: (
-        "quantised weights need a quantization_config in config.json: block-wise FP8 and MXFP4 are dequantised "
-        "while loading, other methods are left to transformers' quantisers"
+        "quantized weights need a quantization_config in config.json: block-wise FP8 and MXFP4 are dequantized "
+        "while loading, other methods use transformers' quantizers"
     ),
 }
-"""What to do about each kind of problem."""
+"""Remedy for each kind of problem."""
 
 
 def _advice(model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, found: Match) -> list[str]:

@@ -1,4 +1,4 @@
-"""Kernels that a configuration names: transformers would fetch their code from the hub, and run it."""
+"""Kernels named in a configuration: transformers would download their code from the hub and run it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _KEY = re.compile(r"\w*_implementation(_internal)?")
 
 
 def refuse_hub_kernels(values: Mapping[str, Any], where: str) -> None:
-    """Refuse a configuration whose `attn_implementation`, or the like, is a repository: `someone/kernel`.
+    """Raise if a configuration's `attn_implementation` or a similar key is a repository: `someone/kernel`.
 
     Args:
-        values: the configuration as its file has it, with nested ones.
-        where: the file, for the message.
+        values: Contents of the configuration's file, including nested configurations.
+        where: The file, for the message.
 
     Raises:
-        RemoteCodeError: lists every such key.
+        RemoteCodeError: Lists every such key.
     """
     found = [f"{key}={value!r}" for key, value in _kernels(values)]
     if found:
         raise RemoteCodeError(
-            f"{where} asks for kernels of the hub, whose code would be fetched and run: {', '.join(found)}. Remove "
+            f"{where} requests kernels of the hub, whose code would be downloaded and run: {', '.join(found)}. Remove "
             "them there, and pass attn_implementation= yourself; or, if you trust the code, trust_remote_code=True."
         )
 

@@ -1,10 +1,10 @@
-"""A model's layer of multi-token prediction as a module, to train it.
+"""A trainable module for a model's layer of multi-token prediction (MTP).
 
-It gets the last hidden state of each word and the embedding of the next, and predicts the word after that
-(https://arxiv.org/abs/2412.19437, section 2.2); engines draft with it. Its decoder layer is a copy of the model's own
-that has the same tensors, so that experts, latents and their names on the hub are the family's, not written again.
-What it computes is what vLLM's drafters compute: hidden states after the model's last norm, positions of the hidden
-states, the model's own embeddings at both ends.
+The layer takes the last hidden state of each token and the embedding of the next token, and predicts the token after
+that (https://arxiv.org/abs/2412.19437, section 2.2). Engines use it for drafting. Its decoder layer is a copy of a
+decoder layer of the model with the same tensors, so it uses the family's code for experts, latents and hub names. The
+computation is the same as in vLLM's drafters: hidden states after the model's final norm, position ids of the hidden
+states, and the model's input and output embeddings.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from nrl_models.errors import Problem, ProblemKind, ShardingError, StateDictErro
 from nrl_models.loading.skeleton import build_skeleton
 
 IGNORED = -100
-"""The label of words that are not learnt, as in transformers."""
+"""Label index ignored by the loss, as in transformers."""
 
 
 class MTPOutput(NamedTuple):
-    """What the layer predicts.
+    """Output of the layer.
 
     Args:
-        loss: mean cross-entropy over the words that count; zero if none does.
-        logits: `(batch, length - 2, vocabulary)`: of the third word and those after it.
+        loss: Mean cross-entropy over the labeled tokens; zero if there are none.
+        logits: `(batch, seq_len - 2, vocab_size)`, for the third and later tokens.
     """
 
     loss: torch.Tensor
@@ -53,23 +53,23 @@ class MTPOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainedTensor(KeptTensor):
-    """A tensor that is made of a module's parameters, at each call, instead of a file's pages.
+    """A kept tensor that is computed from a module's parameters on each read, instead of a file's pages.
 
     Args:
-        source: gives it.
+        source: Returns the tensor.
     """
 
     source: Callable[[], torch.Tensor] = torch.Tensor
 
     def read(self) -> torch.Tensor:
-        """The values of now: a view of the parameters, wherever their dtype is that of `spec`.
+        """Return the current values: a view of the parameters, unless their dtype differs from `spec`.
 
         Raises:
-            ShardingError: the layer was sharded.
+            ShardingError: If the layer was sharded.
         """
         tensor = self.source().detach()
         if isinstance(tensor, DTensor):
-            raise ShardingError("an MTP layer is sharded, which it may not be: train it whole, or under DDP", [])
+            raise ShardingError("an MTP layer is sharded, which is not supported: train it unsharded, or with DDP", [])
         return tensor.to(self.spec.dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> KeptTensor:
@@ -85,19 +85,19 @@ def _trained(source: Callable[[], torch.Tensor]) -> TrainedTensor:
 
 
 class MTPLayer(nn.Module):
-    """The layer of multi-token prediction of a model that was loaded with it; the model stays as it is.
+    """The layer of multi-token prediction of a model. Does not modify the model's parameters.
 
-    From now on the model saves and exports this layer's parameters, under the names and in the shapes of the
-    checkpoint, in place of what it kept; where a checkpoint has copies of the model's embeddings in the layer, it saves
-    and exports the model's. To leave the layer frozen, do not make one.
+    After this call, the model saves and exports this layer's parameters instead of the kept tensors, with the
+    checkpoint's names and shapes. If the checkpoint has copies of the embeddings in the layer, the model's embeddings
+    are saved in their place. To keep the MTP weights frozen, do not create this layer.
 
     Args:
-        model: of a family that has an `mtp_form`, loaded with `mtp="keep"`, whole and without adapters.
+        model: A model of a family with an `mtp_form`, loaded with `mtp="keep"`, unsharded and without adapters.
 
     Raises:
-        UnknownArgumentError: it cannot be trained: the family has none that can, or the model was loaded without, is
-            sharded, or takes images.
-        StateDictError: tensors that the layer lacks, or that are of another shape than the model's own decoder layers.
+        UnknownArgumentError: If the layer cannot be trained: the family does not support it, or the model was loaded
+            without MTP weights, is sharded, or accepts images.
+        StateDictError: If the layer lacks tensors, or their shapes differ from those of the model's decoder layers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -111,7 +111,7 @@ class MTPLayer(nn.Module):
         width = decoder.config.hidden_size
         self.joint = nn.Linear(2 * width, width, bias=False, device=decoder.device, dtype=decoder.dtype)
         self.decoder = _alone(decoder, place)
-        self.train(model.training).requires_grad_(True)  # whatever of the model is frozen
+        self.train(model.training).requires_grad_(True)  # even if the model is frozen
         live = _install(self, names, table, f"{_path(model, decoder)}layers.{place}.", kept)
         for name, whole in ((names.input, model.get_input_embeddings()), (names.output, model.get_output_embeddings())):
             if f"{name}.weight" in kept:
@@ -129,21 +129,21 @@ class MTPLayer(nn.Module):
         position_ids: torch.Tensor | None = None,
         through_model: bool = False,
     ) -> MTPOutput:
-        """Predict the word after the next, from each but the last two.
+        """Predict the token after the next one, for each token except the last two.
 
         Args:
-            hidden_states: `(batch, length, hidden)`: the model's last, after its last norm:
+            hidden_states: The model's last hidden states after its final norm, `(batch, seq_len, hidden_size)`:
                 `model(..., output_hidden_states=True).hidden_states[-1]`.
-            input_ids: `(batch, length)`: the words themselves, three at least.
-            labels: `(batch, length)`: the words to learn, -100 for others; all by default. Not shifted.
-            attention_mask: `(batch, length)`: as the model got it; None if it got none.
-            position_ids: `(batch, length)`: as the model got them. Of packed documents each begins at 0: the first two
-                words of a document are predicted from no other.
-            through_model: whether the loss trains hidden states and embeddings, too, as in pretraining. By default it
-                trains this layer alone, and the model's policy is its own.
+            input_ids: Token ids, `(batch, seq_len)` with `seq_len >= 3`.
+            labels: Tokens to predict, `(batch, seq_len)`, -100 to ignore a token; default: all tokens. Not shifted.
+            attention_mask: `(batch, seq_len)`, the mask that the model received; None if it received none.
+            position_ids: `(batch, seq_len)`, as the model received them. In packed rows, each document starts at 0, and
+                its first two tokens are not predicted from the previous document.
+            through_model: Whether the loss also backpropagates into hidden states and embeddings, as in pretraining.
+                By default it trains only this layer.
 
         Raises:
-            ValueError: shapes that differ, or fewer than three words.
+            ValueError: If shapes differ, or there are fewer than three tokens.
         """
         shape = tuple(hidden_states.shape[:2])
         given = (input_ids, labels, attention_mask, position_ids)
@@ -151,7 +151,7 @@ class MTPLayer(nn.Module):
             found = ", ".join(str(None if tensor is None else tuple(tensor.shape)) for tensor in given)
             raise ValueError(
                 f"expected (batch, length) of input_ids, labels, attention_mask and position_ids, as of hidden_states "
-                f"{shape}, of three words at least: got {found}"
+                f"{shape}, with at least three tokens: got {found}"
             )
         model = self._its_model()
         with nullcontext() if through_model else torch.no_grad():
@@ -197,17 +197,17 @@ def _form_of(model: PreTrainedModel) -> MTPForm | None:
 
 
 def _parts(model: PreTrainedModel) -> tuple[Any, MTPParts, Mapping[str, KeptTensor]]:
-    """The model's decoder, what the checkpoint calls the layer's parts, and these.
+    """Return the model's decoder, the checkpoint's names of the MTP layer's parts, and their tensors.
 
     Raises:
-        UnknownArgumentError: see `MTPLayer`.
+        UnknownArgumentError: See `MTPLayer`.
     """
     name, form, kept = class_name(model), _form_of(model), kept_by(model, mtp_only=True)
     known, decoder = MTPNames(model), model.base_model
     if form is None:
         raise UnknownArgumentError(
-            f"{name}: its MTP layers cannot be trained here. That is for families whose MTP layer is a decoder layer "
-            "of their own with norms and a projection (`mtp_form`)"
+            f"{name}: its MTP layers cannot be trained here. Training needs a family whose MTP layer consists of a "
+            "decoder layer, norms and a projection (`mtp_form`)"
         )
     if not kept:
         raise UnknownArgumentError(
@@ -219,7 +219,7 @@ def _parts(model: PreTrainedModel) -> tuple[Any, MTPParts, Mapping[str, KeptTens
         raise UnknownArgumentError(f"{known.key}={known.announced}: one MTP layer can be trained, not several")
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise UnknownArgumentError(
-            f"{name} takes images: its MTP layer gets their embeddings, which are not given to it here"
+            f"{name} accepts images: its MTP layer needs their embeddings, which are not available here"
         )
     return decoder, MTPParts.of(form, known.first), kept
 
@@ -231,17 +231,17 @@ def _path(model: PreTrainedModel, decoder: nn.Module) -> str:
 def _like(
     model: PreTrainedModel, names: MTPParts, kept: Mapping[str, KeptTensor]
 ) -> tuple[int, Mapping[str, HFTensor]]:
-    """The number of a decoder layer that has the tensors of the MTP layer, and those by their names in a layer.
+    """Return the number of a decoder layer with the same tensors as the MTP layer, and these tensors by short name.
 
     Raises:
-        StateDictError: there is none; with what the last layer, which most are like, has otherwise.
+        StateDictError: If no layer has the same tensors. Lists the differences from the last layer.
     """
     others = {f"{part}.weight" for part in names.others}
     own = {name.removeprefix(names.layer): t.spec.shape for name, t in kept.items() if name not in others}
     decoder: Any = model.base_model
     hub = adapter_of(model).hub
     for number in reversed(range(len(decoder.layers))):
-        path = f"layers.{number}."  # what stands before it on the hub may be more than in memory
+        path = f"layers.{number}."  # the prefix on the hub may be longer than in memory
         inside = f"{_path(model, decoder)}{path}"
         table = {
             name.partition(path)[2]: tensor
@@ -254,7 +254,7 @@ def _like(
             last = table
     else:
         raise StateDictError(
-            f"the MTP layer of this {class_name(model)} is like none of its decoder layers",
+            f"the MTP layer of this {class_name(model)} has other tensors than its decoder layers",
             list(_differences(names.layer, own, last)),
         )
     width = decoder.config.hidden_size
@@ -293,11 +293,11 @@ def _differences(layer: str, own: Mapping[str, Any], table: Mapping[str, HFTenso
 
 
 def _alone(decoder: Any, place: int) -> Any:
-    """The model's decoder with a copy of one of its layers alone, and without embeddings: masks and rotations are its.
+    """Return the model's decoder with a copy of one layer and without embeddings. Computes masks and rotations.
 
     Args:
-        decoder: the model's.
-        place: the layer's number.
+        decoder: The model's decoder.
+        place: Index of the layer.
     """
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = 1
@@ -320,7 +320,7 @@ def _alone(decoder: Any, place: int) -> Any:
 def _install(
     layer: MTPLayer, names: MTPParts, table: Mapping[str, HFTensor], inside: str, kept: Mapping[str, KeptTensor]
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Put the checkpoint's tensors into the layer; gives, by the checkpoint's names, what reads them there."""
+    """Load the checkpoint's tensors into the layer. Returns functions that read them, by the checkpoint's names."""
     live: dict[str, Callable[[], torch.Tensor]] = {}
     for name, module in (
         (names.embedding_norm, layer.embedding_norm),

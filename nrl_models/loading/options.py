@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,53 +22,50 @@ from nrl_models.loading.placement import DeviceMap, checked_map, device_around, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What `from_pretrained` takes beside configuration values.
+    """Keywords of `from_pretrained`, other than configuration values.
 
     Args:
-        config: used instead of the checkpoint's configuration; an object, or where one is.
-        dtype: of the parameters, also by a name ("bfloat16", "bf16"); "auto" is the configuration's, else the
-            checkpoint's. What transformers keeps in fp32 stays fp32.
-        device: where to put the model; None is the device of a `torch.device(...)` around the call, else the CPU,
-            or with a mesh this rank's device.
-        device_map: how to distribute the model over the devices of this process, the CPU and the disk, as in
-            transformers: "auto", "balanced", "balanced_low_0" or "sequential"; a single device, by name, as a
-            `torch.device` or as an accelerator's number; or a device for each module by name.
-        offload_folder, offload_buffers, max_memory: directory for modules on "disk", whether buffers are offloaded,
-            and the memory limit of each device.
-        quantization_config: how transformers quantises linears while loading (QLoRA).
-        combine: whether projections of the same input run as one matmul: True, False, or "auto", which follows the
-            measurements in docs/benchmarks.md. It affects speed only: parameters, names and files are the same.
-            `nrl_models.common.projections.report` shows what was combined.
-        backend: attention and expert implementations, and `combine` unless that is given.
-        mesh: the ranks to shard the model over; every rank makes this call and reads only the slices it holds. The
-            dimensions are any of `fsdp`, `ep`, `tp`, in this order; see `nrl_models.distributed.parallelize`.
-        plan: how to shard it: "auto" (the same as None), rules that override it, or a
+        config: Configuration to use instead of the checkpoint's: an object or a path.
+        dtype: Dtype of the parameters, e.g. `torch.bfloat16`, "bfloat16" or "bf16". "auto" is the configuration's, else
+            the checkpoint's. Parameters that transformers keeps in fp32 stay in fp32.
+        device: Device of the model. None is the device of an enclosing `torch.device(...)`, else the CPU; with a mesh,
+            this rank's device.
+        device_map: Devices of the model, as in transformers: "auto", "balanced", "balanced_low_0" or "sequential"; one
+            device as a name, a `torch.device` or an accelerator's number; or a device for each module by name.
+        offload_folder, offload_buffers, max_memory: Directory for modules on "disk", whether buffers are offloaded, and
+            the memory limit of each device.
+        quantization_config: Quantize linears while loading (QLoRA), as in transformers.
+        combine: Fuse projections that share an input: True, False, or "auto" (by device, from docs/benchmarks.md).
+            Changes only speed. `nrl_models.common.projections.report` lists fused projections.
+        backend: Attention and expert implementations, and `combine` unless that is given.
+        mesh: Device mesh to shard the model over, with dimensions `fsdp`, `ep`, `tp` in this order, or `pp`. Every rank
+            makes this call and reads only its slices. See `nrl_models.distributed.parallelize`.
+        plan: How to shard: "auto" (the same as None), rules that override it, or a
             `nrl_models.distributed.ParallelPlan`.
-        strict: whether the checkpoint must match the model exactly. False initialises what is missing and skips what
-            is unknown, with a warning that lists both.
-        new_head: put a new head on the model in the checkpoint: a reward model from a causal language model. A head
-            that the checkpoint lacks, or has in another shape, is initialized as in transformers; other heads in the
-            checkpoint are skipped; a warning lists both. Everything else must match. A head that fits is loaded.
-        ignore_mismatched_sizes: initialize tensors that have another shape in the checkpoint, with a warning that lists
-            them, as in transformers. Missing and unexpected tensors are errors all the same.
-        state_dict: tensors to load in place of the checkpoint's files, as in transformers. With `config=` the path may
-            be None. They are matched as strictly as files are, and copied.
-        key_mapping: renames the checkpoint's tensors before anything else, as in transformers: regular expressions,
-            each with what replaces it. What is saved has the checkpoint's names.
-        variant: of the weights' files: "fp16" reads `model.fp16.safetensors`.
-        output_loading_info: return `(model, info)`, with transformers' keys: `missing_keys`, `unexpected_keys`,
-            `mismatched_keys`, `error_msgs`. With `strict` nothing may be missing or unexpected.
-        revision, token, cache_dir, subfolder, local_files_only: as in transformers, for hub repositories.
-        gguf_file: the name of a GGUF file in the directory or repository, as in transformers. It is loaded as the plain
-            weights that it stands for.
-        trust_remote_code: run the checkpoint's own code if neither transformers nor a registered family knows its
+        strict: Require that the checkpoint matches the model exactly. False initializes missing tensors and skips
+            unknown ones, with a warning that lists both.
+        new_head: Put a new head on the model in the checkpoint, for example a reward model on a causal language model.
+            A head that the checkpoint lacks or has in another shape is initialized as in transformers. Other heads in
+            the checkpoint are skipped. A warning lists both. A head that fits is loaded. Everything else must match.
+        ignore_mismatched_sizes: Initialize tensors that have another shape in the checkpoint, with a warning, as in
+            transformers. Missing and unexpected tensors still raise.
+        state_dict: Tensors to load instead of files, as in transformers. With `config=` the path may be None. They are
+            matched strictly, and copied.
+        key_mapping: Regular expressions and replacements that rename the checkpoint's tensors first, as in
+            transformers. Saved files have the checkpoint's names.
+        variant: Variant of the weight files: "fp16" reads `model.fp16.safetensors`.
+        output_loading_info: Return `(model, info)` with transformers' keys: `missing_keys`, `unexpected_keys`,
+            `mismatched_keys`, `error_msgs`. Combine with `strict=False`; otherwise missing tensors raise.
+        revision, token, cache_dir, subfolder, local_files_only: As in transformers, for Hub repositories.
+        gguf_file: Name of a GGUF file in the directory or repository, as in transformers. It is dequantized.
+        trust_remote_code: Run the checkpoint's code if neither transformers nor a registered family has its
             `model_type`.
-        mtp: what becomes of the checkpoint's weights of multi-token prediction, with which the model does not compute:
-            "keep" leaves them in the files' pages, and saves and exports them with the model, bit for bit; "drop" does
-            not, with a note. Where the checkpoint has some of the layers that the configuration announces, it is
-            refused; where it has none, there is a note. Models without output embeddings leave them out with the head.
-        ignore_config_keys: configuration keys, by name or path (`text_config.use_x`), that may have values that
-            nothing reads or honours; see `nrl_models.common.config.validate.check_config`.
+        mtp: Weights of multi-token prediction, which the model does not use: "keep" leaves them in the files' pages and
+            saves and exports them unchanged; "drop" leaves them out, with a warning. If the checkpoint has only some of
+            the layers that the configuration announces, loading raises; if it has none, it warns. Models without output
+            embeddings leave them out.
+        ignore_config_keys: Configuration keys, by name or path (`text_config.use_x`), that no code needs to implement;
+            see `nrl_models.common.config.validate.check_config`.
     """
 
     config: PreTrainedConfig | str | Path | None = None
@@ -102,14 +99,14 @@ class LoadOptions:
 
     @classmethod
     def split(cls, keywords: Mapping[str, Any]) -> tuple[LoadOptions, dict[str, Any]]:
-        """The options among `keywords`, checked, and the rest, which are values of the configuration.
+        """Split `keywords` into validated options, and configuration values.
 
-        If they name no destination, it is the device of a `torch.device(...)` around the call.
+        Without a device in the keywords, the one of an enclosing `torch.device(...)` context is used.
 
         Raises:
-            UnknownArgumentError: keywords that exclude one another, or have values that mean nothing.
-            DeviceError: the destination is meta, or is not there.
-            ShardingError: the mesh has unknown dimensions.
+            UnknownArgumentError: If keywords exclude each other, or have invalid values.
+            DeviceError: If the device is meta or does not exist.
+            ShardingError: If the mesh has unknown dimensions.
         """
         named = by_own_names(keywords)
         rest = {name: value for name, value in named.items() if name not in OPTIONS}
@@ -126,7 +123,7 @@ class LoadOptions:
         )._with_single_device(), rest
 
     def _with_single_device(self) -> LoadOptions:
-        """A map of the whole model to a device as that device: what is loaded there needs no dispatching."""
+        """Replace a map to a single device by that device, which needs no dispatching."""
         device_map = None if self.device_map is None else checked_map(self.device_map)
         if isinstance(device_map, dict) and device_map.keys() == {""} and device_map[""] != "disk":
             return replace(self, device=device_map[""], device_map=None)
@@ -140,10 +137,10 @@ class LoadOptions:
         given = [name for name in ("device", "device_map", "mesh") if getattr(self, name) is not None]
         if len(given) > 1 and given != ["device", "mesh"]:
             raise UnknownArgumentError(
-                f"{' and '.join(given)}: expected only one of them, as each says where the model goes"
+                f"{' and '.join(given)}: expected only one of them, because each sets the model's device"
             )
         if self.plan is not None and self.mesh is None:
-            raise UnknownArgumentError("plan says how to shard over a mesh: pass mesh, too")
+            raise UnknownArgumentError("plan needs a mesh to shard over: also pass mesh")
         if self.mesh is not None:
             check_mesh(self.mesh)
 
@@ -160,4 +157,59 @@ class LoadOptions:
 OPTIONS = tuple(field.name for field in fields(LoadOptions))
 
 KEYWORDS = (*OPTIONS, *NAMES)
-"""Everything that is taken beside values of the configuration."""
+"""All keywords other than configuration values."""
+
+
+PathOrId = str | Path
+"""A directory, a GGUF file, or the name of a hub repository."""
+
+
+class NewModelKeywords(TypedDict, total=False):
+    """Keywords of `from_config`, for type checkers."""
+
+    attn_implementation: str
+    experts_implementation: str
+    dtype: str | torch.dtype | None
+    torch_dtype: str | torch.dtype | None
+    device: str | int | torch.device | None
+    combine: Combine
+    backend: BackendConfig | None
+    backend_config: BackendConfig | None
+    ignore_config_keys: Collection[str] | str
+
+
+class LoadKeywords(NewModelKeywords, total=False):
+    """Keywords of `from_pretrained` except `output_loading_info`, for type checkers.
+
+    Has the fields of `LoadOptions`, transformers' names for them, and the configuration values that the documentation
+    uses. At run time `from_pretrained` also accepts every other configuration value. To pass one in checked code, use
+    `config=` or unpack a dictionary: `overrides: dict[str, Any] = {"attention_dropout": 0.1}`, then `**overrides`.
+    """
+
+    pretrained_model_name_or_path: PathOrId
+    config: PreTrainedConfig | str | Path | None
+    device_map: DeviceMap | None
+    offload_folder: str | Path | None
+    offload_buffers: bool
+    max_memory: Mapping[int | str, int | str] | None
+    quantization_config: Any
+    mesh: DeviceMesh | None
+    plan: Any
+    strict: bool
+    new_head: bool
+    ignore_mismatched_sizes: bool
+    state_dict: Mapping[str, Any] | None
+    key_mapping: Mapping[str, str] | None
+    variant: str | None
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    subfolder: str
+    gguf_file: str | None
+    local_files_only: bool
+    trust_remote_code: bool
+    mtp: MTP
+    low_cpu_mem_usage: bool
+    use_safetensors: bool | None
+    architectures: list[str]
+    num_labels: int

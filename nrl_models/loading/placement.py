@@ -1,4 +1,4 @@
-"""Device placement: `device_map`, as transformers dispatches it, and `torch.device(...)` around a call."""
+"""Device placement: `device_map` as in transformers, and `torch.device(...)` as a context manager."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def dispatch(
 ) -> PreTrainedModel:
     """Distribute the modules of a model over devices, in place, as transformers does.
 
-    Only a model on several devices gets accelerate's hooks.
+    accelerate's hooks are only added if there are several devices.
 
     Args:
-        model: a model on the CPU.
-        device_map: from `checked_map`; "disk" and "cpu" are devices too.
-        offload_folder: directory for modules on "disk".
-        max_memory: limit for each device, for maps that are computed.
-        offload_buffers: whether buffers are offloaded with their parameters.
+        model: A model on the CPU.
+        device_map: Map from `checked_map`. "disk" and "cpu" are also devices.
+        offload_folder: Directory for modules on "disk".
+        max_memory: Memory limit per device, for computed maps.
+        offload_buffers: Whether to offload buffers together with their parameters.
 
     Raises:
-        ValueError: a map that misses modules, or uses "disk" without `offload_folder`.
+        ValueError: If the map misses modules, or uses "disk" without `offload_folder`.
     """
     memory = None if max_memory is None else dict(max_memory)
     found = computed_device_map(model, device_map, memory, None)
     places = set(found.values())
     if len(places) == 1 and places != {"disk"}:
-        if places != {"cpu"}:  # where all that the map leaves out is, too
+        if places != {"cpu"}:  # modules that the map misses are already on the CPU
             check_device_map(model, dict(found))
         return model.to(*places)
     accelerate_dispatch(model, None, dict(found), offload_folder, None, offload_buffers)
@@ -61,11 +61,11 @@ STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def checked_map(device_map: DeviceMap) -> str | dict[str, Any]:
-    """A strategy, or a device for each module by name, as transformers reads `device_map`.
+    """Validate `device_map`. Returns a strategy, or a device for each module by name.
 
     Raises:
-        UnknownArgumentError: it names no strategy and no device.
-        DeviceError: it names a device that is not there.
+        UnknownArgumentError: If it is neither a strategy nor a device.
+        DeviceError: If a device does not exist.
     """
     if isinstance(device_map, str) and device_map in STRATEGIES:
         return device_map
@@ -84,20 +84,20 @@ def checked_map(device_map: DeviceMap) -> str | dict[str, Any]:
 
 
 def present_device(device: Device, keyword: str = "device") -> torch.device:
-    """A device that is there.
+    """Return a device that exists.
 
     Args:
-        device: by name, as a `torch.device`, or as an accelerator's number.
-        keyword: that it was given by, for errors.
+        device: Name, `torch.device`, or number of an accelerator.
+        keyword: Name of the argument, for errors.
 
     Raises:
-        UnknownArgumentError: it is no device.
-        DeviceError: it is not there.
+        UnknownArgumentError: If it is not a device.
+        DeviceError: If the device does not exist.
     """
     there = ["cpu", *(str(torch.device(index)) for index in range(torch.accelerator.device_count()))]
     if isinstance(device, int) and not isinstance(device, bool):
         if not 0 <= device < len(there) - 1:
-            raise DeviceError(f"{keyword}={device}: there is no accelerator of this number, but {', '.join(there)}")
+            raise DeviceError(f"{keyword}={device}: no such accelerator; available: {', '.join(there)}")
         return torch.device(device)
     try:
         found = torch.device(device)
@@ -106,7 +106,9 @@ def present_device(device: Device, keyword: str = "device") -> torch.device:
         raise _no_device(keyword, device, more) from error
     numbered = found if found.index is not None else torch.device(found.type, 0)
     if found.type not in ("cpu", "meta") and str(numbered) not in there:
-        raise DeviceError(f"{keyword}={str(device)!r}: there is no such device, but {', '.join(there)}")
+        kinds = {name.partition(":")[0] for name in there}
+        reason = "no such device" if found.type in kinds else f"{found.type.upper()} is not available to torch"
+        raise DeviceError(f"{keyword}={str(device)!r}: {reason}; available: {', '.join(there)}")
     return found
 
 
@@ -116,10 +118,10 @@ def _no_device(keyword: str, given: object, more: Iterable[str]) -> UnknownArgum
 
 
 def device_around() -> torch.device | None:
-    """The device that `torch.device(...)` around a load asks for; None if there is none.
+    """Return the device of an enclosing `torch.device(...)` context; None if there is none.
 
     Raises:
-        DeviceError: meta, which holds no weights.
+        DeviceError: If it is meta, which holds no weights.
     """
     around = device_in_context()
     if around is not None:
@@ -131,18 +133,18 @@ def device_around() -> torch.device | None:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Create tensors on the CPU inside, whatever `torch.device(...)` is around it."""
+    """Context manager that creates tensors on the CPU, even inside `torch.device(...)`."""
     return nullcontext() if device_in_context() is None else torch.device("cpu")
 
 
 def refuse_meta(*places: object) -> None:
-    """Refuse to load weights to meta.
+    """Raise if weights would be loaded to meta.
 
     Args:
-        places: devices, and device maps.
+        places: Devices and device maps.
 
     Raises:
-        DeviceError: meta is among them.
+        DeviceError: If one of them is meta.
     """
     devices = [device for place in places for device in (place.values() if isinstance(place, Mapping) else [place])]
     if any(isinstance(device, str | torch.device) and str(device).startswith("meta") for device in devices):

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's configuration, applies keyword overrides, and selects the part that a model class takes."""
+"""Read a checkpoint's configuration, apply keyword overrides, and select the part for a model class."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.limits import check_limits
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
@@ -35,18 +36,20 @@ from nrl_models.loading.options import KEYWORDS
 from nrl_models.loading.shared_classes import shared_class_note, takes_config
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-"""Values transformers takes like configuration values, though `config.json` has no such keys."""
+"""Keywords that transformers handles like configuration values, although `config.json` has no such keys."""
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of the checkpoint in `folder`, which may also be the path of a configuration or GGUF file.
+    """Read the configuration of a checkpoint.
+
+    `folder` is a directory, or the path of a configuration or GGUF file.
 
     Raises:
-        CheckpointError: `config.json` is not a JSON object, or has a value that its class refuses; a GGUF file is
-            damaged, or of an architecture that transformers does not read.
-        UnknownArchitectureError: an unknown `model_type`.
-        RemoteCodeError: it needs the checkpoint's own code, or asks for a kernel of the hub, and `trust_remote_code` is
-            not set.
+        CheckpointError: If links leave the directory, `config.json` is not a JSON object or has an invalid value, or a
+            GGUF file is damaged or of an architecture that transformers cannot read.
+        UnknownArchitectureError: If the `model_type` is unknown.
+        RemoteCodeError: If the checkpoint needs its own code or a kernel of the hub, and `trust_remote_code` is not
+            set.
     """
     if is_gguf(folder):
         values = gguf_tables.configuration(folder)
@@ -55,6 +58,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
             return config_class.from_dict(with_declared_types(config_class, values, str(folder)))
         except Exception as error:
             raise _refused_values(folder, error, "correct the file's metadata, or download it again") from error
+    require_links_inside(folder)
     needs_its_code = _needs_its_code(folder, trust_remote_code)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
@@ -64,26 +68,26 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         try:
             return _with_declared_types(folder)
         except Exception as error:
-            raise _refused_values(folder, error, "give the value in the type that is expected") from refused
-    except Exception as error:  # whatever a configuration's class raises for values that it cannot use
+            raise _refused_values(folder, error, "use a value of the expected type") from refused
+    except Exception as error:  # any error of a configuration's class for invalid values
         if needs_its_code:
             raise
-        raise _refused_values(folder, error, "correct the values that its class refuses") from error
+        raise _refused_values(folder, error, "correct the values that its class rejects") from error
 
 
 def generation_config(model_class: type[PreTrainedModel], folder: Path) -> GenerationConfig | None:
-    """The generation settings of the checkpoint in `folder`; None if it has none, or the model does not generate.
+    """Return the generation settings of the checkpoint; None if it has none, or the model does not generate.
 
     Raises:
-        CheckpointError: the file is not a JSON object, or has values that transformers refuses.
+        CheckpointError: If the file is not a regular file or not a JSON object, or transformers rejects its values.
     """
     file = folder / GENERATION_NAME
-    if not model_class.can_generate() or not file.is_file():
+    if not model_class.can_generate() or not file.exists():
         return None
     read_object(file)
     try:
         return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # whatever its checks and conversions raise
+    except Exception as error:  # any error of its checks and conversions
         problem = Problem(ProblemKind.CONFIG, GENERATION_NAME, one_line(error))
         advice = f"correct {GENERATION_NAME}, or remove it: defaults follow from config.json then"
         raise CheckpointError(f"cannot load {folder}", [problem], [advice]) from error
@@ -101,14 +105,14 @@ def _config_file(path: Path) -> Path:
 
 
 def _with_declared_types(folder: Path) -> PreTrainedConfig:
-    """The configuration in `folder`, with integers converted to floats where its class declares floats."""
+    """Read the configuration, with integers converted to floats if its class declares floats."""
     values, _ = PreTrainedConfig.get_config_dict(folder)
     config_class = CONFIG_MAPPING[values["model_type"]]
     return config_class.from_dict(with_declared_types(config_class, values, str(_config_file(folder))))
 
 
 def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
-    """Whether only the checkpoint's own code can read its configuration; raises if that is not allowed."""
+    """Return True if the configuration needs the checkpoint's own code. Raises if that is not allowed."""
     content = read_object(_config_file(folder))
     model_type, names = content.get("model_type"), content.get("architectures")
     problems = []
@@ -127,14 +131,17 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
         if trust_remote_code:
             return True
         raise RemoteCodeError(
-            f"{folder} comes with its own code for model_type {model_type!r} ({content['auto_map']}), which may not "
-            "run. Review that code; if you trust it, pass trust_remote_code=True."
+            f"{folder} has its own code for model_type {model_type!r} ({content['auto_map']}), which does not run by "
+            "default. Review that code. If you trust it, load the model in Python with "
+            "from_pretrained(..., trust_remote_code=True). The nrl-models commands never run it."
         )
     close = get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3)
     hint = f" Close names: {', '.join(close)}." if close else ""
     raise UnknownArchitectureError(
         f"{_config_file(folder)} has model_type {model_type!r}, which neither transformers nor a registered family "
-        f"knows.{hint} It may need a newer transformers, or a family that registers its configuration."
+        f"knows.{hint} Upgrade transformers if a newer release has it (`pip install --upgrade transformers`). For your "
+        "own architecture, register the configuration class and a family: docs/add-a-family.md, "
+        "nrl_models.register_architecture(..., config={model_type: class})."
     )
 
 
@@ -145,7 +152,7 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     """Set keyword overrides on `config`, in place.
 
     Raises:
-        UnknownArgumentError: unknown names, attributes that are no values, or values of the wrong type.
+        UnknownArgumentError: If a name is unknown, is not a configuration value, or has a value of the wrong type.
     """
     if other := [name for name in overrides if name in _OTHER_SHARDING]:
         raise UnknownArgumentError(
@@ -156,8 +163,8 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     fixed = [name for name in unknown if hasattr(config, name) and not callable(getattr(config, name))]
     if fixed:
         raise UnknownArgumentError(
-            f"{', '.join(fixed)}: expected values of the configuration, and this is none: {type(config).__name__} sets "
-            "it itself. Leave it out; to use another class, change config.json, or pass config="
+            f"{', '.join(fixed)}: not a configuration value, because {type(config).__name__} computes it. Leave it "
+            "out; to use another class, change config.json, or pass config="
         )
     if unknown:
         kind = f", or a key of {type(config).__name__}"
@@ -175,10 +182,10 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration that `model_class` takes: `config`, its text configuration, or another part.
+    """Return the configuration for `model_class`: `config`, its text configuration, or another part.
 
     Raises:
-        UnknownArchitectureError: `config` belongs to another model.
+        UnknownArchitectureError: If `config` belongs to another model.
     """
     if (part := part_for(model_class, config)) is not None:
         if part is not config:

@@ -1,7 +1,7 @@
-"""Loads a checkpoint into a sharded model: each rank reads only the slices it holds.
+"""Load a checkpoint into a sharded model: each rank reads only the slices it holds.
 
 The steps are those of `nrl_models.loading.weights`. The model is sharded on meta, and every rank checks names, shapes
-and mesh; only when all ranks agree that they can proceed, and see the same checkpoint, are slices read.
+and mesh. Slices are read once all ranks have succeeded and agree on the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.modules import install, move_buffers, share_copies
-from nrl_models.common.projections import Buffer, join, neighbouring_parameters
+from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
-from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
+from nrl_models.common.upstream import mark_initialized, set_loaded_conversions
 from nrl_models.common.views.view import Piece, apply_steps
+from nrl_models.distributed.kept_dtypes import separate_group
 from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
@@ -48,22 +49,24 @@ def load_sharded(
     mtp: MTP = "keep",
     tolerance: Tolerance = EXACT,
 ) -> Fit:
-    """Shard a model on meta and fill each rank's shards of it.
+    """Shard a model on meta, and load each rank's shards.
 
     Args:
-        model, files, dtype, device, strict, key_mapping, mtp, tolerance: as in
+        model, files, dtype, device, strict, key_mapping, mtp, tolerance: See
             `nrl_models.loading.weights.load_weights`.
-        mesh, plan: as in `nrl_models.distributed.parallelize`.
+        mesh, plan: See `nrl_models.distributed.parallelize`.
 
     Returns:
-        How the checkpoint fitted the model.
+        The match of checkpoint and model.
 
     Raises:
-        CheckpointError, ShardingError: a problem on this or another rank, before memory is allocated.
+        CheckpointError, ShardingError: For a problem on this or another rank, before memory is allocated.
     """
+    if "fsdp" in (mesh.mesh_dim_names or ()):
+        separate_group(mesh)  # now, because all ranks must take part, and one may fail below
     with agreed(mesh, "load the checkpoint") as facts:
         chosen = plan_for(model, mesh, plan)
-        # The checkpoint has to fit the whole model, of which this rank may hold some stages.
+        # The checkpoint has to fit the complete model, even if this rank holds only some stages.
         sharding, whole = divide_stages(model, mesh, chosen, cut_for(model, mesh, chosen))
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
         how: Any = {"dtype": dtype, "strict": strict, "key_mapping": key_mapping, "mtp": mtp}
@@ -109,7 +112,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     """Read this rank's shard of every tensor, several at a time."""
     sharding = sharding_of(model)
     own = model.state_dict()
-    laid = _neighbouring_shards(model, fit, own, device)
+    laid = _neighboring_shards(model, fit, own, device)
     shards: dict[str, torch.Tensor] = {}
     wanted: dict[str, list[tuple[Piece, Block]]] = defaultdict(list)
     for name, sources in fit.found.sources.items():
@@ -140,7 +143,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     run_readers(read, jobs)
     for name, tensor in shards.items():
         install(model, name, tensor)
-    _initialise_missing(model, fit, device)
+    _initialize_missing(model, fit, device)
     for ties in (fit.found.copies, fit.adapter.tied):
         share_copies(model, {name: given for name, given in ties.items() if name in own})
     move_buffers(model, device)
@@ -148,26 +151,26 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     require_written(model)
 
 
-def _neighbouring_shards(
+def _neighboring_shards(
     model: PreTrainedModel, fit: Fit, own: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Buffers for this rank's shards of grouped parameters, by name; none with `fsdp`, which allocates its own."""
     result: dict[str, torch.Tensor] = {}
     if "fsdp" in (sharding_of(model).mesh.mesh_dim_names or ()):
         return result
-    for names in neighbouring_parameters(model):
+    for names in neighboring_parameters(model):
         if any(name not in fit.found.sources for name in names):
             continue
         shapes = [local_of(own[name]).shape for name in names]
         if len({(*shape[1:], fit.dtypes[name]) for name, shape in zip(names, shapes, strict=True)}) == 1:
             lengths = [shape[0] for shape in shapes]
             rows = torch.empty(sum(lengths), *shapes[0][1:], dtype=fit.dtypes[names[0]], device=device)
-            result.update(zip(names, Buffer(rows, lengths).neighbours(), strict=True))
+            result.update(zip(names, Buffer(rows, lengths).neighbors(), strict=True))
     return result
 
 
-def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
-    """Initialise missing parameters as transformers does, module by module, the same on every rank."""
+def _initialize_missing(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
+    """Initialize missing parameters as transformers does, module by module, the same on every rank."""
     mesh = sharding_of(model).mesh
     (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
     by_module: dict[str, list[str]] = defaultdict(list)
@@ -177,12 +180,12 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
         by_module[owner].append(attribute)
     for owner, attributes in by_module.items():
         module = model.get_submodule(owner)
-        whole = copy.copy(module)  # the same module with full tensors to initialise
+        whole = copy.copy(module)  # the same module with full tensors to initialize
         whole.__dict__["_parameters"] = {
             attribute: None if parameter is None else nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             for attribute, parameter in module._parameters.items()
         }
-        mark_initialised(whole, False)
+        mark_initialized(whole, False)
         with random_states_kept(), torch.no_grad():
             torch.manual_seed(seed)
             model._init_weights(whole)

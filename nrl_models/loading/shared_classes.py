@@ -16,10 +16,10 @@ from nrl_models.common.upstream import architectures_of, has_key_mapping, text_p
 
 
 def takes_config(model_class: Any, config: PreTrainedConfig) -> bool:
-    """Return True if a class is built from `config` as it is.
+    """Return True if a class can be built from `config` directly.
 
-    Either the class declares this configuration class, or transformers' auto classes give the model type a class that
-    declares the same configuration class as `model_class`.
+    Either the class declares this configuration class, or transformers' auto classes map the model type to a class with
+    the same configuration class as `model_class`.
     """
     wanted = model_class.config_class
     # By name too, because code that comes with a checkpoint may be imported twice.
@@ -31,7 +31,7 @@ def takes_config(model_class: Any, config: PreTrainedConfig) -> bool:
 def shared_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     """Yield the classes of other families that transformers builds from `config`, heads before base models.
 
-    A configuration whose text part is the other class's (`Qwen3_5Config` and `Qwen3_5TextConfig`) shares no class.
+    If only the text part of a configuration belongs to the other class, no class is shared (`Qwen3_5Config`).
     """
     text = text_part(config)
     for name in architectures_of(config.model_type):

@@ -1,4 +1,4 @@
-"""Builds a model without weights: parameters on meta and uninitialised, buffers real."""
+"""Build a model without weights: parameters on meta and uninitialized, buffers with values."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import named_dtype
 from nrl_models.common.state_dict.matching import is_wide_float
-from nrl_models.common.upstream import BUILDING, mark_initialised
+from nrl_models.common.upstream import BUILDING, mark_initialized
 from nrl_models.errors import UnknownArgumentError
 
 
 def build_skeleton(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """A model with parameters on meta, tied as its configuration says, and real buffers.
+    """Build a model with parameters on meta and buffers with values, tied according to its configuration.
 
-    So nothing is allocated twice, and no buffer (RoPE table, scale) is left unset.
+    So parameters are allocated only once, and all buffers (RoPE tables, scales) are set.
 
     Args:
-        model_class, config: what to build.
-        dtype: of the parameters.
-        options: from `construction`.
+        model_class, config: Class and configuration of the model.
+        dtype: Dtype of the parameters.
+        options: Options from `construction`.
     """
     config.dtype = dtype  # a classifier builds the model inside by it; older versions of `_from_config` do not set it
     with _parameters_on_meta():
         model = model_class._from_config(config, dtype=dtype, **options)
     for parameter in model.parameters():
-        mark_initialised(parameter)
+        mark_initialized(parameter)
     compute_buffers(model)
     model.tie_weights()
     return model
 
 
 class _ThisThread(threading.local):
-    """What holds in one thread."""
+    """State of one thread."""
 
     builds_skeleton = False
 
@@ -90,8 +90,8 @@ def compute_buffers(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         derived = any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set)
-        mark_initialised(module, not derived)
-    with BUILDING:  # torch.nn.init is replaced meanwhile
+        mark_initialized(module, not derived)
+    with BUILDING:  # other builds replace functions of torch.nn.init
         model.initialize_weights()
 
 
@@ -102,12 +102,12 @@ def construction(
     given = backend or BackendConfig()
     combined = should_combine(given.combine if combine is True else combine, device)
     options: dict[str, Any] = given.implementations()
-    # A plain Hugging Face class has nothing to combine.
+    # A plain Hugging Face class has no linears to fuse.
     return options | {"combine": combined} if hasattr(model_class, "rewrites") else options
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
-    """The dtype to load in: "auto" is the configuration's, else that of the files."""
+    """Return the dtype to load in. "auto" is the configuration's, or else that of the files."""
     if dtype == "auto":
         configured = config.dtype or config.get_text_config().dtype
         if configured is None:
@@ -117,10 +117,10 @@ def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: Che
 
 
 def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype that parameters may have, by its name or itself.
+    """Validate a dtype for parameters, passed as a name or a `torch.dtype`.
 
     Raises:
-        UnknownArgumentError: any other.
+        UnknownArgumentError: If parameters cannot have this dtype.
     """
     dtype = named_dtype(dtype)
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -1,9 +1,11 @@
-"""Reads a checkpoint's tensors straight into a model's parameters.
+"""Read a checkpoint's tensors directly into a model's parameters.
 
-Names and shapes from the files' headers are matched and checked first; after that only the disk can fail. A parameter
-that is one contiguous run of bytes in a file becomes a view of the file's pages, as in transformers. Any other is
-allocated once, in its final dtype, and filled through its views by several threads. Parameters of one group share one
-buffer, mapped or allocated. There are no intermediate copies: nothing is concatenated or cast on the side.
+Names and shapes in the files' headers are checked first. Afterwards only the disk can fail.
+
+- A parameter that is one contiguous range of bytes in a file becomes a memory-mapped view, as in transformers.
+- Any other parameter is allocated once, in its final dtype. Several threads fill its parts.
+- Parameters of a fused group share one buffer, mapped or allocated.
+- Tensors are never concatenated or cast in a separate step, so intermediate copies are not needed.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from nrl_models.common.modules import (
     share_copies,
     without_wrappers,
 )
-from nrl_models.common.projections import Buffer, join, neighbouring_parameters
+from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by, kept_from
 from nrl_models.common.state_dict.layouts import TensorSpec, note_published_names
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.state_dict.ties import have_same_values
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import BUILDING, mark_initialised, set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, mark_initialized, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
@@ -65,25 +67,25 @@ def load_weights(
     mtp: MTP = "keep",
     tolerance: Tolerance = EXACT,
 ) -> Fit:
-    """Fill `model`, built with meta parameters and real buffers, from `files`.
+    """Load the tensors of `files` into a `model` that was built with parameters on meta and buffers with values.
 
     Args:
-        model: whose parameters are on meta; replaced by real ones, in place.
-        files: the checkpoint.
-        dtype: of the parameters. Those that transformers keeps in fp32 stay fp32.
-        device: where to put them; None is the CPU.
-        strict: whether every tensor must be there and used. Otherwise missing ones are initialised as
-            transformers initialises them, unexpected ones are skipped, and one warning lists both.
-            Incomplete tensors, duplicates and wrong shapes are always errors.
-        key_mapping: renames the checkpoint's keys before anything else, see `LoadOptions`.
-        mtp: what becomes of weights of multi-token prediction, see `LoadOptions`.
+        model: The model. Its parameters are replaced in place.
+        files: The checkpoint.
+        dtype: Dtype of the parameters. Parameters that transformers keeps in fp32 stay in fp32.
+        device: Device of the parameters; None is the CPU.
+        strict: Whether all tensors must be present and used. Otherwise, missing ones are initialized as in
+            transformers, unexpected ones are skipped, and one warning lists both. Incomplete tensors, duplicates and
+            wrong shapes always raise.
+        key_mapping: Renames the checkpoint's keys first, see `LoadOptions`.
+        mtp: Handling of weights of multi-token prediction, see `LoadOptions`.
         tolerance: Differences that are accepted even if `strict`.
 
     Returns:
-        How the checkpoint fitted the model.
+        The match of checkpoint and model.
 
     Raises:
-        CheckpointError: everything that does not fit; the model is unchanged.
+        CheckpointError: If the checkpoint does not fit. Lists all problems; the model is unchanged.
     """
     device = device or torch.device("cpu")
     how: Any = {"strict": strict, "key_mapping": key_mapping, "mtp": mtp, "tolerance": tolerance}
@@ -98,11 +100,11 @@ def load_weights(
 
 
 def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, dtype: torch.dtype) -> None:
-    """Keep tensors that the model does not use but saves again, as views of the files' pages.
+    """Keep tensors that the model does not use but saves, as memory-mapped views of the files.
 
     Args:
-        model, files, dtype: as in `load_weights`.
-        fit: says which.
+        model, files, dtype: See `load_weights`.
+        fit: Match of checkpoint and model.
     """
     mtp = [key for key in fit.unused if key in fit.mtp]
     others = [key for key in fit.unused if key not in fit.mtp]
@@ -117,7 +119,7 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     adapter, found, dtypes = fit.adapter, fit.found, fit.dtypes
     tensors: dict[str, torch.Tensor] = {}
     copies: list[tuple[str, StoredTensor, HFTensor]] = []
-    groups = [names for names in neighbouring_parameters(model) if _fit_together(names, fit)]
+    groups = [names for names in neighboring_parameters(model) if _fit_together(names, fit)]
     grouped = {name for names in groups for name in names}
     for names in [*groups, *((name,) for name in found.sources if name not in grouped)]:
         shapes, dtype = [adapter.own[name].shape for name in names], dtypes[names[0]]
@@ -127,7 +129,7 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
         if memory is None:
             memory = torch.empty(whole, dtype=dtype, device=device)
             copies += [(name, stored, target) for name in names for stored, target in sources[name]]
-        pieces = Buffer(memory, [shape[0] for shape in shapes]).neighbours() if len(names) > 1 else [memory]
+        pieces = Buffer(memory, [shape[0] for shape in shapes]).neighbors() if len(names) > 1 else [memory]
         tensors.update(zip(names, pieces, strict=True))
 
     def copy(job: tuple[str, StoredTensor, HFTensor]) -> None:
@@ -162,7 +164,7 @@ def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
 
 
 def _fit_together(names: Sequence[str], fit: Fit) -> bool:
-    """Whether all parameters of a group are in the checkpoint, with the same dtype and trailing dimensions."""
+    """Return True if all parameters of a group are in the checkpoint with equal dtype and trailing dimensions."""
     if any(name not in fit.found.sources for name in names):
         return False
     return len({(fit.adapter.own[name].shape[1:], fit.dtypes[name]) for name in names}) == 1
@@ -175,14 +177,14 @@ def _over_pages(
     files: CheckpointFiles,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """A view of the files' pages that holds consecutive parameters; None if they are not stored so.
+    """Return a memory-mapped view of consecutive parameters; None if they are not contiguous in the files.
 
     Args:
-        whole: shape of the parameters stacked along dimension 0.
-        sources: for each parameter the stored tensors that fill it.
-        shapes: of each parameter.
-        files: the checkpoint.
-        dtype: of all parameters.
+        whole: Shape of the parameters concatenated along dimension 0.
+        sources: Stored tensors of each parameter.
+        shapes: Shape of each parameter.
+        files: The checkpoint.
+        dtype: Dtype of all parameters.
     """
     if not files.is_private or any(stored.dtype != dtype for found in sources for stored, _ in found):
         return None
@@ -202,7 +204,7 @@ def _over_pages(
 
 
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
-    """Initialise missing parameters, tie weights, and move buffers to the device."""
+    """Initialize missing parameters, tie weights, and move buffers to the device."""
     found = fit.found
     share_copies(model, found.copies)
     move_buffers(model, device)
@@ -211,10 +213,10 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
             placeholder = getattr(*owner_of(model, name))
             if placeholder.device.type == "meta":
                 install(model, name, torch.empty_like(placeholder, device=device))
-            mark_initialised(getattr(*owner_of(model, name)), False)
+            mark_initialized(getattr(*owner_of(model, name)), False)
         for module in model.modules():
-            mark_initialised(module, False)
-        with BUILDING:  # torch.nn.init is replaced meanwhile
+            mark_initialized(module, False)
+        with BUILDING:  # other builds replace functions of torch.nn.init
             model.initialize_weights()
     model.tie_weights()
     join(model)
@@ -228,28 +230,28 @@ def require_written(model: PreTrainedModel) -> None:
         raise AssertionError(f"not written: {', '.join(unwritten)}")
 
 
-# A state dict, given to `load_state_dict`
+# State dicts for `load_state_dict`
 
 
 def accept_hub_names(model: Any, state_dict: dict[str, Any], prefix: str, missing: list[str]) -> None:
-    """Replace tensors under the hub's names, in a state dict that is about to be loaded, by the model's own.
+    """Convert tensors under the hub's names to the model's own, in a state dict that is about to be loaded.
 
-    Names are read as in the files of a checkpoint. A dict of own names alone stays as it is, and so do names of nothing
-    in the model, which torch then reports.
+    Names are interpreted as in a checkpoint's files. A dict of own names only is unchanged. Unknown names also stay,
+    and torch reports them.
 
     Args:
         model: A model of this library.
-        state_dict: What torch loads; changed in place.
-        prefix: What the names of the model's tensors begin with.
-        missing: Gets the names of what is not there of tensors of which other parts are given. A shard of a checkpoint
-            may have some experts of a stack; the others then keep their values.
+        state_dict: The state dict that torch loads; modified in place.
+        prefix: Prefix of the model's tensor names in `state_dict`.
+        missing: Receives the names of missing parts of tensors that are only partly present. A checkpoint shard may
+            have some experts of a stack; the other experts then keep their values.
 
     Raises:
-        StateDictError: Tensors that are given twice, or in another shape or dtype, or that are tied and differ.
-        ShardingError: Tensors would have to be joined from shards.
+        StateDictError: If tensors are duplicated, have another shape or dtype, or are tied but differ.
+        ShardingError: If sharded tensors would have to be concatenated.
     """
     if is_flattened(model):
-        return  # FSDP1 takes own names alone
+        return  # FSDP1 only accepts own names
     stored_names = names_in_state_dict(model)
     own_names = {stored: name for name, stored in stored_names.items()}
     inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
@@ -282,7 +284,7 @@ def _adapter_parts(model: Any) -> set[str]:
 
 
 def _as_own_tensors(model: Any, given: Mapping[str, torch.Tensor], missing: list[str]) -> dict[str, torch.Tensor]:
-    """Return a model's own tensors from tensors under names of checkpoints, and those that it lacks as they are."""
+    """Convert tensors under checkpoint names to a model's own. Tensors without a target are returned unchanged."""
     adapter, plain = model.state_dict_adapter, without_wrappers(model)
     find = CheckpointNames(plain, adapter, given).found
     if all(find[key] is None for key in given if key not in adapter.own):
@@ -306,7 +308,7 @@ def _as_own_tensors(model: Any, given: Mapping[str, torch.Tensor], missing: list
             continue  # another stage's
         if lacking := adapter.absent(name, [target for _, target in sources]):
             if isinstance(own[name], DTensor):
-                detail = f"is sharded, and {listed(lacking, limit=8)} is not given"
+                detail = f"is sharded, but {listed(lacking, limit=8)} is missing"
                 raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.PARTIAL, name, detail)])
             missing += lacking
             result[name] = own[name].clone()
@@ -314,7 +316,7 @@ def _as_own_tensors(model: Any, given: Mapping[str, torch.Tensor], missing: list
                 target.write_into(name, result[name], given[key])
         else:
             result[name] = adapter.assemble(name, sources, given)
-            if is_sharded:  # whose tensors may be ordered by rank; given are whole ones in transformers' order
+            if is_sharded:  # sharded tensors may be ordered by rank, but the state dict's are in transformers' order
                 result |= adapter.to_hf({name: result[name]}, layout="transformers")
     for name, kept in adapter.tied.items():
         if name in found.sources and kept in found.sources and not have_same_values(result[name], result[kept]):

@@ -1,8 +1,9 @@
 """Losses of post-training: functions of log-probabilities `(sequences, length)` and of scores; see docs/recipes.md."""
 
+from nrl_models.deprecation import old_names
 from nrl_models.losses.corrections import Correction, CorrectionType, Level, importance_weights
 from nrl_models.losses.named import LOSSES, loss_named
-from nrl_models.losses.policy import Normalise, clipped_share, policy_loss, token_weights
+from nrl_models.losses.policy import Normalize, clipped_share, policy_loss, token_weights
 from nrl_models.losses.preferences import dpo_loss, misordered, ranking_loss, sequence_logprobs
 from nrl_models.losses.rewards import group_advantages, overlong_penalty, teaching_groups
 
@@ -11,7 +12,7 @@ __all__ = [
     "Correction",
     "CorrectionType",
     "Level",
-    "Normalise",
+    "Normalize",
     "clipped_share",
     "dpo_loss",
     "group_advantages",
@@ -25,3 +26,5 @@ __all__ = [
     "teaching_groups",
     "token_weights",
 ]
+
+__getattr__ = old_names(__name__, {"Normalise": "Normalize"})  # codespell:ignore

@@ -1,13 +1,13 @@
-"""Corrections for tokens that an engine sampled from a distribution which is not quite the trainer's.
+"""Importance weights for tokens that an engine sampled from a slightly different distribution than the trainer's.
 
-With the ratio `w = exp(trainer - engine)` of a token, or of a whole sequence (the product of its tokens'):
+`w = exp(trainer - engine)` is the ratio of a token, or the product of the ratios of a sequence:
 
 | type | weight | source |
 |---|---|---|
 | `tis`, truncated importance sampling | `min(w, cap)` | https://fengyao.notion.site/off-policy-rl |
 | `mis`, masked importance sampling | `w` where `floor <= w <= cap`, else 0 | IcePop, https://arxiv.org/abs/2510.18855 |
 
-Neither hides an engine that computes another model: look at `token_mult_prob_error` first.
+Corrections do not fix an engine that computes a different model: check `token_mult_prob_error` first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from nrl_models.errors import NonFiniteError, UnknownArgumentError
 
 
 class CorrectionType(StrEnum):
-    """What happens to a ratio out of bounds."""
+    """Treatment of a ratio out of bounds."""
 
     TIS = "tis"
     MIS = "mis"
 
 
 class Level(StrEnum):
-    """What a ratio is of."""
+    """Unit that has one ratio: a token, or a sequence."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
@@ -37,16 +37,16 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How importance weights are made.
+    """Settings of importance weights.
 
     Args:
-        type: `tis` or `mis`. There is no default: a bound without a type says nothing.
-        cap: the largest weight (`tis`), or the largest that is kept (`mis`).
-        floor: the smallest weight that is kept, for `mis` alone.
-        level: of each token, or of each sequence.
+        type: `tis` or `mis`. Required, because the bounds mean different things in the two.
+        cap: Upper bound: the largest weight (`tis`), or the largest ratio that is kept (`mis`).
+        floor: Smallest ratio that is kept; only for `mis`.
+        level: Whether ratios are per token or per sequence.
 
     Raises:
-        UnknownArgumentError: the type is missing or unknown, or a bound makes no sense; all of them.
+        UnknownArgumentError: If the type is missing or unknown, or a bound is invalid. The message lists all problems.
     """
 
     type: CorrectionType | str | None = None
@@ -55,10 +55,10 @@ class Correction:
     level: Level | str = Level.TOKEN
 
     def __post_init__(self) -> None:
-        """Check everything, and make enums of names."""
+        """Validate all fields, and convert names to enums."""
         wrong = []
         if self.type not in list(CorrectionType):
-            missing = "; the correction is on, but nothing says what it does" if self.type is None else ""
+            missing = "; the correction is on, but has no type" if self.type is None else ""
             wrong.append(
                 f"Invalid truncated importance sampling type: {self.type}{missing}: expected "
                 f"{' or '.join(CorrectionType)}"
@@ -82,21 +82,21 @@ class Correction:
 def importance_weights(
     trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor, correction: Correction
 ) -> torch.Tensor:
-    """What each token's loss is multiplied by, see the module.
+    """Compute the factor of each token's loss, see the module docstring.
 
     Args:
-        trainer: `(sequences, length)`: log-probabilities under the policy that the step began with.
-        engine: `(sequences, length)`: what the engine sampled the same tokens with.
-        mask: `(sequences, length)`, True for sampled tokens.
-        correction: which.
+        trainer: Log-probabilities under the policy at the start of the step, `(batch, seq_len)`.
+        engine: Log-probabilities of the same tokens in the engine's sampling, `(batch, seq_len)`.
+        mask: `(batch, seq_len)`, True for sampled tokens.
+        correction: The correction.
 
     Returns:
-        `(sequences, length)`, fp32 without a graph; 0 where `mask` is False. Of `Level.SEQUENCE` all tokens of a
-        sequence have the same.
+        Weights `(batch, seq_len)` in fp32 without a graph; 0 where `mask` is False. With `Level.SEQUENCE`, all tokens
+        of a sequence have the same weight.
 
     Raises:
-        NonFiniteError: the engine's log-probability of a sampled token is NaN or infinite.
-        UnknownArgumentError: `correction` is not a `Correction`.
+        NonFiniteError: If the engine's log-probability of a sampled token is NaN or infinite.
+        UnknownArgumentError: If `correction` is not a `Correction`.
     """
     if not isinstance(correction, Correction):
         raise UnknownArgumentError(f"correction={correction!r}: expected a Correction, e.g. Correction('tis')")

@@ -1,4 +1,4 @@
-"""The losses by the names that recipes give them, with their settings."""
+"""Losses by their names in recipes, with their settings."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
+from nrl_models.deprecation import with_new_keywords
 from nrl_models.errors import UnknownArgumentError, did_you_mean, parse_option
 from nrl_models.losses.corrections import Correction
-from nrl_models.losses.policy import Normalise
+from nrl_models.losses.policy import Normalize
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedLoss:
-    """Cross-entropy on the tokens of answers; it has no settings."""
+    """Cross-entropy on the tokens of answers. It has no settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """`dpo_loss`.
+    """Settings of `dpo_loss`.
 
     Args:
-        beta: see there.
+        beta: See `dpo_loss`.
 
     Raises:
-        UnknownArgumentError: `beta` is not a number above 0.
+        UnknownArgumentError: If `beta` is not a number above 0.
     """
 
     beta: float = 0.1
@@ -39,13 +40,13 @@ class PreferenceLoss:
 
 @dataclass(frozen=True, slots=True)
 class RankingLoss:
-    """`ranking_loss`.
+    """Settings of `ranking_loss`.
 
     Args:
-        margin: see there.
+        margin: See `ranking_loss`.
 
     Raises:
-        UnknownArgumentError: `margin` is not a number.
+        UnknownArgumentError: If `margin` is not a number.
     """
 
     margin: float = 0.0
@@ -58,23 +59,23 @@ class RankingLoss:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """`policy_loss`, and what becomes of rewards before it.
+    """Settings of `policy_loss`, and of the processing of rewards.
 
     Args:
-        normalise: how much a token counts, see `token_weights`.
-        scale_rewards: see `group_advantages`.
-        eps_low, eps_high, kl: see `policy_loss`.
-        dynamic_sampling: how many batches of questions may be sampled to fill one with groups that teach something;
-            0 keeps all groups of the first.
-        overlong_buffer, overlong_penalty: see `overlong_penalty`; a buffer of 0 leaves rewards as they are.
-        correction: see `importance_weights`; None leaves them out.
+        normalize: Weighting of tokens, see `token_weights`.
+        scale_rewards: See `scale` of `group_advantages`.
+        eps_low, eps_high, kl: See `policy_loss`.
+        dynamic_sampling: Maximum number of question batches to sample in order to fill one with groups whose rewards
+            differ. 0 keeps all groups of the first batch.
+        overlong_buffer, overlong_penalty: See `overlong_penalty`. A buffer of 0 disables the penalty.
+        correction: See `importance_weights`; None disables them.
 
     Raises:
-        UnknownArgumentError: a value out of range; all of them.
-        UnknownOptionError: `normalise` is not one of `Normalise`.
+        UnknownArgumentError: If values are out of range. Lists all of them.
+        UnknownOptionError: If `normalize` is not a `Normalize`.
     """
 
-    normalise: Normalise
+    normalize: Normalize
     scale_rewards: bool
     eps_low: float = 0.2
     eps_high: float = 0.2
@@ -86,7 +87,7 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         """Check the values, and make enums of names."""
-        object.__setattr__(self, "normalise", parse_option(Normalise, self.normalise, "normalise"))
+        object.__setattr__(self, "normalize", parse_option(Normalize, self.normalize, "normalize"))
         wrong = [
             f"{name}={getattr(self, name)!r}: expected a number of at least 0"
             for name in ("eps_high", "kl", "dynamic_sampling", "overlong_buffer", "overlong_penalty")
@@ -112,23 +113,24 @@ LOSSES: Mapping[str, Loss] = {
     "sft": SupervisedLoss(),
     "dpo": PreferenceLoss(),
     "reward": RankingLoss(),
-    "grpo": PolicyLoss(Normalise.SEQUENCE, scale_rewards=True),
-    "dr_grpo": PolicyLoss(Normalise.LONGEST, scale_rewards=False),
-    "dapo": PolicyLoss(Normalise.TOKEN, scale_rewards=True, eps_high=0.28, dynamic_sampling=10),
+    "grpo": PolicyLoss(Normalize.SEQUENCE, scale_rewards=True),
+    "dr_grpo": PolicyLoss(Normalize.LONGEST, scale_rewards=False),
+    "dapo": PolicyLoss(Normalize.TOKEN, scale_rewards=True, eps_high=0.28, dynamic_sampling=10),
 }
-"""The losses by name, with the settings that their papers give them."""
+"""Losses by name, with the settings of their papers."""
 
 
 def loss_named(name: str, **settings: Any) -> Loss:
-    """A loss by its name, with other settings where they are given.
+    """Return a loss by its name, optionally with changed settings.
 
     Raises:
-        UnknownArgumentError: an unknown name, or settings that this loss does not have; it lists those there are.
+        UnknownArgumentError: If the name or a setting is unknown. The message lists the valid ones.
     """
     if name not in LOSSES:
         raise UnknownArgumentError(
             f"unknown loss {name!r}{did_you_mean(name, LOSSES)}: expected one of {', '.join(LOSSES)}"
         )
+    settings = with_new_keywords(settings, {"normalise": "normalize"})  # codespell:ignore
     known = [field.name for field in fields(LOSSES[name])]
     if unknown := [key for key in settings if key not in known]:
         raise UnknownArgumentError(

@@ -1,17 +1,17 @@
-"""Losses of policy gradients on the log-probabilities of sampled tokens: GRPO, Dr. GRPO and DAPO.
+"""Policy-gradient losses on log-probabilities of sampled tokens: GRPO, Dr. GRPO and DAPO.
 
-With the ratio `r = exp(logprobs - old)` and the advantage `A` of a token's sequence, the loss of a token is
+With the ratio `r = exp(logprobs - old)` and the advantage `A` of the token's sequence, the loss of a token is
 
     -w min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) + kl k3(reference, policy)
 
-where `w` corrects for an engine that is not quite the trainer (`nrl_models.losses.corrections`). The methods differ in
-the bounds of the clip, in how advantages are scaled (`nrl_models.losses.rewards`), and in how much a token counts:
+where `w` corrects for differences between engine and trainer (`nrl_models.losses.corrections`). The methods differ in
+the clip bounds, the scaling of advantages (`nrl_models.losses.rewards`), and the weighting of tokens:
 
-| method | clip | counts | paper |
+| method | clip | weights | paper |
 |---|---|---|---|
-| GRPO | symmetric | each sequence the same | https://arxiv.org/abs/2402.03300 |
-| Dr. GRPO | symmetric | each token the same, over the tokens there could have been | https://arxiv.org/abs/2503.20783 |
-| DAPO | wider above than below | each token the same, over the tokens there are | https://arxiv.org/abs/2503.14476 |
+| GRPO | symmetric | equal per sequence | https://arxiv.org/abs/2402.03300 |
+| Dr. GRPO | symmetric | equal per token, divided by the maximum number of tokens | https://arxiv.org/abs/2503.20783 |
+| DAPO | higher upper bound | equal per token, divided by the number of tokens | https://arxiv.org/abs/2503.14476 |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LARGEST_LOG_RATIO = 1e6
 """Larger log-ratios, infinity among them, have no gradient."""
 
 
-class Normalise(StrEnum):
+class Normalize(StrEnum):
     """How much the loss of a token counts."""
 
     SEQUENCE = "sequence"
@@ -41,42 +41,42 @@ class Normalise(StrEnum):
     TOKEN = "token"
     """The mean over all tokens: DAPO."""
     LONGEST = "longest"
-    """The sum over all tokens, by how many there would be if all sequences were as long as they can be: Dr. GRPO."""
+    """Sum over all tokens, divided by the token count if all sequences had maximum length (Dr. GRPO)."""
 
 
 def token_weights(
-    mask: torch.Tensor, normalise: Normalise | str, longest: int | None = None, *, group: Any = None
+    mask: torch.Tensor, normalize: Normalize | str, longest: int | None = None, *, group: Any = None
 ) -> torch.Tensor:
-    """How much each token counts in the loss of a step.
+    """Compute the weight of each token in the loss of a step.
 
-    They are those of a whole step: the losses of its micro-batches, each with its rows of them, add up to the step's.
-    Over several ranks, each with its own sequences, the mean of the ranks' losses is the step's, as FSDP and DDP take
-    the mean of their gradients. Ranks that share their sequences, as tensor parallelism has them, change nothing.
+    The weights are those of a complete step: the losses of its microbatches, each with its rows of the weights, add up
+    to the step's loss. With several ranks that have different sequences, the mean over the ranks' losses is the step's
+    loss, because FSDP and DDP average gradients. Ranks with the same sequences (tensor parallelism) have no effect.
 
     Args:
-        mask: `(sequences, length)`, True for the tokens that were sampled. Sequences without any count as sequences.
-        normalise: a `Normalise`, or its value.
-        longest: tokens that a sequence could have had, for `Normalise.LONGEST`.
-        group: the process group whose ranks' sequences make the step, and which all call this; all ranks by default
-            where torch.distributed is initialised.
+        mask: `(batch, seq_len)`, True for sampled tokens. Sequences without any still count as sequences.
+        normalize: A `Normalize` or its value.
+        longest: Maximum number of tokens of a sequence, for `Normalize.LONGEST`.
+        group: Process group whose ranks' sequences form the step. All its ranks have to call this. Default: all ranks,
+            if torch.distributed is initialized.
 
     Returns:
-        `(sequences, length)`, fp32; zero where `mask` is False.
+        Weights `(batch, seq_len)` in fp32; zero where `mask` is False.
 
     Raises:
-        ValueError: `Normalise.LONGEST` without `longest`, or `longest` where it is not used.
-        UnknownOptionError: `normalise` is not one of `Normalise`.
+        ValueError: If `Normalize.LONGEST` has no `longest`, or another value has one.
+        UnknownOptionError: If `normalize` is not a `Normalize`.
     """
-    normalise = parse_option(Normalise, normalise, "normalise")
-    if (longest is None) == (normalise is Normalise.LONGEST):
-        raise ValueError(f"longest={longest}: expected with normalise='longest', and only there")
+    normalize = parse_option(Normalize, normalize, "normalize")
+    if (longest is None) == (normalize is Normalize.LONGEST):
+        raise ValueError(f"longest={longest}: expected with normalize='longest', and only there")
     counted = mask.bool().float()
     total, ranks = torch.stack([mask.bool().sum(), torch.tensor(len(mask), device=mask.device)]), 1
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total, group=group)
         ranks = dist.get_world_size(group)
     tokens, sequences = (count / ranks for count in total.tolist())
-    if normalise is Normalise.TOKEN:
+    if normalize is Normalize.TOKEN:
         return counted / tokens if tokens else counted
     if longest is not None:
         return counted / (sequences * longest)
@@ -95,27 +95,28 @@ def policy_loss(
     reference: torch.Tensor | None = None,
     kl: float = 0.0,
 ) -> torch.Tensor:
-    """The loss of some sequences; see the module for the formula.
+    """Compute the loss of some sequences; see the module docstring for the formula.
 
-    Loss and gradient are finite for any log-ratio: where `r A` approaches the largest number of the dtype (`e^88` in
-    fp32), both stay what they are a little below it.
+    Loss and gradient are finite for any log-ratio. If `r A` approaches the maximum of the dtype (`e^88` in fp32), both
+    are clamped to their values slightly below.
 
     Args:
-        logprobs: `(sequences, length)`, fp32: those of the policy, with a graph.
-        old: `(sequences, length)`: of the policy that the step began with; `logprobs.detach()` in its first update.
-        advantages: `(sequences,)`.
-        weights: `(sequences, length)`: `token_weights`; where they are zero, nothing else is read: multiply them by
-            the mask of each of the other arguments.
-        eps_low, eps_high: how far the ratio may fall below 1, and rise above it, before its gradient ends.
-        correction: `(sequences, length)`: `importance_weights`; 1 by default.
-        reference: `(sequences, length)`: of the policy that `kl` holds to.
-        kl: how much the divergence from the reference costs, by the estimator k3 of each token.
+        logprobs: Log-probabilities of the policy, `(batch, seq_len)`, fp32 with a graph.
+        old: Log-probabilities of the policy at the start of the step, `(batch, seq_len)`. Use `logprobs.detach()` in
+            its first update.
+        advantages: Advantage of each sequence, `(batch,)`.
+        weights: `token_weights`, `(batch, seq_len)`. Tokens with weight zero are ignored in all arguments, so multiply
+            the weights by the masks of the other arguments.
+        eps_low, eps_high: Distances of the clip bounds of the ratio below and above 1.
+        correction: `importance_weights`, `(batch, seq_len)`; default: 1.
+        reference: Log-probabilities of the reference policy for `kl`, `(batch, seq_len)`.
+        kl: Coefficient of the divergence from the reference, estimated per token by k3.
 
     Returns:
-        A scalar, fp32.
+        A scalar in fp32.
 
     Raises:
-        ValueError: shapes that differ, or only one of `reference` and `kl`.
+        ValueError: If shapes differ, or only one of `reference` and `kl` is passed.
     """
     _require_shapes(logprobs, old=old, weights=weights, correction=correction, reference=reference)
     if advantages.shape != logprobs.shape[:1]:
@@ -144,7 +145,7 @@ def clipped_share(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
 ) -> float:
-    """The share of tokens whose gradient the clip ended; arguments as for `policy_loss`."""
+    """Return the fraction of tokens whose gradient is zero due to the clip. For arguments, see `policy_loss`."""
     with torch.no_grad():
         ratio = torch.exp(_difference(logprobs, old, weights))
         gain = advantages.to(ratio)[:, None]
@@ -154,7 +155,7 @@ def clipped_share(
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`first - second` in fp32 or wider, zero where a token does not count: what stands there may be NaN."""
+    """Return `first - second` in at least fp32, zero for tokens with weight zero, whose values may be NaN."""
     wide = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
     return torch.where(weights > 0, first.to(wide) - second.to(first.device, wide), 0.0)
 

@@ -1,4 +1,4 @@
-"""Losses on pairs of answers, one preferred to the other: DPO, and the ranking loss of a reward model."""
+"""Losses on pairs of a chosen and a rejected answer: DPO, and the ranking loss of a reward model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def sequence_logprobs(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of whole answers, `(sequences,)`: sums of `(sequences, length)` where `mask` is True."""
+    """Sum `(batch, seq_len)` log-probabilities where `mask` is True. Returns `(batch,)`."""
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
     return torch.where(mask.bool(), wide, 0.0).sum(1)
 
@@ -22,17 +22,17 @@ def dpo_loss(
     *,
     beta: float = 0.1,
 ) -> torch.Tensor:
-    """Direct preference optimisation (https://arxiv.org/abs/2305.18290, equation 7).
+    """Direct preference optimization (https://arxiv.org/abs/2305.18290, equation 7).
 
     `mean -log sigmoid(beta ((chosen - reference_chosen) - (rejected - reference_rejected)))`
 
     Args:
-        chosen, rejected: `(pairs,)`, fp32: log-probabilities of the answers under the policy, with a graph.
-        reference_chosen, reference_rejected: `(pairs,)`: the same under the policy it started from.
-        beta: how much leaving the reference costs.
+        chosen, rejected: Log-probabilities of the answers under the policy, `(pairs,)`, fp32 with a graph.
+        reference_chosen, reference_rejected: Log-probabilities under the initial policy, `(pairs,)`.
+        beta: Strength of the penalty for leaving the reference.
 
     Returns:
-        A scalar, fp32.
+        A scalar in fp32.
     """
     margin = (chosen - rejected) - (reference_chosen - reference_rejected).detach()
     return -F.logsigmoid(beta * margin).mean()
@@ -44,23 +44,23 @@ def ranking_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, margin: float 
     `mean -log sigmoid(chosen - rejected - margin)`
 
     Args:
-        chosen, rejected: `(pairs,)`, fp32: the scores of the answers, with a graph.
-        margin: by how much the chosen answer is to be better (https://arxiv.org/abs/2307.09288, equation 2).
+        chosen, rejected: Scores of the answers, `(pairs,)`, fp32 with a graph.
+        margin: Required difference of the scores (https://arxiv.org/abs/2307.09288, equation 2).
 
     Returns:
-        A scalar, fp32.
+        A scalar in fp32.
     """
     return -F.logsigmoid(chosen.float() - rejected.float() - margin).mean()
 
 
 def misordered(chosen: Sequence[float] | torch.Tensor, rejected: Sequence[float] | torch.Tensor) -> list[int]:
-    """The pairs that a reward model orders wrongly: indices where the chosen answer does not score above the rejected.
+    """Return the indices of pairs whose chosen answer does not have a higher score than the rejected one.
 
-    Equal scores are wrong, and so is NaN: a model whose head was never loaded orders nothing. Scores themselves move
-    with versions and kernels by more than their order does, so that the order is what to check.
+    Equal scores and NaN count as wrong, because a head that was not loaded gives no order. Check the order rather than
+    the scores, because versions and kernels change scores more often than their order.
 
     Raises:
-        ValueError: lists of different lengths, or empty ones.
+        ValueError: If the lists are empty or have different lengths.
     """
     first, second = torch.as_tensor(chosen).detach().double(), torch.as_tensor(rejected).detach().double()
     if first.shape != second.shape or first.ndim != 1 or not len(first):

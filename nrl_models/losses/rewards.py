@@ -1,4 +1,4 @@
-"""What becomes of rewards before they reach a loss: advantages, dropped groups, a penalty on length."""
+"""Processing of rewards before a loss: advantages, dropped groups, a penalty on length."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import torch
 from nrl_models.errors import NonFiniteError, UnknownArgumentError
 
 SMALLEST_SPREAD = 1e-4
-"""Added to a group's standard deviation, as TRL does: groups whose rewards hardly differ stay finite."""
+"""Added to a group's standard deviation, as in TRL, so that advantages are finite if rewards hardly differ."""
 
 
 def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
-    """How much better each reply is than its group's mean.
+    """Compute the advantage of each completion over the mean of its group.
 
     Args:
-        rewards: `(groups, group)`.
-        scale: whether to divide by the group's standard deviation (unbiased), as GRPO and DAPO do. Dr. GRPO
-            (https://arxiv.org/abs/2503.20783) does not: it makes questions count more whose rewards hardly differ.
+        rewards: `(groups, group_size)`.
+        scale: Whether to divide by the group's standard deviation (unbiased), as GRPO and DAPO do. Dr. GRPO
+            (https://arxiv.org/abs/2503.20783) does not, because it increases the weight of groups with similar rewards.
 
     Returns:
-        `(groups, group)`, fp32; zero for a group of equal rewards.
+        Advantages `(groups, group_size)` in fp32; zero for a group of equal rewards.
 
     Raises:
-        NonFiniteError: a reward is NaN or infinite.
-        UnknownArgumentError: `scale` is not a bool.
+        NonFiniteError: If a reward is NaN or infinite.
+        UnknownArgumentError: If `scale` is not a bool.
     """
     if not isinstance(scale, bool):
         raise UnknownArgumentError(f"scale={scale!r}: expected True or False")
@@ -40,32 +40,32 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
 
 
 def teaching_groups(rewards: torch.Tensor) -> torch.Tensor:
-    """Which groups `(groups, group)` have rewards that differ: `(groups,)` bool.
+    """Return a bool per group, `(groups,)`: whether its `(groups, group_size)` rewards differ.
 
-    The others have no advantage and no gradient. DAPO's dynamic sampling drops them and samples more
-    (https://arxiv.org/abs/2503.14476, equation 11). It compares raw rewards, without penalties: replies that are all
-    wrong differ in length alone, which teaches no answer.
+    Other groups have zero advantage and no gradient. DAPO's dynamic sampling drops them and samples more
+    (https://arxiv.org/abs/2503.14476, equation 11). It compares rewards without penalties, because completions that are
+    all wrong may differ only in length.
     """
     return rewards.amax(1) > rewards.amin(1)
 
 
 def overlong_penalty(lengths: torch.Tensor, longest: int, buffer: int, penalty: float = 1.0) -> torch.Tensor:
-    """DAPO's soft punishment of replies that come close to the limit (https://arxiv.org/abs/2503.14476, equation 13).
+    """DAPO's soft penalty for completions close to the length limit (https://arxiv.org/abs/2503.14476, equation 13).
 
-    Zero up to `longest - buffer` tokens, falling from there to `-penalty` at `longest`.
+    Zero up to `longest - buffer` tokens, then falling linearly to `-penalty` at `longest`.
 
     Args:
-        lengths: `(replies,)`: tokens of each.
-        longest: tokens a reply can have.
-        buffer: how many tokens before that the penalty begins.
-        penalty: the largest, above 0.
+        lengths: Number of tokens of each completion, `(batch,)`.
+        longest: Maximum number of tokens of a completion.
+        buffer: Number of tokens before the maximum at which the penalty begins.
+        penalty: Maximum penalty, above 0.
 
     Returns:
-        `(replies,)`, fp32: what is added to the reward.
+        Values to add to the rewards, `(batch,)`, fp32.
 
     Raises:
-        ValueError: a buffer that is not between 1 and `longest`.
+        ValueError: If `buffer` is not between 1 and `longest`.
     """
     if not 1 <= buffer <= longest:
-        raise ValueError(f"overlong buffer of {buffer} tokens: expected 1 to {longest}, what a reply can have")
+        raise ValueError(f"overlong buffer of {buffer} tokens: expected 1 to {longest}, the length of a completion")
     return penalty * ((longest - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)

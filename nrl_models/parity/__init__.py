@@ -1,9 +1,10 @@
-"""Checks that a model equals transformers': three levels, gradients, and the module at fault.
+"""Check that a model equals transformers': weights, components, logits, gradients, and the first diverging module.
 
-Follows the parity-testing guide of NeMo AutoModel: level 1 compares weights, level 2 components, level 3 the whole
-model; then gradients. A failure is traced to the first module that diverges.
+Follows the parity-testing guide of NeMo AutoModel. Level 1 compares weights, level 2 components, level 3 the complete
+model; gradients follow. If a level fails, the first module that diverges is located.
 """
 
+from nrl_models.deprecation import old_names
 from nrl_models.parity.check import check_parity
 from nrl_models.parity.compare import (
     StateDictComparison,
@@ -12,7 +13,7 @@ from nrl_models.parity.compare import (
     compare_tensors,
 )
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
-from nrl_models.parity.localise import Culprit, localise
+from nrl_models.parity.localize import Culprit, localize
 from nrl_models.parity.parity_report import Level, ParityReport, ParityRow
 
 __all__ = [
@@ -29,5 +30,7 @@ __all__ = [
     "compare_state_dicts",
     "compare_tensors",
     "compare_weights",
-    "localise",
+    "localize",
 ]
+
+__getattr__ = old_names(__name__, {"localise": "localize"})  # codespell:ignore

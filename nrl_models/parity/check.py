@@ -1,16 +1,17 @@
-"""The whole check of a checkpoint: every level compared with transformers, and the modules at fault if it fails."""
+"""Run all parity levels of a checkpoint against transformers, and locate the diverging modules if one fails."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
+from nrl_models.common.checkpoint.dequantized import quantized_part
 from nrl_models.common.checkpoint.files import require_readable, resolve_folder
 from nrl_models.common.forward.soft_cap import reference_attention
 from nrl_models.common.gguf.gguf_tables import upstream_source
@@ -18,9 +19,11 @@ from nrl_models.common.modules import is_base_model
 from nrl_models.common.upstream import BUILDING
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
+from nrl_models.loading.quantized import is_compressed, plain_files
+from nrl_models.loading.read_config import generation_config
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
-from nrl_models.parity.localise import localise
-from nrl_models.parity.parity_report import Level, ParityReport, ParityRow
+from nrl_models.parity.localize import localize
+from nrl_models.parity.parity_report import FIRST_DIVERGENCE, Level, ParityReport, ParityRow
 from nrl_models.parity.precision import Truth
 
 CHECKS = tuple(Level)
@@ -35,32 +38,36 @@ def check_parity(
     length: int = 64,
     batch: int = 2,
     seed: int = 42,
+    after_load: Callable[[FamilyModel], object] | None = None,
     **load_options: Any,
 ) -> ParityReport:
     """Compare a checkpoint loaded here with the same checkpoint loaded by transformers.
 
-    Every level runs in fp32, where a mistake shows best; all but the first also in bf16, which is how models are
-    trained. If any fails in fp32, the first modules that diverge are named; in bf16 each row names the worst.
+    All levels run in fp32, where errors are most visible. All except the first also run in bf16, which is used for
+    training. If a level fails in fp32, the first diverging modules are located; in bf16 each row names the worst.
 
     Args:
-        path: the checkpoint's directory.
-        checks: which of `CHECKS` to run, as members of `Level` or their values.
-        device: where to run them.
-        length: tokens in a sequence.
-        batch: sequences; at least two, for the noise floor.
-        seed: of the random inputs.
-        load_options: further keywords of `from_pretrained` for the model under test.
+        path: Directory of the checkpoint.
+        checks: Checks to run: members of `Level` or their values. Default: all.
+        device: Device of both models.
+        length: Sequence length.
+        batch: Batch size; at least 2, for the noise floor.
+        seed: Random seed of the inputs.
+        after_load: Called with the model under test after each load, for example to insert an adapter or a bug.
+        load_options: Further keywords of `from_pretrained` for the model under test.
 
     Raises:
-        ValueError: an unknown check, or a batch of less than two.
-        CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+        ValueError: If a check is unknown, or the batch size is less than 2.
+        CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
     """
     if unknown := sorted(set(checks) - set(CHECKS)):
         raise ValueError(f"unknown checks {unknown}: expected some of {', '.join(CHECKS)}")
     if batch < 2:
         raise ValueError(f"batch {batch}: expected at least 2, for the noise floor")
     auto_class = auto_class_for(path)
+    after_load = after_load or (lambda model: None)
     model = auto_class.from_pretrained(path, dtype=torch.float32, device=device, **load_options)
+    after_load(model)
     reference = load_reference(model, path, torch.float32, device)
     report = ParityReport(f"{path}: {type(model).__name__} against transformers' {type(reference).__name__}")
     inputs = inputs_for(model, length=length, batch=batch, seed=seed)
@@ -78,10 +85,11 @@ def check_parity(
         report.add(compare_weights(model, reference))
     compare()
     if not report.passed:
-        culprits = localise(model, reference, inputs)
-        report.add(ParityRow("first divergence", False, str(culprit), "no module diverges") for culprit in culprits)
+        culprits = localize(model, reference, inputs)
+        report.add(ParityRow(FIRST_DIVERGENCE, False, str(culprit), "no module diverges") for culprit in culprits)
     if set(checks) - {Level.WEIGHTS}:
         model = auto_class.from_pretrained(path, dtype=torch.bfloat16, device=device, **load_options)
+        after_load(model)
         reference = load_reference(model, path, torch.bfloat16, device)
         compare(Truth(reference))
     return report
@@ -95,14 +103,14 @@ def load_reference(
     *,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """Load the same checkpoint with transformers, as the class that `model`'s class must equal.
+    """Load the same checkpoint with transformers, as the reference class of `model`.
 
     Args:
-        model: of the checkpoint; it may be on meta.
-        path: the checkpoint's directory.
-        dtype: of the parameters; `auto` is the checkpoint's.
-        device: where to put the model.
-        weights: whether to load the weights; otherwise they are random.
+        model: A model of the checkpoint; it may be on meta.
+        path: Directory of the checkpoint.
+        dtype: Dtype of the parameters; `auto` uses the checkpoint's.
+        device: Device of the model.
+        weights: Whether to load the weights. Otherwise they are random.
     """
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
     attention = reference_attention(reference_class)
@@ -114,12 +122,34 @@ def load_reference(
             require_readable(resolve_folder(path))
             options["use_safetensors"] = True  # never a pickle
         keywords.pop("quantization_config", None)
-        # transformers ignores metadata of GGUF files that changes what is computed.
+        # transformers ignores some metadata of GGUF files that affects the computation.
         config = copy.deepcopy(model.config) if is_gguf else type(model.config).from_pretrained(source, **keywords)
+        dequantized = _plain_weights(resolve_folder(path), config) if is_compressed(config) else None
+        if dequantized is not None:
+            options["state_dict"] = dequantized
         with BUILDING:
-            reference: Any = reference_class.from_pretrained(source, config=config, **options)
+            reference: Any = reference_class.from_pretrained(
+                source if dequantized is None else None, config=config, **options
+            )
+        if dequantized and (generation := generation_config(reference_class, resolve_folder(path))) is not None:
+            reference.generation_config = generation
     else:
         own = model.config.dtype if dtype == "auto" else dtype
         with BUILDING:
             reference = reference_class._from_config(model.config, dtype=own, **attention)
     return reference.to(device).eval()
+
+
+def _plain_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """Return the dequantized weights of a compressed-tensors checkpoint, and change `config` accordingly.
+
+    transformers stacks some quantized experts incorrectly, so it loads the dequantized weights.
+    """
+    part: Any = quantized_part(config)
+    files = plain_files(folder, part.quantization_config, None)
+    try:
+        weights = {key: files.read(tensor) for key, tensor in files.tensors.items()}
+    finally:
+        files.close()
+    del part.quantization_config
+    return weights

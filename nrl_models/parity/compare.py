@@ -10,12 +10,12 @@ import torch
 
 
 class TensorComparison(NamedTuple):
-    """The difference of a tensor from its reference.
+    """Difference of a tensor from its reference.
 
     Attributes:
-        max_diff: largest absolute difference; infinite if one has a NaN where the other has none.
-        mean_diff: mean absolute difference.
-        cosine_similarity: of the tensors as vectors, in double precision; 1.0 if both are zero.
+        max_diff: Largest absolute difference; infinite if only one of them has a NaN somewhere.
+        mean_diff: Mean absolute difference.
+        cosine_similarity: Cosine of the flattened tensors, in fp64; 1.0 if both are zero.
     """
 
     max_diff: float
@@ -29,16 +29,16 @@ class TensorComparison(NamedTuple):
 def compare_tensors(
     reference: torch.Tensor, actual: torch.Tensor, name: str = "", *, verbose: bool = True
 ) -> TensorComparison:
-    """Compare two tensors of one shape, in fp32 differences and a double-precision cosine, and print a line.
+    """Compare two tensors of equal shape, and print a line. Differences are in fp32, the cosine in fp64.
 
     Args:
-        reference: the tensor to equal.
-        actual: the tensor under test, on any device, of any dtype.
-        name: what the line starts with.
-        verbose: whether to print: `logits: max_diff=1.907349e-06, mean_diff=2.384186e-07, cosine_sim=1.00000000`.
+        reference: The reference tensor.
+        actual: The tensor under test, on any device, in any dtype.
+        name: Prefix of the line.
+        verbose: Whether to print: `logits: max_diff=1.907349e-06, mean_diff=2.384186e-07, cosine_sim=1.00000000`.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: If the shapes differ.
     """
     result = _difference(reference, actual)
     if verbose:
@@ -65,13 +65,12 @@ def _difference(reference: torch.Tensor, actual: torch.Tensor) -> TensorComparis
 
 
 class StateDictComparison(NamedTuple):
-    """The differences of two state dicts.
+    """Differences of two state dicts.
 
     Attributes:
-        missing: names that only the reference has.
-        extra: names that only the tested state dict has.
-        max_diffs: the largest absolute difference of each shared tensor that differs; infinite where shape or dtype
-            differ.
+        missing: Names that only the reference has.
+        extra: Names that only the tested state dict has.
+        max_diffs: Largest absolute difference of each shared tensor that differs; infinite if shape or dtype differ.
     """
 
     missing: set[str]
@@ -80,7 +79,7 @@ class StateDictComparison(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Whether there are no differences."""
         return not (self.missing or self.extra or self.max_diffs)
 
     def __str__(self) -> str:
@@ -99,13 +98,13 @@ def compare_state_dicts(
     *,
     verbose: bool = True,
 ) -> StateDictComparison:
-    """Compare two state dicts key by key, exactly, and print what differs or that nothing does.
+    """Compare two state dicts exactly, key by key, and print the differences.
 
     Args:
-        reference: the state dict to equal.
-        actual: the state dict under test.
-        prefix: what each line starts with.
-        verbose: whether to print.
+        reference: The reference state dict.
+        actual: The state dict under test.
+        prefix: Prefix of each line.
+        verbose: Whether to print.
     """
     max_diffs = {}
     for name in sorted(reference.keys() & actual.keys()):

@@ -1,4 +1,4 @@
-"""Runs one layer of a model by itself, with the arguments the model calls it with."""
+"""Run a single layer of a model with the arguments that the model passes to it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Call:
     kwargs: dict[str, Any]
 
     def with_random_input(self, seed: int) -> Call:
-        """The same call on random numbers in place of the first floating-point tensor (the hidden states).
+        """Return the same call with random numbers instead of the first floating-point tensor (the hidden states).
 
-        A tensor that is given several times (as queries and as keys) is replaced everywhere. A call with token ids only
-        stays as it is.
+        If that tensor is passed several times (as queries and keys), all occurrences are replaced. A call with only
+        token ids is unchanged.
         """
         given = (*self.args, *self.kwargs.values())
         hidden = next((value for value in given if torch.is_tensor(value) and value.is_floating_point()), None)
@@ -42,7 +42,7 @@ class Call:
 
 
 def component_classes(reference: nn.Module) -> set[type[nn.Module]]:
-    """The classes that a modelling file defines for layers: neither torch's own, nor whole models."""
+    """Return the layer classes that a modeling file defines: neither torch's classes, nor complete models."""
     return {
         type(module)
         for module in reference.modules()
@@ -67,9 +67,9 @@ def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inp
 
 
 def run_layer(layer: nn.Module, call: Call) -> list[torch.Tensor]:
-    """Every tensor the layer returns, also inside tuples, lists and mappings (a `ModelOutput` is one).
+    """Run a layer, and return all tensors in its output, including nested ones (`ModelOutput` is a mapping).
 
-    The layer gets copies of the arguments, so that a cache among them stays as it is.
+    The layer receives copies of the arguments, so that a cache among them is not modified.
     """
     args, kwargs = copy.deepcopy((call.args, call.kwargs))
     with torch.no_grad():
@@ -77,5 +77,5 @@ def run_layer(layer: nn.Module, call: Call) -> list[torch.Tensor]:
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
-    """Every tensor in what a layer returns, also inside tuples, lists and mappings."""
+    """Return all tensors in a layer's output, including nested ones in tuples, lists and mappings."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""The checks of each level: weights, components, the whole model, gradients."""
+"""Checks of each level: weights, components, the complete model, gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nrl_models.parity.noise import (
     output_name,
     routing_noise,
 )
-from nrl_models.parity.parity_report import Level, ParityRow
+from nrl_models.parity.parity_report import Level, ParityRow, Unit
 from nrl_models.parity.precision import (
     Truth,
     compare_components_rounded,
@@ -43,11 +43,11 @@ MIN_FLIPS = 0.01
 
 
 def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[ParityRow]:
-    """Level 1: every weight and buffer equals the reference's exactly, and survives conversion to the hub and back.
+    """Level 1: all weights and buffers equal the reference's exactly, and survive conversion to the hub and back.
 
     Args:
-        model: the model under test; it has a `state_dict_adapter`.
-        reference: the Hugging Face model, loaded by transformers.
+        model: The model under test. It has a `state_dict_adapter`.
+        reference: The Hugging Face model, loaded by transformers.
     """
     adapter = model.state_dict_adapter
     own, expected = model.state_dict(), reference.state_dict()
@@ -61,7 +61,10 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
 
     def row(what: str, found: StateDictComparison, if_equal: str, required: str) -> ParityRow:
         measured = if_equal if found.equal else textwrap.shorten(str(found), 200, placeholder=" ...")
-        return ParityRow(f"level 1: {what}", found.equal, measured, required, level=Level.WEIGHTS)
+        differing = float(len(found.missing) + len(found.extra) + len(found.max_diffs))
+        return ParityRow(
+            f"level 1: {what}", found.equal, measured, required, "", Level.WEIGHTS, differing, 0.0, Unit.COUNT
+        )
 
     return [
         row("weights", weights, f"{len(expected)} tensors", "equal exactly"),
@@ -72,7 +75,11 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
             not apart,
             f"apart: {apart}" if apart else tied,
             "one storage each",
-            level=Level.WEIGHTS,
+            "",
+            Level.WEIGHTS,
+            float(len(apart)),
+            0.0,
+            Unit.COUNT,
         ),
     ]
 
@@ -80,17 +87,17 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
 def compare_components(
     model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, seed: int = 42, truth: Truth | None = None
 ) -> list[ParityRow]:
-    """Level 2: one layer of each class gives the reference's output, on random hidden states.
+    """Level 2: compare the output of one layer of each class with the reference's, on random hidden states.
 
-    Below fp32 it is every layer, on the inputs that the reference gives it, compared by their errors from fp32
+    Below fp32, all layers are compared by their errors from fp32, on the reference's inputs
     (`nrl_models.parity.precision`).
 
     Args:
-        model: the model under test.
-        reference: the Hugging Face model, with the same weights and dtype.
-        inputs: what to call the models with once, for the layers' other arguments.
-        seed: of the random hidden states.
-        truth: the reference in fp32, if there is one already; for models below fp32.
+        model: The model under test.
+        reference: The Hugging Face model with the same weights and dtype.
+        inputs: Model inputs for one forward, which records the layers' other arguments.
+        seed: Random seed of the hidden states.
+        truth: The reference in fp32, if it already exists. Used for models below fp32.
     """
     dtype = next(reference.parameters()).dtype
     if dtype != torch.float32:
@@ -122,6 +129,9 @@ def compare_components(
                 f"at most {allowed:.1e}",
                 name,
                 Level.COMPONENTS,
+                max_diff,
+                allowed,
+                Unit.MAX_DIFF,
             )
         )
     return rows
@@ -130,18 +140,18 @@ def compare_components(
 def compare_end_to_end(
     model: nn.Module, reference: nn.Module, inputs: Inputs, truth: Truth | None = None
 ) -> list[ParityRow]:
-    """Level 3: the whole model gives the reference's logits.
+    """Level 3: compare the complete model's logits with the reference's.
 
-    In fp32 the limit is a small multiple of how far the reference is from itself under other roundings (and never below
-    the tolerance), so that a bug cannot hide in an allowance that is larger than the noise. Below fp32 the model's
-    error from fp32 is compared with the reference's (`nrl_models.parity.precision`); a mixture of experts is compared
-    on the reference's choice of experts, and how often its own choice differs is a row of its own.
+    In fp32, the limit is a small multiple of the reference's own noise (its difference from itself with other rounding)
+    and at least the tolerance. So the limit is not so large that it hides a bug. Below fp32, the model's error from
+    fp32 is compared with the reference's (`nrl_models.parity.precision`). Mixture-of-experts models are compared with
+    the reference's choice of experts; a separate row has the fraction of different choices.
 
     Args:
-        model: the model under test.
-        reference: the Hugging Face model, with the same weights and dtype.
-        inputs: what to call both with.
-        truth: the reference in fp32, if there is one already; for models below fp32.
+        model: The model under test.
+        reference: The Hugging Face model with the same weights and dtype.
+        inputs: Inputs for both.
+        truth: The reference in fp32, if it already exists. Used for models below fp32.
     """
     dtype = next(reference.parameters()).dtype
     expected, routing = logits_and_routing(reference, inputs)
@@ -160,6 +170,9 @@ def compare_end_to_end(
             f"max_diff at most {allowed:.1e}, cosine above {MIN_COSINE}",
             f"noise floor {noise:.1e}; values up to {expected.abs().max().item():.1f}",
             Level.LOGITS,
+            result.max_diff,
+            allowed,
+            Unit.MAX_DIFF,
         ),
     ]
 
@@ -176,21 +189,24 @@ def _choices(model: nn.Module, reference: nn.Module, inputs: Inputs, routing: Ro
         f"at most {allowed:.2%}",
         f"noise floor {noise:.2%}",
         Level.LOGITS,
+        flipped,
+        allowed,
+        Unit.SHARE,
     )
 
 
 def compare_gradients(
     model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, truth: Truth | None = None
 ) -> list[ParityRow]:
-    """The gradients of the loss, mapped to the reference's names, equal the reference's.
+    """Compare the gradients of the loss, mapped to the reference's names, with the reference's.
 
-    Below fp32 their errors from fp32 are compared (`nrl_models.parity.precision`).
+    Below fp32, their errors from fp32 are compared (`nrl_models.parity.precision`).
 
     Args:
-        model: the model under test.
-        reference: the Hugging Face model, with the same weights and dtype.
-        inputs: with labels.
-        truth: the reference in fp32, if there is one already; for models below fp32.
+        model: The model under test.
+        reference: The Hugging Face model with the same weights and dtype.
+        inputs: Model inputs with labels.
+        truth: The reference in fp32, if it already exists. Used for models below fp32.
     """
     dtype = next(reference.parameters()).dtype
     if dtype != torch.float32:
@@ -219,5 +235,8 @@ def compare_gradients(
             f"at most {allowed:.1e} there",
             f"worst: {worst}",
             Level.GRADIENTS,
+            difference,
+            allowed,
+            Unit.MAX_DIFF,
         )
     ]

@@ -1,8 +1,8 @@
-"""The noise floor: how far the reference is from itself under other roundings. All limits are derived from it.
+"""The noise floor: difference of the reference from itself under other rounding. All limits are derived from it.
 
-A hand-picked limit either lets a bug pass or fails on a machine that sums in another order. Here the reference is run
-again with the output of every linear layer moved at random by up to half a unit in the last place, as another order of
-summation would move it (random rounding, as in the CESTAC method of Vignes, 1993).
+A hand-picked limit either misses bugs, or fails on machines that sum in another order. Here, the reference runs again
+with the output of each linear layer randomly changed by up to half a unit in the last place, as another summation order
+would do (random rounding, as in the CESTAC method of Vignes, 1993).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1
 """Smaller differences always pass, by dtype (the parity guide's tolerances)."""
 
 SEED = 0
-"""Of what dropout drops, and of a base model's loss."""
+"""Random seed of dropout, and of the loss of base models."""
 
 NOISE_FACTOR = 2.0
 """A difference may be this many times the noise floor."""
@@ -36,7 +36,7 @@ def limit(noise: float, dtype: torch.dtype) -> float:
 
 
 def output_name(model: nn.Module) -> str:
-    """What `logits_of` gives, for a report."""
+    """Name of the values that `logits_of` returns, for reports."""
     return "hidden states" if is_base_model(model) else "logits"
 
 
@@ -58,9 +58,9 @@ def logits_and_routing(model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, 
 
 @contextmanager
 def rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """While open, every linear layer of `model` rounds its output up or down at random.
+    """Context manager in which all linear layers of `model` randomly round their output up or down.
 
-    A linear layer that returns more than its output (some routers do) is left as it is.
+    Linear layers with more than one output (some routers) are not changed.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
@@ -79,7 +79,7 @@ def rounded_otherwise(model: nn.Module) -> Iterator[None]:
 
 
 def logits_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord | None = None) -> float:
-    """Largest change of the logits when the reference is rounded otherwise, with `routing`'s experts if given."""
+    """Return the largest change of the logits under other rounding, optionally with `routing`'s experts."""
     expected = logits_of(reference, inputs)
     with rounded_otherwise(reference), replay_routing(reference, routing or {}):
         return (expected - logits_of(reference, inputs)).abs().max().item()
@@ -92,10 +92,9 @@ def routing_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord) 
 
 
 def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The loss's gradients by parameter name, in training mode; the model is left as it was.
+    """Compute the loss's gradients by parameter name, in training mode. Restores the model afterwards.
 
-    The loss of a base model, which has none, is a random linear function of its hidden states, always the same. So is
-    what dropout drops.
+    A base model has no loss, so a fixed random linear function of its hidden states is used. Dropout is also fixed.
     """
     with modes_kept(model):
         model.train()

@@ -10,6 +10,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from nrl_models.logprobs.metrics import finite_or_none
+
 
 class Outcome(StrEnum):
     """The outcome of a check, as JSON reports have it under `verdict`."""
@@ -17,7 +19,7 @@ class Outcome(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     INCOMPLETE = "incomplete"
-    """It ended early, and nothing had failed until then."""
+    """The check ended early, without a failure until then."""
 
     @classmethod
     def of(cls, passed: bool) -> Outcome:
@@ -31,13 +33,13 @@ class Outcome(StrEnum):
 
     @property
     def markup(self) -> str:
-        """`shown` in colour, for rich."""
+        """`shown` in color, for rich."""
         style = {Outcome.PASS: "green", Outcome.FAIL: "bold red"}.get(self, "dim")
         return f"[{style}]{self.shown}[/{style}]"
 
 
 class Level(StrEnum):
-    """What a parity check compares."""
+    """Subject of a parity check."""
 
     WEIGHTS = "1"
     COMPONENTS = "2"
@@ -45,17 +47,36 @@ class Level(StrEnum):
     GRADIENTS = "gradients"
 
 
+FIRST_DIVERGENCE = "first divergence"
+"""Name of the check that locates the first modules with a different output."""
+
+
+class Unit(StrEnum):
+    """The unit of a measured value and its bound."""
+
+    MAX_DIFF = "max_diff"
+    """The largest absolute difference of two elements."""
+    SHARE = "share"
+    TIMES_TRANSFORMERS_ERROR = "times_transformers_error"
+    """Error relative to fp32, divided by the error of transformers' model."""
+    COUNT = "count"
+    TOKEN_MULT_PROB_ERROR = "token_mult_prob_error"
+
+
 @dataclass(frozen=True, slots=True)
 class ParityRow:
-    """One check.
+    """Result of one check.
 
     Args:
-        check: what was compared.
-        passed: whether it passed.
-        measured: the result.
-        expected: what the result had to be.
-        detail: further help: the worst tensor, a module at fault.
-        level: which comparison it belongs to; None for checks outside the levels.
+        check: Name of the comparison.
+        passed: Whether it passed.
+        measured: The measured result.
+        expected: The expected result.
+        detail: Further information: the worst tensor, or the module that differs.
+        level: Level of the check; None for checks outside the levels.
+        value: Number to compare with `bound`; None if the check has none.
+        bound: Largest `value` that passes; None if the check has none.
+        unit: Unit of `value` and `bound`.
     """
 
     check: str
@@ -64,6 +85,21 @@ class ParityRow:
     expected: str
     detail: str = ""
     level: Level | None = None
+    value: float | None = None
+    bound: float | None = None
+    unit: Unit | None = None
+
+    @property
+    def share_of_bound(self) -> float | None:
+        """`value` as a share of `bound`; None if the check has none, or must be exact."""
+        if self.value is None or not self.bound:
+            return None
+        best = 1.0 if self.unit is Unit.TOKEN_MULT_PROB_ERROR else 0.0
+        return (self.value - best) / (self.bound - best)
+
+    def to_json(self) -> dict[str, Any]:
+        """The check by the names of its fields. Numbers that are not finite are None."""
+        return {name: finite_or_none(value) for name, value in asdict(self).items()}
 
 
 @dataclass(slots=True)
@@ -71,17 +107,38 @@ class ParityReport:
     """Checks of one model against its reference.
 
     Args:
-        title: which model.
-        rows: the checks, in order.
+        title: Name of the model.
+        rows: The checks, in order.
     """
 
     title: str
     rows: list[ParityRow] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.summary}>"
+
     @property
     def passed(self) -> bool:
-        """Whether every check passed, and there were any."""
+        """Whether there was at least one check, and all passed."""
         return bool(self.rows) and all(row.passed for row in self.rows)
+
+    @property
+    def failed(self) -> list[ParityRow]:
+        """The checks that failed."""
+        return [row for row in self.rows if not row.passed]
+
+    @property
+    def summary(self) -> str:
+        """The result in one line: the number of checks that passed, and the one closest to its bound."""
+        count, outcome = len(self.rows), Outcome.of(self.passed).upper()
+        line = f"{outcome}: {count - len(self.failed)} of {count} checks passed: {self.title}"
+        shares = {row.check: share for row in self.rows if (share := row.share_of_bound) is not None}
+        if self.passed and shares:
+            worst = max(shares, key=lambda check: shares[check])
+            line += f". Closest to its bound: {worst}, at {shares[worst]:.0%}"
+        if divergences := [row.measured for row in self.failed if row.check == FIRST_DIVERGENCE]:
+            line += f". First divergence: {divergences[0]}"
+        return line
 
     def add(self, rows: Iterable[ParityRow]) -> None:
         """Append rows."""
@@ -92,11 +149,19 @@ class ParityReport:
         return {
             "model": self.title,
             "verdict": Outcome.of(self.passed),
-            "checks": [asdict(row) for row in self.rows],
+            "checks": [row.to_json() for row in self.rows],
         }
 
+    def failures(self) -> str:
+        """Return two lines per failed check: the measured and the expected result."""
+        lines = []
+        for row in self.failed:
+            lines.append(f"FAIL  {row.check}: {row.measured}" + (f" ({row.detail})" if row.detail else ""))
+            lines.append(f"      expected: {row.expected}")
+        return "\n".join(lines)
+
     def table(self) -> Table:
-        """The report as a table."""
+        """Return the checks as a table."""
         table = Table(title=escape(self.title), title_justify="left")
         for column in ("check", "verdict", "measured", "expected", "detail"):
             table.add_column(column, overflow="fold")

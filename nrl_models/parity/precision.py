@@ -1,12 +1,11 @@
-"""Checks below fp32: a model's error from fp32 may be hardly more than transformers' own error from fp32.
+"""Checks below fp32: a model's error from fp32 may only slightly exceed transformers' own error from fp32.
 
-In bf16 two right models differ by whole logits, and so do a right and a wrong one. What tells them apart is where the
-truth lies: the reference is run in fp32, too, on the same (rounded) weights and the same inputs, and both are measured
-against that. A norm computed in bf16, which no comparison in fp32 can see, triples a layer's error.
+In bf16, the logits of two correct models can differ by more than 1, as can those of a correct and a wrong one. So the
+reference also runs in fp32 on the same (rounded) weights and inputs, and both models are compared with that result. For
+example, a norm computed in bf16 triples a layer's error, which comparisons in fp32 cannot detect.
 
-Layers are compared one by one, on the inputs that the reference gives them, so that no error is buried under those of
-earlier layers. Without matrices (norms, rotary embeddings, activations) a layer has to be equal bit for bit; matmuls
-may sum in another order.
+Layers are compared one by one on the reference's inputs, so that errors of earlier layers hide nothing. Layers without
+matrices (norms, rotary embeddings, activations) must be bitwise equal. Matmuls may sum in another order.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from nrl_models.inputs.images import Inputs
 from nrl_models.parity.compare import compare_tensors
 from nrl_models.parity.components import Call, calls_of, component_classes, run_layer
 from nrl_models.parity.noise import gradients, logits_and_routing, logits_of, output_name
-from nrl_models.parity.parity_report import Level, ParityRow
+from nrl_models.parity.parity_report import Level, ParityRow, Unit
 
 FLOOR = 1e-6
 """A relative error that always passes: of values that even the lower precision has exactly, or nearly."""
 
 
 class Errors(NamedTuple):
-    """How far a tensor is from its value in fp32, relative to the root mean square of each row (a token's values).
+    """Error of a tensor from its value in fp32, relative to the root mean square of each row (a token's values).
 
     Attributes:
-        rms: root mean square over all elements; infinite where a value is not finite that should be.
-        largest: of any element.
+        rms: Root mean square over all elements; infinite if a value is unexpectedly not finite.
+        largest: Largest error of an element.
     """
 
     rms: float
@@ -69,12 +68,12 @@ class Errors(NamedTuple):
         return cls(relative.square().mean().sqrt().item(), relative.abs().max().item())
 
     def times(self, reference: Errors) -> Errors:
-        """As multiples of the reference's."""
+        """Return the errors as multiples of the reference's."""
         return Errors(self.rms / max(reference.rms, FLOOR), self.largest / max(reference.largest, FLOOR))
 
     @property
     def excess(self) -> float:
-        """Of multiples: by what factor they exceed `LIMITS`; at most 1 passes."""
+        """Factor by which multiples exceed `LIMITS`; at most 1 passes."""
         return max(self.rms / LIMITS.rms, self.largest / LIMITS.largest)
 
 
@@ -88,18 +87,18 @@ TYPICAL_GRADIENT, WORST_GRADIENT = 1.5, 8.0
 differ by 1.13 in the median, and by a factor of four in some norm's weight."""
 
 FEW_VALUES = 16
-"""A gradient of fewer values is measured against transformers' typical error where its own is smaller: that of a single
-value may be near zero by chance."""
+"""Gradients with fewer values use transformers' typical error as baseline if their own is smaller, because the error of
+a single value may be near zero by chance."""
 
 REQUIRED = f"at most {LIMITS.rms:g} times transformers' error, largest {LIMITS.largest:g} times"
 SAME_BITS = "equal bit for bit"
 
 
 class Truth:
-    """The reference in fp32, made once it is needed: most models are equal to it bit for bit.
+    """The reference in fp32, created on first use. Most models do not need it, because they are bitwise equal.
 
     Args:
-        reference: in lower precision; its weights, as they are rounded, are the truth's.
+        reference: The reference in lower precision. The fp32 model has its (rounded) weights.
     """
 
     def __init__(self, reference: nn.Module) -> None:
@@ -108,11 +107,11 @@ class Truth:
     @cached_property
     def model(self) -> nn.Module:
         """The reference in fp32."""
-        # What a forward left in modules (a recurrent state) hangs on its graph, and cannot be copied.
+        # State that a forward stored in modules (a recurrent state) is attached to a graph, and cannot be deep-copied.
         left = [value for module in self.reference.modules() for value in vars(module).values()]
         graphs = [value for value in left if isinstance(value, torch.Tensor) and value.grad_fn is not None]
         model = copy.deepcopy(self.reference, {id(value): value.detach().clone() for value in graphs}).float()
-        # Some towers take the dtype of their inputs from their configuration.
+        # Some towers get the dtype of their inputs from their configuration.
         for module in model.modules():
             if isinstance(config := vars(module).get("config"), PreTrainedConfig):
                 config.dtype = torch.float32
@@ -121,14 +120,14 @@ class Truth:
 
 @dataclass(slots=True)
 class Found:
-    """What was found of layers of one class, or of the gradients.
+    """Result for the layers of one class, or for the gradients.
 
     Args:
-        compared: how many were compared.
-        same: how many of them are equal bit for bit.
-        times: the worst multiples of the reference's error.
-        where: the name of the worst.
-        differs: names of layers that had to be equal bit for bit and are not.
+        compared: Number of compared tensors.
+        same: Number of bitwise equal ones.
+        times: Worst errors, as multiples of the reference's error.
+        where: Name of the worst one.
+        differs: Names of layers that should be bitwise equal but are not.
     """
 
     compared: int = 0
@@ -163,19 +162,22 @@ class Found:
             SAME_BITS if strict else REQUIRED,
             f"worst: {where}" if where else f"{self.compared} compared",
             level,
+            0.0 if self.same == self.compared else self.times.rms,
+            LIMITS.rms,
+            Unit.TIMES_TRANSFORMERS_ERROR,
         )
 
 
 def compare_components_rounded(
     model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, truth: Truth | None = None
 ) -> list[ParityRow]:
-    """Level 2 below fp32: every layer, on the inputs that the reference gives it in one forward; a row for each class.
+    """Level 2 below fp32: compare all layers on the reference's inputs of one forward. Returns a row per class.
 
     Args:
-        model: the model under test, below fp32.
-        reference: the Hugging Face model, with the same weights and dtype.
-        inputs: what to call the reference with.
-        truth: of `reference`, if there is one already.
+        model: The model under test, below fp32.
+        reference: The Hugging Face model with the same weights and dtype.
+        inputs: Inputs of the reference.
+        truth: `reference` in fp32, if it already exists.
     """
     truth = truth or Truth(reference)
     replays = can_replay(model)
@@ -214,15 +216,15 @@ def compare_logits_rounded(
     routing: RoutingRecord,
     truth: Truth | None = None,
 ) -> ParityRow:
-    """Level 3 below fp32: the whole model's logits; a mixture's on the experts that the reference chooses.
+    """Level 3 below fp32: compare the complete model's logits, for mixtures with the reference's choice of experts.
 
     Args:
-        model: the model under test, below fp32.
-        reference: the Hugging Face model, with the same weights and dtype.
-        inputs: what to call both with.
-        expected: the reference's logits.
-        routing: the reference's choice of experts; empty if it is not to be replayed.
-        truth: of `reference`, if there is one already.
+        model: The model under test, below fp32.
+        reference: The Hugging Face model with the same weights and dtype.
+        inputs: Inputs of both models.
+        expected: Logits of the reference.
+        routing: The reference's choice of experts; empty to not replay it.
+        truth: `reference` in fp32, if it already exists.
     """
     with _replaying(model, routing):
         actual = logits_of(model, inputs)
@@ -241,13 +243,13 @@ def compare_logits_rounded(
 def compare_gradients_rounded(
     model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, truth: Truth | None = None
 ) -> ParityRow:
-    """The gradients of the loss below fp32, tensor by tensor; a mixture's on the experts that the reference chooses.
+    """Compare gradients of the loss below fp32, for mixtures with the reference's choice of experts.
 
     Args:
-        model: the model under test, below fp32.
-        reference: the Hugging Face model, with the same weights and dtype.
-        inputs: with labels.
-        truth: of `reference`, if there is one already.
+        model: The model under test, below fp32.
+        reference: The Hugging Face model with the same weights and dtype.
+        inputs: Model inputs with labels.
+        truth: `reference` in fp32, if it already exists.
     """
     routing = logits_and_routing(reference, inputs)[1] if can_replay(model) else {}
     with _replaying(reference, routing):
@@ -286,6 +288,9 @@ def compare_gradients_rounded(
         f"at most {TYPICAL_GRADIENT:g} times transformers' error in the median, {WORST_GRADIENT:g} times in any",
         f"worst: {worst}" if differing else f"{len(expected)} compared",
         Level.GRADIENTS,
+        typical if differing else 0.0,
+        TYPICAL_GRADIENT,
+        Unit.TIMES_TRANSFORMERS_ERROR,
     )
 
 
@@ -303,7 +308,7 @@ def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool
 
 
 def _without_matmuls(original: nn.Module, layer: nn.Module, model: FamilyModel) -> bool:
-    """Whether a layer has to be equal bit for bit: it has no matrix, and is the Hugging Face layer."""
+    """Return True if a layer must be bitwise equal, because it has no matrix and is the Hugging Face layer."""
     matrices = any(parameter.ndim > 1 for parameter in original.parameters())
     return not matrices and type(layer) is type(original) and not list(groups_of(layer))
 

@@ -1,4 +1,4 @@
-"""What a consistency check observed of a disagreement: the facts that quirks' `explains` predicates ask about."""
+"""Facts of a disagreement that a consistency check observed, for the `explains` predicates of quirks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class VerdictKind(StrEnum):
-    """Which side is at fault; or, if no side is, what explains the difference."""
+    """The wrong side, or the explanation of the difference if no side is wrong."""
 
     TRAINER = "trainer"
     SECOND_TRAINER = "second trainer"
@@ -26,33 +26,33 @@ class VerdictKind(StrEnum):
 
     @property
     def is_trainers(self) -> bool:
-        """Whether the trainer is at fault."""
+        """Return True if the trainer is wrong."""
         return self in (VerdictKind.TRAINER, VerdictKind.BOTH)
 
 
 class Pattern(StrEnum):
-    """How a module's wrong tensor relates to the expected one."""
+    """Relation of a module's wrong tensor to the expected one."""
 
     UNKNOWN = "unknown"
     SCALED = "scaled"
     HALVES_SWAPPED = "halves swapped"
     SIGN_FLIPPED = "sign flipped"
     STALE_WEIGHTS = "stale weights"
-    """It is the output of the weights before the last refit."""
+    """Output of the weights before the last refit."""
     UNFINISHED_LOGITS = "unfinished logits"
-    """They lack the scale or soft cap that follows the output embedding."""
+    """Logits without the scale or soft cap that follows the output embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a disagreement.
+    """Facts about a disagreement.
 
     Args:
-        kind: which side is at fault.
-        random_weights: whether the engine was started on random weights.
-        module: the first module that diverges, by its name in transformers, or `logits`; empty if none was found.
-        pattern: how that module's tensor relates to the expected one.
-        weights: names of the module's weights that differ from the checkpoint's.
+        kind: The wrong side.
+        random_weights: Whether the engine was started on random weights.
+        module: The first module that diverges, by its name in transformers, or `logits`; empty if none was found.
+        pattern: Relation of that module's tensor to the expected one.
+        weights: Names of the module's weights that differ from the checkpoint's.
     """
 
     kind: VerdictKind

@@ -1,4 +1,4 @@
-"""Which models a quirk concerns: by what a configuration says and a family declares, never by a model's name."""
+"""Predicates that select the models of a quirk, by configuration and family declarations, never by a model's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nrl_models.family import FamilyModel
 from nrl_models.quirks.subject import Subject
 
 LARGE_VOCABULARY = 2**15
-"""The vocabulary from which on the logits of 8,192 tokens take a gigabyte in fp32."""
+"""Vocabulary size from which the logits of 8,192 tokens need a gigabyte in fp32."""
 
 
 def declares(name: str) -> Callable[[Subject], bool]:

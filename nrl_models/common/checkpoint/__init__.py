@@ -1,1 +1,1 @@
-"""Checkpoint files: safetensors mapped, read, dequantised and written."""
+"""Checkpoint files: safetensors mapped, read, dequantized and written."""

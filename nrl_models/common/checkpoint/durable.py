@@ -13,10 +13,10 @@ VARIABLE = "NRL_MODELS_FSYNC"
 
 
 def is_durable() -> bool:
-    """Whether what is saved is on the disk before it is published.
+    """Return True if saved files are synced to disk before they are published.
 
     Raises:
-        UnknownArgumentError: the variable is neither 0 nor 1.
+        UnknownArgumentError: If the variable is neither 0 nor 1.
     """
     value = os.environ.get(VARIABLE, "1")
     if value not in ("0", "1"):
@@ -25,10 +25,10 @@ def is_durable() -> bool:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk.
+    """Wait until a file, or the names in a directory, are written to disk.
 
     Raises:
-        OSError: they cannot be written: the disk is full or broken.
+        OSError: If they cannot be written, because the disk is full or broken.
     """
     if not is_durable():
         return

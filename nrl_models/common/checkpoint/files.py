@@ -11,7 +11,7 @@ import stat
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -22,7 +22,17 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from nrl_models.common.checkpoint.generations import PUBLISHED, Identity, Watch, current, identity, was_replaced
+from nrl_models.common.checkpoint.generations import (
+    LINK_ADVICE,
+    PUBLISHED,
+    Identity,
+    Watch,
+    current,
+    identity,
+    link_outside,
+    require_links_inside,
+    was_replaced,
+)
 from nrl_models.common.checkpoint.json_reading import MOST_BYTES, parse_object, read_object
 from nrl_models.common.checkpoint.local_path import (
     ADAPTER_CONFIG_NAME,
@@ -37,7 +47,7 @@ from nrl_models.common.checkpoint.named_weights import KEY, is_index, leaves, na
 from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.upstream import str_to_torch_dtype, with_variant
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 
 DTYPES: dict[str, torch.dtype] = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}
 """safetensors' names of dtypes."""
@@ -45,14 +55,14 @@ DTYPES: dict[str, torch.dtype] = str_to_torch_dtype | {"F8_E8M0": torch.float8_e
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, unread.
+    """A tensor in a file, without its values.
 
     Args:
-        key: its name in the file.
-        file: the file's name in the checkpoint.
-        shape: its shape.
-        dtype: its dtype.
-        start: its first byte in the file.
+        key: Name of the tensor in the file.
+        file: Name of the file in the checkpoint.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        start: Offset of its first byte in the file.
     """
 
     key: str
@@ -77,29 +87,29 @@ class StoredTensor:
 
 
 class CheckpointFiles:
-    """The tensors of a checkpoint, by key, without reading them.
+    """The tensors of a checkpoint by key, without reading their values.
 
-    Each file is opened once: its header, the check of its size and its pages are of one file, whatever becomes of its
-    name. What another process replaced meanwhile is found by comparing `seen` with what is there (`Watch`).
+    Each file is opened once, so that header, size check and values are of the same file, even if another process
+    replaces it. Such replacements are detected by comparing `seen` with the current files (`Watch`).
 
     Args:
-        folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards, or the
+        folder: Directory with `model.safetensors`, with `model.safetensors.index.json` and its shards, or with the
             weights that `transformers_weights` in its `config.json` names.
-        variant: of these files: "fp16" reads `model.fp16.safetensors`, or `model.safetensors.index.fp16.json`.
+        variant: Variant of the files: "fp16" reads `model.fp16.safetensors` or `model.safetensors.index.fp16.json`.
 
     Attributes:
-        folder: the directory; where a save is being moved into place, where that is.
-        tensors: every tensor by key.
-        seen: what was read, by the names of files; None for what was looked for and not there.
-        dequantised: keys of tensors whose values are computed when they are read; here none.
-        is_private: whether `read` returns memory that nothing else writes to, so that a model may keep it.
+        folder: The directory. If a save is being moved into place, the location of its files.
+        tensors: All tensors by key.
+        seen: State of each file that was read, by file name; None for files that do not exist.
+        dequantized: Keys of tensors that are computed when they are read; empty in this class.
+        is_private: Whether nothing else writes to the memory that `read` returns, so that a model may keep it.
 
     Raises:
-        CheckpointError: no safetensors weights, a damaged or missing file, an index that is wrong or
-            leaves the directory, a tensor in two files or not where the index says; all of them at once.
+        CheckpointError: If there are no safetensors weights, a file is damaged or missing, the index is wrong or
+            leaves the directory, or a tensor is in two files or in another file than in the index. Lists all problems.
     """
 
-    dequantised: frozenset[str] = frozenset()
+    dequantized: frozenset[str] = frozenset()
     is_private: ClassVar[bool] = True
 
     @no_collections()
@@ -111,7 +121,7 @@ class CheckpointFiles:
         self._opening = threading.Lock()
         self._at_exit = weakref.finalize(self, _close, self._handles)
         self.weights_name, self.index_name = (with_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
-        self._named = named_weights(self.folder)
+        self._named = None if _by_index else named_weights(self.folder)  # otherwise the index is read
         if self._named is not None and is_index(self._named):
             self.index_name = self._named
         elif isinstance(self._named, str):
@@ -136,22 +146,22 @@ class CheckpointFiles:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype to load in where the configuration has none: the index's, or the first tensor's, by file and name.
+        """Default dtype if the configuration has none: the index's, or that of the first tensor by file and name.
 
-        As in transformers. The order within a file does not count: safetensors writes wide dtypes first, so a single
-        fp32 tensor would decide. None if no tensor is floating point, wider than 8 bits and not dequantized.
+        As in transformers. The order within a file is ignored: safetensors writes wide dtypes first, so a single fp32
+        tensor would decide. None if no tensor is floating point, wider than 8 bits and not dequantized.
         """
-        stored = (tensor for key, tensor in self.tensors.items() if key not in self.dequantised)
+        stored = (tensor for key, tensor in self.tensors.items() if key not in self.dequantized)
         in_order = sorted(stored, key=lambda tensor: (tensor.file, tensor.key))
         found = (tensor.dtype for tensor in in_order if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1)
         return self._index_dtype or next(found, None)
 
     def stored_as(self, tensor: StoredTensor) -> str:
-        """What the type is called in which the tensor's values are stored."""
+        """Return the name of the dtype in which a tensor is stored."""
         return str(tensor.dtype).removeprefix("torch.")
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor's values, as a private (copy-on-write) view of the file's pages: nothing is copied."""
+        """Return the tensor's values as a private (copy-on-write) memory-mapped view, without a copy."""
         if tensor.numel == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._opening:  # several threads read, and a file is to be mapped once
@@ -162,13 +172,13 @@ class CheckpointFiles:
         return flat.view(tensor.shape)
 
     def stored_parts(self, tensor: StoredTensor) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor] | None]:
-        """What `read` makes the values of, which stays when the files are closed, and how; None where that is they."""
+        """Return the inputs of `read`, valid after the files are closed, and the function that computes the values."""
         return (self.read(tensor),), None
 
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """One tensor of `shape` whose elements are those of `tensors` in turn, over the files' pages.
+        """Return a memory-mapped tensor of `shape` with the concatenated elements of `tensors`.
 
-        None if that would take a copy, see `map_runs`.
+        None if that would need a copy, see `map_runs`.
         """
         runs = [Run(self._descriptor(tensor.file), tensor.start, tensor.nbytes) for tensor in tensors if tensor.numel]
         try:
@@ -179,9 +189,15 @@ class CheckpointFiles:
             return None
         memory, offset = mapped
         dtype, count = tensors[0].dtype, torch.Size(shape).numel()
-        if offset % dtype.itemsize:  # a file whose header has an odd length
+        if offset % dtype.itemsize:  # the file's header has an odd length
             return None
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def _share(self, opened: CheckpointFiles) -> None:
+        """Use the files that another instance has open, instead of opening them."""
+        vars(self).update(vars(opened))
+        self.tensors = dict(opened.tensors)
+        self._opened = opened  # which closes them when it is deleted
 
     def close(self) -> None:
         """Close the files. Tensors that `read` returned keep the pages they show."""
@@ -196,8 +212,14 @@ class CheckpointFiles:
         return descriptor
 
     def _open(self, file: str) -> BinaryIO | None:
-        """Open a file, and note what it is; None if it is none, or a device."""
-        try:  # a pipe that nobody writes to would block
+        """Open a file and record its identity. None if it does not exist or is a device.
+
+        Raises:
+            OSError: If it cannot be opened, or is a link to a file outside of the checkpoint.
+        """
+        if outside := link_outside(self.folder, file):
+            raise OSError(f"{outside}; {LINK_ADVICE}")
+        try:  # without blocking on a pipe that has no writer
             descriptor = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
             self.seen[file] = None
@@ -210,7 +232,7 @@ class CheckpointFiles:
         return open(descriptor, "rb")
 
     def _files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
-        """The files to read and, where an index says so, the keys each must hold."""
+        """Return the files to read, and the keys that each must have according to the index, if there is one."""
         if self._named is None:
             is_by_index = self._is_by_index or not (self.folder / self.weights_name).is_file()
         elif (problem := problem_of(self._named)) is not None:
@@ -243,7 +265,7 @@ class CheckpointFiles:
         return {}
 
     def _differs_from_index(self, variant: str | None) -> list[Problem]:
-        """Problems with a single file next to the index and shards of another checkpoint: one of them is stale."""
+        """Find differences between a single file and an index with shards: one of them is stale."""
         if not (self.folder / self.index_name).is_file():
             return []
         try:
@@ -299,11 +321,12 @@ class CheckpointFiles:
             problems.append(Problem(ProblemKind.FILE, file, f"cannot be opened: {error}"))
             return
         if handle is None:
-            keys = f", which should hold {len(expected)} tensors" if expected else ""
+            count = len(expected or ())
+            keys = f", which should hold {count} tensor{'s' if count > 1 else ''}" if count else ""
             problems.append(Problem(ProblemKind.FILE, file, f"is missing{keys}"))
             return
         self._handles[file] = handle
-        try:  # checks the header and that the file is all there: the file that is open, not what has its name by now
+        try:  # check header and size of the open file, which may have been replaced since
             with safe_open(f"/dev/fd/{handle.fileno()}", framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
@@ -319,12 +342,12 @@ class CheckpointFiles:
             self.tensors[tensor.key] = tensor
         for key in sorted((expected or set()) - found):
             problems.append(
-                Problem(ProblemKind.INDEX, key, f"is not in {file}, where {self.index_name} says it is", file)
+                Problem(ProblemKind.INDEX, key, f"is not in {file}, although {self.index_name} lists it there", file)
             )
 
 
 def _are_same(files: CheckpointFiles, tensor: StoredTensor, others: CheckpointFiles, other: StoredTensor) -> bool:
-    """Whether two stored tensors are equal, bit for bit."""
+    """Return True if two stored tensors are bitwise equal."""
     if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
         return False
     first, second = (
@@ -339,8 +362,9 @@ def require_readable(folder: Path, variant: str | None = None) -> None:
     transformers follows an index to pickles, which can run code, and to files outside the directory.
 
     Raises:
-        CheckpointError: as `CheckpointFiles` does.
+        CheckpointError: See `CheckpointFiles` and `require_links_inside`.
     """
+    require_links_inside(folder)
     CheckpointFiles(folder, variant).close()
 
 
@@ -379,6 +403,27 @@ def _advice(problems: list[Problem], folder: Path) -> list[str]:
     return list(dict.fromkeys(text for kind, text in advice.items() if kind in kinds))
 
 
+def require_repository(path_or_id: str | Path, *, subfolder: str = "", revision: str | None = None) -> None:
+    """Download the configuration of a hub repository. Does nothing for a local path.
+
+    Raises:
+        CheckpointError: If the repository cannot be fetched.
+    """
+    if not is_local(path_or_id):
+        name = f"{subfolder.strip('/')}/{CONFIG_NAME}".strip("/")
+        _downloaded(path_or_id, {"revision": revision, "allow_patterns": [name]})
+
+
+def _downloaded(path_or_id: str | Path, options: Mapping[str, Any]) -> Path:
+    try:
+        return Path(snapshot_download(str(path_or_id), **options))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        detail = f"is not a directory, and cannot be fetched as a hub repository: {one_line(error)}"
+        problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
+        advice = ["check the path; for a hub repository check its name, your token and the network"]
+        raise CheckpointError(f"cannot load {path_or_id}", [problem], advice) from error
+
+
 def resolve_folder(
     path_or_id: str | Path,
     *,
@@ -389,15 +434,15 @@ def resolve_folder(
     gguf_file: str | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """The local directory of a checkpoint: `path_or_id` itself, or the hub repository of that name, downloaded.
+    """Return the local directory of a checkpoint: `path_or_id` itself, or the downloaded hub repository.
 
-    Downloads only configuration, code, `model*.safetensors` and the shards that an index names, or the GGUF file alone.
-    Where the checkpoint is a GGUF file, the result is that file: `path_or_id` itself, `gguf_file`, or the only one in a
-    directory without safetensors.
+    Downloads only configuration, code, `model*.safetensors` and the shards of an index, or only the GGUF file. If the
+    checkpoint is a GGUF file, returns that file: `path_or_id` itself, `gguf_file`, or the only one in a directory
+    without safetensors.
 
     Raises:
-        CheckpointError: there is no such directory, no `config.json` in it, or a PEFT adapter is in it; no such GGUF
-            file, or several to choose from.
+        CheckpointError: If the directory does not exist, has no `config.json`, or has a PEFT adapter. Also if the GGUF
+            file does not exist, or there are several.
     """
     folder = Path(path_or_id).expanduser()
     if is_gguf(folder) and folder.is_file():
@@ -406,23 +451,16 @@ def resolve_folder(
         if is_local(path_or_id):
             detail = "is a file, expected a directory" if folder.is_file() else "no such directory"
             problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
-            advice = ["check the path, or give the name of a hub repository (owner/name)"]
+            advice = ["check the path, or pass the name of a hub repository (owner/name)"]
             raise CheckpointError(f"cannot load {path_or_id}", [problem], advice)
         prefix = f"{subfolder.strip('/')}/" if subfolder else ""
         names = ("*.json", "*.py", "model*.safetensors") if gguf_file is None else (gguf_file,)
         patterns = [prefix + name for name in names]
         options: Any = {"revision": revision, "token": token, "cache_dir": cache_dir, "allow_patterns": patterns}
         options |= {"ignore_patterns": [f"*{PUBLISHED}/*"], "local_files_only": local_files_only}
-        try:
-            folder = Path(snapshot_download(str(path_or_id), **options))
-            if shards := _other_shards(folder / subfolder):
-                options["allow_patterns"] = [prefix + glob.escape(name) for name in shards]
-                snapshot_download(str(path_or_id), **options)
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            detail = f"is not a directory, and cannot be fetched as a hub repository: {error}"
-            problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
-            advice = ["check the path; for a hub repository check its name, your token and the network"]
-            raise CheckpointError(f"cannot load {path_or_id}", [problem], advice) from error
+        folder = _downloaded(path_or_id, options)
+        if shards := _other_shards(folder / subfolder):
+            _downloaded(path_or_id, options | {"allow_patterns": [prefix + glob.escape(name) for name in shards]})
     while True:
         with Watch(folder / subfolder) as watch:
             try:
@@ -444,9 +482,9 @@ def _other_shards(folder: Path) -> list[str]:
 
 
 def _usable(folder: Path, gguf_file: str | None) -> Path:
-    """A directory, or the GGUF file in it, if there is a checkpoint."""
-    has_safetensors = (folder / WEIGHTS_NAME).is_file() or (folder / INDEX_NAME).is_file() or named_weights(folder)
-    if (gguf_file is not None or not has_safetensors) and (file := find_gguf(folder, gguf_file)) is not None:
+    """Return a directory, or the GGUF file in it, if it has a checkpoint."""
+    may_be_gguf = gguf_file is not None or (any(map(is_gguf, folder.glob("*"))) and not _has_safetensors(folder))
+    if may_be_gguf and (file := find_gguf(folder, gguf_file)) is not None:
         return file
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         _refuse_adapter(folder)
@@ -454,17 +492,22 @@ def _usable(folder: Path, gguf_file: str | None) -> Path:
         raise CheckpointError(
             f"cannot load {folder}",
             [Problem(ProblemKind.FILE, CONFIG_NAME, "is missing")],
-            ["give the directory that holds config.json and the weights (see `subfolder`)"],
+            ["pass the directory with config.json and the weights (see `subfolder`)"],
         )
     return folder
 
 
+def _has_safetensors(folder: Path) -> bool:
+    has_file = (folder / WEIGHTS_NAME).is_file() or (folder / INDEX_NAME).is_file()
+    return has_file or named_weights(folder) is not None
+
+
 def _refuse_adapter(folder: Path) -> NoReturn:
-    """Refuse a directory with a PEFT adapter: transformers loads model and adapter, here each is loaded on its own."""
+    """Raise for a directory with a PEFT adapter. Unlike in transformers, model and adapter are loaded separately."""
     then = "then the adapter with peft.PeftModel.from_pretrained(model, folder) or model.load_adapter(folder)"
     if (folder / CONFIG_NAME).is_file():
-        detail = "is that of a PEFT adapter beside the model's files, which would be left out"
-        advice = f"move the adapter's files to a directory of their own; load the model, {then}"
+        detail = "is that of a PEFT adapter in the same directory as the model's files, and would be ignored"
+        advice = f"move the adapter's files to a separate directory; load the model, {then}"
     else:
         detail = "is that of a PEFT adapter, and the model's files are elsewhere"
         advice = f"load the model it names as base_model_name_or_path, {then}"

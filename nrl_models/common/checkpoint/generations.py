@@ -1,8 +1,9 @@
-"""Which files of a directory are its checkpoint while another process replaces them, and whether that happened.
+"""Find the current files of a checkpoint while another process replaces them, and detect replacements.
 
-A save is published by one rename to `PUBLISHED`, inside the directory; then its files move to their names, for readers
-that know nothing of this (see `nrl_models.common.checkpoint.publishing`). From that rename on the checkpoint is what
-lies there, also where the writer was killed before it was done. Readers change nothing. Imports nothing heavy.
+A save is published by one rename to `PUBLISHED` inside the directory. Then its files are moved to their names, for
+readers without this library (see `nrl_models.common.checkpoint.publishing`). From the rename on, the files in
+`PUBLISHED` are the checkpoint, even if the writer is killed before it finishes. Readers change nothing. This module has
+no heavy imports.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 PUBLISHED = ".nrl-published"
-"""The directory with a checkpoint that is being moved into place."""
+"""Directory of a checkpoint that is being moved into place."""
 
 RECORD = ".nrl-replaces.json"
 """In it: `replaces`, the size and time of every file that the checkpoint replaces or removes, and `files`, its own."""
@@ -28,12 +29,12 @@ Identity = tuple[int, int, int, int]
 
 
 def identity(status: os.stat_result) -> Identity:
-    """What distinguishes a file from one that replaced it, or from itself rewritten."""
+    """Return values that change when a file is replaced or rewritten."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def identity_at(path: Path) -> Identity | None:
-    """The identity of the file at a path; None if there is none."""
+    """Return the identity of the file at a path; None if there is none."""
     try:
         return identity(os.stat(path))
     except OSError:
@@ -41,7 +42,7 @@ def identity_at(path: Path) -> Identity | None:
 
 
 def version_at(path: Path) -> list[int] | None:
-    """Size and time of the file at a path, which copies and other mounts keep; None if there is none."""
+    """Return size and time of the file at a path, which copies and other mounts preserve; None if there is none."""
     found = identity_at(path)
     return None if found is None else list(found[2:])
 
@@ -51,12 +52,59 @@ def plain(folder: Path) -> Path:
     return folder.parent if folder.name == PUBLISHED else folder
 
 
-def current(folder: Path) -> Path:
-    """Where the files of the checkpoint in `folder` are now: there, or in its `PUBLISHED`.
+READ = (".codes", ".gguf", ".jinja", ".json", ".model", ".py", ".safetensors", ".spm", ".tiktoken", ".txt", ".vocab")
+"""Suffixes of files that this library or transformers reads from a checkpoint."""
+
+TEMPLATES = "additional_chat_templates"
+"""The directory that transformers reads more chat templates from."""
+
+
+def contents_of(folder: Path) -> list[Path]:
+    """Return the directories in which files of the checkpoint in `folder` may be.
+
+    These are the directory itself, and for a snapshot in the hub's cache `blobs` of the same repository.
+    """
+    root = plain(Path(os.path.realpath(folder)))
+    snapshots = (path.parent for path in (root, *root.parents) if path.parent.name == "snapshots")
+    return [root, *(path.parent / "blobs" for path in list(snapshots)[:1])]
+
+
+def link_outside(folder: Path, name: str) -> str:
+    """Return the problem if a file is a link to a file outside of the checkpoint; otherwise an empty string."""
+    real = Path(os.path.realpath(folder / name))
+    is_inside = any(real.is_relative_to(directory) for directory in contents_of(folder))
+    return "" if is_inside else f"is a link that leads out of the checkpoint, to {real}"
+
+
+def require_links_inside(folder: Path) -> None:
+    """Check that no file in a directory is a link to a file outside, before transformers reads it.
+
+    Links inside the directory are allowed, and links to `blobs` of the same repository in the hub's cache.
 
     Raises:
-        CheckpointError: a save was interrupted while its files moved to their names, and then another program wrote
-            files there: neither is the checkpoint for sure.
+        CheckpointError: If there are such links.
+    """
+    try:
+        paths = [*folder.iterdir(), *(folder / TEMPLATES).glob("*")]
+    except OSError:  # the directory does not exist, or another process has moved it
+        return
+    names = sorted(str(path.relative_to(folder)) for path in paths if path.suffix in READ)
+    problems = [
+        Problem(ProblemKind.FILE, name, detail) for name in names if (detail := link_outside(folder, name)) != ""
+    ]
+    if problems:
+        raise CheckpointError(f"cannot load {folder}", problems, [LINK_ADVICE])
+
+
+LINK_ADVICE = "replace the links by the files that they lead to, if you trust them"
+
+
+def current(folder: Path) -> Path:
+    """Return the current location of the checkpoint's files: `folder`, or its `PUBLISHED`.
+
+    Raises:
+        CheckpointError: If a save was interrupted while files were moved to their names, and another program wrote
+            files since. Then neither location is reliable.
     """
     published = folder / PUBLISHED
     while (before := identity_at(published / RECORD)) is not None:
@@ -66,13 +114,13 @@ def current(folder: Path) -> Path:
         if identity_at(published / RECORD) == before:
             detail = f"was written by another program after a save into {folder} was interrupted"
             problems = [Problem(ProblemKind.REPLACED, name, detail) for name in others]
-            advice = f"save again; or delete {published} to take those files, or move its files up to take the save"
+            advice = f"save again; or delete {published} to keep those files, or move its files up to keep the save"
             raise CheckpointError(f"cannot load {folder}", problems, [advice])
     return folder
 
 
 def read_record(published: Path) -> Mapping[str, Any] | None:
-    """A published checkpoint's record; None if there is none, no longer, or one that no save of this library wrote."""
+    """Return the record of a published checkpoint; None if there is none, or it was not written by this library."""
     try:
         record = read_object(published / RECORD)
         names = [PurePosixPath(name) for name in (*record["replaces"].keys(), *record["files"])]
@@ -82,7 +130,7 @@ def read_record(published: Path) -> Mapping[str, Any] | None:
 
 
 def written_since(folder: Path) -> list[str]:
-    """Files that are neither those of the checkpoint in `folder`'s `PUBLISHED` nor those that it replaces."""
+    """Return files that belong neither to the checkpoint in `PUBLISHED` nor to the one that it replaces."""
     record = read_record(folder / PUBLISHED)
     if record is None:
         return [f"{PUBLISHED}/{RECORD}"]
@@ -95,24 +143,24 @@ def written_since(folder: Path) -> list[str]:
 
 
 class Watch:
-    """Remembers what was read of a checkpoint, to find out whether another process replaced it meanwhile.
+    """Record which files of a checkpoint were read, to detect whether another process replaced them.
 
-    Made before anything is read; what is read after is added by `saw`.
+    Create it before anything is read. Files that are read later are added by `saw`.
 
     Args:
-        folder: the directory.
+        folder: The directory.
 
     Attributes:
-        location: where its files are, see `current`.
+        location: Directory of its files, see `current`.
 
     Raises:
-        CheckpointError: see `current`.
+        CheckpointError: See `current`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = plain(folder)
         self.location = current(self.folder)
-        # Open until the end: some file systems (FUSE) give a file that nobody has open another inode.
+        # Keep files open, because some file systems (FUSE) change the inode of closed files.
         self._open: list[int] = []
         self._at_exit = weakref.finalize(self, _close, self._open)
         self._seen = {name: self._identity(name) for name in (CONFIG_NAME, GENERATION_NAME)}
@@ -128,14 +176,14 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._at_exit()  # at once: a traceback may hold this for long
+        self._at_exit()  # immediately, because a traceback may keep this object alive
 
     def saw(self, files: Mapping[str, Identity | None]) -> None:
-        """Add files that were read, and those that were not there (None), by name."""
+        """Add files that were read, and files that did not exist (None), by name."""
         self._seen.update(files)
 
     def replaced(self) -> list[str]:
-        """The files that are no longer those that were read."""
+        """Return the files that differ from those that were read."""
         while True:
             location = current(self.folder)
             found = [name for name, seen in self._seen.items() if identity_at(location / name) != seen]
@@ -143,23 +191,23 @@ class Watch:
                 return found
 
     def require(self, name: str) -> None:
-        """Raise if a file that was there at first is no longer where it was: a save moved it, and it was not read.
+        """Raise if a file that existed at first was moved by a save before it was read.
 
         Raises:
-            CheckpointError: it is not there.
+            CheckpointError: If it no longer exists.
         """
-        if self._seen.get(name) is not None and not (self.location / name).is_file():
+        if self._seen.get(name) is not None and not (self.location / name).exists():
             raise was_replaced(self.folder, [name])
 
     def changed(self) -> bool:
-        """Whether files were replaced or moved: what failed meanwhile may have failed because of that."""
+        """Return True if files were replaced or moved since. This may be the cause of an error in the meantime."""
         return current(self.folder) != self.location or bool(self.replaced())
 
     def check(self) -> None:
         """Raise if a file was replaced.
 
         Raises:
-            CheckpointError: it was, and what was read may be of two checkpoints.
+            CheckpointError: If a file was replaced, so the values read may be of two checkpoints.
         """
         if names := self.replaced():
             raise was_replaced(self.folder, names)

@@ -13,7 +13,7 @@ from nrl_models.common.checkpoint.files import CheckpointFiles, Identity, Stored
 from nrl_models.errors import UnknownArgumentError, listed
 
 NAME = "state_dict"
-"""The name of a state dict in messages, in place of a directory and a file."""
+"""Name of a state dict in messages, instead of a directory and a file."""
 
 
 class GivenTensors(CheckpointFiles):
@@ -38,7 +38,7 @@ class GivenTensors(CheckpointFiles):
         if wrong := [str(key) for key, value in state_dict.items() if not _is_complete(key, value)]:
             raise UnknownArgumentError(
                 f"state_dict: {listed(wrong)}: expected complete, dense tensors with values, by name. Gather sharded "
-                "tensors first (tensor.full_tensor()), and leave out what is not a tensor"
+                "tensors first (tensor.full_tensor()), and remove values that are not tensors"
             )
         self._given = {key: value.detach() for key, value in state_dict.items()}
         self._index_dtype = None

@@ -1,4 +1,4 @@
-"""Reading JSON that somebody else wrote: within limits, and with errors that name the file. Imports nothing heavy."""
+"""Read untrusted JSON: within limits, and with errors that name the file. Has no heavy imports."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MOST_LEVELS = 64
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Args:
-        file: a regular file.
+        file: A regular file.
 
     Raises:
-        CheckpointError: no such file, larger than `MOST_BYTES`, no JSON in UTF-8, nested deeper than `MOST_LEVELS`, or
-            no object.
+        CheckpointError: If the file does not exist, is larger than `MOST_BYTES`, is not JSON in UTF-8, is nested deeper
+            than `MOST_LEVELS`, or is not an object.
     """
     try:
         data = read_bytes(file)
@@ -33,28 +33,28 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """What is in a regular file, up to a byte more than `MOST_BYTES`: `parse_object` refuses what is that long.
+    """Read a regular file, at most one byte more than `MOST_BYTES`; `parse_object` rejects longer data.
 
     Raises:
-        OSError: no such file, not a regular one, or it cannot be read.
+        OSError: If the file does not exist, is not regular, or cannot be read.
     """
-    if file.exists() and not file.is_file():  # reading a pipe waits for who writes
+    if file.exists() and not file.is_file():  # reading a pipe would wait for a writer
         raise OSError("not a regular file")
     with open(file, "rb") as handle:
         return handle.read(MOST_BYTES + 1)
 
 
 def parse_object(data: bytes, name: str, place: object, kind: ProblemKind = ProblemKind.FILE) -> dict[str, Any]:
-    """The JSON object that `data` is.
+    """Parse a JSON object.
 
     Args:
-        data: what a file or an answer holds.
-        name: what it is called in a message.
-        place: where it is from: a path, an address.
-        kind: of the problem, if it is none.
+        data: Contents of a file or an answer.
+        name: Name for messages.
+        place: Origin of the data: a path or an address.
+        kind: Kind of the problem if parsing fails.
 
     Raises:
-        CheckpointError: see `read_object`.
+        CheckpointError: See `read_object`.
     """
     if len(data) > MOST_BYTES:
         raise _refused(name, place, kind, f"has more than {MOST_BYTES:,} bytes")

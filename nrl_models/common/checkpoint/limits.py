@@ -1,4 +1,4 @@
-"""Limits of what a configuration may ask for, so that a damaged one is an error and neither hangs nor fills memory."""
+"""Limits for values of a configuration, so that a damaged one raises an error instead of hanging or filling memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_PARTS = 20_000
 """Layers, which configuration classes list, and experts, which checkpoints have each of: some hundred at most."""
 
 MOST_LABELS = 2**20
-"""Classes of a classifier, each of which a configuration gives a name."""
+"""Maximum number of labels of a classifier. A configuration has a name for each."""
 
 MOST_ELEMENTS = 2**26
 """A size of one dimension, of which tables are computed when a model is built: six times the longest context."""
@@ -37,19 +37,19 @@ _LIMITS = ((_PARTS, MOST_PARTS), (re.compile(r"(^|_)num_labels$"), MOST_LABELS),
 
 
 def check_limits(values: Mapping[str, Any], where: object) -> None:
-    """Refuse values of a configuration that nothing could be built of, before a class makes something of them.
+    """Check that values of a configuration are within limits, before a class processes them.
 
     Args:
-        values: by key, with those of nested configurations, as in `config.json`.
-        where: what they are from, for the message.
+        values: Values by key, including nested configurations, as in `config.json`.
+        where: Origin of the values, for the message.
 
     Raises:
-        ConfigurationError: more than `MOST_PARTS` layers or experts or `MOST_LABELS` labels, a size over
-            `MOST_ELEMENTS`; all of them.
+        ConfigurationError: If there are more than `MOST_PARTS` layers or experts, more than `MOST_LABELS` labels, or a
+            size above `MOST_ELEMENTS`. Lists all problems.
     """
     problems = list(_beyond(values, ""))
     if problems:
-        raise ConfigurationError(f"{where} asks for more than can be built", problems, ["correct the configuration"])
+        raise ConfigurationError(f"{where} has values above the limits", problems, ["correct the configuration"])
 
 
 def _beyond(values: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
@@ -67,13 +67,14 @@ def _beyond(values: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
 
 @contextmanager
 def limited_build(tensors: int) -> Iterator[None]:
-    """While a model is built in this thread, stop before it fills memory, or has more modules than can be filled.
+    """Context manager that stops building a model in this thread before it fills memory or has too many modules.
 
     Args:
-        tensors: that the checkpoint has.
+        tensors: Number of tensors of the checkpoint.
 
     Raises:
-        ConfigurationError: more modules than `MODULES_PER_TENSOR` allows for, or a table over `MOST_IN_TABLE`.
+        ConfigurationError: If there are more modules than `MODULES_PER_TENSOR` allows, or a table above
+            `MOST_IN_TABLE`.
     """
     most, count, thread = MODULES + MODULES_PER_TENSOR * tensors, 0, threading.get_ident()
 
@@ -81,7 +82,7 @@ def limited_build(tensors: int) -> Iterator[None]:
         nonlocal count
         count += threading.get_ident() == thread
         if count > most:
-            raise _too_large(f"asks for more than {most:,} modules, and the checkpoint has {tensors:,} tensors")
+            raise _too_large(f"needs more than {most:,} modules, but the checkpoint has {tensors:,} tensors")
 
     hook = register_module_module_registration_hook(counted)
     try:
@@ -92,11 +93,11 @@ def limited_build(tensors: int) -> Iterator[None]:
 
 
 class _Tables(TorchFunctionMode):
-    """Looks at what is filled with numbers when a model is built; parameters are not filled."""
+    """Checks the size of tensors that are filled with numbers while a model is built; parameters are not filled."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _FILLED and (elements := _elements(func, args)) > MOST_IN_TABLE:
-            raise _too_large(f"asks for a table of {elements:,.0f} numbers, expected at most {MOST_IN_TABLE:,}")
+            raise _too_large(f"needs a table of {elements:,.0f} numbers, expected at most {MOST_IN_TABLE:,}")
         return func(*args, **(kwargs or {}))
 
 

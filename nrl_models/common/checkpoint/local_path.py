@@ -1,7 +1,8 @@
-"""Where a checkpoint is and what its configuration is called. Imports nothing heavy."""
+"""Locate a checkpoint, its configuration, and the cache directory. Has no heavy imports."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,14 +14,17 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 
+CACHE_VARIABLE = "NRL_MODELS_CACHE"
+"""The environment variable with the directory for downloads and results."""
+
 _REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
 def is_local(path_or_id: str | Path) -> bool:
-    """Whether a name stands for a local checkpoint rather than for a hub repository.
+    """Return True if a string is a local path rather than a hub repository.
 
-    It does if it is a directory or a GGUF file, starts with `.`, `/` or `~`, has no form that a repository's name can
-    have (`name` or `owner/name`), or is a path below a directory that exists.
+    It is a local path if it is a directory or a GGUF file, starts with `.`, `/` or `~`, is not a valid repository name
+    (`name` or `owner/name`), or is a path below an existing directory.
     """
     text = str(path_or_id)
     path = Path(text).expanduser()
@@ -34,15 +38,15 @@ def is_local(path_or_id: str | Path) -> bool:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """Return True if a path has the name of a GGUF file."""
     return Path(path).suffix.lower() == ".gguf"
 
 
 def find_gguf(folder: Path, name: str | None = None) -> Path | None:
-    """The GGUF file in a directory: the one called `name`, or the only one; None if there is none.
+    """Return the GGUF file in a directory: the one called `name`, or the only one; None if there is none.
 
     Raises:
-        CheckpointError: none of that name, or several to choose from.
+        CheckpointError: If there is none of that name, or several without a name.
     """
     found = sorted(path.name for path in folder.glob("*") if is_gguf(path))
     listed = ", ".join(found) or "none"
@@ -53,6 +57,13 @@ def find_gguf(folder: Path, name: str | None = None) -> Path | None:
         raise CheckpointError(f"cannot load {folder}", [problem], ["correct gguf_file"])
     if len(found) > 1:
         problem = Problem(ProblemKind.FILE, str(folder), f"has several GGUF files: {listed}")
-        advice = "give the path of one of them, or gguf_file= with its name"
+        advice = "pass the path of one of them, or gguf_file= with its name"
         raise CheckpointError(f"cannot load {folder}", [problem], [advice])
     return folder / found[0] if found else None
+
+
+def cache_directory() -> Path:
+    """Return the directory for downloads and results: `$NRL_MODELS_CACHE`, or `nrl_models` in the user's cache."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nrl_models"

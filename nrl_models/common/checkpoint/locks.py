@@ -1,7 +1,7 @@
-"""Locks on files and directories that end with their process; temporary files that are known by them to be in use.
+"""Locks on files and directories that are released when their process ends, also used to find stale temporary files.
 
-They are `flock`s on what they protect, so there is no lock file, and none that a killed process leaves. Where a file
-system has none (some network file systems), nothing is locked, and nothing is taken for left by a dead process.
+The locks are `flock`s on the protected files, so there are no lock files that a killed process could leave behind. Some
+network file systems have no locks. There, nothing is locked, and no temporary file is considered stale.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from nrl_models.errors import SaveError
 
 WAIT_SECONDS = 60.0
-"""How long a writer waits for another that moves its files into place, which takes well under a second."""
+"""Maximum time to wait for another writer that moves its files into place, which usually takes less than a second."""
 
 TEMPORARY = ".nrl-saving-"
-"""What temporary names of this library have in them: after it eight random digits."""
+"""Part of the names of this library's temporary files; eight random digits follow."""
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
 
 
 def _take(descriptor: int) -> bool | None:
-    """Try to take the lock; False if another has it, None where the file system has no locks."""
+    """Try to take the lock. Returns False if another process has it, None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -43,16 +43,16 @@ def _take(descriptor: int) -> bool | None:
 
 def _release(descriptor: int) -> None:
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also releases it in processes that were forked in between
     os.close(descriptor)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other writers (processes and threads) from publishing into a directory; waits for one that does.
+    """Prevent other writers (processes and threads) from publishing into a directory. Waits for a running one.
 
     Raises:
-        SaveError: another did not end within `WAIT_SECONDS`.
+        SaveError: If another writer does not finish within `WAIT_SECONDS`.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -71,9 +71,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def temporary(where: Path, prefix: str, *, directory: bool) -> Iterator[Path]:
-    """A new file or directory in `where`, named `prefix` and random digits; removed in the end if it is still there.
+    """Create a file or directory in `where`, named `prefix` plus random digits. Removed at exit if it still exists.
 
-    Others see by its lock that it is in use, see `remove_dead`.
+    Its lock shows other processes that it is in use, see `remove_dead`.
     """
     while True:
         path = where / f"{prefix}{secrets.token_hex(4)}"
@@ -94,7 +94,7 @@ def temporary(where: Path, prefix: str, *, directory: bool) -> Iterator[Path]:
 
 
 def remove_dead(where: Path, prefix: str) -> None:
-    """Remove what killed processes left of `temporary` with the same arguments."""
+    """Remove leftovers of killed processes from `temporary` with the same arguments."""
     pattern = re.compile(re.escape(prefix) + "[0-9a-f]{8}")
     for name in os.listdir(where):
         if pattern.fullmatch(name) is None:

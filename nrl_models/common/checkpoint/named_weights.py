@@ -21,7 +21,7 @@ def named_weights(folder: Path) -> Any:
 
 
 def is_index(named: Any) -> bool:
-    """Whether the name is that of an index of shards."""
+    """Return True if the name is that of an index of shards."""
     return isinstance(named, str) and named.endswith(".safetensors.index.json")
 
 
@@ -32,7 +32,7 @@ def leaves(file: str) -> bool:
 
 
 def problem_of(named: Any) -> Problem | None:
-    """What is wrong with the name of weights."""
+    """Return the problem with a name of a weights file, or None."""
     if not isinstance(named, str):
         return Problem(ProblemKind.CONFIG, KEY, f"is {shown(named)}, expected the name of a file", CONFIG_NAME)
     if leaves(named):

@@ -1,8 +1,8 @@
-"""Concatenation in the page table: byte ranges of files, one after the other in memory, without copying.
+"""Concatenate byte ranges of files in memory by mapping their pages, without copying.
 
-Tensors that belong side by side in memory (the weights of a group, the experts of a stack) may lie apart in a
-checkpoint. On Linux their pages can be mapped side by side, so that they are loaded lazily, as a single tensor is; only
-a page that two tensors share is copied. Mappings are private: writing changes memory, never the file.
+Weights of a fused group and experts of a stack are contiguous in memory, but not always in a checkpoint. On Linux their
+pages can be mapped to consecutive addresses, so they load lazily, like a single tensor. Only a page that two tensors
+share is copied. Mappings are private: writing changes memory, never the file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from itertools import accumulate
 PAGE = mmap.PAGESIZE
 
 HUGE = 2**21
-"""Kernels map this much of a file at once where it lies in memory as it lies in the file, modulo this size. Otherwise a
-first pass over the weights takes a page fault every 64 KiB, and half as long again."""
+"""Kernels map this many bytes of a file at once if memory address and file offset are equal modulo this size.
+Otherwise,
+the first pass over the weights has a page fault every 64 KiB, and takes 50% longer."""
 
 MAX_RUNS = 4096
-"""More ranges than this in one tensor are not mapped: every one takes a share of the process's
-`vm.max_map_count` (65,530 by default)."""
+"""Maximum number of ranges in a mapped tensor, because each uses up part of the process's `vm.max_map_count` (65,530 by
+default)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Run:
 
 
 def joined(runs: Sequence[Run]) -> list[Run]:
-    """The same bytes with neighbours in one file joined."""
+    """Merge runs that are adjacent in the same file."""
     result: list[Run] = []
     for run in runs:
         last = result[-1] if result else None
@@ -49,15 +50,15 @@ def joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def map_runs(runs: Sequence[Run]) -> tuple[mmap.mmap, int] | None:
-    """Memory that holds `runs` one after the other, and where in it the first begins.
+    """Map `runs` to consecutive memory. Returns the memory, and the offset of the first run.
 
-    A run can be mapped if it lies in its file as it lies in memory, modulo the page size; the others
-    are read. None where most would have to be read, on other systems than Linux, or with very many runs.
+    A run can be mapped if its file offset and memory address are equal modulo the page size; other runs are read. None
+    if most would have to be read, if there are too many runs, or on systems other than Linux.
     """
     if sys.platform != "linux" or len(runs) > MAX_RUNS:
         return None
     positions = list(accumulate((run.nbytes for run in runs), initial=0))
-    fitting: Counter[int] = Counter()  # by where memory would have to begin in a page: the bytes that fit then
+    fitting: Counter[int] = Counter()  # number of mappable bytes by offset of the memory in a page
     for run, position in zip(runs, positions, strict=False):
         fitting[(run.start - position) % PAGE] += run.nbytes
     shift, mapped = fitting.most_common(1)[0]
@@ -74,17 +75,16 @@ def map_runs(runs: Sequence[Run]) -> tuple[mmap.mmap, int] | None:
 
 
 def map_file(descriptor: int) -> tuple[mmap.mmap, int]:
-    """Memory that holds a whole file, and where in it the file begins.
+    """Map a complete file. Returns the memory and the file's offset in it.
 
-    `mmap.mmap` of a file keeps a descriptor of its own for as long as there is a tensor over it; on Linux this keeps
-    none.
+    `mmap.mmap` keeps a file descriptor open as long as a tensor uses the memory. On Linux, this function does not.
     """
     whole = map_runs([Run(descriptor, 0, os.fstat(descriptor).st_size)])
     return whole or (mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), 0)
 
 
 def _reserve(nbytes: int) -> mmap.mmap:
-    """Memory that takes nothing before it is written."""
+    """Reserve memory that is only allocated when it is written."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -98,12 +98,12 @@ def _huge_shift(runs: Sequence[Run], positions: Sequence[int], shift: int, addre
 
 
 def _address(memory: mmap.mmap) -> int:
-    # The buffer that is exported for this is released at once: it would keep `memory` from closing.
+    # Release the exported buffer at once, because it would prevent `memory` from closing.
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _place(memory: mmap.mmap, position: int, run: Run) -> None:
-    """Map the whole pages of `run` at `position` of `memory`, and read what is left at both ends."""
+    """Map the complete pages of `run` at `position` of `memory`, and read the rest at both ends."""
     fits = (run.start - position) % PAGE == 0
     head = min(-position % PAGE, run.nbytes) if fits else run.nbytes
     whole = (run.nbytes - head) // PAGE * PAGE
@@ -121,7 +121,7 @@ def _read(memory: mmap.mmap, position: int, descriptor: int, start: int, nbytes:
             count = os.preadv(descriptor, [view[position + done : position + nbytes]], start + done)
             if count == 0:
                 raise EOFError(
-                    f"the file ended at byte {start + done}, {nbytes - done} bytes early: it was truncated meanwhile"
+                    f"the file ended at byte {start + done}, {nbytes - done} bytes early: it was truncated since"
                 )
             done += count
 

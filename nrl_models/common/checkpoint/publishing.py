@@ -1,17 +1,17 @@
-"""Replacing the checkpoint in a directory by one rename, and then the files at their names.
+"""Replace the checkpoint in a directory atomically: one rename, then moves of the files to their names.
 
-A checkpoint's files have fixed names, beside files of others, in a directory that may be a mount point: it cannot be
-exchanged as a whole. So this is a redo log:
+A checkpoint's files have fixed names, share the directory with unrelated files, and the directory may be a mount point.
+So the directory itself cannot be exchanged. The steps are those of a redo log:
 
-1. What was written aside becomes a whole directory: it gets links to what stays, and a record of what it replaces.
-2. It is renamed to `PUBLISHED`. From here on our readers take it, and whoever writes next goes on where this writer is
-   killed.
-3. Its files get their names, for other readers. The weights (the single file, or the index) are taken away first and
-   come last, the configuration next to them: who reads by names finds the old checkpoint, none, or the new one. To take
-   the configuration away would not do: transformers' model classes take their defaults for it.
-4. It is renamed again, and removed.
+1. Complete the staging directory: add links to files that stay, and a record of the files that are replaced.
+2. Rename it to `PUBLISHED`. From here on, this library reads the new checkpoint. If the writer is killed, the next
+   writer continues.
+3. Move the files to their names, for other readers. The weights (the single file or the index) are removed first and
+   moved last, the configuration just before them. A reader by names then finds the old checkpoint, no checkpoint, or
+   the new one. The configuration is never removed, because transformers' model classes would use defaults without it.
+4. Rename the directory again, and delete it.
 
-Every step may be repeated. The caller holds the directory's lock.
+Each step can be repeated. The caller holds the directory's lock.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _MOVING = f"{_OURS}moving"
 
 
 def publish(stage: Path, target: Path) -> None:
-    """Replace the checkpoint in `target` by the files in `stage`, a directory inside it; they are on the disk already.
+    """Replace the checkpoint in `target` with the files in `stage`, a directory inside it, which are synced to disk.
 
     Raises:
-        SaveError: a directory is where a file has to go, or something is in `PUBLISHED` that is not this library's, and
-            nothing has changed; or files did not get their names, and the checkpoint is in `PUBLISHED`.
-        OSError: the disk failed before anything changed.
+        SaveError: Before any change, if a directory has the name of a file, or `PUBLISHED` has files of another
+            program. Also if files could not be moved to their names; the checkpoint is then in `PUBLISHED`.
+        OSError: If the disk failed before any change.
     """
     complete(target)
     record = _make_whole(stage, target)
@@ -78,7 +78,7 @@ def publish(stage: Path, target: Path) -> None:
     except OSError as error:
         if not (target / PUBLISHED).exists():
             raise
-        detail = f"{target / PUBLISHED} is there, and no save of this library left it; move it away"
+        detail = f"{target / PUBLISHED} exists, but was not created by this library; move it away"
         raise SaveError(f"cannot save into {target}: {detail}") from error
     try:
         sync(target)
@@ -96,7 +96,7 @@ def publish(stage: Path, target: Path) -> None:
 def complete(target: Path) -> None:
     """Move files that a killed writer published in `target` to their names.
 
-    Where another program has written files since, its files stay, and what was published is dropped.
+    If another program has written files since, its files stay, and the published ones are deleted.
     """
     if not (target / PUBLISHED).exists() or (record := read_record(target / PUBLISHED)) is None:
         return
@@ -132,13 +132,13 @@ def _retire(target: Path, retired: Path) -> None:
 
 
 def _rank(name: str) -> int:
-    """When a file comes: after what can do no harm (0) configurations, the model's last, and then the weights."""
+    """Return the order of a file: unrelated files (0), configurations with the model's last, then weights."""
     order = ("", CONFIG_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, INDEX_NAME)
     return order.index(name) + 1 if name in order else int("/" not in name and name.endswith("config.json"))
 
 
 def _make_whole(stage: Path, target: Path) -> dict[str, Any]:
-    """Add to the files in `stage` what a reader finds beside them in `target`, and the record of what they replace.
+    """Complete `stage` with links to the files of `target` that stay, and the record of replaced files.
 
     Returns:
         The record.
@@ -153,7 +153,7 @@ def _make_whole(stage: Path, target: Path) -> dict[str, Any]:
     replaces = {name: version for name in [*files, *stale] if (version := version_at(target / name)) is not None}
     kept = {name for name in there if not name.startswith(_OURS)} - {*stale, *os.listdir(stage)}
     for name in sorted(kept):
-        with suppress(OSError):  # a file system without symbolic links: what is beside is seen when all has moved
+        with suppress(OSError):  # without symbolic links, the other files are visible once all files are moved
             os.symlink(os.path.join("..", name), stage / name)
     record = {"replaces": replaces, "files": files}
     (stage / RECORD).write_text(json.dumps(record))
@@ -161,7 +161,7 @@ def _make_whole(stage: Path, target: Path) -> dict[str, Any]:
 
 
 def _is_stale(name: str, files: list[str]) -> bool:
-    """Whether a file belongs to the checkpoint that `files` replace, and would be read as part of theirs."""
+    """Return True if a file belongs to the replaced checkpoint, and would be read as part of the new one."""
     if _SHARD.fullmatch(name) or name in (WEIGHTS_NAME, INDEX_NAME):
         return WEIGHTS_NAME in files or INDEX_NAME in files
     return name in TOKENIZER_NAMES and not TOKENIZER_NAMES.isdisjoint(files)
@@ -175,7 +175,7 @@ def _is_moved(source: Path, place: Path) -> bool:
 
 
 def _move(published: Path, target: Path, name: str) -> None:
-    """Give a published file its name, by a second link to it, or a copy where the file system has no such links."""
+    """Move a published file to its name, by a hard link, or by a copy if the file system has no hard links."""
     source, place, moving = published / name, target / name, published / _MOVING
     if _is_moved(source, place):
         return

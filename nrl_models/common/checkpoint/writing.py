@@ -1,7 +1,8 @@
-"""Writing files and checkpoints so that a reader, or a crash at any point, finds the old ones or the new ones whole."""
+"""Write files and checkpoints atomically: after a crash, a reader finds either the old or the new ones, complete."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,16 +22,17 @@ _stages: set[Path] = set()
 
 @contextmanager
 def staged(target: str | Path) -> Iterator[Path]:
-    """A directory to write a checkpoint into; on success its files replace those of `target`, see `publish`.
+    """Yield a directory to write a checkpoint into. On success, its files replace those of `target`, see `publish`.
 
-    If the body raises, or the process dies in it, `target` is untouched. If the body writes nothing
-    (in a process that is not the writer), nothing is changed. What killed writers left is removed. Several may write at
-    once, each into a directory of its own: the last to end is the one whose files stay. Within the body, the yielded
-    directory may be staged again, and is then itself. Garbage collection is off meanwhile: safetensors makes several
-    objects for each tensor.
+    - If the body raises or the process dies in it, `target` does not change.
+    - If the body writes nothing (in processes that do not write), nothing changes.
+    - Directories left by killed writers are removed.
+    - Several writers may run at once in separate directories. The files of the last one to finish stay.
+    - If the yielded directory is staged again within the body, the same directory is yielded.
+    - Garbage collection is disabled in the body, because safetensors creates several objects per tensor.
 
     Raises:
-        SaveError: the disk is full or read-only, `target` is a file, or another process does not end publishing.
+        SaveError: If the disk is full or read-only, `target` is a file, or another process does not finish publishing.
     """
     target = Path(target)
     if target in _stages:
@@ -59,7 +61,7 @@ def staged(target: str | Path) -> Iterator[Path]:
 
 
 def _put(stage: Path, target: Path) -> None:
-    """Publish a stage, as `target` itself if there is no such directory yet."""
+    """Publish a stage. If `target` does not exist yet, the stage becomes `target`."""
     if not target.is_dir():
         try:
             os.rename(stage, target)
@@ -70,7 +72,7 @@ def _put(stage: Path, target: Path) -> None:
             sync(target.parent)
             return
     with locked(target):
-        if stage.parent != target and not stage.parent.samefile(target):  # another writer made it meanwhile
+        if stage.parent != target and not stage.parent.samefile(target):  # another writer has created it since
             inside = target / f"{TEMPORARY}{stage.name[-8:]}"
             os.rename(stage, inside)
             stage = inside
@@ -87,22 +89,25 @@ def _reporting(target: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:  # of a network
             raise
+        is_full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise SaveError(
-            f"cannot save into {target}: {error}. What was there is as it was; make room, or give another directory"
+            f"cannot save into {target}: {reason}. Existing files did not change; "
+            f"{'free some space, or ' if is_full else ''}use another directory"
         ) from error
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Write a file atomically: beside it first, then renamed, so that it is never incomplete.
+    """Write a file atomically: to a temporary file in the same directory, which is then renamed.
 
-    Any number of processes may write it at once; one of them is the last. Text is written as UTF-8; a pipe or device is
-    written to as it is.
+    Any number of processes may write it at once; the last one wins. Text is written as UTF-8. Pipes and devices are
+    written directly.
 
     Raises:
-        SaveError: the disk is full or read-only; the file is as it was.
+        SaveError: If the disk is full or read-only. The file did not change.
     """
     data = content.encode() if isinstance(content, str) else content
-    file = file.resolve()  # of a link what it names
+    file = file.resolve()  # write to the target of a link
     with _reporting(file):
         if file.exists() and not file.is_file():
             file.write_bytes(data)

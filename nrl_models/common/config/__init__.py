@@ -1,1 +1,1 @@
-"""What a configuration asks for, and whether code honours it."""
+"""Check that the model's code supports every setting of a configuration."""

@@ -1,4 +1,4 @@
-"""Errors of code that makes something of a configuration, reported as problems of the configuration."""
+"""Report errors of code that processes a configuration as problems of the configuration's keys."""
 
 from __future__ import annotations
 
@@ -22,50 +22,57 @@ from nrl_models.errors import (
     shown,
 )
 
-ADVICE = "correct the configuration; if transformers' own class takes it, report a bug of this family"
+ADVICE = "correct the configuration; if transformers' own class accepts it, report a bug of this family"
 
 
 @contextmanager
 def blaming(config: PreTrainedConfig, what: str) -> Iterator[None]:
-    """Report errors of transformers' or torch's as problems of `config`, with the keys where they came up.
+    """Report errors of transformers and torch as problems of `config`, with the keys that caused them.
 
-    What is no error of values passes unchanged: ours, those of the disk, and of a device without memory.
+    Errors that values do not cause pass unchanged: errors of this library, of the disk, and out-of-memory errors.
 
     Args:
-        config: the configuration.
-        what: is done with it, for the message: "build LlamaForCausalLM".
+        config: The configuration.
+        what: The action, for the message: "build LlamaForCausalLM".
 
     Raises:
-        FamilyImportError: a package is missing that the configuration asks for.
-        ConfigurationError: any other error, as its cause.
+        FamilyImportError: If the configuration needs a package that is not installed.
+        ConfigurationError: For any other error, with that error as its cause.
     """
     try:
         yield
     except (NRLModelsError, OSError, torch.OutOfMemoryError):
         raise
     except ImportError as error:
-        raise FamilyImportError(f"cannot {what}, which takes another package: {one_line(error)}") from error
+        raise FamilyImportError(f"cannot {what}, because a package is missing: {one_line(error)}") from error
     except Exception as error:
         where = config.name_or_path or "the configuration"
         problems = [
             Problem(ProblemKind.CONFIG, path, f"is {shown(value)}: {one_line(error)}")
             for path, value in keys_at_fault(error, vars(config)).items()
-        ] or [Problem(ProblemKind.CONFIG, "the configuration", one_line(error))]
-        raise ConfigurationError(f"cannot {what}: {where}", problems, [ADVICE]) from error
+        ]
+        advice = ADVICE
+        if not problems:
+            argument = re.search(r"(attn|experts)_implementation", str(error))
+            advice = f"pass a supported {argument[0]} to from_pretrained, or leave it out" if argument else ADVICE
+            name = argument[0] if argument else "the configuration"
+            problems = [Problem(ProblemKind.CONFIG, name, one_line(error))]
+        raise ConfigurationError(f"cannot {what}: {where}", problems, [advice]) from error
 
 
 def keys_at_fault(error: BaseException, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that were read where an error came up, as far as code and message tell.
+    """Find configuration values that caused an error, from code and message.
 
-    Those that the innermost line of transformers' code names; else those that its innermost function reads and whose
-    type the message quotes. Of these the ones that are zero or negative, or that the message quotes, if some are.
+    Candidates are the values that the innermost line of transformers' code names. Otherwise, those that the innermost
+    function reads and whose type is in the message. If some candidates are zero, negative, or quoted in the message,
+    only these are returned.
 
     Args:
-        error: caught.
-        values: of the configuration, by key; nested ones as objects or mappings.
+        error: The caught error.
+        values: Values of the configuration by key; nested ones as objects or mappings.
 
     Returns:
-        By path; empty if none can be found.
+        Values by path; empty if none can be found.
     """
     message, named = str(error), dict(_flat(values, ""))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

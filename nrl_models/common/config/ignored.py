@@ -1,4 +1,4 @@
-"""Configuration keys that a whole command is to ignore, beside those that a call names. Imports nothing heavy."""
+"""Configuration keys that a complete command ignores, in addition to those of a call. Has no heavy imports."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _ignored: frozenset[str] = frozenset()
 
 
 def ignored_here() -> frozenset[str]:
-    """The keys, by name or path, that are ignored now, in whatever thread."""
+    """Return the keys, by name or path, that are currently ignored in all threads."""
     return _ignored
 
 
 @contextmanager
 def ignoring(keys: Collection[str]) -> Iterator[None]:
-    """While open, `check_config` ignores these keys, too."""
+    """Context manager in which `check_config` also ignores these keys."""
     global _ignored
     before = _ignored
     _ignored = before | frozenset(keys)

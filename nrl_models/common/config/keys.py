@@ -1,4 +1,4 @@
-"""The keys of a configuration, parts included: which there are, which code reads, and which say nothing of a model."""
+"""Keys of a configuration and its parts: list them, find those that code reads, and those unrelated to the model."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from nrl_models.common.config.walk import own_values, parts
 
 BOOKKEEPING = frozenset(
     {
-        # Who wrote it, with what, and which class it is.
+        # Origin of the file, and class names.
         *("architectures", "auto_map", "model_type", "name_or_path", "transformers_version", "transformers_weights"),
         *("transformers.js_config", "unsloth_version", "unsloth_fixed", "task_specific_params", "finetuning_task"),
         *("tokenizer_class", "processor_class", "prefix", "neuron", "adapters", "model_name", "license", "sub_configs"),
-        # Precision, kernels and devices: chosen when a model is loaded, never by what is computed.
+        # Precision, kernels and devices, which are chosen when a model is loaded.
         *("dtype", "torch_dtype", "params_dtype", "quantization_config", "compression_config", "quantize"),
         *("attn_implementation", "experts_implementation", "use_flash_attn", "use_flash_attention", "flash_attn"),
         *("use_bfloat16", "torchscript", "ep_size", "tp_size", "pretraining_tp"),
         # Losses of a pretraining that is over.
         *("aux_loss_alpha", "seq_aux", "z_loss_weight", "num_nextn_predict_layers"),
-        # Names of labels, which have a number besides.
+        # Names of labels; their number is set elsewhere.
         *("id2label", "label2id", "num_labels"),
     }
 )
-"""Keys that are no part of what a model computes, whatever their value."""
+"""Keys that never affect a model's outputs."""
 
 SHARED = tuple(
     f"transformers.{name}"
@@ -44,7 +44,7 @@ SHARED = tuple(
         *("modeling_flash_attention_utils", "loss.loss_utils", "integrations.moe"),
     )
 )
-"""Modules of transformers' that read configurations of any model, beside `modeling_utils`."""
+"""Modules of transformers, in addition to `modeling_utils`, that read configurations of all models."""
 
 FORMER = frozenset(
     {
@@ -52,10 +52,10 @@ FORMER = frozenset(
         *("tie_encoder_decoder", "output_attentions"),
     }
 )
-"""Keys that transformers once wrote into every configuration, mostly unset: no misspelt ones, however like others."""
+"""Keys that transformers once wrote into every configuration, mostly unset: no misspelled ones, however like others."""
 
 FORMER_ROPE = ("partial_rotary_factor", "rope_scaling", "rope_theta")
-"""Keys of before there were `rope_parameters`, of which every class with these makes something."""
+"""Keys from before `rope_parameters`. All classes with `rope_parameters` handle them."""
 
 NO_VALUES = frozenset(
     {
@@ -63,10 +63,10 @@ NO_VALUES = frozenset(
         *("allow_global_per_layer_attribute_access", "serialize_explicit_per_layer_config"),
     }
 )
-"""Settable attributes of a configuration that no caller chooses: its class sets them, or who read it."""
+"""Settable attributes of a configuration that callers do not set, but its class or other code does."""
 
 TOKEN_IDS = ("_token_id", "_token_ids", "_token_index")
-"""How the keys end that say which number a token has."""
+"""Endings of keys for token ids."""
 
 
 def value_at(config: PreTrainedConfig, path: str) -> Any:
@@ -78,7 +78,7 @@ def value_at(config: PreTrainedConfig, path: str) -> Any:
 
 
 def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A configuration, and those in it."""
+    """Yield a configuration and its nested configurations."""
     yield config
     for part in parts(config).values():
         yield from parts_of(part)
@@ -99,7 +99,7 @@ def generation_keys() -> frozenset[str]:
 
 
 def is_value(config: PreTrainedConfig, name: str) -> bool:
-    """Whether `name` is a value of `config` that a caller may set, and not an attribute of its class."""
+    """Return True if `name` is a value of `config` that a caller may set, and not an attribute of its class."""
     owner = type(config)
     if name in NO_VALUES or name.startswith("_"):
         return False
@@ -109,16 +109,16 @@ def is_value(config: PreTrainedConfig, name: str) -> bool:
 
 
 def is_token_id(key: str) -> bool:
-    """Whether a key says which number a token has, which asks a model that does not read it for nothing."""
+    """Return True if a key is the id of a token, which has no effect on a model that does not read it."""
     return key.endswith(TOKEN_IDS)
 
 
-# What code reads
+# Keys that code reads
 
 
 @cached
 def keys_in_class(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    """Names and strings in the methods of a configuration class: what it makes of keys that it does not declare."""
+    """Return names and strings in the methods of a configuration class: undeclared keys that it handles."""
     found: set[str] = set()
     for owner in config_class.__mro__:
         if owner in PreTrainedConfig.__mro__:
@@ -145,22 +145,22 @@ def _names(code: CodeType) -> set[str]:
 
 
 def keys_in_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> frozenset[str]:
-    """The keys that the modelling code of a class and of the parts of its configuration reads from configurations."""
+    """The keys that the modeling code of a class and of the parts of its configuration reads from configurations."""
     return frozenset().union(*map(_keys_in_module, _modules_of(model_class, config)))
 
 
 def is_read(key: str, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    """Whether `key` is one of `keys_in_model`; nothing is parsed but the definitions it occurs in."""
+    """Return True if `key` is in `keys_in_model`. Parses only the definitions that contain it."""
     return any(key in _keys_beside(key, module) for module in _modules_of(model_class, config))
 
 
 def is_named(value: str, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    """Whether the modelling code of a class, or of the parts of its configuration, has `value` as a string."""
+    """Return True if the modeling code of a class, or of parts of its configuration, has `value` as a string."""
     return any(f'"{value}"' in _source(module) for module in _modules_of(model_class, config))
 
 
 def _modules_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> list[str]:
-    """Names of the modules whose code reads configurations for the model, its own first."""
+    """Return names of modules whose code reads configurations for the model. The model's module is first."""
     modules = [base.__module__ for base in model_class.__mro__ if issubclass(base, PreTrainedModel)]
     for part in parts_of(config):
         package, _, name = type(part).__module__.rpartition(".")
@@ -170,7 +170,7 @@ def _modules_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 @cache
 def _source(module: str) -> str:
-    """A module's source; empty if there is none."""
+    """Return a module's source; empty if there is none."""
     try:
         return Path(find_spec(module).origin).read_text(encoding="utf-8")  # type: ignore[union-attr, arg-type]
     except (ImportError, AttributeError, OSError, TypeError, UnicodeDecodeError, ValueError):
@@ -182,7 +182,7 @@ _DEFINITION = re.compile(r"^(?:@.*\n)*(?:class |def )", re.MULTILINE)
 
 
 def _keys_beside(key: str, module: str) -> frozenset[str]:
-    """The keys that are read in those definitions of a module in whose source `key` occurs."""
+    """Return the keys that are read in those definitions of a module that contain `key`."""
     source = _source(module)
     if key not in source:
         return frozenset()
@@ -190,7 +190,7 @@ def _keys_beside(key: str, module: str) -> frozenset[str]:
     parts = [source[start:end] for start, end in pairwise(starts)]
     found = [_keys_in_source(part) for part in parts if key in part]
     whole = [keys for keys in found if keys is not None]
-    # Half a docstring is no source, nor is what ends within a decorator of the next definition.
+    # Part of a docstring cannot be parsed, nor can code that ends in a decorator of the next definition.
     return frozenset().union(*whole) if len(whole) == len(found) else _keys_in_module(module)
 
 

@@ -1,6 +1,6 @@
-"""What the differential test of configuration keys found, as far as loading needs it.
+"""Results of the differential test of configuration keys that loading needs.
 
-`python -m tools.ledger` records what every key of every architecture does, and writes this table from it.
+`python -m tools.ledger` records the effect of every key of every architecture, and writes this table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether an unknown key is a known one, misspelt: the same words, each spelt alike."""
+"""Check whether an unknown key is a misspelling of a known one: the same words, spelled similarly."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from difflib import SequenceMatcher
 
 SHORTEST_ABBREVIATION = 3
 SHORTEST_TYPO = 4
-"""Fewest letters of a word that may be an abbreviation or have a typo; shorter words are other words (`boi`, `eoi`)."""
+"""Minimum length of a word that may be abbreviated or misspelled. Shorter words are distinct (`boi`, `eoi`)."""
 
 ALIKE = 0.75
-"""How like a word one with a typo is (`difflib`'s ratio): two letters swapped in four, one wrong in seven."""
+"""Minimum similarity (`difflib` ratio) of a misspelled word: two of four letters swapped, or one of seven wrong."""
 
 
 def misspellings_of(key: str, known: Iterable[str]) -> list[str]:
-    """Those of the known keys that `key` is a misspelling of, in their order.
+    """Return the known keys that `key` is a misspelling of, in their order.
 
-    `rms_norm_epsilon`, `rmsnorm_eps` and `rms_norms_eps` are `rms_norm_eps` misspelt. A key with a word more
-    (`mtp_num_hidden_layers`) or another word (`swa_head_dim`) is a key of its own.
+    `rms_norm_epsilon`, `rmsnorm_eps` and `rms_norms_eps` are misspellings of `rms_norm_eps`. A key with an additional
+    word (`mtp_num_hidden_layers`) or a different word (`swa_head_dim`) is not a misspelling.
     """
-    return [name for name in known if name != key and _is_misspelt(key, name)]
+    return [name for name in known if name != key and _is_misspelled(key, name)]
 
 
-def _is_misspelt(key: str, name: str) -> bool:
+def _is_misspelled(key: str, name: str) -> bool:
     words, known_words = (text.lower().split("_") for text in (key, name))
     if "".join(words) == "".join(known_words):
         return True
@@ -39,6 +39,6 @@ def _is_alike(word: str, known: str) -> bool:
 
 
 def _has_letters(word: str, abbreviation: str) -> bool:
-    """Whether a word has the letters of an abbreviation, in their order."""
+    """Return True if a word contains the letters of an abbreviation in order."""
     letters = iter(word)
     return all(letter in letters for letter in abbreviation)

@@ -1,7 +1,7 @@
-"""Values of a configuration in the types its class declares: an integer where a float stands is meant as one.
+"""Convert values of a configuration to the types that its class declares: integers become floats where needed.
 
-transformers checks types strictly, and `router_aux_loss_coef: 0`, as YAML and JSON write it, is refused. Other types
-are refused here too, but with the file and all the keys at once.
+transformers checks types strictly and raises for `router_aux_loss_coef: 0`, although YAML and JSON write 0.0 that way.
+Other wrong types also raise here, in one error that has the file and all keys.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ logger = get_logger(__name__)
 
 
 def with_declared_types(config_class: type[PreTrainedConfig], values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """`values`, in which integers are floats where `config_class` takes no integer; it is said which.
+    """Return `values` with integers converted to floats if `config_class` requires floats. Logs the conversions.
 
     Args:
-        config_class: what the values are for; those of configurations nested in it are looked at, too.
-        values: by key, as in `config.json`.
-        source: where they are from, for the message.
+        config_class: Configuration class of the values. Values of nested configurations are also converted.
+        values: Values by key, as in `config.json`.
+        source: Origin of the values, for the message.
     """
     if is_off("strict-config-types"):
         return dict(values)
     result, changed = _converted(config_class, values)
     if changed:
         logger.warning(
-            f"{source} has integers where {config_class.__name__} takes floats; they are read as such: "
+            f"{source} has integers where {config_class.__name__} requires floats; they are converted: "
             + ", ".join(f"{key}: {value}" for key, value in changed.items())
         )
     return result
@@ -58,17 +58,17 @@ def _converted(
 
 
 def takes_floats_only(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Whether a configuration class declares that `key` is a float and cannot be an integer."""
+    """Return True if a configuration class declares that `key` is a float and cannot be an integer."""
     declared = getattr(config_class, "__dataclass_fields__", {}).get(key)
     members = union_members(declared.type) if declared is not None else ()
     return float in members and int not in members
 
 
 def is_same_value(value: Any, other: Any) -> bool:
-    """Whether two values are equal and of one type: `1` is neither `True` nor `1.0`."""
+    """Return True if two values are equal and of the same type: `1` differs from `True` and `1.0`."""
     return type(value) is type(other) and value == other
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows: the members of a union, else itself."""
+    """Return the types that an annotation allows: the members of a union, else itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)

@@ -1,4 +1,4 @@
-"""Whether a model computes what a configuration asks for: no value that nothing honours, no misspelt key."""
+"""Validate a configuration: find settings that the model does not support, and misspelled keys."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 """The rotary embeddings that transformers has."""
 
 NEUTRAL = (-1, 0, 1)
-"""Numbers that ask for nothing, whatever they are multiplied with, added to, or limit."""
+"""Numbers without effect when multiplied, added, or used as a limit."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in a configuration.
+    """Result of examining a configuration.
 
     Args:
-        problems: what it asks for and the model does not do.
-        unread: the other keys that nothing reads, by path, with their values.
+        problems: Settings that the model does not support.
+        unread: Other keys that no code reads, by path, with their values.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -55,22 +55,22 @@ class Findings:
 def check_config(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, ignored: Collection[str] | str = ()
 ) -> None:
-    """Refuse a configuration that asks for something the model would leave out, and name the keys that nothing reads.
+    """Raise if a configuration has settings that the model would ignore. Log keys that no code reads.
 
     Args:
-        model_class: the class it is for; of another than a family's nothing is known, and nothing is checked.
-        config: the configuration.
-        ignored: keys, by name or path, that are not to be checked.
+        model_class: Model class for the configuration. Nothing is checked unless it is a family's class.
+        config: The configuration.
+        ignored: Names or paths of keys to skip.
 
     Raises:
-        ConfigurationError: misspelt keys, and values that are not supported; all of them.
+        ConfigurationError: If there are misspelled keys or unsupported values. Lists all of them.
     """
     found = examine(model_class, config, ignored)
     where = config.name_or_path or "the configuration"
     if found.problems:
         keys = ", ".join(repr(problem.subject) for problem in found.problems)
         raise ConfigurationError(
-            f"{where} asks for what {model_class.__name__} does not do",
+            f"{where} has settings that {model_class.__name__} does not support",
             found.problems,
             [
                 f"correct the configuration; or, if the model is right without, pass ignore_config_keys=({keys},), "
@@ -85,19 +85,18 @@ def check_config(
 def examine(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, ignored: Collection[str] | str = ()
 ) -> Findings:
-    """What `check_config` refuses, and what it only mentions.
+    """Return the problems that `check_config` raises, and the keys that it logs.
 
-    A key is known if the configuration class declares it or makes something of it, if the modelling code reads it, if
-    it is bookkeeping, or if the family says so (`ignored_config_keys`, `config_values`). What nothing reads is refused
+    A key is known if the configuration class declares or handles it, the modeling code reads it, it is bookkeeping, or
+    the family lists it (`ignored_config_keys`, `config_values`). A key that no code reads is a problem if either:
 
-    - if it is a known key, misspelt, unless it is unset or has the same value as that;
-    - if its value is a number that means something only to who computes with it: it changes the outputs of another
-      architecture, as the ledger records, is none of `NEUTRAL`, and no key that is read has the same. Switches and
-      names (`use_qk_norm: true`, `scoring_func: "sigmoid"`) are not, because published configurations state with them
-      what a model always does; nor are sizes of parameters, which the weights are compared with, or the ids of tokens.
+    - It is a misspelling of a known key, unless it is unset or has the same value as that key.
+    - Its value is a number that affects only computations: it changes the outputs of another architecture according to
+      the ledger, is not in `NEUTRAL`, and no key that is read has the same value. The following are not problems:
+      switches and names (`use_qk_norm: true`, `scoring_func: "sigmoid"`), because published configurations use them to
+      state what a model always does; sizes of parameters, which are compared with the weights; and token ids.
 
-    Of the known keys those are refused that have another value than `config_values`, or than the ledger says is
-    supported.
+    A known key is a problem if its value is not among the supported ones in `config_values` or in the ledger.
     """
     if not hasattr(model_class, "rewrites"):
         return Findings()
@@ -116,18 +115,18 @@ class _Check:
         self.values: Mapping[str, Collection[Any]] = model_class.config_values
 
     def unread(self, found: Findings) -> None:
-        """Sort the keys that nobody reads."""
+        """Classify the keys that no code reads."""
         for path, part, key, value in walk(self.config):
             if self._is_ignored(path, key) or key in self.values or self._is_known(part, key):
                 continue
             if self._is_read(key) or self._says_what_a_part_says(part, key, value):
                 continue
-            if problem := self._misspelt(path, part, key, value) or self._unsupported_number(path, part, key, value):
+            if problem := self._misspelled(path, part, key, value) or self._unsupported_number(path, part, key, value):
                 found.problems.append(problem)
             elif value or key not in FORMER:
                 found.unread[path] = value
 
-    def _misspelt(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
+    def _misspelled(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
         if value is None or key in FORMER:
             return None
         known = {*declared_keys(type(part)), *keys_in_class(type(part)), *self.values} - BOOKKEEPING
@@ -154,7 +153,7 @@ class _Check:
         return Problem(ProblemKind.UNSUPPORTED, path, detail)
 
     def unsupported(self) -> Iterator[Problem]:
-        """Values that are read by nobody, or of which it is known that the model does something else."""
+        """Yield a problem for each unsupported value of a known key."""
         for path, part, key, value in walk(self.config):
             if key == "layer_types" and not self._is_ignored(path, key) and self._is_read(key):
                 yield from _without_window(path, part, value)
@@ -168,11 +167,11 @@ class _Check:
             value = _value_or(self.config, path, default)
             if value in (default, None) or self._is_ignored(path, key) or self._is_read(key):
                 continue
-            detail = f"is {shown(value)}, which no code honours; only {shown(default)} is supported"
+            detail = f"is {shown(value)}, which no code supports; only {shown(default)} is supported"
             yield Problem(ProblemKind.UNSUPPORTED, path, detail)
 
     def _foreign(self, path: str, key: str, value: Any) -> Iterator[Problem]:
-        """What fails whichever the model: unknown rotary embeddings, and weights that MLX packed."""
+        """Yield problems that do not depend on the model: unknown rotary embeddings, and weights packed by MLX."""
         if key == "rope_parameters" and isinstance(value, Mapping):
             layers = {f"{path}.{layer}": inner for layer, inner in value.items() if isinstance(inner, Mapping)}
             for where, parameters in (layers or {path: value}).items():
@@ -187,8 +186,8 @@ class _Check:
                     yield Problem(ProblemKind.UNSUPPORTED, f"{where}.rope_type", detail)
         packed_by_mlx = key in ("quantization", "quantization_config") and isinstance(value, Mapping)
         if packed_by_mlx and {"bits", "group_size"} <= set(value) and not value.get("quant_method"):
-            detail = f"is {shown(value)}, MLX's, whose packed weights nobody else reads; only plain ones are supported"
-            yield Problem(ProblemKind.UNSUPPORTED, path, detail, advice="dequantise it: mlx_lm.convert --dequantize")
+            detail = f"is {shown(value)}, the format of MLX, which only MLX can read; expected unquantized weights"
+            yield Problem(ProblemKind.UNSUPPORTED, path, detail, advice="dequantize it: mlx_lm.convert --dequantize")
 
     def _is_ignored(self, path: str, key: str) -> bool:
         return path in self.ignored or key in self.ignored
@@ -208,7 +207,7 @@ class _Check:
         return is_read(key, self.model_class, self.config)
 
     def _says_what_a_part_says(self, part: PreTrainedConfig, key: str, value: Any) -> bool:
-        """Whether a key of a part stands in the whole as well, as in configurations of before there were parts."""
+        """Return True if a key of a part also exists in the main configuration, as before nested configurations."""
         return any(
             key in declared_keys(type(inner)) and own_values(inner).get(key) == value
             for inner in parts_of(part)
@@ -221,7 +220,7 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 
 
 def _without_window(path: str, part: PreTrainedConfig, layer_types: Any) -> Iterator[Problem]:
-    """Layers with a window whose size the configuration does not state: their masks cannot be made."""
+    """Yield a problem if layers have a sliding window but the configuration has no size for it."""
     for kind, key in WINDOWS.items():
         if isinstance(layer_types, (list, tuple)) and kind in layer_types and getattr(part, key, 0) is None:
             where = f"{path.removesuffix('layer_types')}{key}"

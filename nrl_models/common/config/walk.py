@@ -1,4 +1,4 @@
-"""Reading configurations whole, every key in every part."""
+"""Walk through all keys of a configuration and its nested configurations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from transformers import PreTrainedConfig
 
 
 def own_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """The keys and values that `config` would save, parts (nested configurations) as they are.
+    """Return the keys and values that `config` would save, with nested configurations as objects.
 
-    Where layers have values of their own (`per_layer_config`), transformers refuses to read the one that the others
-    have; here it is read.
+    If layers have separate values (`per_layer_config`), transformers raises when the common value is read. This
+    function reads it anyway.
     """
     read = getattr(config, "_getattr_without_heterogeneous_validation", None) or (lambda *a: getattr(config, *a))
     return {key: value if key == "per_layer_config" else read(key, value) for key, value in config.to_dict().items()}
 
 
 def walk(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, PreTrainedConfig, str, Any]]:
-    """Every key: its path (`text_config.hidden_size`), the part it stands in, its name there, and its value."""
+    """Yield all keys: path (`text_config.hidden_size`), configuration that contains it, name there, and value."""
     for key, value in own_values(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from walk(value, f"{prefix}{key}.")
@@ -28,10 +28,19 @@ def walk(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, PreT
 
 
 def all_values(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
-    """The keys and values of `config` and of its parts, theirs in place of them."""
+    """Yield keys and values of `config`, with nested configurations replaced by their keys and values."""
     return ((key, value) for _, _, key, value in walk(config))
 
 
 def parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     """The configurations nested in `config`, by key."""
     return {key: value for key, value in own_values(config).items() if isinstance(value, PreTrainedConfig)}
+
+
+def values_of_layers(config: PreTrainedConfig, key: str) -> tuple[Any, ...]:
+    """Return the distinct values that the layers of a model have for a key, or its one value; empty if it has none."""
+    layers = getattr(config, "per_layer_config", None) if getattr(config, "is_heterogeneous", False) else None
+    if not layers:
+        return (getattr(config, key),) if hasattr(config, key) else ()
+    found = (getattr(layer, key, None) for layer in layers)
+    return tuple(dict.fromkeys(value for value in found if value is not None))

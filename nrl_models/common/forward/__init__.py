@@ -1,1 +1,1 @@
-"""What a forward needs beside the layers: packed documents, positions, token types, shared keys and values, routing."""
+"""Forward-pass features outside of layers: packed documents, positions, token types, shared KV, expert routing."""

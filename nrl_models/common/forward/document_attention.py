@@ -1,4 +1,4 @@
-"""Attention that goes document by document: no mask, and no work for what documents would hide from each other."""
+"""Attention per document in a packed batch, without a mask and without computing scores between documents."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention within each document.
 
-    On a CPU each document is attended to alone, as it would be in a batch of its own. On a GPU a kernel for sequences
-    of various lengths takes them all, where there is such a kernel for these tensors.
+    Shapes: B batch, H heads, K key-value heads (H is a multiple of K), T sequence length, D head size, V value head
+    size.
+
+    On a CPU, each document runs separately, with the result of a batch of only that document. On a GPU, one kernel for
+    variable lengths processes all documents, if it supports these tensors.
 
     Args:
-        query: `(batch, heads, length, width)`.
-        key: `(batch, key heads, length, width)`; the heads are a multiple of its heads.
-        value: `(batch, key heads, length, value width)`.
-        documents: of `(batch, length)`.
-        window: how many tokens a token sees, itself included; all before it if None.
-        scale: of the scores; one over the root of the width if None.
-        dropout: of the weights.
+        query: `(B, H, T, D)`.
+        key: `(B, K, T, D)`.
+        value: `(B, K, T, V)`.
+        documents: Documents of the `(B, T)` batch.
+        window: Number of tokens that a token attends to, including itself. None for all previous tokens.
+        scale: Scale of the scores. None for `1 / sqrt(D)`.
+        dropout: Dropout probability of the attention weights.
 
     Returns:
-        `(batch, length, heads, value width)`, contiguous.
+        Contiguous tensor `(B, T, H, V)`.
     """
     kernel = _kernel() if _fits_kernel(query, key, value, dropout) else None
     if kernel is not None:
@@ -57,7 +60,7 @@ def attend(
 def _alone(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None, **options: Any
 ) -> torch.Tensor:
-    """One document. A window is taken a window's tokens at a time, each with the keys that it sees."""
+    """Attention of one document. With a window, computes one window of queries at a time, with its visible keys."""
     length = query.shape[2]
     if window is None or length <= window:
         return scaled_dot_product_attention(query, key, value, is_causal=length > 1, **options)
@@ -88,10 +91,10 @@ Kernel = Callable[..., torch.Tensor]
 
 @cache
 def _kernel() -> Kernel | None:
-    """torch's kernel for sequences of various lengths, else flash-attention's; None if there is neither."""
+    """Return torch's kernel for variable lengths, else flash-attention's; None if neither is installed."""
     if importlib.util.find_spec("torch.nn.attention.varlen"):
         varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        # Versions of torch that have the kernel without windows are not asked for them.
+        # Some versions of torch have the kernel without windows. Do not use it there.
         if {"window_size", "enable_gqa", "scale"} <= inspect.signature(varlen_attn).parameters.keys():
             return _torch_kernel
     return _flash_kernel if importlib.util.find_spec("flash_attn") else None
@@ -124,7 +127,7 @@ def _all_at_once(
     window: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """The rows one after the other, `(tokens, heads, width)`, as kernels take them. They count tokens to the left."""
+    """Attention of all rows with a kernel, on flattened tokens `(tokens, heads, head_size)`."""
     flat = tuple(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
     output = kernel(flat, documents.cu_seqlens.to(query.device), documents.longest, left, scale)

@@ -1,9 +1,9 @@
-"""Masks of packed batches that nobody builds unless somebody looks at them.
+"""Masks of packed batches that are only built if they are read.
 
-transformers' models have their masks made by a registry, and hand them to attention functions of another. While a
-packed batch runs, the first gives a `DocumentMask`, and the second, or torch itself, sees it and attends document by
-document. To everything else it is the mask that transformers would have made: whatever looks inside gets that. Since a
-layer gets the mask as an argument, activation checkpointing gives it to the layer again.
+transformers creates masks through one registry, and passes them to attention functions of another. While a packed batch
+runs, this module makes the first registry return a `DocumentMask`. Attention functions of the second, and torch itself,
+recognize it and attend per document. All other code that reads the mask gets the one that transformers would create.
+The mask is an argument of layers, so activation checkpointing passes it on when it runs a layer again.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ METADATA = frozenset(
     torch.Tensor.__len__,
     torch.Tensor.is_floating_point,
 }
-"""What can be asked of a mask that is not built."""
+"""Functions and attributes of a mask that do not need its values."""
 
 
 class DocumentMask(torch.Tensor):
-    """The mask `(batch, 1, length, length)` bool of causal attention within documents, built when it is looked at.
+    """The mask of causal attention within documents, `(batch, 1, seq_len, seq_len)` bool. Built when it is read.
 
     Attributes:
-        documents: which tokens attend to each other.
-        window: how many tokens a token sees, itself included; all before it if None.
+        documents: Documents, within which tokens attend to each other.
+        window: Number of tokens that a token attends to, including itself. None for all previous tokens.
     """
 
     documents: Documents
@@ -66,11 +66,11 @@ class DocumentMask(torch.Tensor):
         return cast(DocumentMask, made)
 
     def built(self) -> torch.Tensor:
-        """The mask as transformers makes it."""
+        """Return the mask that transformers creates."""
         return self._build()
 
     def fits(self, *tensors: torch.Tensor) -> bool:
-        """Whether these are plain tensors, `(batch, heads, length, width)`, that the mask is for."""
+        """Return True if these are plain tensors `(batch, heads, seq_len, head_size)` that match the mask."""
         expected = 4, self.shape[0], self.shape[-1]
         return all(
             type(tensor) in (torch.Tensor, nn.Parameter) and (tensor.ndim, *tensor.shape[::2][:2]) == expected
@@ -79,7 +79,7 @@ class DocumentMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Attend by document, answer what needs no values, and build the mask for all else."""
+        """Attend per document, answer calls that need no values, and build the mask for all others."""
         kwargs = kwargs or {}
         if func in METADATA:
             with DisableTorchFunctionSubclass():
@@ -97,7 +97,7 @@ class DocumentMask(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What torch does by itself: it detaches what checkpoints keep."""
+        """Handle torch's own calls: it detaches tensors that checkpoints save."""
         if func is torch.ops.aten.detach.default:
             (mask,) = args
             return cls(mask.documents, mask.window, mask._build, mask.device)
@@ -115,7 +115,7 @@ def _built(values: Any) -> Any:
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call returns the mask as it is: slices of all of it, as models take them for caches, or no gradient."""
+    """Return True if a call returns the mask unchanged: a complete slice (as for caches), or detaching."""
     if func is torch.Tensor.__getitem__:
         mask, index = args
         index = index if isinstance(index, tuple) else (index,)
@@ -129,17 +129,17 @@ def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 # transformers' registries
 
 _UNDERSTOOD = {"causal_mask_function", "packed_sequence_mask_function", "sliding_window_overlay", "chunked_overlay"}
-"""Parts of masks that `attend` goes by; a mask with others is built."""
+"""Parts of masks that `attend` supports. Masks with other parts are built."""
 
 
 _QUIRKS = ("masks-without-positions", "mrope-packed-documents")
-"""Why some models' masks say nothing of documents."""
+"""Quirks of models whose masks ignore documents."""
 
 
 def attend_by_document() -> None:
-    """Have transformers' registries make and take `DocumentMask`s while packed batches run; nothing else changes.
+    """Register `DocumentMask` with transformers' registries for packed batches. Other batches are unaffected.
 
-    What attention functions a model has, and what its configuration says of it, stays as it is.
+    The attention functions of a model and its configuration do not change.
     """
     for name, make in ALL_MASK_ATTENTION_FUNCTIONS.items():
         if make in _MASKS:
@@ -150,11 +150,11 @@ def attend_by_document() -> None:
 
 
 def _keeping_apart(make: Function, *, built: bool) -> Function:
-    """Makes masks as `make` does, but keeps the documents of a packed batch apart, whatever positions `make` is told.
+    """Wrap a mask function so that documents of a packed batch stay apart, whatever positions it receives.
 
     Args:
-        make: makes masks for attention functions.
-        built: whether these need the mask itself.
+        make: A mask function of transformers.
+        built: Whether the attention function needs the built mask.
     """
     names = tuple(inspect.signature(make).parameters)
 
@@ -168,11 +168,11 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
         has_documents = "packed_sequence_mask_function" in parts
         if not has_documents and any(map(is_off, _QUIRKS)):
             return make(*args, **kwargs)
-        asked["attention_mask"] = None  # some models make one of ones where they are given none
+        asked["attention_mask"] = None  # some models create a mask of ones if they receive none
         understood = parts.keys() <= _UNDERSTOOD
         window = parts.get("sliding_window_overlay", {}).get("sliding_window")
         if understood and "chunked_overlay" in parts:
-            # Chunks begin with their document; transformers 5.18 and older count them from the row's beginning.
+            # Chunks start with their document. transformers up to 5.18 counts them from the start of the row.
             documents, has_documents = documents.chunked(parts["chunked_overlay"]["chunk_size"]), False
             asked["mask_function"] = (
                 masking_utils.causal_mask_function
@@ -191,7 +191,7 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
 
 
 def _is_of(documents: Documents, asked: dict[str, Any]) -> bool:
-    """Whether a mask is asked for causal attention among the tokens of the batch, and not of a tower or an encoder."""
+    """Return True if the mask is for causal attention among the batch's tokens, and not for a tower or an encoder."""
     return (
         (asked["batch_size"], asked["q_length"]) == documents.shape
         and asked["kv_length"] == asked["q_length"]
@@ -207,11 +207,11 @@ _MASKS = {
     masking_utils.eager_mask: _keeping_apart(masking_utils.eager_mask, built=True),
     masking_utils.flex_attention_mask: _keeping_apart(masking_utils.flex_attention_mask, built=True),
 }
-"""What replaces transformers' makers of masks."""
+"""Replacements of transformers' mask functions."""
 
 
 _NOT_PLAIN = ("softcap", "position_bias", "cache")
-"""Keywords of attention that need the mask itself, or are refused."""
+"""Keywords of attention that need the built mask or are not supported."""
 
 
 @functools.wraps(sdpa_attention)
@@ -225,7 +225,7 @@ def _sdpa_by_document(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Attends with the key heads there are, which transformers repeats where there is a mask, and copies once."""
+    """SDPA without repeating key heads. transformers repeats and copies them if there is a mask."""
     mask, plain = attention_mask, all(kwargs.get(name) is None for name in _NOT_PLAIN)
     if not isinstance(mask, DocumentMask) or not plain or not mask.fits(query, key, value):
         return sdpa_attention(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -242,7 +242,7 @@ def _flash_by_document(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Tells the kernel where documents begin, which transformers finds by positions, in batches of one row."""
+    """Pass document boundaries to the flash kernel. transformers only derives them from positions for a single row."""
     if isinstance(attention_mask, DocumentMask):
         documents, window = attention_mask.documents, attention_mask.window
         starts = documents.cu_seqlens.to(query.device)
@@ -253,4 +253,4 @@ def _flash_by_document(
 
 
 _ATTENTION = {sdpa_attention: _sdpa_by_document, flash_attention: _flash_by_document}
-"""What replaces transformers' attention functions."""
+"""Replacements of transformers' attention functions."""

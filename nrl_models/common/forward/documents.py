@@ -1,9 +1,9 @@
-"""The documents of a batch, and which of them run: for layers that must keep them apart.
+"""Documents of a packed batch, for layers that must keep them apart.
 
-A model's forward that got a packed batch runs `with running(documents)`; what runs inside asks `documents_running()`.
-Activation checkpointing runs layers again in the backward pass, when that forward is over, maybe in another thread.
-So a checkpoint function is made to carry the documents along with the layer (`carry_documents`), and what runs again
-without them, because something else checkpoints, is an error and not a wrong gradient.
+A model's forward of a packed batch runs in `with running(documents)`, and its layers call `documents_running()`.
+Activation checkpointing runs layers again in the backward pass, after that forward and possibly in another thread. So
+checkpoint functions are wrapped to pass the documents on (`carry_documents`). If a layer runs again without them,
+because of another checkpoint function, an error is raised, since gradients would be wrong.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from nrl_models.common.upstream_torch import current_graph_task_id
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Where the documents of a batch begin and end: `(batch, length)` tokens, each of them in one document.
+    """Boundaries of the documents in a batch of `(batch, seq_len)` tokens. Each token is in one document.
 
     Attributes:
-        lengths: of the documents, by row; those of a row add up to its length. Padding counts as documents of its own.
-        index: `(batch, length)` int32, the number of each token's document in its row, from zero; `seq_idx` of kernels.
-        cu_seqlens: `(documents + 1,)` int32, where each document begins if the rows lie one after the other, and the
-            end of the last.
+        lengths: Lengths of the documents by row, which add up to the row's length. Padding forms separate documents.
+        index: `(batch, seq_len)` int32, index of each token's document in its row, from zero; `seq_idx` of kernels.
+        cu_seqlens: `(documents + 1,)` int32, start of each document in the flattened batch, and the end of the last.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -40,12 +39,12 @@ class Documents:
 
     @classmethod
     def from_positions(cls, position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Documents:
-        """The documents that positions and a mask tell apart.
+        """Create documents from positions and a mask.
 
         Args:
-            position_ids: `(batch, length)`; see `starts_of`.
-            attention_mask: `(batch, length)`, False or 0 for padding. Adjacent padding is one document, whatever its
-                positions.
+            position_ids: `(batch, seq_len)`; see `starts_of`.
+            attention_mask: `(batch, seq_len)`, False or 0 for padding. Consecutive padding is one document, whatever
+                its positions.
         """
         starts = starts_of(position_ids, attention_mask)
         if attention_mask is not None:
@@ -67,7 +66,7 @@ class Documents:
 
     @property
     def positions(self) -> torch.Tensor:
-        """`(batch, length)`: each token's place in its document, from zero."""
+        """Return each token's index in its document, from zero, `(batch, seq_len)`."""
         within = [torch.arange(length, device=self.index.device) for row in self.lengths for length in row]
         return torch.cat(within).view(self.shape)
 
@@ -82,17 +81,17 @@ class Documents:
         return max(map(max, self.lengths))
 
     def split(self, tensor: torch.Tensor, dim: int = 1) -> list[torch.Tensor]:
-        """Each document's part of a tensor, as views, row after row.
+        """Split a tensor by document. Returns views, row by row.
 
         Args:
-            tensor: the first dimension is the batch.
-            dim: the dimension of tokens.
+            tensor: A tensor whose first dimension is the batch.
+            dim: Dimension of tokens.
         """
         rows = zip(tensor.split(1), self.lengths, strict=True)
         return [part for row, lengths in rows for part in row.split(list(lengths), dim)]
 
     def join(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """What was made of each part that `split` returned, in one tensor again."""
+        """Concatenate the results for the parts that `split` returned into one tensor."""
         rows, place = [], 0
         for lengths in self.lengths:
             rows.append(torch.cat(list(parts[place : place + len(lengths)]), dim))
@@ -103,16 +102,16 @@ class Documents:
 def starts_of(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Find the first token of each document.
 
-    A token starts a document if its position is not the one after the previous token's. If padding lies between the
-    two, the position only has to be larger: a hole in the mask does not split a document, whether its positions skip
-    the hole (`attention_mask.cumsum(-1) - 1`) or count it.
+    A token starts a document if its position does not follow the previous token's. If padding lies between them, its
+    position only has to be larger: a hole in the mask does not split a document, whether positions skip the hole
+    (`attention_mask.cumsum(-1) - 1`) or count it.
 
     Args:
-        position_ids: `(batch, length)`.
-        attention_mask: `(batch, length)`, False or 0 for padding, whose positions are not read. No padding by default.
+        position_ids: `(batch, seq_len)`.
+        attention_mask: `(batch, seq_len)`, False or 0 for padding, whose positions are ignored. Default: no padding.
 
     Returns:
-        `(batch, length)` bool; False for padding.
+        `(batch, seq_len)` bool; False for padding.
     """
     if attention_mask is None:
         follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
@@ -139,17 +138,17 @@ _packed: WeakSet[nn.Module] = WeakSet()
 
 
 def documents_running(layer: nn.Module | None = None) -> Documents | None:
-    """The documents of the batch whose forward runs in this thread, or runs again; None if it is not packed.
+    """Return the documents of the batch whose forward runs in this thread; None if it is not packed.
 
     Args:
-        layer: who asks, to be told where that cannot be known.
+        layer: The calling layer, to raise if its documents are unknown.
 
     Raises:
-        RuntimeError: `layer` runs again in a backward pass, under a checkpoint that does not carry the documents, and
-            ran on a packed batch before. Whether it was this one cannot be told.
+        RuntimeError: If `layer` runs again in a backward pass under a checkpoint function that does not pass documents
+            on, and has run on a packed batch before, which may be this one.
     """
     if torch.compiler.is_compiling() and not _open:
-        return None  # what follows no compiler can read: it leaves that to Python, or is refused the whole graph
+        return None  # compilers cannot trace the code below: it would break the graph, or raise with fullgraph
     found = _running.get()
     if not isinstance(found, _Unknown):
         if found is not None and layer is not None:
@@ -157,9 +156,9 @@ def documents_running(layer: nn.Module | None = None) -> Documents | None:
         return found
     if layer in _packed and current_graph_task_id() != -1:
         raise RuntimeError(
-            f"{type(layer).__name__} runs again in the backward pass, and which documents it has to keep apart is not "
-            "known: it ran on a packed batch, and what recomputes it is neither transformers' activation checkpointing "
-            "nor torch's checkpoint_wrapper. Use model.gradient_checkpointing_enable(), or pack no documents."
+            f"{type(layer).__name__} runs again in the backward pass, but its documents are unknown: it ran on a "
+            "packed batch before, and the checkpoint function is neither transformers' activation checkpointing nor "
+            "torch's checkpoint_wrapper. Use model.gradient_checkpointing_enable(), or do not pack documents."
         )
     return None
 
@@ -170,7 +169,7 @@ def documents_are_known() -> bool:
 
 
 def some_layer_ran_packed() -> bool:
-    """Return True if a layer in this process had to keep documents apart: recomputed layers may need to know them."""
+    """Return True if a layer in this process ran on packed documents, so that recomputed layers may need them."""
     return bool(_packed)
 
 
@@ -190,7 +189,7 @@ def running(documents: Documents | None) -> Iterator[None]:
 
 
 def carry_documents(model: nn.Module) -> None:
-    """Have the checkpoint functions that `model`'s modules hold carry the documents to where layers run again."""
+    """Wrap the checkpoint functions of `model`'s modules so that they pass the documents on when layers run again."""
     for module in model.modules():
         for name in CHECKPOINT_FUNCTIONS:
             checkpoint = module.__dict__.get(name)

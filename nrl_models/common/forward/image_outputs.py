@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.modules import subclass_of_same_name
 from nrl_models.common.switches import is_off
 
 
@@ -31,9 +32,7 @@ def with_image_outputs(upstream: type[PreTrainedModel]) -> type[PreTrainedModel]
     """Return `upstream`, or a subclass of the same name with `ImageOutputs` if its forward needs that."""
     if "outputs.image_outputs" not in inspect.getsource(inspect.unwrap(upstream.forward)):
         return upstream
-    attributes = {"__module__": upstream.__module__, "__doc__": upstream.__doc__}
-    metaclass: Any = type(upstream)
-    return metaclass(upstream.__name__, (ImageOutputs, upstream), attributes)
+    return subclass_of_same_name(upstream, ImageOutputs)
 
 
 def _add_image_outputs(module: nn.Module, args: Any, output: Any) -> None:

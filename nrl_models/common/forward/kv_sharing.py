@@ -1,4 +1,4 @@
-"""Models whose later layers attend to earlier layers' keys and values (Gemma 3n, Gemma 4)."""
+"""Models whose later layers attend to keys and values of earlier layers (Gemma 3n, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from nrl_models.errors import UnknownArgumentError
 class SharedKeyValues:
     """Mixin for a family, before `FamilyModel`: loading, saving and training of layers that share keys and values.
 
-    Layers that share have no projections of keys and values. Checkpoints hold some for them all the same, never
-    trained, and engines may read them: they stay with the model as they are in the file and are saved again
-    (transformers drops them).
+    Layers that share have no key and value projections. Checkpoints still have some for them, which were never trained,
+    and engines may read them. The model keeps them unchanged and saves them again (transformers drops them).
 
     Attributes:
-        keeps_unused: see `FamilyModel`.
+        keeps_unused: See `FamilyModel`.
     """
 
     keeps_unused: ClassVar[tuple[str, ...]] = (r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",)
@@ -34,13 +33,13 @@ class SharedKeyValues:
             decoder.register_forward_pre_hook(_refuse_reentrant_wrappers)
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, without the reentrant variant.
+        """Same as in transformers, but without the reentrant variant.
 
-        Keys and values go from layer to layer beside the checkpointed outputs. The reentrant variant computes them
-        without a graph, so gradients would silently not reach the layers they come from.
+        Keys and values pass between layers separately from the checkpointed outputs. The reentrant variant computes
+        them without a graph, so the layers that produce them would silently receive no gradient.
 
         Raises:
-            UnknownArgumentError: `use_reentrant=True`.
+            UnknownArgumentError: If `use_reentrant=True`.
         """
         _refuse_reentrant(self, args, kwargs)
         super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]

@@ -1,9 +1,10 @@
-"""Layers through which each packed document goes by itself, because upstream's would mix them.
+"""Run layers once per packed document if the Hugging Face layer would mix documents.
 
-Those are layers that keep a state along a sequence (convolutions, recurrences, gated delta nets, state-space models),
-which carry it from one document into the next, and decoders that count positions from a row's beginning. Each document
-goes through upstream's own forward, so what it gives is what it gives alone, and nothing of upstream is copied.
-Where transformers lets padding into the state of a batch of one row, that row's tokens go through alone, too.
+This concerns layers with a state along the sequence (convolutions, recurrences, gated delta nets, state-space models),
+which would carry it into the next document, and decoders that count positions from the start of the row. Each document
+runs through the unmodified forward, so its result is the same as without packing.
+
+Some versions of transformers let padding into the state if a batch has a single row. There, only the row's tokens run.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import KEEPS_PADDING_OUT_OF_SINGLE_ROWS
 
 BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What callers may tell kernels of a row's documents: within a document there is nothing to tell."""
+"""Arguments with a row's document boundaries. Inside a single document they are dropped."""
 
 
 class ByDocument(nn.Module):
-    """Mixin for a layer, or a decoder, through which each document of a packed row goes by itself.
+    """Mixin for a layer or decoder that runs once per document of a packed row.
 
-    It goes before the Hugging Face class (and before a `CombinedProjections`), whose forward then sees one document at
-    a time: `(1, tokens, ...)` of every argument that has a row for each token, and its square of a mask `(batch, ...,
-    tokens, tokens)`, in tuples and mappings too. Batches that are not packed are left as they are, but for the padding
-    of a single row with an older transformers (`upstream.KEEPS_PADDING_OUT_OF_SINGLE_ROWS`).
+    It precedes the Hugging Face class (and a `CombinedProjections`), whose forward then gets one document at a time:
+    `(1, tokens, ...)` of each argument with a row per token, and the block of a mask `(batch, ..., tokens, tokens)`,
+    also in tuples and mappings. Batches that are not packed are unchanged, except that older transformers need the
+    padding of a single row removed (`upstream.KEEPS_PADDING_OUT_OF_SINGLE_ROWS`).
     """
 
     handles_quirks: ClassVar[tuple[str, ...]] = ("layers-across-documents",)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and results are upstream's; what has no tokens in its results is the last document's.
+        """Run the layer once per document. Results without a token dimension are those of the last document.
 
         Raises:
-            ValueError: it is given another number of tokens than the packed batch has, or asked for attention weights.
+            ValueError: If it gets another number of tokens than the packed batch has, or should return attention
+                weights.
         """
         documents = documents_running(self)
         if documents is None or is_off("layers-across-documents"):
@@ -54,8 +56,8 @@ class ByDocument(nn.Module):
         if given is None or given.shape[:2] != documents.shape:
             shape = "no tensor" if given is None else tuple(given.shape)
             raise ValueError(
-                f"{type(self).__name__} takes packed documents one by one, but it is given {shape} where the batch has "
-                f"{tuple(documents.shape)} tokens: pack no documents here."
+                f"{type(self).__name__} runs packed documents one by one, but it got {shape} and the batch has "
+                f"{tuple(documents.shape)} tokens: do not pack documents here."
             )
         kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         parts = zip(*(_parts(value, documents) for value in (args, kwargs)), strict=True)
@@ -65,18 +67,18 @@ class ByDocument(nn.Module):
 
 
 class DecoderByDocument(ByDocument):
-    """Mixin for a whole decoder through which each document of a packed row goes by itself.
+    """Mixin for a complete decoder that runs once per document of a packed row.
 
-    For decoders that count positions from a row's beginning, or make masks that know of no positions. It goes before a
-    Hugging Face class whose forward takes `input_ids` or `inputs_embeds`.
+    For decoders that count positions from the start of a row, or whose masks ignore positions. It precedes a Hugging
+    Face class whose forward takes `input_ids` or `inputs_embeds`.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and results are upstream's. Positions from zero are left to the decoder, as for one document.
+        """Run the decoder once per document. If positions start at zero, the decoder computes them itself.
 
         Raises:
-            ValueError: see `ByDocument`; or tensors are given that have no row for each token, so that which document
-                they belong to is not known: images, an encoder's states; or FSDP shards the decoder.
+            ValueError: See `ByDocument`. Also if tensors without a row per token are passed (images, encoder states),
+                because their documents are unknown, or if FSDP shards the decoder.
         """
         documents = documents_running(self)
         if documents is None or is_off("layers-across-documents"):
@@ -90,13 +92,13 @@ class DecoderByDocument(ByDocument):
         ]
         if unknown:
             raise ValueError(
-                f"{type(self).__name__} takes packed documents one by one, and which of them {', '.join(unknown)} "
-                "belongs to is not known: give each document a row of its own, and pad."
+                f"{type(self).__name__} runs packed documents one by one, but the documents of {', '.join(unknown)} "
+                "are unknown: put each document in a separate row, and pad."
             )
         if any(isinstance(part, FSDPModule) for part in self.modules()):
             raise ValueError(
-                f"{type(self).__name__} takes packed documents one by one, and FSDP gathers a layer each time that it "
-                "runs: ranks with other numbers of documents would wait for each other. Give each a row of its own, "
+                f"{type(self).__name__} runs packed documents one by one, and FSDP gathers a layer each time that it "
+                "runs: ranks with different numbers of documents would deadlock. Put each document in a separate row, "
                 "and pad."
             )
         positions = tensors.get("position_ids")
@@ -106,7 +108,7 @@ class DecoderByDocument(ByDocument):
 
 
 def _tokens_of_padded_row(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Which places of a batch of one row are tokens, `(length,)` bool; None if it has several rows, or no padding."""
+    """Return which positions of a single row are tokens, `(seq_len,)` bool; None for several rows or no padding."""
     mask, hidden_states = kwargs.get("attention_mask"), args[0] if args else kwargs.get("hidden_states")
     if not isinstance(mask, torch.Tensor) or not isinstance(hidden_states, torch.Tensor):
         return None
@@ -123,7 +125,7 @@ def _cut(value: Any, tokens: torch.Tensor) -> Any:
 
 
 def _uncut(result: Any, tokens: torch.Tensor) -> Any:
-    """A result for the whole row, with zeros for padding."""
+    """Expand a result to the complete row, with zeros for padding."""
     if isinstance(result, (tuple, list)):
         return type(result)(_uncut(part, tokens) for part in result)
     if not isinstance(result, torch.Tensor) or result.ndim < 3 or result.shape[1] != int(tokens.sum()):
@@ -132,7 +134,7 @@ def _uncut(result: Any, tokens: torch.Tensor) -> Any:
 
 
 def _parts(value: Any, documents: Documents) -> list[Any]:
-    """For each document what it has of a value: its tokens of tensors that have some, all of anything else."""
+    """Split a value by document: tensors with a row per token are split, other values are repeated."""
     count = sum(map(len, documents.lengths))
     if isinstance(value, torch.Tensor):
         return _parts_of_tensor(value, documents) or [value] * count
@@ -160,7 +162,7 @@ def _parts_of_tensor(value: torch.Tensor, documents: Documents) -> list[torch.Te
 
 
 def _joined(results: Sequence[Any], documents: Documents) -> Any:
-    """The documents' results as one: tokens one after the other again, and of anything else the last document's."""
+    """Merge the documents' results: tensors per token are concatenated; other values are the last document's."""
     *_, last = results
     if isinstance(last, ModelOutput):
         if last.get("attentions"):

@@ -1,8 +1,8 @@
-"""Keeping documents apart that are packed into one row, also with an attention mask or a cache.
+"""Keep packed documents in a row apart, also with an attention mask or a cache.
 
-Documents are separated by `position_ids` that start again. transformers checks for that only if there is neither an
-attention mask nor a cache; with a mask of ones, or with `use_cache` left at its default, documents silently attend to
-each other.
+Documents are separated by `position_ids` that start again at 0. transformers only checks for that if there is neither
+an attention mask nor a cache. With a mask of ones, or with the default `use_cache`, documents silently attend to each
+other.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What a model's forward takes.
+    """Arguments of a model's forward.
 
     Args:
-        names: Its arguments by position, without `self`.
+        names: Positional argument names without `self`.
         takes_more: Whether it has `**kwargs`. Multimodal models in transformers pass `use_cache` through them.
     """
 
@@ -136,10 +136,10 @@ _run_outside_graph = torch.compiler.disable(
 
 @torch.compiler.disable
 def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
-    """The documents of a packed batch; None if every row has one. Boundaries become positions in `inputs`.
+    """Return the documents of a packed batch; None if every row has one. Sets positions from boundaries in `inputs`.
 
     Raises:
-        ValueError: The model cannot keep documents apart, or mask, positions and boundaries contradict each other.
+        ValueError: If the model cannot keep documents apart, or mask, positions and boundaries contradict each other.
     """
     mask = inputs.get("attention_mask")
     if inputs.get("cu_seq_lens_q") is not None:
@@ -154,7 +154,7 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
     if reason := getattr(model, "limits", {}).get("packed sequences"):
         raise ValueError(
             f"{type(model).__name__} cannot keep documents apart that are packed into one row: {reason}. "
-            "position_ids start again inside a row: give each document a row of its own, and pad."
+            "position_ids start again inside a row: put each document in a separate row, and pad."
         )
     _check_padding(mask, positions)
     _check_starts(mask, positions)
@@ -162,7 +162,7 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
 
 
 class WrapsReplacedForward(nn.Module):
-    """Mixin for a model with a wrapped forward: a forward that replaces it on the instance is wrapped, too."""
+    """Mixin for a model with a wrapped forward. A forward that replaces it on the instance is also wrapped."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward`. If it was replaced on the instance, wrap the replacement."""
@@ -178,15 +178,15 @@ class WrapsReplacedForward(nn.Module):
 
 
 class KeepsDocumentsApart(WrapsReplacedForward):
-    """Mixin for a model inside a model (`model.model`, `model.base_model`, the decoder): its forward is wrapped, too.
+    """Mixin that wraps the forward of a model inside a model (`model.model`, `model.base_model`, the decoder).
 
-    Trainers with fused heads (TRL, Liger, verl) call it without the model around it.
-    `inner_models_keep_documents_apart` makes the classes, which have upstream's names. Copies and pickles find
-    upstream's class and make it again.
+    Trainers with fused heads (TRL, Liger, verl) call the inner model directly. `inner_models_keep_documents_apart`
+    creates the classes, which have the names of the Hugging Face classes. Copies and pickles refer to the Hugging Face
+    class, and create this class again.
 
     Attributes:
-        wraps: Upstream's class.
-        limits: The `limits` of the model around it, if it cannot keep documents apart.
+        wraps: The Hugging Face class.
+        limits: The `limits` of the outer model, if it cannot keep documents apart.
     """
 
     wraps: ClassVar[type[nn.Module]]
@@ -205,7 +205,7 @@ def inner_models_keep_documents_apart(model: PreTrainedModel) -> None:
     """Wrap the forwards of the models inside a model that lead to its decoder, in place.
 
     Args:
-        model: Its own forward is wrapped already.
+        model: The model, whose own forward is already wrapped.
     """
     decoder = model.get_decoder()
     for module in {id(module): module for module in (model.base_model, *_around(model, decoder))}.values():
@@ -241,16 +241,16 @@ def _new_inner_model(upstream: type[nn.Module], limit: str | None) -> nn.Module:
 
 
 def token_positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count tokens without padding: `(batch, length)`, zero for padding, as `generate` makes them."""
+    """Return positions that count tokens without padding, `(batch, seq_len)`; zero for padding, as in `generate`."""
     return (attention_mask.long().cumsum(-1) - 1).masked_fill(~attention_mask.bool(), 0)
 
 
 def start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Whether some row has tokens of two documents: a start between its first token and its last.
+    """Return True if a row has tokens of two documents: a document starts between its first and last token.
 
     Args:
-        mask: `(batch, length)`, False or 0 for padding.
-        positions: `(batch, length)`.
+        mask: `(batch, seq_len)`, False or 0 for padding.
+        positions: `(batch, seq_len)`.
     """
     token = mask.bool()
     inside = token & (token.cumsum(-1) > 1)
@@ -262,7 +262,7 @@ def _is_2d(value: Any) -> bool:
 
 
 def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
-    """Refuse holes inside documents of a packed batch: positions alone cannot express them."""
+    """Raise for holes inside documents of a packed batch, because positions alone cannot express them."""
     token = mask.bool()
     after_padding = nn.functional.pad(token[:, 1:] & ~token[:, :-1], (1, 0), value=False)
     wrong = after_padding & ~starts_of(positions, mask)
@@ -271,22 +271,22 @@ def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
         raise ValueError(
             f"attention_mask and position_ids disagree: token {column - 1} of row {row} is padding, but the tokens "
             "before and after it are in one document, and the batch is packed. Remove the padding from the row, or "
-            "give each document a row of its own."
+            "put each document in a separate row."
         )
 
 
 def _check_scores(model: nn.Module, output: Any, rows: int) -> None:
-    """Refuse packed rows where a model has one score per row: the other documents of the row would have none."""
+    """Raise if a row is packed but the model has one score per row, because other documents would have no score."""
     logits = getattr(output, "logits", None)
     if isinstance(logits, torch.Tensor) and logits.ndim == 2 and len(logits) == rows:
         raise ValueError(
-            f"{type(model).__name__} gives one score per row, and position_ids start again inside a row: give each "
-            "document a row of its own, and pad."
+            f"{type(model).__name__} returns one score per row, and position_ids start again inside a row: put each "
+            "document in a separate row, and pad."
         )
 
 
 def _check_starts(mask: torch.Tensor, positions: torch.Tensor) -> None:
-    """Positions that stay the same are padding, for which no mask has to be given."""
+    """Check that documents start at position 0. Repeated positions are padding, also without a mask."""
     jumps = nn.functional.pad(positions[:, 1:] != positions[:, :-1], (1, 0), value=False)
     later = mask.bool().cumsum(-1) > 1  # a row may begin inside a document
     wrong = starts_of(positions, mask) & jumps & (positions != 0) & later
@@ -300,10 +300,10 @@ def _check_starts(mask: torch.Tensor, positions: torch.Tensor) -> None:
 
 
 def _checked_positions(given: dict[str, Any], mask: Any) -> Any:
-    """The positions `(batch, length)` that boundaries give, or given ones that agree; others are left as they are.
+    """Return positions `(batch, seq_len)` computed from boundaries, or passed ones that agree. Others are unchanged.
 
     Raises:
-        ValueError: the boundaries are not those of the batch, or of its positions.
+        ValueError: If the boundaries do not match the batch or its positions.
     """
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -315,7 +315,7 @@ def _checked_positions(given: dict[str, Any], mask: Any) -> Any:
     if boundaries[:1] != [0] or boundaries[-1] != batch * length or late:
         what = f"{boundaries[late[0]]} follows {boundaries[late[0] - 1]} (number {late[0]}); " if late else ""
         raise ValueError(
-            f"cu_seq_lens_q is no list of where documents begin: {what}expected increasing numbers from 0 to the "
+            f"cu_seq_lens_q is not a list of document starts: {what}expected increasing numbers from 0 to the "
             f"{batch * length} tokens of the batch, got {boundaries[:1]} to {boundaries[-1:]}"
         )
     lengths = torch.tensor(boundaries).diff().tolist()
@@ -328,7 +328,7 @@ def _checked_positions(given: dict[str, Any], mask: Any) -> Any:
     if differ.any():
         row, column = differ.nonzero()[0].tolist()
         raise ValueError(
-            f"cu_seq_lens_q and position_ids disagree at token {column} of row {row}: by one of them a document begins "
-            "there, and not by the other."
+            f"cu_seq_lens_q and position_ids disagree at token {column} of row {row}: a document starts there in only "
+            "one of them."
         )
     return positions

@@ -1,4 +1,4 @@
-"""Keeping the caller's random states: those of Python's, numpy's and torch's generators."""
+"""Preserve the caller's random states of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy
 import torch
 
 TorchState = tuple[torch.Tensor, list[torch.Tensor]]
-"""Random states of torch's CPU generator, and of those of CUDA devices, none before CUDA is initialised."""
+"""Random states of torch's CPU generator and of all CUDA devices (none before CUDA is initialized)."""
 
 
 def torch_random_state() -> TorchState:
@@ -28,10 +28,10 @@ def set_torch_random_state(state: TorchState) -> None:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Restore the random states on leaving, whatever was seeded or drawn inside; also after an error.
+    """Restore the random states on exit, whatever was seeded or drawn inside, and also after an error.
 
-    These are Python's, numpy's global and torch's default generators, of the CPU and of every CUDA device. CUDA is not
-    initialised for that: a process that is forked later may have to do it.
+    Covers Python's, numpy's global and torch's default generators on the CPU and all CUDA devices. Does not initialize
+    CUDA, because a process that is forked later may have to do that.
     """
     python, legacy_numpy, state = random.getstate(), numpy.random.get_state(), torch_random_state()
     seed = torch.initial_seed()
@@ -44,5 +44,5 @@ def random_states_kept() -> Iterator[None]:
         numpy.random.set_state(legacy_numpy)
         set_torch_random_state(state)
         if not cuda and (seeded or torch.cuda.is_initialized()):
-            # Seeds that are set before CUDA is initialised wait until then: in general the seed that torch was given.
+            # Seeds set before CUDA is initialized are applied at initialization; usually it is torch's seed.
             torch.cuda.manual_seed_all(seed)

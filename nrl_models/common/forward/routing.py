@@ -1,11 +1,11 @@
-"""The experts chosen for each token: recorded in one forward, replayed in another.
+"""Record the experts chosen for each token in one forward, and replay them in another.
 
-Two models of equal weights may still choose different experts where two scores differ by a rounding error, and then
-everything after it differs. Replaying takes the choice from a record and leaves all else to the model: weights, their
-normalisation and their gradients are its own. Trainers replay what the engine chose (rollout routing replay,
-https://arxiv.org/abs/2510.11370); parity checks replay what the reference chose.
+Two models with equal weights may choose different experts if two scores differ only by rounding, and all later values
+then differ. Replaying uses recorded choices. The model still computes routing weights, their normalization and
+gradients. Trainers replay the engine's choices (rollout routing replay, https://arxiv.org/abs/2510.11370). Parity
+checks replay the reference's.
 
-No router is known by name: a choice is a `topk`, in whichever module it runs.
+Routers are not identified by name: each `topk` in any module counts as a choice.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """While open, record what is chosen in `model`'s forwards in this thread; a module's last call counts.
+    """Context manager that records choices in `model`'s forwards in this thread; a module's last call counts.
 
-    While a record is replayed, this records what the model would have chosen itself.
+    While a record is replayed, this records what the model itself would have chosen.
     """
     record: RoutingRecord = {}
     with modules_running(model, lambda name, *_: record.pop(name, None)) as running, _Recorder(record, running):
@@ -42,7 +42,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 @contextmanager
 def own_routing() -> Iterator[None]:
-    """While open, models choose for themselves in this thread, also where a record is replayed: for tests of them."""
+    """Context manager in which models make their own choices in this thread, even during a replay. For tests."""
     before = getattr(_aside, "open", False)
     _aside.open = True
     try:
@@ -55,23 +55,23 @@ _aside = threading.local()
 
 
 def can_replay(model: nn.Module) -> bool:
-    """Whether replaying a record changes what `model` computes: its family's limits may say that it does not."""
+    """Return True if replaying a record changes `model`'s results, according to its family's limits."""
     return "router replay" not in getattr(model, "limits", {})
 
 
 @contextmanager
 def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -> Iterator[None]:
-    """While open, `model`'s modules choose what `record` says, in any thread and in recomputation.
+    """Context manager in which `model`'s modules use the recorded choices, in all threads and in recomputation.
 
     Args:
-        model: a model with modules of the recorded names, called on as many tokens as were recorded.
-        record: what `record_routing` gave for a model of this architecture, or `engine_routing` for an engine's
-            answers. Where an index is negative, the model chooses itself.
+        model: A model with modules of the recorded names, called on the recorded number of tokens.
+        record: Record from `record_routing` for a model of this architecture, or from `engine_routing`. For negative
+            indices, the model chooses itself.
 
     Raises:
-        KeyError: a recorded module that `model` does not have.
-        ValueError: `model` says that replaying would change nothing (`limits`); in a forward, a choice of another shape
-            than the recorded one.
+        KeyError: If `model` lacks a recorded module.
+        ValueError: If `model` declares that replaying has no effect (`limits`). In a forward, if a choice has another
+            shape than the recorded one.
     """
     if not can_replay(model):
         reason = cast(Any, model).limits["router replay"]
@@ -88,21 +88,21 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
 def engine_routing(
     model: nn.Module, routed: Sequence[Any], length: int | None = None, *, left: bool = False
 ) -> RoutingRecord:
-    """The record, for `replay_routing`, of what an engine chose for the sequences of a batch.
+    """Convert an engine's choices of experts for a batch to a record for `replay_routing`.
 
-    An engine reports no choice for a sequence's last token, which it sampled and never read, nor for padding: there the
-    model chooses itself, as it does in what else its routers choose (groups of experts, before experts in them).
+    An engine reports no choice for the last token of a sequence, which is sampled but not processed, and for padding.
+    There the model chooses. It also makes all other choices of its routers (such as groups of experts).
 
     Args:
-        model: the model that the record is for, on the sequences in one batch, padded.
-        routed: for each sequence `(tokens, layers, experts per token)`, arrays or tensors of whole numbers: vLLM's
-            `CompletionOutput.routed_experts`. Its layers are counted with those that have no experts.
-        length: tokens of a row of the batch; by default those of the longest sequence, with its last token.
-        left: whether rows are padded at the left.
+        model: The model that will replay the record, on the padded batch.
+        routed: Integer arrays or tensors `(tokens, layers, experts_per_token)`, one per sequence, as in vLLM's
+            `CompletionOutput.routed_experts`. `layers` includes layers without experts.
+        length: Sequence length of the batch. Default: the longest sequence, including its last token.
+        left: Whether rows are padded on the left.
 
     Raises:
-        ValueError: sequences of other sizes than the model chooses, longer than `length`, or with experts that it
-            lacks; or the model's routers cannot be told from what else chooses in a layer.
+        ValueError: If the sizes differ from the model's choices, a sequence is longer than `length`, or an expert does
+            not exist. Also if the model's routers cannot be distinguished from other `topk` calls in a layer.
     """
     choices = [torch.as_tensor(each.astype("int64") if hasattr(each, "astype") else each).long() for each in routed]
     if not choices or {choice.ndim for choice in choices} != {3} or len({choice.shape[1:] for choice in choices}) > 1:
@@ -113,11 +113,11 @@ def engine_routing(
     longest = max(map(len, choices))
     length = longest + 1 if length is None else length
     if longest > length:
-        raise ValueError(f"the engine chose for {longest} tokens of a sequence, and a row of the batch has {length}")
+        raise ValueError(f"the engine has choices for {longest} tokens of a sequence, but length is {length}")
     layers, count = choices[0].shape[1:]
     table = torch.full((len(choices), length, layers, count), -1)
     for row, choice in zip(table, choices, strict=True):
-        # The last token is there without a choice.
+        # The last token has no choice.
         start = length - 1 - len(choice) if left and len(choice) < length else 0
         row[start : start + len(choice)] = choice
     record: RoutingRecord = {}
@@ -134,12 +134,12 @@ def engine_routing(
 
 
 _PROBE = 3
-"""Tokens of the forward that shows what a model's routers choose."""
+"""Number of tokens of the forward that finds a model's routers."""
 
 
 @torch.no_grad()
 def _routers(model: nn.Module, count: int) -> dict[int, tuple[str, list[tuple[int, ...]], int]]:
-    """By number of its layer each module that chooses `count` experts last: name, shapes of its choices, experts."""
+    """Find modules whose last choice has `count` experts. By layer: name, shapes of choices, number of experts."""
     record: RoutingRecord = {}
     tokens = torch.arange(_PROBE, device=next(model.parameters()).device)[None]
     with (
@@ -181,7 +181,7 @@ def flip_rate(first: Mapping[str, list[torch.Tensor]], second: Mapping[str, list
 
 
 def _running_under(module: nn.Module, mode: Callable[[], TorchFunctionMode]) -> AbstractContextManager[None]:
-    """While open, `module`'s forward runs under a new `mode()` each time: in whatever thread it is called."""
+    """Context manager in which each call of `module`'s forward, in any thread, runs under a new `mode()`."""
     forward = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -234,5 +234,5 @@ class _Replayer(TorchFunctionMode):
 
 
 def _chosen_from(args: Any, kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
-    """What a `topk` was called on: the values, and the dimension."""
+    """Return the input and the dimension of a `topk` call."""
     return args[0] if args else kwargs["input"], args[2] if len(args) > 2 else kwargs.get("dim", -1)

@@ -1,7 +1,7 @@
-"""Attention with soft-capped scores, which `sdpa` silently leaves uncapped in older versions of transformers.
+"""Attention with soft-capped scores, which `sdpa` silently ignores in older versions of transformers.
 
-Its classes pass `softcap` to whichever kernel is chosen, and `sdpa`, the default, ignored it. Newer versions declare
-that such classes have no `sdpa`; on older ones a family's class declares it, and is then computed by `eager`.
+There, model classes pass `softcap` to any attention function, and `sdpa`, the default, ignored it. Newer versions
+declare that these classes do not support `sdpa`. For older versions, the family's class declares it and runs `eager`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 @cache
 def sdpa_knows_soft_caps() -> bool:
-    """Whether the installed transformers refuses a soft cap that its `sdpa` would not apply."""
+    """Return True if the installed transformers rejects a soft cap that its `sdpa` would not apply."""
     return "softcap" in inspect.getsource(ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def drops_soft_cap(upstream: type[PreTrainedModel]) -> bool:
-    """Whether a class of transformers would lose the soft cap of its attention scores under `sdpa`."""
+    """Return True if a class of transformers would lose the soft cap of its attention scores with `sdpa`."""
     if sdpa_knows_soft_caps() or not upstream._supports_sdpa:
         return False
     return "softcap=self." in inspect.getsource(sys.modules[upstream.__module__])

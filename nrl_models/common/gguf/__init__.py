@@ -1,1 +1,1 @@
-"""GGUF files, read as the plain weights they stand for."""
+"""Dequantize GGUF files on load."""

@@ -1,8 +1,8 @@
-"""GGUF files, read as the plain checkpoints they stand for.
+"""Dequantize GGUF files on load.
 
-As in `nrl_models.common.checkpoint.dequantised`, keys and shapes are those of the plain checkpoint, and values are
-computed when a tensor is read: one tensor at a time is in memory in fp32. The `gguf` package dequantises, transformers'
-tables say which tensor is which and undo what llama.cpp's converter did, so that the values are bit for bit those that
+As for other quantized checkpoints, keys and shapes are those of the dequantized checkpoint, and values are computed
+when a tensor is read, so at most one tensor is in memory in fp32. The `gguf` package dequantizes. transformers' tables
+map tensor names and revert the changes of llama.cpp's converter. So the values are bitwise equal to the values that
 transformers loads.
 """
 
@@ -21,32 +21,32 @@ from nrl_models.common.checkpoint.generations import identity_at
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.gguf.gguf_header import GGUFTensor, kinds_of, nbytes_of, read_header, refused
 from nrl_models.common.gguf.gguf_tables import Tables, require_package
-from nrl_models.errors import ProblemKind
+from nrl_models.errors import Problem, ProblemKind
 
 HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 """Types of GGUF that a model can be loaded in."""
 
 
 def open_files(path: str | Path) -> CheckpointFiles:
-    """The tensors of the checkpoint in a directory with safetensors, or in a GGUF file.
+    """Open the checkpoint in a directory with safetensors, or in a GGUF file.
 
     Raises:
-        CheckpointError: see `CheckpointFiles` and `GGUFFiles`.
+        CheckpointError: See `CheckpointFiles` and `GGUFFiles`.
     """
     return GGUFFiles(path) if is_gguf(path) else CheckpointFiles(path)
 
 
 class GGUFFiles(CheckpointFiles):
-    """A GGUF file's tensors under transformers' names, as those of the plain checkpoint, in fp32.
+    """Tensors of a GGUF file under transformers' names, dequantized to fp32.
 
-    What transformers' tables have no name for keeps the file's.
+    Tensors without a name in transformers' tables keep the file's name.
 
     Args:
-        file: the GGUF file.
+        file: The GGUF file.
 
     Raises:
-        CheckpointError: the package `gguf` is missing; a damaged file, or one part of several; an architecture or a
-            type of quantisation that is not read; tensors that lie past the file's end.
+        CheckpointError: If the package `gguf` is missing, the file is damaged or one of several parts, the architecture
+            or a quantization type is not supported, or tensors exceed the file.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -60,19 +60,19 @@ class GGUFFiles(CheckpointFiles):
         for tensor in header.tensors:
             self._sources[self._tables.target(tensor.name) or tensor.name].append(tensor)
         self.tensors = {key: self._announced(key, sources) for key, sources in self._sources.items()}
-        self.dequantised = frozenset(key for key, tensor in self.tensors.items() if self.stored_as(tensor) != "F32")
+        self.dequantized = frozenset(key for key, tensor in self.tensors.items() if self.stored_as(tensor) != "F32")
         self._bytes: Any = np.memmap(self.folder, np.uint8, "r")
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype of a file whose tensors are floats; else fp32, which holds every value exactly."""
+        """The 16-bit dtype if all tensors are floats; else fp32, which represents all values exactly."""
         names = {kind.name for kind in self._kinds.values()}
         halves = [dtype for name, dtype in HALF.items() if name in names]
         return halves[0] if halves and names <= {"F32", *HALF} else torch.float32
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors in bytes, as they are stored."""
+        """Stored size of all tensors in bytes."""
         return sum(nbytes_of(tensor, self._kinds[tensor.kind]) for found in self._sources.values() for tensor in found)
 
     def stored_as(self, tensor: StoredTensor) -> str:
@@ -80,8 +80,8 @@ class GGUFFiles(CheckpointFiles):
         return "+".join(sorted({self._kinds[source.kind].name for source in self._sources[tensor.key]}))
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor's values, dequantised, in fp32: computed again at each call."""
-        arrays = {source.name: self._dequantised(source) for source in self._sources[tensor.key]}
+        """The tensor's values, dequantized, in fp32: computed again at each call."""
+        arrays = {source.name: self._dequantized(source) for source in self._sources[tensor.key]}
         found = self._tables.undo(arrays).get(tensor.key)
         if found is None or found.shape != tensor.shape:
             shape = None if found is None else tuple(found.shape)
@@ -90,14 +90,14 @@ class GGUFFiles(CheckpointFiles):
         return found
 
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """None: nothing in the file is a plain tensor's bytes."""
+        """Return None, because no tensor is stored as plain bytes."""
         return None
 
     def close(self) -> None:
         """Close the file."""
         self._bytes = None
 
-    def _dequantised(self, tensor: GGUFTensor) -> np.ndarray:
+    def _dequantized(self, tensor: GGUFTensor) -> np.ndarray:
         from gguf import dequantize
 
         kind = self._kinds[tensor.kind]
@@ -107,8 +107,14 @@ class GGUFFiles(CheckpointFiles):
 
     def _announced(self, key: str, sources: Sequence[GGUFTensor]) -> StoredTensor:
         first = sources[0]
-        if len(sources) == 1 and self._tables.is_whole(first.name):
+        if len(sources) == 1 and (self._tables.is_whole(first.name) or len(first.shape) < 3):
             shape = self._tables.shape(first.name, first.shape)
+        elif any(len(tensor.shape) < 3 for tensor in sources):
+            names = ", ".join(tensor.name for tensor in sources)
+            problem = Problem(
+                ProblemKind.DUPLICATED, key, f"is in the file under several names: {names}", self.folder.name
+            )
+            raise refused(self.folder, [problem], "download the file again")
         else:  # stacks of experts, of which gate and up are one: rows one after the other
             shape = (first.shape[0], sum(tensor.shape[1] for tensor in sources), *first.shape[2:])
         return StoredTensor(key, self.folder.name, shape, torch.float32, first.start)

@@ -1,7 +1,8 @@
-"""What a GGUF file holds, from its header: no tensor is read.
+"""Read the header of a GGUF file, without its tensors.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package's own reader makes an object
-of every string of the vocabulary, which takes seconds; here they are skipped.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` package creates an
+object
+for each string of the vocabulary, which takes seconds. This reader skips them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Where `general.alignment` says nothing else, the data begins at a multiple of this."""
+"""Default alignment of the data, unless `general.alignment` is set."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -31,9 +32,9 @@ _STRING, _ARRAY = 8, 9
 MOST_ELEMENTS = 4096
 """Of an array that is read: a value for each layer. The vocabulary's are longer."""
 
-INSTALL = "install the package that reads GGUF: pip install 'nrl_models[gguf]'"
+INSTALL = "install the package that reads GGUF: pip install gguf"
 
-REQUANTISE = (
+REQUANTIZE = (
     "write it in another type with llama.cpp (llama-quantize --allow-requantize IN.gguf OUT.gguf BF16), or take the "
     "safetensors it was made from"
 )
@@ -41,13 +42,13 @@ REQUANTISE = (
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor in a GGUF file, unread.
+    """A tensor in a GGUF file, without its values.
 
     Args:
-        name: llama.cpp's name of it.
-        shape: its shape, the last dimension contiguous.
-        kind: the number of its type; `gguf.GGMLQuantizationType` names it.
-        start: its first byte in the file.
+        name: llama.cpp's name of the tensor.
+        shape: Shape with the contiguous dimension last.
+        kind: Number of its type in `gguf.GGMLQuantizationType`.
+        start: Offset of its first byte in the file.
     """
 
     name: str
@@ -58,13 +59,13 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a GGUF file holds.
+    """Header of a GGUF file.
 
     Args:
-        file: where it is.
+        file: Path of the file.
         architecture: llama.cpp's name of the model.
-        values: its metadata; of arrays only short ones of numbers.
-        tensors: its tensors.
+        values: Metadata. Of arrays, only short ones of numbers.
+        tensors: Tensors of the file.
     """
 
     file: Path
@@ -82,14 +83,15 @@ def read_header(file: Path) -> GGUFHeader:
     """Read the header of a GGUF file.
 
     Raises:
-        CheckpointError: no GGUF of a known version, a header that is damaged or cut off, or one part of several.
+        CheckpointError: If the file is not GGUF of a known version, its header is damaged or truncated, or it is one of
+            several parts.
     """
     try:
         with open(file, "rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parsed(file, _Cursor(data))
     except CheckpointError:
         raise
-    except Exception as error:  # whatever bytes that mean something else cause
+    except Exception as error:  # any error of invalid bytes
         detail = f"is no GGUF file, damaged or cut off ({file.stat().st_size:,} bytes on disk): {error}"
         raise refused(file, [Problem(ProblemKind.FILE, file.name, detail)], "download the file again") from error
 
@@ -163,7 +165,7 @@ class _Cursor:
 
 
 def nbytes_of(tensor: GGUFTensor, kind: GGMLQuantizationType) -> int:
-    """The size of a tensor of a type, as it is stored, in bytes."""
+    """Return the stored size in bytes of a tensor of a type."""
     from gguf import GGML_QUANT_SIZES
 
     elements, nbytes = GGML_QUANT_SIZES[kind]
@@ -171,10 +173,10 @@ def nbytes_of(tensor: GGUFTensor, kind: GGMLQuantizationType) -> int:
 
 
 def kinds_of(header: GGUFHeader) -> dict[int, GGMLQuantizationType]:
-    """The types of a file's tensors, by number.
+    """Return the types of a file's tensors, by number.
 
     Raises:
-        CheckpointError: types that the package `gguf` does not dequantise; tensors that are not all there.
+        CheckpointError: If the package `gguf` cannot dequantize a type, or a tensor is incomplete.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
@@ -192,21 +194,21 @@ def kinds_of(header: GGUFHeader) -> dict[int, GGMLQuantizationType]:
         Problem(
             ProblemKind.DTYPE,
             tensor.name,
-            f"is of type {unread[tensor.kind]}, which the package gguf does not dequantise",
+            f"is of type {unread[tensor.kind]}, which the package gguf does not dequantize",
             file.name,
         )
         for tensor in tensors
         if tensor.kind in unread
     ]
     if problems:
-        raise refused(file, problems, REQUANTISE)
+        raise refused(file, problems, REQUANTIZE)
     for tensor in tensors:
         end = tensor.start + nbytes_of(tensor, kinds[tensor.kind])
         if end > size:
             detail = f"ends at byte {end:,}, and the file at {size:,}: it is cut off"
             problems.append(Problem(ProblemKind.FILE, tensor.name, detail, file.name))
         elif tensor.shape[-1:] and tensor.shape[-1] % GGML_QUANT_SIZES[kinds[tensor.kind]][0]:
-            detail = f"has rows of {tensor.shape[-1]}, which are no whole blocks of {kinds[tensor.kind].name}"
+            detail = f"has rows of {tensor.shape[-1]}, not a multiple of the block size of {kinds[tensor.kind].name}"
             problems.append(Problem(ProblemKind.SHAPE, tensor.name, detail, file.name))
     if problems:
         raise refused(file, problems, "download the file again")

@@ -1,7 +1,8 @@
-"""Metadata of a GGUF file that changes what is computed, and that transformers' tables do not read.
+"""Metadata of a GGUF file that affects the computation, but is not in transformers' tables.
 
-transformers ignores keys that its tables lack: factors of rotary embeddings, softcaps, windows. Here each key of the
-file's architecture is used, has no effect, or raises. The keys are those of llama.cpp (`gguf.constants.Keys`).
+transformers ignores keys that are not in its tables: factors of rotary embeddings, soft caps, windows. Here, each key
+of
+the file's architecture is used, has no effect, or raises. The keys are those of llama.cpp (`gguf.constants.Keys`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ NO_EFFECT = frozenset(
         "decoder_start_token_id",
         "embedding_length",
         "pooling_type",
+        "expert_feed_forward_length",
+        "feed_forward_length",
         "tensor_data_layout",
         "vocab_size",
     }
 )
-"""Keys that change nothing, or that the shapes of tensors are checked against."""
+"""Keys without effect, or keys that are compared with the shapes of tensors, unless a setting has their value."""
+
+MAY_BE_NONE = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+"""Keys that are zero for a model without attention or without a feed-forward layer."""
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "attention.clamp_kqv": ("clip_qkv",),
     "attention.head_count": ("num_attention_heads",),
-    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
     "attention.key_length_swa": ("head_dim",),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "norm_eps"),
@@ -40,6 +46,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "attention.sliding_window": ("sliding_window",),
     "attention.value_length_swa": ("head_dim",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "context_length": ("n_positions",),
     "decoder_block_count": ("num_decoder_layers",),
     "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
     "expert_count": ("num_experts", "num_local_experts"),
@@ -51,7 +58,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "expert_used_count": ("num_experts_per_tok",),
     "expert_weights_norm": ("norm_topk_prob",),
     "expert_weights_scale": ("routed_scaling_factor",),
-    "feed_forward_length": ("intermediate_size", "n_inner", "d_ff"),
+    "feed_forward_length": ("intermediate_size", "n_inner", "d_ff", "ffn_hidden_size"),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "leading_dense_block_count": ("first_k_dense_replace",),
     "logit_scale": ("logit_scale",),
@@ -61,6 +68,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "ssm.state_size": ("state_size",),
     "ssm.time_step_rank": ("time_step_rank",),
     "use_parallel_residual": ("use_parallel_residual", "parallel_attn"),
+    "vocab_size": ("vocab_size",),
 }
 """For a key the names that a configuration may have for it."""
 
@@ -69,7 +77,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (8.0,),
     "attention.scale": (1.0,),
     "embedding_scale": (1.0,),
-    "expert_gating_func": (1,),
     "expert_weights_scale": (1.0,),
     "logit_scale": (1.0,),
     "residual_scale": (1.0,),
@@ -77,7 +84,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
 }
-"""Values that change nothing. So does zero, but for `NEVER_OFF`."""
+"""Values without effect. Zero also has none, except for `NEVER_OFF`."""
 
 NEVER_OFF = ("attention.causal", "rope.scaling.yarn_ext_factor")
 """Keys for which zero or false changes the computation."""
@@ -96,12 +103,21 @@ OFF = frozenset(
         "swiglu_clamp_shexp",
     }
 )
-"""Keys of features that no configuration here has; zero and false switch them off."""
+"""Keys of unsupported features. Zero and false disable them."""
 
 HEAD_SIZES = ("attention.key_length", "attention.value_length")
 ROTARY_SIZES = ("rope.dimension_count", "rope.dimension_count_swa")
 PATTERN = "attention.sliding_window_pattern"
 SCALING = "rope.scaling."
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
+
+LAYERS_OF_27B = (46, 62)
+"""Numbers of layers for which llama.cpp scales attention by `hidden_size / num_attention_heads`.
+
+Files have no key for `query_pre_attn_scalar`. All other models of such architectures are scaled by the size of a head.
+"""
+
 YARN: Mapping[str, str] = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
@@ -111,15 +127,15 @@ YARN: Mapping[str, str] = {
 
 
 def with_all_metadata(header: GGUFHeader, values: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a configuration, with those of the metadata that transformers' table lacks.
+    """Add values from the metadata that transformers' table lacks to the values of a configuration.
 
     Args:
-        header: the file's.
-        values: what transformers makes of the metadata.
-        read: transformers' table for the architecture, by the keys' names without it.
+        header: Header of the file.
+        values: Values that transformers derives from the metadata.
+        read: transformers' table for the architecture, by key without the architecture's name.
 
     Raises:
-        CheckpointError: keys that change what is computed and that the model's configuration has no value for.
+        CheckpointError: If keys affect the computation, but the model's configuration has no value for them.
     """
     keys = {
         key.partition(".")[2]: value
@@ -127,9 +143,10 @@ def with_all_metadata(header: GGUFHeader, values: Mapping[str, Any], read: Mappi
         if key.startswith(f"{header.architecture}.")
     }
     config = AutoConfig.for_model(**values)
-    settings = _Settings(config, {name for name, setting in read.items() if setting is not None})
+    settings = _Settings(config, {name: setting for name, setting in read.items() if setting is not None})
     in_order = sorted(keys, key=lambda key: key not in HEAD_SIZES)  # other keys depend on the size of a head
     unread = [key for key in in_order if not settings.take(key, keys[key], keys)]
+    settings.scale_attention(keys)
     if unread:
         problems = [
             Problem(
@@ -142,36 +159,55 @@ def with_all_metadata(header: GGUFHeader, values: Mapping[str, Any], read: Mappi
         ]
         advice = "load the safetensors that the file was made from; llama.cpp computes with these values"
         raise refused(header.file, problems, advice)
-    return {**values, **settings.changed}
+    return {name: value for name, value in values.items() if name not in settings.misnamed} | settings.changed
 
 
 class _Settings:
-    """Values of a configuration that keys of metadata change.
+    """Configuration values derived from metadata keys.
 
     Args:
-        config: the configuration that transformers reads from the metadata.
-        read: the keys that transformers reads.
+        config: Configuration that transformers reads from the metadata.
+        read: Keys that transformers reads, and its names of their values.
 
     Attributes:
-        changed: the values.
+        changed: The values.
+        misnamed: Names in transformers' table that the configuration class lacks, so it ignores their values.
     """
 
-    def __init__(self, config: PreTrainedConfig, read: set[str]) -> None:
-        self._own: Mapping[str, Any] = config.to_dict()
+    def __init__(self, config: PreTrainedConfig, read: Mapping[str, str]) -> None:
+        # Values under names that its class lacks are kept and have no effect.
+        declared = {*type(config)().to_dict(), *config.attribute_map}
+        self._own: Mapping[str, Any] = {name: value for name, value in config.to_dict().items() if name in declared}
         self._rope: Mapping[str, Any] = self._own.get("rope_parameters") or {}
         # Where layers have heads of different sizes, the shapes of tensors are checked against them.
         self._heads_differ = any("head_dim" in layer for layer in (self._own.get("per_layer_config") or {}).values())
         self._head_size = self._own.get("head_dim") or self._own.get("d_kv")
         if self._head_size is None and (heads := getattr(config, "num_attention_heads", None)):
             self._head_size = config.hidden_size // heads
-        self._read = read
+        has_experts = any(name in self._own for name in SETTINGS["expert_count"])
+        self._normalizes_experts = has_experts and not any(
+            name in self._own for name in SETTINGS["expert_weights_norm"]
+        )
+        self._gating = SIGMOID if "expert_gating_func" in read else SOFTMAX  # only sigmoid routers have it in a table
+        self.misnamed = {
+            name
+            for key, name in read.items()
+            if name not in declared and (key in NO_EFFECT or self._names_of(key) or key == "expert_gating_func")
+        }
+        self._read = {key for key, name in read.items() if name in declared or not self._names_of(key)}
         self.changed: dict[str, Any] = {}
 
     def take(self, key: str, value: Any, keys: Mapping[str, Any]) -> bool:
-        """Use a key; False if nothing has a value for it."""
+        """Use a key. Returns False if no setting corresponds to it."""
         if key.startswith(SCALING):
             return self._take_scaling(key, keys)
-        if key in self._read or key in NO_EFFECT:
+        if key == "expert_gating_func":
+            return bool(value == self._gating)
+        if key == "expert_weights_norm" and self._normalizes_experts:
+            return bool(value)
+        if key in self._read or (key in MAY_BE_NONE and value == 0):
+            return True
+        if key == "attention.head_count_kv" and value == keys.get("attention.head_count") and not self._names_of(key):
             return True
         if self._heads_differ and key in (*HEAD_SIZES, *ROTARY_SIZES):
             return True
@@ -183,10 +219,23 @@ class _Settings:
             return self._take_theta(key, value)
         if key == PATTERN:
             return self._take_pattern(value)
-        return self._set(key, value) or _changes_nothing(key, value)
+        return self._set(key, value) or key in NO_EFFECT or _changes_nothing(key, value)
+
+    def scale_attention(self, keys: Mapping[str, Any]) -> None:
+        """Set `query_pre_attn_scalar`, which files have no key for, as llama.cpp computes it."""
+        if "query_pre_attn_scalar" not in self._own or self._head_size is None:
+            return
+        is_27b = keys.get("block_count") in LAYERS_OF_27B
+        scalar = self._own["hidden_size"] // self._own["num_attention_heads"] if is_27b else self._head_size
+        if scalar != self._own["query_pre_attn_scalar"]:
+            self.changed["query_pre_attn_scalar"] = scalar
+
+    def _names_of(self, key: str) -> list[str]:
+        """Return the names of settings that the configuration has for a key."""
+        return [name for name in SETTINGS.get(key, ()) if name in self._own]
 
     def _set(self, key: str, value: Any) -> bool:
-        name = next((name for name in SETTINGS.get(key, ()) if name in self._own), None)
+        name = next(iter(self._names_of(key)), None)
         if name is None:
             return False
         if name == "sliding_window":
@@ -202,7 +251,7 @@ class _Settings:
         return True
 
     def _take_pattern(self, value: Any) -> bool:
-        """Layers with a window: a flag for each, or the period of those without one."""
+        """Use the layers with a window: a flag per layer, or the period of layers without one."""
         layers = self._own.get("layer_types")
         if not value or layers is None:
             return not value
@@ -268,7 +317,7 @@ def _changes_nothing(key: str, value: Any) -> bool:
 
 
 def _same(value: Any, held: Any) -> bool:
-    """Whether two values are the same, numbers in fp32, in which GGUF stores them."""
+    """Return True if two values are equal, comparing numbers in fp32, as GGUF stores them."""
     if isinstance(value, (int, float)) and isinstance(held, (int, float)):
         return abs(value - held) <= 1e-6 * max(abs(value), abs(held))
     if isinstance(value, tuple) and isinstance(held, (tuple, list)):

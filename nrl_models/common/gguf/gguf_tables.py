@@ -1,6 +1,6 @@
-"""transformers' tables for GGUF: the configuration in a file's metadata, its tensors' names, and what was done to them.
+"""transformers' tables for GGUF: configuration keys, tensor names, and transformations of tensors.
 
-They are private to transformers; nothing else here imports them.
+The tables are private to transformers. Only this module imports them.
 """
 
 from __future__ import annotations
@@ -23,54 +23,71 @@ from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.gguf.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
 from nrl_models.common.gguf.gguf_metadata import with_all_metadata
 from nrl_models.common.upstream import BUILDING, gguf_reading
-from nrl_models.errors import ConfigurationError, Problem, ProblemKind, one_line
+from nrl_models.errors import ConfigurationError, NRLModelsError, Problem, ProblemKind, listed, one_line
 
 NOT_CONFIGURATION = ("_model_name_or_path", "unk_token_id")
-"""What transformers reads beside the configuration: the file's title, and a token that only its tokenizer has."""
+"""Keys that transformers reads but that are not in the configuration: the file's title, and a tokenizer's token."""
 
 
 def require_package(file: Path) -> None:
-    """Refuse a GGUF file where the package that reads them is missing."""
+    """Raise if a GGUF file cannot be read because the package `gguf` is missing."""
     if find_spec("gguf") is None:
         detail = "is a GGUF file, and the package gguf is not installed"
         raise refused(file, [Problem(ProblemKind.FORMAT, file.name, detail)], INSTALL)
 
 
 def configuration(file: Path) -> dict[str, Any]:
-    """The values of the configuration, `model_type` among them, that transformers reads from a file's metadata.
+    """Return the configuration values, including `model_type`, that transformers reads from a file's metadata.
 
     Raises:
-        CheckpointError: the package is missing, the file is damaged, or transformers has no table for its architecture.
+        CheckpointError: If the package is missing, the file is damaged, or transformers has no table for its
+            architecture.
     """
     values = _values(file, file.stat().st_mtime_ns)
     return {key: value for key, value in values.items() if key not in NOT_CONFIGURATION}
 
 
-@cache  # transformers takes seconds for the vocabulary
+@cache  # transformers needs seconds for the vocabulary
 def _values(file: Path, changed: int) -> dict[str, Any]:
     require_package(file)
     header = read_header(file)
-    kinds_of(header)  # transformers' reader would stumble over what is wrong there
+    kinds_of(header)  # raises for problems at which transformers' reader would fail
     try:
         values = gguf_reading().load_gguf_checkpoint(str(file))["config"]
-    except Exception as error:  # whatever its reader and its tables raise
+    except Exception as error:  # any error of its reader and tables
         known = ", ".join(sorted(set(gguf_reading().GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}))
         detail = f"is of architecture {header.architecture!r}, which transformers {transformers.__version__} does not "
         detail += f"read from GGUF ({one_line(error)}); it reads {known}"
         advice = "load the safetensors it was made from; llama.cpp reads the file itself"
         raise refused(file, [Problem(ProblemKind.FORMAT, file.name, detail)], advice) from error
+    if misread := [key for key, value in values.items() if _is_misread(value)]:
+        detail = f"{listed(misread)}: transformers {transformers.__version__} misreads the metadata of architecture "
+        problem = Problem(ProblemKind.FORMAT, file.name, f"{detail}{header.architecture!r}")
+        raise refused(file, [problem], "load the safetensors it was made from; llama.cpp reads the file itself")
     check_limits(values, file)
-    return with_all_metadata(header, values, _table_of(values["model_type"], header.architecture))
+    try:
+        return with_all_metadata(header, values, _table_of(values["model_type"], header.architecture))
+    except NRLModelsError:
+        raise
+    except Exception as error:  # any error of the configuration class and its checks
+        problem = Problem(ProblemKind.CONFIG, file.name, f"has metadata that makes no configuration: {one_line(error)}")
+        raise refused(file, [problem], "correct the file's metadata, or download it again") from error
+
+
+def _is_misread(value: Any) -> bool:
+    """Return True if transformers would use part of the file's bytes as the value."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else (value,)
+    return any(isinstance(part, np.ndarray) for part in parts)
 
 
 def _table_of(model_type: str, architecture: str) -> Mapping[str, Any]:
-    """transformers' table of the keys of an architecture, without its name."""
+    """Return transformers' table of an architecture's keys, without its name."""
     tables = gguf_reading().GGUF_TO_TRANSFORMERS_MAPPING["config"]
     return tables.get(model_type.removesuffix("_text")) or tables[architecture]
 
 
 def upstream_source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
-    """What transformers' `from_pretrained` takes to load the plain weights of a checkpoint: its path, and keywords."""
+    """Return path and keywords of transformers' `from_pretrained` to load a checkpoint's dequantized weights."""
     found = resolve_folder(path)
     if not is_gguf(found):
         return path, {}
@@ -81,33 +98,33 @@ def upstream_source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
 
 
 def load_tokenizer(file: Path) -> Any | None:
-    """The tokenizer that a GGUF file holds, as transformers builds it; None if it holds none.
+    """Return the tokenizer in a GGUF file, as transformers builds it; None if there is none.
 
     Raises:
-        CheckpointError: transformers cannot build it.
+        CheckpointError: If transformers cannot build it.
     """
     if str(read_header(file).values.get("tokenizer.ggml.model", "none")) in ("none", "no_vocab"):
         return None
     try:
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    except Exception as error:  # whatever its conversion raises
+    except Exception as error:  # any error of its conversion
         detail = f"holds a tokenizer that transformers {transformers.__version__} does not build: {one_line(error)}"
         advice = "take the tokenizer of the checkpoint it was made from"
         raise refused(file, [Problem(ProblemKind.FORMAT, file.name, detail)], advice) from error
 
 
 class Tables:
-    """How the tensors of one file become those of transformers' model.
+    """Mapping from a file's tensors to those of transformers' model.
 
     Args:
-        header: the file's.
+        header: Header of the file.
 
     Attributes:
-        names: for each tensor's name in the file transformers' name. Stacks of experts lack their `.weight` there, and
-            may be two in the file and one in the model.
+        names: transformers' name by the tensor's name in the file. Stacks of experts have no `.weight` suffix in the
+            file, and two of them may form one tensor in the model.
 
     Raises:
-        CheckpointError: see `configuration`; no model of transformers has these names.
+        CheckpointError: See `configuration`. Also if no model of transformers has these names.
     """
 
     def __init__(self, header: GGUFHeader) -> None:
@@ -133,26 +150,26 @@ class Tables:
         return self.names.get(name) or self.names.get(name.removesuffix(".weight"))
 
     def is_whole(self, name: str) -> bool:
-        """Whether the tensor is all of the one that `target` names; a stack of experts may be a part."""
+        """Return True if the tensor is the complete target. A stack of experts may be a part."""
         return name in self.names or name.removesuffix(".weight") not in self.names
 
     def undo(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Undo what llama.cpp's converter did to tensors, by transformers' name.
+        """Revert the changes of llama.cpp's converter. Returns tensors by transformers' name.
 
         Args:
-            arrays: dequantised, in fp32, by their names in the file.
+            arrays: Dequantized fp32 arrays by their names in the file.
         """
         done: dict[str, Any] = {"tensors": {}}
         for name, array in arrays.items():
             result = self._processed(array, name, done)
-            if result.name in self.names:
+            if result.name is not None and (target := self.target(result.name)) is not None:
                 plain = np.require(result.weights, np.float32, ["C", "W"])
-                done["tensors"][self.names[result.name]] = torch.from_numpy(plain)
+                done["tensors"][target] = torch.from_numpy(plain)
         return done["tensors"]
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that `undo` gives a whole tensor of this shape."""
-        # Takes no memory; mamba takes a logarithm of its negative.
+        """Return the shape that `undo` produces from a complete tensor of this shape."""
+        # Needs no memory. -1, because mamba takes the logarithm of the negative.
         weights = np.broadcast_to(np.float32(-1), shape)
         return tuple(self._processed(weights, name, {"tensors": {}}).weights.shape)
 
@@ -161,20 +178,20 @@ class Tables:
             return self._processor.process(
                 weights=weights, name=name, tensor_key_mapping=self.names, parsed_parameters=done
             )
-        except Exception as error:  # whatever a shape causes that does not fit the metadata
+        except Exception as error:  # any error of a shape that does not match the metadata
             detail = f"has shape {weights.shape}, which does not fit the file's metadata: {one_line(error)}"
             problem = Problem(ProblemKind.SHAPE, name, detail, self._file.name)
             raise refused(self._file, [problem], "download the file again") from error
 
 
 _LEVELS = 2
-"""Some names in GGUF are those of the base model's parts; below its parts nothing has a name of its own."""
+"""Levels of modules to search. GGUF's names refer to parts of the base model, but not to deeper modules."""
 
 
 class _Shallow:
-    """A model as transformers' table of names looks at it, with a few levels of its modules.
+    """A view of a model for transformers' table of names that shows only a few levels of modules.
 
-    The table looks at every module, each time in a new copy of the `gguf` package's table: seconds, for nothing.
+    The table visits every module, with a new copy of the `gguf` package's table each time, which would take seconds.
     """
 
     def __init__(self, module: Any, levels: int) -> None:
@@ -182,24 +199,24 @@ class _Shallow:
         self.config = getattr(module, "config", None)
 
     def state_dict(self) -> Any:
-        """Its tensors, by name."""
+        """Return its tensors by name."""
         return self._module.state_dict()
 
     def named_children(self) -> list[tuple[str, _Shallow]]:
-        """Its parts."""
+        """Return its direct submodules."""
         parts = self._module.named_children() if self._levels else ()
         return [(name, _Shallow(part, self._levels - 1)) for name, part in parts]
 
 
 def _model_of(values: Mapping[str, Any]) -> torch.nn.Module:
-    """transformers' model of such a configuration, on meta, for its names."""
+    """Return transformers' model for a configuration on meta, for its names."""
     config = AutoConfig.for_model(**values)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel)
     classes = [*filter(None, named), *(auto for auto in autos if type(config) in auto._model_mapping)]
     with BUILDING, torch.device("meta"):
         verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # about a model that nobody gets
+        logging.set_verbosity_error()  # the model is only temporary
         try:
             return classes[0].from_config(config) if classes[0] in autos else classes[0]._from_config(config)
         finally:

@@ -1,4 +1,4 @@
-"""Linears that read the same input: neighbours in memory, computed in one matmul."""
+"""Fuse linears that share an input into one matmul; their weights share one buffer."""
 
 from nrl_models.common.projections.combined import (
     KNOWN_GROUPS,
@@ -11,7 +11,7 @@ from nrl_models.common.projections.combined import (
     groups_of,
 )
 from nrl_models.common.projections.group import LinearGroup
-from nrl_models.common.projections.group_report import GroupReport, join, neighbouring_parameters, report
+from nrl_models.common.projections.group_report import GroupReport, join, neighboring_parameters, report
 from nrl_models.common.projections.memory import Buffer, own_storage
 from nrl_models.common.projections.obstacles import Obstacle, ObstacleKind
 
@@ -30,7 +30,7 @@ __all__ = [
     "combined_name",
     "groups_of",
     "join",
-    "neighbouring_parameters",
+    "neighboring_parameters",
     "own_storage",
     "report",
 ]

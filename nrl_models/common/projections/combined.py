@@ -1,4 +1,4 @@
-"""Declaring groups: which linears of a module read the same input and are computed together."""
+"""Declare groups of linears that share an input and run as one fused matmul."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from nrl_models.common.projections.group import LinearGroup
 from nrl_models.common.upstream_torch import current_graph_task_id
 
 FEW_SEQUENCES = 16
-"""Up to so many are decoded on a CPU without groups: there is little to multiply."""
+"""Maximum number of sequences decoded on a CPU without groups, because the matmuls are small."""
 
 
 class CombinedProjections(nn.Module):
-    """Mixin for a Hugging Face module whose linears of one input are computed in one matmul.
+    """Mixin for a Hugging Face module that fuses linears with a common input into one matmul.
 
-    A family names it in `FamilyModel.rewrites`; in a class written out it goes before the Hugging Face class:
+    A family names it in `FamilyModel.rewrites`. In a class definition, it precedes the Hugging Face class:
 
         class DeepseekV3Attention(CombinedProjections, hf.DeepseekV3Attention):
             combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
 
-    A group's linears that a module lacks are left out: absent or None (a configuration without `q_a_proj`, a layer that
-    reuses another's keys), or wrapped in another module. With fewer than two left the group is not formed. Where a
-    configuration gives a bias to only some of them, the majority is combined, and the others stay as they are. A linear
-    that is wrapped later (by PEFT, by a checkpoint wrapper) makes all linears of its group compute separately.
+    Rules for forming a group:
 
-    Where a class is used for self-attention and for cross-attention, its linears read one input in the former and two
-    in the latter. A group then has a place: a part of the dotted names of the modules it applies to (`crossattention`).
+    - Missing linears are skipped: absent or None (a configuration without `q_a_proj`, a layer that reuses another's
+      keys), or wrapped in another module. A group needs at least two linears.
+    - If only some linears have a bias, the larger part (with or without bias) is fused, and the others run separately.
+    - If a linear is wrapped later (by PEFT or a checkpoint wrapper), all linears of its group run separately.
+    - A class may serve both self-attention and cross-attention, whose linears read two inputs. `places` then restricts
+      a group to some modules by a part of their dotted names (`crossattention`).
 
-    In a step of decoding a few sequences on a CPU each linear computes itself: one matmul of so few rows takes as long
-    as several, and checking that it is allowed takes a few percent of such a step (docs/benchmarks.md).
+    When a few sequences are decoded on a CPU, linears run separately: fusing so few rows saves no time, and the checks
+    would take a few percent of the step (docs/benchmarks.md).
 
     Attributes:
-        combined: for each group's name the linears it computes, in row order. The group (`LinearGroup`) is an attribute
-            of that name; it is no submodule.
-        places: for some of those names the place of the group.
+        combined: Group name to names of its linears, in row order. The group (`LinearGroup`) is an attribute of that
+            name, and not a submodule.
+        places: Group name to the part of module names that the group is restricted to.
     """
 
     combined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -52,10 +53,10 @@ class CombinedProjections(nn.Module):
         self.combine_projections()
 
     def combine_projections(self, name: str = "") -> None:
-        """Form every group of `combined`, in place. Parameters stay the same objects, with the same values.
+        """Form all groups of `combined` in place. Parameters keep their identity and values.
 
         Args:
-            name: of this module in its model; groups whose place it is not in are not formed.
+            name: Name of this module in its model, for groups that are restricted to a place.
         """
         for group_name, names in self.combined.items():
             if group_name in self.places and not is_at(name, self.places[group_name]):
@@ -68,9 +69,9 @@ class CombinedProjections(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The Hugging Face forward, with one matmul for each group that can. Arguments and results are its own."""
-        if torch.compiler.is_compiling():  # the compiler fuses by itself, and sees each linear
+        if torch.compiler.is_compiling():  # the compiler fuses linears itself
             return super().forward(*args, **kwargs)
-        # Not in a backward pass, where a checkpoint runs this again, and it has to compute as it did before.
+        # Not in a backward pass: a checkpoint runs this again, and must compute the same as before.
         if self._join_when_run and current_graph_task_id() == -1:
             self.join_projections()
         decodes = _is_step_of_decoding(args, kwargs)
@@ -91,12 +92,12 @@ class CombinedProjections(nn.Module):
                 group.end(run, complete=complete)
 
     def join_projections(self) -> None:
-        """Put the weights of every group side by side in memory, where they are not and can be."""
+        """Move the weights of each group into one buffer, if they are not in one already and nothing prevents it."""
         waiting = [group.join() for group in self._groups]
         self.__dict__["_join_when_run"] = any(waiting)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast parameters (`.to`, `.half`, ...), and make the copies neighbours, too."""
+        """Move or cast parameters (`.to`, `.half`, ...), then make the new weights of each group contiguous again."""
         result = super()._apply(fn, recurse)
         self.join_projections()
         return result
@@ -104,7 +105,7 @@ class CombinedProjections(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        # With `assign=True` the linears, which load after their owner, get the given tensors as parameters.
+        # With `assign=True`, the passed tensors become parameters of the linears, which load after their parent.
         if local_metadata.get("assign_to_params_buffers"):
             self.__dict__["_join_when_run"] = True
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
@@ -116,7 +117,7 @@ class CombinedProjections(nn.Module):
 
 
 def _is_step_of_decoding(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a module reads one token of each of a few sequences on a CPU, and no gradients are wanted."""
+    """Return True if a module decodes one token of a few sequences on a CPU, without gradients."""
     if torch.is_grad_enabled() or torch.jit.is_tracing():
         return False
     hidden_states = args[0] if args else next(iter(kwargs.values()), None)
@@ -127,7 +128,7 @@ def _is_step_of_decoding(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:
-    """Every group in a model: the name of its owner in the model, its own name there, and the group."""
+    """Yield all groups of a model: name of the parent module, name of the group in it, and the group."""
     for owner_name, owner in own_modules(model):
         if isinstance(owner, CombinedProjections):
             for name, value in owner.__dict__.items():
@@ -136,17 +137,17 @@ def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:
 
 
 def _alike_in_bias(linears: Mapping[str, nn.Linear]) -> Mapping[str, nn.Linear]:
-    """The linears with a bias or those without, whichever are more."""
+    """Return the larger set: linears with a bias, or linears without."""
     without = {name: linear for name, linear in linears.items() if getattr(linear, "bias", None) is None}
     with_bias = {name: linear for name, linear in linears.items() if name not in without}
     return without if len(without) >= len(with_bias) else with_bias
 
 
 def combine(**groups: tuple[str, ...]) -> type[CombinedProjections]:
-    """A `CombinedProjections` for other groups: `combine(qkv_a_proj=("q_a_proj", "kv_a_proj_with_mqa"))`.
+    """Return a `CombinedProjections` for other groups: `combine(qkv_a_proj=("q_a_proj", "kv_a_proj_with_mqa"))`.
 
     Args:
-        groups: for each group's name the linears it computes, in row order.
+        groups: Names of the linears of each group, in row order.
     """
     return type("Combined", (CombinedProjections,), {"combined": groups})
 
@@ -166,7 +167,7 @@ class CombinedGateUp(CombinedProjections):
 KNOWN_GROUPS: Mapping[tuple[str, ...], type[CombinedProjections]] = {
     tuple(linears): made for made in (CombinedQKV, CombinedGateUp) for linears in made.combined.values()
 }
-"""Groups that have a class of their own."""
+"""Groups with a predefined class."""
 
 
 def _is_layer(member: Any) -> TypeGuard[nn.Linear]:
@@ -175,11 +176,12 @@ def _is_layer(member: Any) -> TypeGuard[nn.Linear]:
 
 
 def combine_groups(*groups: str) -> type[CombinedProjections]:
-    """A `CombinedProjections` for groups written as text: `"q_proj k_proj v_proj"`, or `"qkv: q_proj k_proj v_proj"`.
+    """Return a `CombinedProjections` for groups in text form: `"q_proj k_proj v_proj"` or `"qkv: q_proj k_proj
+    v_proj"`.
 
     Args:
-        groups: names of linears, in row order, after the name of the group (see `combined_name` where there is none),
-            before the place they are combined in, if they are not everywhere: `"key value @ crossattention"`.
+        groups: Names of linears in row order, optionally with the group's name in front (default: `combined_name`) and
+            the place that the group is restricted to at the end: `"key value @ crossattention"`.
     """
     named, places = {}, {}
     for group in groups:
@@ -196,7 +198,7 @@ def combine_groups(*groups: str) -> type[CombinedProjections]:
 
 
 def combined_name(group: Sequence[str]) -> str:
-    """What a group is called where no family names it."""
+    """Return the default name of a group."""
     known = KNOWN_GROUPS.get(tuple(group))
     if known is not None:
         return next(iter(known.combined))

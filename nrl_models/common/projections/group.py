@@ -1,17 +1,18 @@
-"""A group: linears that read the same input, computed in one matmul wherever the result is the same.
+"""Fuse linears that share an input into one matmul.
 
-The linears stay what they are: `nn.Linear`s with parameters of their own, under their own names. While their owner's
-forward runs, the group answers their calls: the first call computes all of them, the others take their slice. It does
-so only where separate calls would give the same; else each linear computes itself, as it does at any other time.
+The linears remain ordinary `nn.Linear` modules with separate parameters and names. While the parent module's forward
+runs, the group intercepts calls to its linears: the first call runs the fused matmul, and later calls return slices of
+its output. The group falls back to separate linears whenever fusing could change the result.
 
-Obstacles are checked in four places:
+Conditions are checked in four places:
 
-- `obstacle`: what keeps weights from being neighbours in memory. Checked when weights are put side by side, and by
-  `report`.
-- `wrapped`: wrappers around linears, whose code would run between their calls.
-- `begin`: what cannot change during the owner's forward: types and hooks.
-- `Run.take`: what can: the place of the weights, the input and its version, each weight and its version, and modes that
-  code around a single call may set.
+- `obstacle`: whether the weights can share one buffer. Checked by `join` and `report`.
+- `wrapped`: whether a wrapper's code would run between calls to the linears.
+- `begin`: conditions that cannot change during the parent's forward: types and hooks.
+- `Run.take`: conditions that can change between calls: the location of the weights, the input and its version, the
+  versions of the weights, and modes (gradients, inference, autocast, dispatch).
+
+Shapes: I input features, O output features of a linear, C the sum of all O.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from nrl_models.common.upstream_torch import (
 KINDS = ("weight", "bias")
 
 _LINEAR, _LINEAR_FORWARD = F.linear, nn.Linear.forward
-"""What linears compute; where these are patched globally, linears compute themselves."""
+"""Original functions. If either is patched globally, linears run separately."""
 
 _saved_tensors_hooks = saved_tensors_hooks
 
@@ -48,18 +49,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class LinearGroup(nn.Module):
-    """Linears of one module that read the same input.
+    """Linears of one module that share an input.
 
-    A module without parameters, which its owner does not register: code that walks the model does not see it. It gives
-    sharding and profilers a place to act: every joined matmul is a call of it.
+    The group is a module without parameters that its parent does not register, so `named_modules()` and `state_dict()`
+    are those of transformers. Every fused matmul is a call of the group, on which sharding and profilers can act.
 
     Args:
-        linears: the linears by name, in the order their rows take.
+        linears: The linears by name, in the order of their rows in the buffer.
 
     Attributes:
-        names: the names of all linears, in the order of their rows, including those that were replaced.
-        always_answers: whether the group answers its linears' calls even where it computes them one by one, because a
-            subclass processes their input.
+        names: Names of all linears, in the order of their rows, including replaced ones.
+        always_answers: Intercept calls even if the linears run one by one, because a subclass changes their input.
     """
 
     always_answers: bool = False
@@ -71,27 +71,27 @@ class LinearGroup(nn.Module):
 
     def _set_linears(self, linears: Mapping[str, nn.Linear]) -> None:
         self.names = tuple(linears)
-        # Weak, so that a linear that is replaced (by a quantised one, say) is freed with its weights.
+        # Weak references, so that a replaced linear (by a quantized one, for example) is freed with its weights.
         self._references = tuple(weakref.ref(linear) for linear in linears.values())
         self._types: tuple[type[nn.Module], ...] = (nn.Linear,) * len(linears)
         self._answers = tuple(Answer(self, number) for number in range(len(linears)))
         for linear in linears.values():
-            if isinstance(linear.__dict__.get("forward"), OwnForward):  # copied while the original's group answered
+            if isinstance(linear.__dict__.get("forward"), OwnForward):  # copied during a forward of the original
                 del linear.__dict__["forward"]
         self._layout: Layout | None = None
         self._run: Run | None = None
-        self._busy = Lock()  # held while a run is on
+        self._busy = Lock()  # held during a run
         self._uncalled: tuple[str, ...] = ()
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
-        """The linears by name, in the order of their rows, without those that were replaced."""
+        """The linears by name, in the order of their rows, without replaced ones."""
         pairs = zip(self.names, (linear() for linear in self._references), strict=True)
         return {name: linear for name, linear in pairs if linear is not None}
 
     @property
     def weight(self) -> torch.Tensor:
-        """All weights, `(C, I)`, detached: the memory itself while they are neighbours, else a copy."""
+        """All weights, `(C, I)`, detached: a view of the buffer if they are contiguous, else a copy."""
         return self._rows("weight")
 
     @property
@@ -107,13 +107,13 @@ class LinearGroup(nn.Module):
     # Memory
 
     def join(self) -> bool:
-        """Put the linears' weights, and their biases, side by side in memory, unless there is an `obstacle`.
+        """Move the linears' weights and biases into one buffer each, unless there is an `obstacle`.
 
-        The parameters stay the same objects, with the same values. Weights that are neighbours already stay where they
-        are. Memory that is also referenced elsewhere is left alone: a state dict that was assigned, and is still held.
+        Parameters keep their identity and values. Weights that are already contiguous stay where they are. Memory with
+        other references (an assigned state dict that is still in use) is left alone.
 
         Returns:
-            Whether it is worth trying again later: a parameter's memory is referenced elsewhere, or a transform of
+            True if it is worth trying again later, because a parameter's memory has other references or a transform of
             `torch.func` is active.
         """
         self._layout, self._uncalled = None, ()
@@ -121,7 +121,7 @@ class LinearGroup(nn.Module):
             return False
         if functorch_transforms_are_active():
             return True
-        # Modes that are active around this (inference mode, fake tensors, operation counters) must not affect it.
+        # Active modes (inference mode, fake tensors, operation counters) must not affect the copy.
         with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction(), disable_current_modes():
             return self._put_side_by_side()
 
@@ -134,39 +134,39 @@ class LinearGroup(nn.Module):
                 if not all(owns_storage(tensor) for tensor in tensors):
                     return True
                 buffer = Buffer(torch.cat([tensor.detach() for tensor in tensors]), [len(tensor) for tensor in tensors])
-                for parameter, neighbour in zip(parameters, buffer.neighbours(), strict=True):
-                    self.set_memory(parameter, neighbour)
+                for parameter, neighbor in zip(parameters, buffer.neighbors(), strict=True):
+                    self.set_memory(parameter, neighbor)
             buffers[kind] = buffer
         self._layout = Layout(buffers["weight"], buffers.get("bias"))
         return False
 
     @property
     def is_joined(self) -> bool:
-        """Whether `join` has put the linears' weights side by side; they may have been moved since."""
+        """Return True if `join` made the weights contiguous. They may have been moved since."""
         return self._layout is not None
 
     def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What this process has of a parameter."""
+        """Return this process's part of a parameter."""
         return parameter
 
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A parameter as a plain tensor over its memory in this process; None if it has none that can be exchanged."""
+        """Return a parameter as a plain tensor over its memory; None if that memory cannot be replaced."""
         return parameter if type(parameter) is nn.Parameter else None
 
-    def set_memory(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
-        """Make `neighbour`, of the same values, the memory of a parameter."""
-        parameter.data = neighbour
+    def set_memory(self, parameter: torch.Tensor, neighbor: torch.Tensor) -> None:
+        """Make a tensor of the same values the memory of a parameter."""
+        parameter.data = neighbor
 
     def accept_classes(self) -> None:
-        """Treat the linears' present classes as linears: the caller knows what they compute."""
+        """Accept the present classes of the linears, which the caller guarantees to compute a linear."""
         self._types = tuple(type(linear) for linear in self.linears.values())
 
     def has_its_linears(self) -> bool:
-        """Whether every linear is still there, and of the class it had."""
+        """Return True if no linear was replaced or changed its class."""
         return all(type(linear()) is expected for linear, expected in zip(self._references, self._types, strict=True))
 
     def obstacle(self) -> Obstacle | None:
-        """Why the linears' parameters cannot be neighbours in memory; None if they can."""
+        """Return why the parameters cannot share one buffer; None if they can."""
         linears = self.linears
         if lost := [name for name in self.names if name not in linears]:
             return Obstacle(ObstacleKind.REPLACED, f"replaced: {', '.join(lost)}")
@@ -176,7 +176,7 @@ class LinearGroup(nn.Module):
             for kind in KINDS:
                 parameter = linear._parameters.get(kind)
                 if kind == "weight" and parameter is None:
-                    return Obstacle(ObstacleKind.PARAMETER, f"{name} has no weight of its own")
+                    return Obstacle(ObstacleKind.PARAMETER, f"{name} does not own its weight")
                 if parameter is not None and (why := _unfit(parameter, self.memory_of(parameter))):
                     return Obstacle(ObstacleKind.PARAMETER, f"the {kind} of {name} {why}")
         facts: dict[str, dict[str, Any]] = {
@@ -197,27 +197,27 @@ class LinearGroup(nn.Module):
         return None
 
     def wrapped(self, owner: nn.Module) -> list[str]:
-        """Return the names under which `owner` has something else than the group's linears, such as a wrapper of one.
+        """Return names of the group's linears that `owner` has replaced by another module, such as a wrapper.
 
-        A wrapper may change weights between the calls of the linears without a trace: PEFT unmerges adapters by
-        `weight.data -= delta` when the wrapped linear is called.
+        A wrapper may change weights between calls of the linears without detection. For example, PEFT unmerges adapters
+        with `weight.data -= delta` when the wrapped linear is called.
         """
         pairs = zip(self.names, self._references, strict=True)
         return [name for name, linear in pairs if owner._modules.get(name) is not linear()]
 
     def why_separate(self, owner: nn.Module | None = None) -> Obstacle | None:
-        """Why the linears compute themselves at present; None if they run as one matmul.
+        """Return why the linears run separately at present; None if they are fused.
 
         Args:
-            owner: The module whose forward calls the linears; None leaves out what stands between them.
+            owner: Parent module whose forward calls the linears. If None, wrappers between them are not checked.
         """
         if obstacle := self.obstacle():
             return obstacle
         if owner is not None and (wrapped := self.wrapped(owner)):
             kinds = ", ".join(f"{name} (in a {type(owner._modules.get(name)).__name__})" for name in wrapped)
             return Obstacle(ObstacleKind.WRAPPED, f"wrapped, so that other code runs between their calls: {kinds}")
-        if not self._are_neighbours():
-            message = "weights are not side by side in memory: they were moved or replaced (`join` puts them back)"
+        if not self._are_neighbors():
+            message = "weights do not share one buffer: they were moved or replaced (`join` makes them contiguous)"
             return Obstacle(ObstacleKind.MOVED, message)
         linears = self.linears
         for name, linear in linears.items():
@@ -232,7 +232,7 @@ class LinearGroup(nn.Module):
                 message = f"of some linears only the {kind} is trained: {', '.join(learning)}"
                 return Obstacle(ObstacleKind.TRAINING, message)
         if uncalled := ", ".join(self._uncalled):
-            message = f"computed by themselves, or not at all, when others took their slices: {uncalled}"
+            message = f"ran separately, or not at all, while others used the fused matmul: {uncalled}"
             return Obstacle(ObstacleKind.UNCALLED, message)
         return None
 
@@ -241,8 +241,8 @@ class LinearGroup(nn.Module):
         kinds = {kind: [linear._parameters.get(kind) for linear in self.linears.values()] for kind in KINDS}
         return {kind: found for kind, found in kinds.items() if None not in found}  # type: ignore[misc]
 
-    def _are_neighbours(self) -> bool:
-        """Whether every parameter's memory is where `join` put it."""
+    def _are_neighbors(self) -> bool:
+        """Return True if all parameters are still at the location where `join` moved them."""
         if self._layout is None:
             return False
         kinds = self._parameters_by_kind().values()
@@ -252,21 +252,21 @@ class LinearGroup(nn.Module):
     # Computing
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`input`: `(..., I)`. Returns each linear's output `(..., O)`, in their order: in one matmul if possible."""
+        """Compute the output `(..., O)` of each linear from an input `(..., I)`, in one matmul if possible."""
         return self.outputs_with(input, self.joinable_weights([linear() for linear in self._references]))
 
     def joinable_weights(self, linears: Sequence[nn.Module | None]) -> JoinedWeights | None:
-        """The weights of `linears`, the group's own, if one matmul computes what they would; else None."""
+        """Return the fused weights of `linears` if one matmul gives the same result; else None."""
         weights = None if self._layout is None else self._layout.weights_of(linears)
         return weights if weights is not None and weights.learn_alike() else None
 
     def compute(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
-        """Call the group if it has hooks, else only `outputs_with`: hooks for all modules are not to see the group."""
+        """Call the group if it has hooks, else `outputs_with`, so that global module hooks do not see the group."""
         hooked = self._forward_pre_hooks or self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
         return self(input) if hooked else self.outputs_with(input, weights)
 
     def outputs_with(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
-        """What `forward` returns, the `joinable_weights` being known."""
+        """Compute `forward` with known `joinable_weights`."""
         if weights is not None and not self.always_answers:
             return joined_linear(input, *weights)
         inputs = self.inputs_of_linears(input)
@@ -279,18 +279,18 @@ class LinearGroup(nn.Module):
         )
 
     def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:
-        """What each linear reads of the group's input: the same tensor, unless a subclass changes it."""
+        """Return the input of each linear: the same tensor, unless a subclass changes it."""
         return [input] * len(self.names)
 
     def begin(self) -> Run | None:
-        """Answer the linears' calls from now on, until `end`; None if that might differ from separate calls.
+        """Intercept the linears' calls until `end`. Returns None if the result might differ from separate calls.
 
-        While another thread's forward of the owner is answered, this thread's linears compute themselves.
+        During a run of another thread, this thread's linears run separately.
         """
         if self._layout is None and not self.always_answers:
             return None
-        # A checkpoint runs the forward again in the backward pass, and compares what both keep: a group that was no
-        # longer used then would keep something else. Checkpoints are hooks on saved tensors.
+        # Activation checkpointing, a hook on saved tensors, runs the forward again and compares. It would fail if the
+        # group were used only the first time.
         if self._uncalled and _saved_tensors_hooks(True) is None:
             return None
         if F.linear is not _LINEAR or nn.Linear.forward is not _LINEAR_FORWARD:
@@ -311,7 +311,7 @@ class LinearGroup(nn.Module):
             ):
                 return None
             linears.append(linear)
-        if not self._busy.acquire(blocking=False):  # another thread began since the linears were checked
+        if not self._busy.acquire(blocking=False):  # another thread started a run in the meantime
             return None
         self.__dict__["_run"] = run = Run(self, linears)
         for linear, answer in zip(linears, self._answers, strict=True):
@@ -319,16 +319,16 @@ class LinearGroup(nn.Module):
         return run
 
     def end(self, run: Run, *, complete: bool) -> None:
-        """Let the linears compute themselves again.
+        """Stop intercepting calls.
 
         Args:
-            run: what `begin` returned.
-            complete: whether the owner's forward returned. If it did without calling some of the linears, the group is
-                not used from then on: it would compute what is not needed.
+            run: The run that `begin` returned.
+            complete: The parent's forward returned. If it did not call some of the linears, the group is not used
+                again, because it would compute unused outputs.
         """
         self.__dict__["_run"] = None
         for linear in run.linears:
-            if isinstance(linear.__dict__.get("forward"), Answer):  # not one that was set meanwhile
+            if isinstance(linear.__dict__.get("forward"), Answer):  # unless the forward was replaced during the run
                 del linear.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(
@@ -339,7 +339,7 @@ class LinearGroup(nn.Module):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what holds for this object's memory only."""
+        """Return the state without references to this object's memory."""
         made_here = {"_references", "_answers", "_layout", "_run", "_busy", "_uncalled", "names"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_here}
         return {**state, "linears": self.linears}
@@ -354,12 +354,12 @@ class LinearGroup(nn.Module):
         self.join()
 
     def extra_repr(self) -> str:
-        """What `print(group)` shows."""
+        """Return the output sizes for `print(group)`."""
         return ", ".join(f"{name}={linear.out_features}" for name, linear in self.linears.items())
 
 
 def _unfit(parameter: torch.Tensor, memory: torch.Tensor | None) -> str:
-    """Why a parameter, of this memory, cannot be a neighbour of others; empty if it can."""
+    """Return why a parameter with this memory cannot share a buffer; empty if it can."""
     if memory is None:
         return f"is a {type(parameter).__name__}"
     if memory.device.type == "meta":

@@ -1,4 +1,4 @@
-"""Where the parameters of a group's linears were put, and whether they are still there."""
+"""Locations of the parameters of a group's linears, to check that they have not moved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nrl_models.common.projections.memory import Buffer
 
 
 class JoinedWeights(NamedTuple):
-    """What `joined_linear` takes besides an input; shapes and names are its."""
+    """Arguments of `joined_linear` other than the input."""
 
     weights: list[torch.Tensor]
     biases: list[torch.Tensor]
@@ -22,18 +22,18 @@ class JoinedWeights(NamedTuple):
     lengths: tuple[int, ...]
 
     def learn_alike(self) -> bool:
-        """Whether all weights need a gradient at present, or none; and all biases, or none."""
+        """Return True if all weights agree on `requires_grad`, and all biases do too."""
         if not torch.is_grad_enabled():
             return True
         return all(len({tensor.requires_grad for tensor in tensors}) < 2 for tensors in (self.weights, self.biases))
 
 
 class Layout:
-    """Where the linears' parameters were put. It does not keep the memory alive: they do.
+    """Locations of the linears' parameters. Does not keep the memory alive.
 
     Args:
-        weights: the buffer of the weights.
-        biases: that of the biases, if the linears have some.
+        weights: Buffer of the weights.
+        biases: Buffer of the biases, if the linears have some.
     """
 
     __slots__ = ("bias_places", "biases", "lengths", "weight_places", "weights")
@@ -45,9 +45,9 @@ class Layout:
         self.bias_places = (None,) * len(self.lengths) if biases is None else biases.places()
 
     def weights_of(self, linears: Iterable[nn.Module | None]) -> JoinedWeights | None:
-        """The parameters of `linears` and their memory, if every parameter is where it was put; else None.
+        """Return the parameters of `linears` and their buffers if all parameters are in place; else None.
 
-        The objects may differ: under tensor parallelism a plain tensor over this rank's memory replaces the parameter.
+        The objects may be new: under tensor parallelism, a plain tensor over this rank's memory replaces a parameter.
         """
         weight_buffer = self.weights()
         bias_buffer = None if self.biases is None else self.biases()
@@ -74,7 +74,7 @@ class Layout:
 
 
 def _is_at(tensor: torch.Tensor, place: tuple[int, torch.Size], dtype: torch.dtype) -> bool:
-    """Whether a plain tensor, or a parameter, is the contiguous memory at `place`, a pointer and a shape."""
+    """Return True if a plain tensor or parameter is the contiguous memory at `place` (a pointer and a shape)."""
     kind = type(tensor)
     return (
         (kind is nn.Parameter or kind is torch.Tensor)

@@ -1,4 +1,4 @@
-"""Which groups of a model run as one matmul, which do not, and why."""
+"""Report for each group of a model whether it is fused, and if not, why."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from nrl_models.common.projections.obstacles import Obstacle
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """How a group computes at present.
+    """Current state of a group.
 
     Args:
-        name: of the group, with its owner's name in the model before it.
-        linears: names of its linears, in row order.
-        reason: why a call of the owner would not run one matmul for all of them; None if it would
-            (`CombinedProjections` says when a step of decoding does not).
+        name: Name of the group, with its parent module's name as prefix.
+        linears: Names of its linears, in row order.
+        reason: Reason why a call of the parent would not run one matmul for all of them; None if it would. Ignores the
+            exception for decoding, see `CombinedProjections`.
     """
 
     name: str
@@ -28,7 +28,7 @@ class GroupReport:
 
     @property
     def joined(self) -> bool:
-        """Whether a call of the owner would run one matmul for all of them."""
+        """Whether a call of the parent would run one matmul for all linears."""
         return self.reason is None
 
 
@@ -45,20 +45,20 @@ def report(model: nn.Module) -> list[GroupReport]:
 
 
 def join(model: nn.Module) -> None:
-    """Put the weights of every group of `model` side by side in memory, where they are not and can be.
+    """Move the weights of each group of `model` into one buffer, if they are not in one and nothing prevents it.
 
-    Loading, `.to(...)`, copies and unpickling do so by themselves. It is for what they cannot see: weights that were
-    replaced one by one, for example. `report` shows the outcome.
+    Loading, `.to(...)`, copying and unpickling do this automatically. Call it after weights were replaced one by one,
+    for example. `report` shows the result.
     """
     for module in model.modules():
         if isinstance(module, CombinedProjections):
             module.join_projections()
 
 
-def neighbouring_parameters(model: nn.Module) -> list[tuple[str, ...]]:
-    """Names of the parameters that are to be neighbours in memory, in the order of their rows: a tuple for each buffer.
+def neighboring_parameters(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of parameters that share a buffer: one tuple per buffer, in row order.
 
-    For code that fills a model's parameters, and can lay them out so from the start.
+    For code that allocates a model's parameters, which can then make them contiguous from the start.
     """
     names = {id(module): name for name, module in own_modules(model)}
     result = []

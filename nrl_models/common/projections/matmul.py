@@ -1,4 +1,4 @@
-"""The matmul of a group: one product in place of several, with the gradients of separate products."""
+"""The fused matmul of a group: one matmul instead of several, with the same gradients as separate matmuls."""
 
 from __future__ import annotations
 
@@ -20,44 +20,42 @@ def joined_linear(
     bias_rows: torch.Tensor | None,
     lengths: Sequence[int],
 ) -> tuple[torch.Tensor, ...]:
-    """`F.linear(input, weight, bias)` for each of several weights that are neighbours in memory.
+    """Compute `F.linear(input, weight, bias)` for several contiguous weights with one matmul.
 
-    Shape suffixes: `I` input features, `O` output features of a weight, `C` the sum of the `O`.
+    Shapes: I input features, O output features of a weight, C the sum of all O.
 
     Args:
         input: `(..., I)`.
-        weights: each `(O, I)`; they get the gradients. All of them require a gradient, or none, while gradients are
-            enabled.
-        biases: each `(O,)`, likewise; empty without biases.
-        weight_rows: `(C, I)`, the memory of the weights.
-        bias_rows: `(C,)`, the memory of the biases, or None.
-        lengths: the `O` of each weight.
+        weights: `(O, I)` each. They receive the gradients. If gradients are enabled, either all or none require grad.
+        biases: `(O,)` each, with the same condition. Empty without biases.
+        weight_rows: `(C, I)`, the buffer of the weights.
+        bias_rows: `(C,)`, the buffer of the biases, or None.
+        lengths: O of each weight.
 
     Returns:
-        For each weight `(..., O)`: slices of one product, which may be changed in place.
+        One tensor `(..., O)` per weight: slices of the fused output. They may be modified in place.
     """
     if torch.is_grad_enabled() and (
         input.requires_grad or weights[0].requires_grad or (biases and biases[0].requires_grad)
     ):
         device = input.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if torch.float64 in (input.dtype, weight_rows.dtype):  # autocast leaves these alone
+        if torch.float64 in (input.dtype, weight_rows.dtype):  # autocast does not change these
             cast = None
-        # Flat, and as a view of its own, as torch's linear saves it.
+        # Save a flat, separate view of the input, as torch's linear does.
         *leading, features = input.shape
         flat = (input if cast is None else input.to(cast)).reshape(prod(leading), features)
         outputs = _JoinedLinear.apply(flat, weight_rows, bias_rows, lengths, cast, *weights, *biases)
         return tuple(output.view(*leading, length) for output, length in zip(outputs, lengths, strict=True))
-    # `unsafe_split` is `split` whose slices may be changed in place (OLMo clamps its queries so).
+    # `unsafe_split` is a `split` whose slices may be modified in place (OLMo clamps its queries this way).
     return torch.unsafe_split_with_sizes(F.linear(input, weight_rows, bias_rows), lengths, -1)
 
 
 class _JoinedLinear(torch.autograd.Function):
     """`joined_linear` of a flat input `(N, I)`, with gradients.
 
-    A weight that is changed in place before the backward pass is an error, as in torch, if the linear's output was
-    used.
-    A linear whose output is not used gets no gradient, rather than zeros.
+    Modifying a weight in place before the backward raises, as in torch, if the output of its linear is used. A linear
+    whose output is unused gets no gradient, rather than zeros.
     """
 
     @staticmethod
@@ -89,7 +87,7 @@ class _JoinedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         input, rows = ctx.saved_tensors
         differentiates = torch.is_grad_enabled()
-        if ctx.wants_input and (differentiates or not ctx.is_cast):  # else a cast copy was used, and is saved
+        if ctx.wants_input and (differentiates or not ctx.is_cast):  # otherwise a cast copy was used, and is saved
             _check_versions(ctx, [gradient is not None for gradient in gradients])
         if differentiates or any(gradient is None for gradient in gradients):
             weights = [None] * len(ctx.lengths)
@@ -109,7 +107,7 @@ Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None], Sequence[t
 
 
 def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gradient: torch.Tensor) -> Gradients:
-    """All gradients from that of the joined output `(N, C)`; each linear's gradient is its rows, without a copy."""
+    """Compute all gradients from the gradient of the fused output, `(N, C)`. Gradients of linears are views of rows."""
     lengths = list(ctx.lengths)
     input_gradient = gradient @ rows if rows is not None else None
     weight_gradients: Sequence[torch.Tensor | None] = [None] * len(lengths)
@@ -156,10 +154,10 @@ def _separately(
 
 
 def _check_versions(ctx: Any, used: Sequence[bool]) -> None:
-    """Refuse to compute a gradient with a weight that changed since the forward pass.
+    """Raise if a weight that a gradient needs has changed since the forward.
 
     Raises:
-        RuntimeError: as torch raises it.
+        RuntimeError: The same as torch's.
     """
     for weight, version, is_used in zip(ctx.weights, ctx.versions, used, strict=True):
         if is_used and version is not None and weight._version != version:

@@ -1,9 +1,8 @@
-"""Tensors that are neighbours in memory: rows of one buffer, each with a storage of its own.
+"""Contiguous tensors in one buffer, each with a separate storage.
 
-Libraries find tied weights by their storage (accelerate, safetensors, transformers). Slices of one storage would look
-tied to them, and all but one would be dropped when a model is saved. So each neighbour gets a storage of its own over
-its rows of the buffer; and because such a storage knows nothing of the others, it is given a reference to the buffer,
-which lives as long as any of its neighbours.
+Libraries detect tied weights by their storage (accelerate, safetensors, transformers). Slices of a single storage would
+look tied, and all but one would be dropped on saving. So each tensor gets a separate storage over its rows of the
+buffer. Each storage holds a reference to the buffer, which keeps it alive.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _DLPACK_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.
 
 
 class Buffer:
-    """Memory that holds several tensors, one after the other.
+    """A buffer with several contiguous tensors.
 
     Args:
-        rows: all of it: the tensors, concatenated in their first dimension.
-        lengths: how many rows each tensor has.
+        rows: The complete buffer: the tensors, concatenated in their first dimension.
+        lengths: Number of rows of each tensor.
     """
 
     __slots__ = ("__weakref__", "lengths", "rows")
@@ -34,14 +33,14 @@ class Buffer:
         self.rows = rows
         self.lengths = tuple(lengths)
 
-    def neighbours(self) -> list[torch.Tensor]:
-        """The tensors in the buffer, each with a storage of its own that keeps the buffer alive."""
+    def neighbors(self) -> list[torch.Tensor]:
+        """Return the tensors in the buffer, each with a separate storage that keeps the buffer alive."""
         result = []
         for rows in self.rows.split(self.lengths):
-            neighbour = own_storage(rows)
-            storage: Any = neighbour.untyped_storage()
+            neighbor = own_storage(rows)
+            storage: Any = neighbor.untyped_storage()
             storage.nrl_buffer = self
-            result.append(neighbour)
+            result.append(neighbor)
         return result
 
     def places(self) -> tuple[tuple[int, torch.Size], ...]:
@@ -50,7 +49,7 @@ class Buffer:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> Buffer | None:
-        """The buffer whose rows are exactly `tensors`, in this order; None if there is none."""
+        """Return the buffer whose rows are exactly `tensors`, in this order; None if there is none."""
         buffer = getattr(tensors[0].untyped_storage(), "nrl_buffer", None)
         if buffer is None or buffer.lengths != tuple(len(tensor) for tensor in tensors):
             return None
@@ -62,7 +61,7 @@ class Buffer:
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in the same memory, with a storage of its own. Nothing is copied if `tensor` is contiguous."""
+    """Return a tensor over the same memory with a separate storage. Copies only if `tensor` is not contiguous."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return tensor
     values = tensor.detach().contiguous()
@@ -72,7 +71,7 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def owns_storage(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is all of its storage and nothing else references that, so that its memory may be replaced."""
+    """Return True if `tensor` covers its storage and has the only reference to it, so that it may be replaced."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.nbytes or (tensor.device.type == "cpu" and storage.is_shared()):
         return False
@@ -80,5 +79,5 @@ def owns_storage(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None if it was made in inference mode, where torch does not count."""
+    """Return the version counter of a tensor; None for tensors from inference mode, which have no counter."""
     return None if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Why the linears of a group compute themselves, where they do."""
+"""Reasons why the linears of a group run separately."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import Enum
 
 
 class ObstacleKind(Enum):
-    """What keeps linears from being computed in one matmul."""
+    """Reason why linears are not fused."""
 
     REPLACED = "a linear was replaced"
     CLASS = "a linear is of another class"
-    PARAMETER = "a parameter cannot lie beside others"
+    PARAMETER = "a parameter cannot share a buffer"
     UNLIKE = "linears differ in input size, dtype, device or bias"
     SHARED = "linears share a parameter"
-    MOVED = "weights are not side by side in memory"
+    MOVED = "weights do not share one buffer"
     HOOK = "a linear has hooks"
     FORWARD = "a linear's forward was replaced"
     WRAPPED = "a linear is inside another module"
@@ -24,11 +24,11 @@ class ObstacleKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """What keeps the linears of one group from being computed in one matmul.
+    """A reason why the linears of a group run separately.
 
     Args:
-        kind: what sort of obstacle it is.
-        message: the same with names: which linear, and how.
+        kind: Kind of the reason.
+        message: The reason with names of linears.
     """
 
     kind: ObstacleKind

@@ -1,8 +1,8 @@
-"""One forward of a group's owner: its linears' calls are answered from one matmul.
+"""One forward of a group's parent module, in which calls of the linears return slices of one matmul.
 
-What may change while the owner's forward runs is checked here, at each call of each linear: the thread, the active
-modes, the input and its version, the place of the weights and their versions. So the checks are written to be cheap;
-`CombinedProjections` does without groups in steps of decoding, where their cost would still be noticeable.
+Conditions that can change during the parent's forward are checked at each call of each linear: the thread, the active
+modes, the input and its version, and the location and versions of the weights. The checks are cheap. When a few
+sequences are decoded, their cost would still be noticeable, so `CombinedProjections` does not fuse there.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from nrl_models.common.upstream_torch import (
 
 
 class Group(Protocol):
-    """What a run uses of its `LinearGroup`."""
+    """The part of `LinearGroup` that a run uses."""
 
     always_answers: bool
     _run: Run | None
     _references: tuple[ref[nn.Linear], ...]
 
     def joinable_weights(self, linears: Sequence[nn.Module | None], /) -> JoinedWeights | None:
-        """The weights of `linears`, if one matmul computes what they would; else None."""
+        """Return the weights of `linears` if one matmul gives the same result as separate calls; else None."""
 
     def compute(self, input: torch.Tensor, weights: JoinedWeights | None, /) -> tuple[torch.Tensor, ...]:
         """Every linear's output for `input`."""
 
 
 class Run:
-    """One forward of a group's owner, in one thread.
+    """One forward of a group's parent module, in one thread.
 
     Args:
-        group: the group.
-        linears: its linears.
+        group: The group.
+        linears: Its linears.
 
     Attributes:
-        begun: the modes in which the forward began.
-        modes: those in which the last joined matmul ran.
-        outputs: of the last joined matmul, those that are not taken yet; None for the others.
-        left: how many are not taken yet.
-        thread: where the forward runs.
+        begun: Modes at the start of the forward.
+        modes: Modes of the last fused matmul.
+        outputs: Outputs of the last fused matmul that were not returned yet; None for the others.
+        left: Number of outputs that were not returned yet.
+        thread: Thread of the forward.
     """
 
     __slots__ = ("begun", "group", "input", "left", "linears", "modes", "outputs", "place", "seen", "thread", "version")
@@ -69,12 +69,12 @@ class Run:
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
         """A linear's output `(..., O)` for `input` `(..., I)`; None if the linear has to compute it itself."""
-        # In-place changes of a tensor of inference mode, before the next linear is called, cannot be detected.
+        # In-place changes of an inference-mode tensor between the calls of two linears cannot be detected.
         if type(input) is not torch.Tensor or input.is_inference() or get_ident() != self.thread:
             return None
         modes = _modes(self.linears)
         if not self.left:
-            # A forward may itself turn gradients off, as indexers of sparse attention do. Nothing else may differ.
+            # A forward may disable gradients itself, as indexers of sparse attention do. Other differences matter.
             if modes != self.begun and modes != self.begun.without_gradients():
                 return None
             self.modes = modes
@@ -91,7 +91,7 @@ class Run:
         return output
 
     def _start(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
-        """Compute all linears, if separate calls would give the same, and keep the others' outputs for their calls."""
+        """Run the fused matmul if separate calls would give the same result, and keep the other linears' outputs."""
         if _is_transformed():
             return None
         group = self.group
@@ -106,13 +106,13 @@ class Run:
         return outputs[number]
 
     def remember(self, input: torch.Tensor) -> None:
-        """Remember what the outputs are computed from: the input and the linears' weights, as they are now."""
+        """Record the input and the current weights of the linears, from which the outputs are computed."""
         self.input, self.version, self.place = input, input._version, input.data_ptr()
         self.seen = [_seen(linear) for linear in self.linears]
 
 
 class Answer:
-    """A linear's forward while its group answers its calls."""
+    """Forward of a linear while its group intercepts its calls."""
 
     __slots__ = ("group", "number")
 
@@ -120,7 +120,7 @@ class Answer:
         self.group, self.number = group, number
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The linear's slice of the joined matmul, or what it computes itself."""
+        """Return the linear's slice of the fused output, or run the linear separately."""
         run = self.group._run
         if run is not None and not torch.compiler.is_compiling():
             output = run.take(self.number, input)
@@ -143,7 +143,7 @@ class Answer:
 
 
 class OwnForward:
-    """The forward of a linear's class, for copies of a linear that are made while its group answers."""
+    """The forward of a linear's class, for copies of a linear that are created while its group intercepts calls."""
 
     __slots__ = ("linear",)
 
@@ -160,7 +160,7 @@ _Seen = list[tuple[torch.Tensor, int, int | None, bool] | None]
 
 
 def _seen(linear: nn.Linear) -> _Seen:
-    """A linear's parameters as they are now."""
+    """Record a linear's current parameters."""
     return [
         None if parameter is None else (parameter, parameter.data_ptr(), version_of(parameter), parameter.requires_grad)
         for parameter in linear._parameters.values()
@@ -168,7 +168,7 @@ def _seen(linear: nn.Linear) -> _Seen:
 
 
 def _is_unchanged(linear: nn.Linear, seen: _Seen) -> bool:
-    """Whether a linear's parameters are what `_seen` saw. Tensors are compared as objects."""
+    """Return True if a linear's parameters are those recorded by `_seen`. Tensors are compared by identity."""
     parameters = linear._parameters.values()
     if len(parameters) != len(seen):
         return False
@@ -186,7 +186,7 @@ def _is_unchanged(linear: nn.Linear, seen: _Seen) -> bool:
     return True
 
 
-# Bound here, because they are called several times for each group at each call.
+# Cached at module level: these run several times per group per forward pass.
 _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _is_any_autocast = is_any_autocast_enabled
 _function_modes, _dispatch_modes = count_function_modes, count_dispatch_modes
@@ -195,9 +195,9 @@ _transforms, _tracing_state = functorch_transforms_are_active, tracing_state
 
 
 def _is_transformed() -> bool:
-    """Whether calls of torch's functions are traced, transformed or intercepted, so that each linear must be called.
+    """Return True if calls of torch functions are traced, transformed or intercepted, so that linears must be called.
 
-    The mode of `torch.device` and `torch.set_default_device` does none of this: it says where new tensors are made.
+    The mode of `torch.device` and `torch.set_default_device` does not count: it only sets the device of new tensors.
     """
     if _transforms() or _tracing_state() is not None or forward_ad._current_level >= 0:
         return True
@@ -205,7 +205,7 @@ def _is_transformed() -> bool:
 
 
 class _Modes(NamedTuple):
-    """Everything set around a call that changes what it computes or what is kept for the backward pass."""
+    """All modes around a call that affect its result or the tensors saved for the backward."""
 
     learns: bool
     is_inference: bool
@@ -235,7 +235,7 @@ def _modes(linears: Sequence[nn.Linear]) -> _Modes:
 
 
 def _autocast_dtype(linears: Sequence[nn.Linear]) -> torch.dtype | None:
-    """What autocast casts to on the linears' device; None if it is off."""
+    """Return the autocast dtype of the linears' device, or None if autocast is off."""
     weight = linears[0]._parameters.get("weight")
     device = "meta" if weight is None else weight.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None

@@ -16,14 +16,14 @@ from nrl_models.common.recording import modules_running
 
 @dataclass(frozen=True)
 class Readers:
-    """Linears of one module that read the same inputs, the very same tensors, in the same order.
+    """Linears of one module that read the same tensors in the same order.
 
-    A view of a tensor counts as another tensor: a group recognises its input by identity.
+    A view of a tensor counts as another tensor, because a group recognizes its input by identity.
 
     Args:
-        owner: name of the module they are in.
-        names: their attribute names, in the order of the calls.
-        obstacle: why they cannot be combined; empty if they can.
+        owner: Name of their module.
+        names: Attribute names, in the order of the calls.
+        obstacle: Reason why they cannot be fused; empty if they can.
     """
 
     owner: str
@@ -33,11 +33,11 @@ class Readers:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the linears of a model read in one run.
+    """Inputs of a model's linears in one run.
 
     Args:
-        readers: those that read the same inputs, two or more, in the order of their first calls.
-        uncalled: for each module's name its linears that were never called.
+        readers: Groups of at least two linears with the same inputs, in the order of their first calls.
+        uncalled: Linears that were never called, by the name of their module.
     """
 
     readers: tuple[Readers, ...]
@@ -54,14 +54,14 @@ class Trace:
 
 
 def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
-    """Run `model` with hooks and record what its linears read.
+    """Run `model` with hooks, and record the inputs of its linears.
 
-    Linears that are called several times (a block that layers share, a loop) belong together if they read the same
-    tensors each time. The owner of a linear in a container (`ModuleList`, `ModuleDict`, `Sequential`) is the container.
+    Linears that are called several times (in shared blocks or loops) belong together if they read the same tensors each
+    time. The owner of a linear in a container (`ModuleList`, `ModuleDict`, `Sequential`) is the container.
 
     Args:
-        model: a Hugging Face model, or one with `combine=False`.
-        run: calls `model` on some input.
+        model: A Hugging Face model, or one loaded with `combine=False`.
+        run: Calls `model` on some input.
     """
     linears = {
         (owner_name, name): child
@@ -104,13 +104,13 @@ def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
 def _readers(
     owner: str, linears: Mapping[str, nn.Linear], outside: Collection[str], kept: Callable[[str], torch.dtype | None]
 ) -> Iterator[Readers]:
-    """Linears that read the same inputs, by whether they can be combined.
+    """Group linears with the same inputs, and check whether they can be fused.
 
     Args:
-        owner: the name of their module.
-        linears: by attribute name.
-        outside: those that are called while their module is not running.
-        kept: see `kept_dtypes`.
+        owner: Name of their module.
+        linears: Linears by attribute name.
+        outside: Linears that are called while their module is not running.
+        kept: See `kept_dtypes`.
     """
     plain = {name: linear for name, linear in linears.items() if type(linear) is nn.Linear}
     if len(plain) < len(linears):

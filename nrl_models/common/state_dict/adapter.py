@@ -1,8 +1,8 @@
-"""Translation between a model's own tensors and Hugging Face's, as data.
+"""Translate between a model's own tensors and Hugging Face tensors.
 
-An adapter has, for each Hugging Face tensor, the parameter that holds it and the view of it; every
-method is a walk over that table. It keeps no tensor, communicates with no other rank, and has no
-state: the same adapter serves weights, gradients and optimiser states.
+An adapter has a table: for each Hugging Face tensor, the parameter that holds it and the view of the parameter. All
+methods read this table. An adapter holds no tensors, has no mutable state, and never communicates with other ranks. So
+the same adapter converts weights, gradients and optimizer states.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 class StateDictAdapter(LayoutTables):
     """Translates between a model's own tensors and Hugging Face's names and shapes.
 
-    `to_hf`, `from_hf` and `convert_single_tensor_to_hf` take what NeMo Automodel and NeMo RL pass to theirs
+    `to_hf`, `from_hf` and `convert_single_tensor_to_hf` accept the arguments of NeMo Automodel and NeMo RL
     (`nrl_models.common.state_dict.trainer_options`).
 
     Args:
-        model: see `LayoutTables`.
+        model: See `LayoutTables`.
 
     Attributes:
-        kept: weights of multi-token prediction that the model keeps beside its own, by the names that engines read.
+        kept: Weights of multi-token prediction that the model keeps but does not compute with, by engines' names.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -62,16 +62,19 @@ class StateDictAdapter(LayoutTables):
         self.kept: dict[str, TensorSpec] = _kept_specs(model)
         self._has_peft = any(peft_modules(model))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.own)} parameters, {len(self.hub)} checkpoint tensors)"
+
     def __deepcopy__(self, memo: dict[int, object]) -> StateDictAdapter:
         return self  # immutable
 
     def keeping(self, model: nn.Module) -> StateDictAdapter:
-        """The same adapter with what `model` keeps now."""
+        """Return a copy of the adapter with the tensors that `model` currently keeps."""
         adapter = copy.copy(self)
         adapter.kept = _kept_specs(model)
         return adapter
 
-    # Whole state dicts
+    # Complete state dicts
 
     def from_hf(
         self,
@@ -80,21 +83,21 @@ class StateDictAdapter(LayoutTables):
         *,
         strict: bool = True,
     ) -> dict[str, torch.Tensor]:
-        """The model's own tensors from Hugging Face ones, in either layout.
+        """Convert Hugging Face tensors in either layout to the model's own.
 
-        Tensors that are a whole parameter are passed on, not copied.
+        A tensor that is a complete parameter is returned without a copy.
 
         Args:
-            state_dict: tensors by Hugging Face name: weights, or anything of their shapes.
-            device_mesh: over which experts are divided. A mesh whose `ep` dimension (or, where none has that name, all
-                of it) is a single rank takes nothing away; tensors here are whole, so a larger one is an error.
-            strict: whether every tensor of the model must be given. Otherwise parameters of which
-                nothing is given are left out; a parameter given in part is still an error.
+            state_dict: Tensors by Hugging Face name: weights, or other tensors of the same shapes.
+            device_mesh: Mesh that shards experts. Its dimension `ep` (or all of it, if there is no such dimension) must
+                have a single rank, because the tensors are not sharded.
+            strict: Whether all tensors of the model must be present. Otherwise, parameters without any source are left
+                out. A parameter that is only partly present always raises.
 
         Raises:
-            StateDictError: keys that are missing, unexpected, given in two layouts at once or in
-                part, shapes or dtypes that do not fit; all of them at once.
-            ShardingError: `device_mesh` divides experts, or sharded tensors would have to be joined.
+            StateDictError: If keys are missing, unexpected, incomplete, or present in two layouts, or shapes or dtypes
+                do not match. Lists all problems.
+            ShardingError: If `device_mesh` shards experts, or sharded tensors would have to be concatenated.
         """
         check_mesh(device_mesh)
         found = match(
@@ -122,22 +125,22 @@ class StateDictAdapter(LayoutTables):
         layout: Layout = "hub",
         **options: Any,
     ) -> dict[str, torch.Tensor]:
-        """Hugging Face tensors from the model's own: views of them wherever the layout allows.
+        """Convert the model's own tensors to Hugging Face tensors. Returns views if the layout allows it.
 
-        A tied tensor given under both names is returned under both.
+        A tied tensor that is passed under both names is returned under both.
 
         Args:
-            state_dict: the model's own tensors by name, all or some.
-            exclude_key_regex: Hugging Face names that match from their beginning (`re.match`) are left out, and given
-                names that match and are not the model's.
-            quantization: False. True, which asks for tensors of a quantised checkpoint, is an error.
-            layout: whose names and shapes to give.
-            options: keywords of trainers that change nothing here, see `trainer_options`.
+            state_dict: The model's own tensors by name, all or some.
+            exclude_key_regex: Pattern of names to leave out, matched from their beginning (`re.match`). Applies to the
+                Hugging Face names, and to names in `state_dict` that are not the model's.
+            quantization: Must be False. True requests tensors of a quantized checkpoint, which is not supported.
+            layout: Names and shapes to return.
+            options: Keywords of trainers that have no effect here, see `trainer_options`.
 
         Raises:
-            StateDictError: names that are not the model's, or shapes that are not the parameter's.
-            ShardingError: the parameter is sharded so that a rank does not have the Hugging Face tensor.
-            UnknownArgumentError: `quantization=True`, or a keyword that is not known.
+            StateDictError: If names are not the model's, or shapes are not the parameters'.
+            ShardingError: If this rank does not hold a complete Hugging Face tensor.
+            UnknownArgumentError: If `quantization=True`, or a keyword is unknown.
         """
         check_options(quantization, options)
         excluded = re.compile(exclude_key_regex or r"(?!)")
@@ -156,22 +159,22 @@ class StateDictAdapter(LayoutTables):
         layout: Layout = "hub",
         **options: Any,
     ) -> list[tuple[str, torch.Tensor]]:
-        """Hugging Face names and tensors inside one of the model's own: views of `tensor`.
+        """Return names and tensors of the Hugging Face tensors inside one own tensor, as views of `tensor`.
 
         Args:
-            fqn: the model's own name.
-            tensor: of that tensor's shape.
-            exclude_key_regex: as in `to_hf`.
-            quantization: as in `to_hf`.
-            layout: whose names and shapes to give.
-            options: as in `to_hf`.
+            fqn: Name of the own tensor.
+            tensor: A tensor of its shape.
+            exclude_key_regex: See `to_hf`.
+            quantization: See `to_hf`.
+            layout: Names and shapes to return.
+            options: See `to_hf`.
 
         Raises:
-            StateDictError: an unknown name or another shape.
-            ShardingError: as in `to_hf`.
-            UnknownArgumentError: as in `to_hf`.
-            ValueError: the Hugging Face tensor also needs another parameter (a hub tensor that packs
-                separate parameters of this model); convert them together with `to_hf` or `iter_to_hf`.
+            StateDictError: If the name is unknown or the shape is wrong.
+            ShardingError: See `to_hf`.
+            UnknownArgumentError: See `to_hf`.
+            ValueError: If the Hugging Face tensor also needs another parameter (a hub tensor that packs separate
+                parameters of this model). Convert them together with `to_hf` or `iter_to_hf`.
         """
         check_options(quantization, options)
         excluded, fqn = re.compile(exclude_key_regex or r"(?!)"), own_name(fqn)
@@ -189,16 +192,16 @@ class StateDictAdapter(LayoutTables):
     def iter_to_hf(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face tensors from a stream of the model's own, each as soon as all it is made of has come.
+        """Convert a stream of the model's own tensors. Yields each Hugging Face tensor once all its parts have arrived.
 
-        For trainers that gather one parameter after another: only what a Hugging Face tensor still waits for is kept.
+        For trainers that gather one parameter after another. Only parts of incomplete Hugging Face tensors are kept.
 
         Args:
-            tensors: names and tensors of the model's own, in any order, each at most once.
-            layout: whose names and shapes to give.
+            tensors: Pairs of name and tensor of the model's own, in any order, each at most once.
+            layout: Names and shapes to yield.
 
         Raises:
-            StateDictError: an unknown name, another shape, or, at the end, parts that have not come.
+            StateDictError: If a name is unknown or a shape is wrong, or, at the end, if parts are missing.
         """
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for given, tensor in tensors:
@@ -224,10 +227,10 @@ class StateDictAdapter(LayoutTables):
     # A live model
 
     def hf_views(self, model: nn.Module, *, layout: Layout = "hub") -> dict[str, torch.Tensor]:
-        """Live Hugging Face tensors of `model`: writing into them changes the model.
+        """Return Hugging Face tensors that are views of `model`: writing to them changes the model.
 
-        Tensors that are not a view of a single parameter (see `HFTensor`) are left out; `to_hf` computes them. Of a
-        sharded model they are DTensors over this rank's shards, without those whose shards no placement describes.
+        Tensors that are not a view of a single parameter (see `HFTensor`) are left out; use `to_hf` for them. For a
+        sharded model, the tensors are DTensors over this rank's shards, without those that no placement can describe.
         """
         inner = innermost(model)
         exported = self.retied(inner).exported(layout)
@@ -237,7 +240,7 @@ class StateDictAdapter(LayoutTables):
         return {name: tensor.read(own) for name, tensor in exported.items() if self.is_zero_copy(tensor)}
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of every tensor `iter_export` yields, in its order; it raises what that does."""
+        """Return name, shape and dtype of each tensor of `iter_export`, in order. Raises the same errors."""
         self._require_plain(self._has_peft)
         exported = self.exported(layout)
         plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
@@ -246,26 +249,25 @@ class StateDictAdapter(LayoutTables):
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every Hugging Face tensor of `model`, persistent buffers included, in `export_plan`'s order.
+        """Yield every Hugging Face tensor of `model`, including persistent buffers, in the order of `export_plan`.
 
-        Of tensors that are tied at the time of the call one is yielded. A model that was untied since its adapter was
-        made has more tensors than the plan of that adapter: `model.state_dict_adapter` is remade, and has them all.
+        Of tensors that are currently tied, only one is yielded. If weights were untied after this adapter was created,
+        use `model.state_dict_adapter`, which returns an updated adapter.
 
-        In the hub's layout, weights of multi-token prediction that the model keeps come last, each read when its turn
-        comes, on the model's device; transformers' modules have none.
+        In the hub's layout, weights of multi-token prediction that the model keeps come last. Each is read from disk
+        when it is yielded, and moved to the model's device. transformers' layout does not have them.
 
         Args:
-            model: a model of this adapter's architecture and configuration; it may be wrapped (`torch.compile`, DDP,
+            model: A model of this adapter's architecture and configuration. It may be wrapped (`torch.compile`, DDP,
                 activation checkpointing).
-            max_bytes: None yields live views, without copying. A number yields contiguous copies,
-                packed into buffers of at most that many bytes (one tensor that is larger gets a
-                buffer of its own), for consumers that send buckets. A buffer lives as long as its tensors.
-                Of a sharded model, whose tensors are not whole, one buffer after the other is gathered, by default
-                of half a gibibyte. Every rank gets every tensor, and has to iterate to the end.
-            layout: whose names and shapes to give.
+            max_bytes: None yields views without copying. A number yields contiguous copies in buffers of at most that
+                many bytes, for consumers that send buckets. A larger tensor gets a separate buffer. A buffer's memory
+                is freed with its last tensor. Sharded models always use buffers (default: 512 MiB), which are gathered
+                one after another. Every rank receives every tensor and has to exhaust the iterator.
+            layout: Names and shapes to yield.
 
         Raises:
-            StateDictError: the model is another one than the adapter was made for, or PEFT has put adapters into it.
+            StateDictError: If the model does not match the adapter, or has PEFT adapters.
         """
         self._require_plain(self._has_peft or any(peft_modules(model)))
         yield from self._export(model, max_bytes, layout)
@@ -294,23 +296,23 @@ class StateDictAdapter(LayoutTables):
 
     @staticmethod
     def _require_plain(has_peft: bool) -> None:
-        """Refuse a model whose weights are apart from PEFT's adapters: an engine would compute without them."""
+        """Raise if the model has PEFT adapters, because the exported weights would lack them."""
         if has_peft:
-            problem = Problem(ProblemKind.UNEXPECTED, "PEFT's adapters", "are in the model, beside its weights")
+            problem = Problem(ProblemKind.UNEXPECTED, "PEFT's adapters", "are in the model, separate from its weights")
             advice = [
                 "engines get merged weights from nrl_models.export_adapter(model).iter_export(model)",
                 "or vLLM's LoRA gets the adapter: model.save_pretrained(folder), then VLLMEngine.use_adapter(folder)",
             ]
-            raise StateDictError("what an engine gets would lack the adapters", [problem], advice)
+            raise StateDictError("the exported weights would lack the adapters", [problem], advice)
 
     def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
         return self.kept if self.layout(layout) is self.hub else {}
 
     def _kept_tensors(self, model: nn.Module, layout: Layout) -> dict[str, KeptTensor]:
-        """What `model` keeps of `kept`.
+        """Return the tensors of `kept` that `model` keeps.
 
         Raises:
-            StateDictError: not all of it.
+            StateDictError: If some are missing.
         """
         kept = kept_by(model)
         if gone := [name for name, spec in self.kept.items() if name not in kept or kept[name].spec != spec]:
@@ -319,10 +321,10 @@ class StateDictAdapter(LayoutTables):
         return {name: kept[name] for name in self._kept_in(layout)}
 
     def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's own tensors, detached.
+        """Return the model's own tensors, detached.
 
         Raises:
-            StateDictError: they are not those this adapter was made for.
+            StateDictError: If the model does not match this adapter.
         """
         own = own_state_dict(model)
         gone = [name for name in self.own if name not in own]
@@ -337,13 +339,15 @@ class StateDictAdapter(LayoutTables):
         return own
 
     def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """What is exported of the model's own tensors: they themselves."""
+        """Return the tensors to export: the model's own."""
         return own
 
     def assemble(
         self, name: str, sources: list[tuple[str, HFTensor]], state_dict: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """An own tensor from the given tensors in it: the same object if it is given whole, else a new tensor."""
+        """Assemble an own tensor from Hugging Face tensors. Returns the same object if one of them is the complete
+        tensor.
+        """
         first, target = sources[0]
         shape = self.own[name].shape
         if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == place_of(shape):
@@ -385,10 +389,10 @@ def _as_built(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def own_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's own tensors, detached, by their own names.
+    """Return a model's own tensors, detached, by their own names.
 
     Args:
-        model: It may be wrapped. FSDP1 gathers the tensors of what it wraps: then every rank makes the call.
+        model: A model, which may be wrapped. With FSDP1, every rank has to call this, because it gathers the tensors.
     """
     if is_flattened(model) and not is_inside_fsdp1(model):
         names = {own_name(name): tensor for name, tensor in model.state_dict().items()}
@@ -400,10 +404,10 @@ def own_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Gathered(Mapping[str, torch.Tensor]):
-    """Tensors, whole: those that `fully_shard` has divided are gathered when they are read, by every rank.
+    """Mapping of unsharded tensors. Tensors sharded by `fully_shard` are gathered when they are read, on every rank.
 
     Args:
-        tensors: By name. The last one that was gathered is kept: the tensors of a stack are read one after the other.
+        tensors: Tensors by name. The last gathered one is cached, because parts of a stack are read consecutively.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -415,7 +419,7 @@ class Gathered(Mapping[str, torch.Tensor]):
         if not isinstance(tensor, DTensor):
             return tensor
         if self._last[0] != name:
-            self._last = "", None  # freed before the next is made
+            self._last = "", None  # freed before the next one is gathered
             self._last = name, tensor.full_tensor()
         assert self._last[1] is not None
         return self._last[1]
@@ -432,10 +436,10 @@ def _kept_specs(model: nn.Module) -> dict[str, TensorSpec]:
 
 
 def read_all(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a table that are made of the model's own tensors given: views of them, where possible.
+    """Return the tensors of a table whose own tensors exist, as views if possible.
 
     Raises:
-        ShardingError: own tensors are sharded so that a rank does not have one of them.
+        ShardingError: If own tensors are sharded, and this rank does not hold a complete Hugging Face tensor.
     """
     wanted = {
         name: tensor for name, tensor in table.items() if all(parameter in own for parameter in tensor.parameters)
@@ -445,5 +449,5 @@ def read_all(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> 
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype that holds values of all `dtypes`, whatever their order."""
+    """Return a dtype that can represent the values of all `dtypes`."""
     return reduce(torch.promote_types, dtypes)

@@ -1,13 +1,15 @@
-"""Blocks: the region of a Hugging Face tensor that a rank's shard of a parameter is.
+"""Blocks: the region of a Hugging Face tensor that a rank's shard of a parameter covers.
 
-A shard is a block of a parameter: an offset and a size in each dimension. A Hugging Face tensor is a
-view of the parameter, a list of steps; carrying a block through the steps gives the blocks of the
-Hugging Face tensor that the shard holds, each over the shard's own memory. From them a rank knows
-which slices of a file to read, what to write into a checkpoint, and where its share of a gathered
-tensor goes, without communication.
+A shard is a block of a parameter: an offset and a size in each dimension. A Hugging Face tensor is a view of the
+parameter, given as a list of steps. Applying the steps to a block gives the blocks of the Hugging Face tensor in the
+shard, which share the shard's memory. From them, each rank finds without communication:
 
-A view that cuts the dimension which is sharded is on several ranks. Torch takes it of a `DTensor`, and
-gathers the whole tensor for each; an adapter communicates with nobody: those are errors here (`check_reads`).
+- which slices of a file to read,
+- what to write into a checkpoint,
+- where its part of a gathered tensor belongs.
+
+A view that splits the sharded dimension spans several ranks. Torch would gather the complete `DTensor` for each such
+view. An adapter never communicates, so it raises an error instead (`check_reads`).
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A region of a larger tensor, and the values in it.
+    """A region of a larger tensor, with its values.
 
     Args:
-        offset: where it begins, in each dimension.
-        tensor: its values; its shape is the region's.
+        offset: Offset of the region, per dimension.
+        tensor: Values of the region. Its shape is the region's size.
     """
 
     offset: tuple[int, ...]
@@ -47,7 +49,7 @@ class Block:
         return tuple(self.tensor.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This region of `whole`, a tensor of the larger shape."""
+        """Return this region of `whole`, a tensor of the larger shape."""
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
             whole = whole.narrow(dim, start, length)
         return whole
@@ -62,15 +64,15 @@ class Block:
 
 
 def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[Block]:
-    """Carry a block of a tensor of `shape` through `steps`: the blocks of the result that lie in it.
+    """Apply `steps` to a block of a tensor of `shape`, and return the resulting blocks.
 
-    Every returned tensor shares the block's memory. There is no block where the steps leave it, and there are several
-    where they divide it.
+    All returned tensors share the block's memory. The result is empty if the steps select nothing of the block, and has
+    several blocks if they split it.
 
     Args:
-        steps: as of a `View`.
-        shape: of the whole tensor.
-        block: a region of it.
+        steps: Steps of a `View`.
+        shape: Shape of the complete tensor.
+        block: A region of it.
     """
     blocks = [block]
     place = tuple(shape)
@@ -125,7 +127,7 @@ def _reshaped(block: Block, old: Sequence[int], new: Sequence[int]) -> list[Bloc
 
 
 def _merged(block: Block, dim: int, inner: int) -> list[Block]:
-    """Merge dimension `dim` and the next, of which the whole tensor's has size `inner`, into one."""
+    """Merge dimension `dim` and the next one, which has size `inner` in the complete tensor."""
     offset, shape = block.offset, block.shape
     rows, length = shape[dim : dim + 2]
     merged = (*shape[:dim], rows * length, *shape[dim + 2 :])
@@ -141,7 +143,7 @@ def _merged(block: Block, dim: int, inner: int) -> list[Block]:
 
 
 def _split(block: Block, dim: int, inner: int) -> list[Block]:
-    """Split dimension `dim` into two, of which the whole tensor's second has size `inner`."""
+    """Split dimension `dim` into two. The second one has size `inner` in the complete tensor."""
     start, length = block.offset[dim], block.shape[dim]
     result = []
     done = 0
@@ -159,11 +161,11 @@ def _split(block: Block, dim: int, inner: int) -> list[Block]:
 
 
 def check_reads(table: Iterable[HFTensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Check that the Hugging Face tensors can be read from `own` without other ranks.
+    """Check that Hugging Face tensors can be read from `own` without other ranks.
 
     Raises:
-        ShardingError: some are a region that cuts a sharded dimension, or are joined from several parameters of which
-            one is sharded.
+        ShardingError: If a tensor is a region that splits a sharded dimension, or is concatenated from several
+            parameters of which one is sharded.
     """
     sharded = {name: tensor for name, tensor in own.items() if isinstance(tensor, DTensor)}
     problems = []
@@ -177,10 +179,10 @@ def check_reads(table: Iterable[HFTensor], own: Mapping[str, torch.Tensor]) -> N
 
 
 def check_writes(given: Mapping[str, torch.Tensor], names: Iterable[str], own: str) -> None:
-    """Check that own tensor `own` can be put together from the given tensors `names` without other ranks.
+    """Check that own tensor `own` can be assembled from the tensors `names` without other ranks.
 
     Raises:
-        ShardingError: some of them are sharded.
+        ShardingError: If some of them are sharded.
     """
     if sharded := [name for name in names if isinstance(given[name], DTensor)]:
         detail = f"is sharded, and only a part of {own}"
@@ -189,11 +191,11 @@ def check_writes(given: Mapping[str, torch.Tensor], names: Iterable[str], own: s
 
 
 def cuts_shards(view: View, tensor: DTensor) -> bool:
-    """Whether reading the view of a sharded tensor takes what other ranks hold."""
+    """Return True if reading the view of a sharded tensor needs values of other ranks."""
     if not view.steps:
         return False
     if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
-        return True  # sums that are not added up yet, and shards that are interleaved
+        return True  # partial sums that are not reduced yet, and interleaved shards
     sharded = {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
     for method, args in view.steps:
         if method == "transpose":

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that a model keeps beside its own, because it does not compute with them.
+"""Checkpoint tensors that a model keeps without computing with them.
 
-They are no parameters: no optimiser, freezing, `.to(device)` or FSDP sees them. Their values stay pages of the
-checkpoint's files, on the CPU, also where they are stored quantised, and are read when they are saved or exported.
+They are not parameters, so optimizers, freezing, `.to(device)` and FSDP ignore them. Their values stay memory-mapped
+in the checkpoint's files, possibly quantized. They are read on the CPU when the model is saved or exported.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """A tensor that is kept as it is stored.
+    """A kept tensor in its stored form.
 
     Args:
-        spec: its shape, and the dtype in which it is saved and exported.
-        stored: over the files' pages: the values alone, or what they are computed from. Never written to.
-        compute: makes the values of what is stored; None where that is the values.
-        is_mtp: whether it is a weight of multi-token prediction, which engines take, too.
+        spec: Its shape, and the dtype in which it is saved and exported.
+        stored: Memory-mapped tensors with the values, or the inputs from which they are computed. Never written to.
+        compute: Function that computes the values from `stored`. None if `stored` has the values.
+        is_mtp: Whether it is a weight of multi-token prediction. Engines also receive these.
     """
 
     spec: TensorSpec
@@ -35,7 +35,7 @@ class KeptTensor:
     is_mtp: bool = False
 
     def read(self) -> torch.Tensor:
-        """The values, on the CPU: the pages themselves, or computed again at each call."""
+        """Return the values on the CPU: the mapped tensor itself, or newly computed values."""
         if self.compute is None:
             return self.stored[0]
         return self.compute(*self.stored).to(self.spec.dtype)
@@ -45,7 +45,7 @@ class KeptTensor:
 
 
 def kept_by(model: nn.Module, *, mtp_only: bool = False) -> Mapping[str, KeptTensor]:
-    """What a model keeps, by the checkpoint's names, in their order there."""
+    """Return the tensors that a model keeps, by the checkpoint's names and in its order."""
     kept: Mapping[str, KeptTensor] = getattr(model, "_kept_tensors", {})
     return {name: tensor for name, tensor in kept.items() if tensor.is_mtp} if mtp_only else kept
 
@@ -56,7 +56,7 @@ def keeps_unused(model: nn.Module) -> re.Pattern[str]:
 
 
 def keep(model: nn.Module, tensors: Mapping[str, KeptTensor]) -> None:
-    """Have a model keep `tensors`, beside what it keeps."""
+    """Add `tensors` to the ones that a model keeps."""
     if tensors:
         cast(Any, model)._kept_tensors = {**kept_by(model), **tensors}
 
@@ -64,13 +64,13 @@ def keep(model: nn.Module, tensors: Mapping[str, KeptTensor]) -> None:
 def kept_from(
     files: CheckpointFiles, keys: Iterable[str], dtype: torch.dtype | None, *, is_mtp: bool = False
 ) -> dict[str, KeptTensor]:
-    """Tensors of a checkpoint, to be kept.
+    """Create kept tensors from a checkpoint.
 
     Args:
-        files: the checkpoint, which may be closed afterwards.
-        keys: of the tensors.
-        dtype: what dequantised tensors are given in; others have the dtype they are stored in.
-        is_mtp: see `KeptTensor`.
+        files: The checkpoint. It may be closed afterwards.
+        keys: Keys of the tensors.
+        dtype: Dtype of dequantized tensors. Others keep their stored dtype.
+        is_mtp: See `KeptTensor`.
     """
     kept = {}
     for key in keys:

@@ -1,10 +1,13 @@
-"""Applying transformers' conversions to one layer of each kind, and the result to every layer like it.
+"""Apply transformers' conversions to one layer of each kind, and copy the result to all similar layers.
 
-A large model's names are few patterns with many numbers in them: DeepSeek-V3's 45,395 tensors have 36. Conversions are
-regular expressions over names and operations on shapes, and none of transformers' depends on the layer. Here that is
-checked before it is used: an expression with a number in it, a conversion that counts or keeps state, an operation that
-is not transformers' own, or a result that differs between several numbers means that every name is converted
-individually.
+The tensor names of a large model follow few patterns with many numbers: the 45,395 tensors of DeepSeek-V3 have 36
+patterns. A conversion is a regular expression over names, with operations on shapes. Conversions of transformers do not
+depend on the layer number, which is checked first. Every name is converted separately if:
+
+- an expression contains a number,
+- a conversion counts or keeps state,
+- an operation is not from transformers, or
+- the results for several numbers differ.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ _PLAIN = (WeightRenaming, WeightConverter, PrefixChange)
 
 
 def ignore_indices(conversions: Iterable[Any]) -> bool:
-    """Whether `conversions` do the same to names that differ only in numbers of equally many digits.
+    """Return True if `conversions` treat names equally that differ only in numbers with the same count of digits.
 
-    A regular expression without digits and back-references cannot distinguish digits. A digit right after a letter
-    (`w1`) is harmless, too: numbers of layers and experts come after a dot.
+    A regular expression without digits and back-references cannot distinguish digits. A digit directly after a letter
+    (`w1`) is allowed, because numbers of layers and experts follow a dot.
     """
     return all(
         type(conversion) in _PLAIN
@@ -54,7 +57,7 @@ Table = dict[str, HFTensor]
 
 
 def layer_of(name: str) -> Layer | None:
-    """The layer a name is in; None if there is no number in the name."""
+    """Return the layer that a name belongs to; None if it has no number."""
     found = _INDEX.search(name)
     return (name[: found.start()], found.group()) if found else None
 
@@ -62,14 +65,14 @@ def layer_of(name: str) -> Layer | None:
 def convert_by_layer(
     tensors: Mapping[str, HFTensor], dtype_of: Callable[[str], torch.dtype], convert: Callable[[Table], Table]
 ) -> Table:
-    """What `convert` makes of `tensors`, while converting only two layers of every kind.
+    """Apply `convert` to `tensors`, but convert only two layers of each kind.
 
-    Layers are of a kind if their tensors are, but for the layers' number: names, shapes, dtypes, views of parameters.
+    Layers are of the same kind if their tensors only differ in the layer number: names, shapes, dtypes and views.
 
     Args:
-        tensors: by name.
-        dtype_of: the dtype of a tensor of the model's own, by name.
-        convert: converts a table, by conversions for which `ignore_indices` holds.
+        tensors: Tensors by name.
+        dtype_of: Returns the dtype of an own tensor by name.
+        convert: Converts a table with conversions for which `ignore_indices` holds.
     """
     kinds = _kinds(tensors, dtype_of)
     left_out = {layer for like in kinds for layer in like[1:-1]}
@@ -80,7 +83,7 @@ def convert_by_layer(
 
 
 def _kinds(tensors: Mapping[str, HFTensor], dtype_of: Callable[[str], torch.dtype]) -> list[list[Layer]]:
-    """The layers, those of a kind together, in the order of their numbers."""
+    """Group the layers by kind, in the order of their numbers."""
     inside: dict[Layer, list[Any]] = defaultdict(list)
     for name, tensor in tensors.items():
         layer = layer_of(name)
@@ -98,13 +101,13 @@ def _kinds(tensors: Mapping[str, HFTensor], dtype_of: Callable[[str], torch.dtyp
 
 
 def _within(layer: Layer, name: str) -> str | tuple[str, ...]:
-    """The rest of a name that is in `layer`; a name elsewhere stays whole, so that no other layer is like this one."""
+    """Return the rest of a name inside `layer`. Names elsewhere stay complete, which makes layers differ."""
     prefix = "".join(layer)
     return name.removeprefix(prefix) if name.startswith(f"{prefix}.") else (*layer, name)
 
 
 def _for_all(converted: Table, kinds: list[list[Layer]]) -> Table | None:
-    """The whole table from that of two layers of each kind, in its order; None if it cannot be derived from them."""
+    """Derive the complete table from two layers of each kind, in order; None if that is not possible."""
     blocks: dict[Layer, list[HFTensor]] = {}
     for layer, group in groupby(converted.values(), key=_only_layer):
         if layer is _SEVERAL or layer in blocks:
@@ -126,7 +129,7 @@ def _for_all(converted: Table, kinds: list[list[Layer]]) -> Table | None:
 
 
 _SEVERAL: Any = ("", "")
-"""The layer of a tensor that is made of several layers' parameters."""
+"""Layer of a tensor that consists of parameters of several layers."""
 
 
 def _only_layer(tensor: HFTensor) -> Layer | None:
@@ -135,7 +138,7 @@ def _only_layer(tensor: HFTensor) -> Layer | None:
 
 
 def _moved(tensor: HFTensor, first: Layer, layer: Layer) -> HFTensor:
-    """What a tensor of layer `first` is in another layer of its kind."""
+    """Return a tensor of layer `first` renamed to another layer of the same kind."""
     before, after = "".join(first), "".join(layer)
     pieces = tuple(
         Piece(View(after + piece.view.parameter.removeprefix(before), piece.view.steps), piece.region)

@@ -1,9 +1,9 @@
-"""Layouts: the names and shapes of a model's tensors, as views of its parameters.
+"""Layouts: names and shapes of a model's tensors, as views of its parameters.
 
-A tensor has up to two names: transformers' in memory, which is the model's own (`mlp.experts.gate_up_proj`), and the
-hub's (`experts.0.w1.weight`). transformers defines the translation between them by conversion mappings, made to
-be run on tensors; here they are run once on shapes that record what happens to them, which yields views. No mapping is
-copied, and no family writes one.
+A tensor has up to two names: transformers' name in memory, which is the model's own (`mlp.experts.gate_up_proj`), and
+the hub's (`experts.0.w1.weight`). transformers defines conversions between them, which are designed to run on tensors.
+Here they run once on shapes that record the operations, which results in views. So conversions are neither copied nor
+written by families.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
 
 
 def renamed_keys(keys: Iterable[str], conversions: Iterable[Any], rename: Renaming) -> dict[str, str]:
-    """The name that transformers' renamings give each key: in transformers' order, where that matters."""
+    """Return the name of each key after transformers' renamings, in transformers' order if that matters."""
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     names: dict[str, str] = {}
     for key in keys if ignore_indices(renamings) else sorted(keys, key=dot_natural_key):
@@ -83,17 +83,17 @@ def renamed_keys(keys: Iterable[str], conversions: Iterable[Any], rename: Renami
 
 
 def note_published_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Note names of the checkpoint that a model was loaded from, in place of which transformers saves others.
+    """Record names of the loaded checkpoint for which transformers would save other names.
 
-    transformers undoes a renaming for every name that it fits, also where loading had nothing to rename: it reads
-    Kimi-K2.5's text layers as `layers`, as published, and saves them as `blocks`, as the vision tower's. It reads
-    either; engines read what is published.
+    transformers reverts a renaming for all names that match, even if loading did not rename them. For example, it reads
+    the text layers of Kimi-K2.5 as `layers`, as published, but saves them as `blocks`, the name in the vision tower. It
+    reads both, but engines only read published names.
     """
     cast(Any, model)._published_names = tuple(names)
 
 
 def published_names(model: nn.Module) -> tuple[str, ...]:
-    """What `note_published_names` noted; nothing of a new model."""
+    """Return the names recorded by `note_published_names`; empty for a new model."""
     return getattr(model, "_published_names", ())
 
 
@@ -114,7 +114,7 @@ def base_prefix(model: PreTrainedModel) -> str:
 
 
 def are_alike(some: list[Any] | None, others: list[Any] | None) -> bool:
-    """Whether two lists of conversions do the same, one after the other; False if either is None or empty."""
+    """Return True if two lists of conversions are equivalent; False if either is None or empty."""
     return bool(some and others and list(map(describe_conversion, some)) == list(map(describe_conversion, others)))
 
 
@@ -125,17 +125,17 @@ def convert_layout(
     specs: Mapping[str, TensorSpec],
     conversions: list[Any] | None,
 ) -> dict[str, HFTensor]:
-    """The layout that transformers' `conversions`, reverted as when saving, make of `tensors`.
+    """Return the layout that results from reverting transformers' `conversions` on `tensors`, as when saving.
 
     Args:
-        model: whose configuration the conversions may read.
-        tensors: transformers' in-memory layout, by name.
-        specs: the model's own tensors.
-        conversions: `WeightRenaming`s and `WeightConverter`s in loading order. An empty list sorts the
-            tensors, as transformers does then; None leaves them as they are.
+        model: Model whose configuration the conversions may read.
+        tensors: transformers' layout in memory, by name.
+        specs: The model's own tensors.
+        conversions: `WeightRenaming`s and `WeightConverter`s in loading order. An empty list sorts the tensors, as
+            transformers does then; None leaves them unchanged.
 
     Raises:
-        NotAViewError: a conversion computes something, so that its result is not a view.
+        NotAViewError: If a conversion computes values, so that its result is not a view.
     """
     if conversions is None:
         return dict(tensors)
@@ -157,12 +157,12 @@ def _traced(
     dtype_of: Callable[[str], torch.dtype],
     conversions: list[Any],
 ) -> dict[str, HFTensor]:
-    """What transformers' code makes of `tensors`, run on shapes."""
+    """Run transformers' conversion code on shapes."""
     traced: dict[str, Any] = {
         name: TracedTensor.of_pieces(tensor.shape, dtype_of(tensor.parameters[0]), tensor.pieces)
         for name, tensor in tensors.items()
     }
-    # `revert_weight_conversion` reads these of its model and nothing else.
+    # The only attributes of the model that `revert_weight_conversion` reads.
     stand_in: Any = SimpleNamespace(
         _weight_conversions=conversions, config=model.config, get_parameter=traced.__getitem__, name_or_path=""
     )

@@ -1,7 +1,7 @@
-"""Matching given tensors to the model's own, with every problem that keeps them from fitting.
+"""Match checkpoint tensors to the model's own tensors, and collect all problems.
 
-The same rules hold for a checkpoint's files, for a plain dict and for `load_state_dict`: strict both
-ways, every problem named at once, nothing written before all is known.
+The rules are the same for a checkpoint's files, a dict of tensors and `load_state_dict`. Matching is strict in both
+directions, all problems are reported together, and nothing is written if there are any.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from nrl_models.errors import Problem, ProblemKind, listed
 
 @dataclass(slots=True)
 class Match:
-    """The outcome of `match`.
+    """Result of `match`.
 
     Attributes:
-        sources: for each own tensor that is filled, the keys that fill it and what each of them is.
-        copies: for each own tensor that is given only under a name tied to it, the own tensor to tie it to.
-        missing: own tensors of which nothing is given.
-        problems: what does not fit. Nothing may be written unless this is empty.
+        sources: Keys and Hugging Face tensors that fill each own tensor.
+        copies: For own tensors that only exist under a tied name, the own tensor to tie them to.
+        missing: Own tensors without any source.
+        problems: Mismatches. Nothing may be written unless this is empty.
     """
 
     sources: dict[str, list[tuple[str, HFTensor]]] = field(default_factory=lambda: defaultdict(list))
@@ -50,16 +50,17 @@ def match(
     """Match `given` tensors to the model's `own`.
 
     Args:
-        given: the given tensors, by key.
-        find: the Hugging Face tensor a key stands for, or None.
-        own: the model's own tensors.
-        absent: for messages, the names of what an own tensor lacks if only these Hugging Face tensors of it are given.
-        tied: for each tied own name the own name it shares storage with.
-        may_miss: own tensors that need not be given at all.
-        why_unexpected: the message for a key that `find` does not know; None accepts it unused.
+        given: Tensors of the checkpoint or state dict, by key.
+        find: Returns the Hugging Face tensor for a key, or None.
+        own: The model's own tensors.
+        absent: Returns names of the missing parts of an own tensor if only some Hugging Face tensors exist. Used in
+            messages.
+        tied: For each tied own name, the own name with the same storage.
+        may_miss: Returns True for own tensors that may be missing completely.
+        why_unexpected: Returns the message for a key without a Hugging Face tensor; None ignores the key.
     """
     result = Match()
-    misfits: set[str] = set()  # own tensors whose source was refused, which are not reported as missing, too
+    misfits: set[str] = set()  # own tensors with an invalid source, which are not also reported as missing
     for key, tensor in given.items():
         target = find(key)
         if target is None:
@@ -112,7 +113,7 @@ def _coverage(
 
 
 def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
-    """Whether two views fill the same elements: contiguous regions that overlap, or equal regions."""
+    """Return True if two views fill the same elements: overlapping contiguous regions, or equal regions."""
     if len(views) == 1:
         return False
     if len({view.steps for view in views}) < len(views):
@@ -122,12 +123,12 @@ def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
 
 
 def is_wide_float(dtype: torch.dtype) -> bool:
-    """Whether values of `dtype` can be cast to what models compute in; others need scales, or are not weights."""
+    """Return True for floating-point dtypes that can be cast to the compute dtype. Others need scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _resolve_ties(result: Match, tied: Mapping[str, str]) -> None:
-    """Accept a tied tensor under any of its names."""
+    """Accept a tied tensor under each of its names."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name, kept in tied.items():
         groups[kept].append(name)

@@ -1,8 +1,8 @@
-"""What a model with PEFT adapters exports: the merged weights, under the names of the model without adapters.
+"""Export a model with PEFT adapters: the merged weights under the names of the base model.
 
-The model stays as it is: a module with an adapter is copied when its weights are wanted, PEFT merges the copy, and the
-copy goes. So whatever PEFT can merge is exported, adapters of stacked experts (`target_parameters`) among them, at the
-cost of one such module's weights.
+The model is not modified. When a weight is exported, its module is copied, PEFT merges the copy, and the copy is freed.
+So everything that PEFT can merge is supported, including adapters of stacked experts (`target_parameters`). The extra
+memory is that of one such module.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 
 def export_adapter(model: nn.Module) -> StateDictAdapter:
-    """What exports a model to an engine: `export_plan()` and `iter_export(model)`, under the hub's names.
+    """Return the adapter for exporting a model to an engine: `export_plan()` and `iter_export(model)`, by hub names.
 
     Args:
-        model: a model of this library, or a `PeftModel` around one, or one that adapters were added to. With adapters,
-            tensors are those of `merge_and_unload()`, and the model is left as it is: active adapters are merged,
-            inactive and disabled ones are left out, as in the model's forward.
+        model: A model of this library, optionally in a `PeftModel` or with adapters. Then the exported tensors are
+            those of `merge_and_unload()`, and the model is not modified: active adapters are merged, inactive and
+            disabled ones are ignored, as in the model's forward.
 
     Raises:
-        StateDictError: adapter tensors that reach no weight of the model (prompts, prefixes), an adapter on one of two
-            tied weights, quantised or sharded weights under adapters; all of them.
+        StateDictError: If adapter tensors cannot be merged into a weight (prompts, prefixes), only one of two tied
+            weights has an adapter, or weights under adapters are quantized or sharded. Lists all problems.
     """
     inner = innermost(model)
     if not any(peft_modules(inner)) and not _outside(model, inner) and not _foreign(inner):
@@ -43,10 +43,10 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
 
 
 class MergedAdapter(StateDictAdapter):
-    """The adapter of the model without PEFT's modules; `iter_export` yields merged weights.
+    """Adapter of the model without PEFT's modules; `iter_export` yields merged weights.
 
     Args:
-        model: see `export_adapter`.
+        model: See `export_adapter`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,7 +71,7 @@ class MergedAdapter(StateDictAdapter):
             raise StateDictError("the adapters cannot be merged into what is exported", problems, advice)
 
     def retied(self, model: nn.Module) -> Self:
-        """Return the same tables with what is tied in the merged model now."""
+        """Return the same tables with the ties that the merged model currently has."""
         return self._with_ties(_merged_ties(model, tied_names(without_wrappers(model, peft=True)))[0])
 
     def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -81,10 +81,10 @@ class MergedAdapter(StateDictAdapter):
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `StateDictAdapter.iter_export`; what has an adapter is a copy, merged when its turn comes.
+        """See `StateDictAdapter.iter_export`. Weights with an adapter are copied and merged when they are yielded.
 
         Raises:
-            StateDictError: PEFT cannot merge some adapter; before the first tensor.
+            StateDictError: Before the first tensor, if PEFT cannot merge an adapter.
         """
         problems = [problem for name, wrapper in peft_modules(model) for problem in _unmergeable(name, wrapper)]
         if problems:
@@ -102,7 +102,7 @@ def _outside(model: nn.Module, inner: nn.Module) -> list[str]:
 
 
 class _Merged(Mapping[str, torch.Tensor]):
-    """The model's tensors by plain name, merged when they are read; those of one module are kept until the next."""
+    """The model's tensors by name without adapters, merged when they are read. The last module's are cached."""
 
     def __init__(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         self._own = own
@@ -114,7 +114,7 @@ class _Merged(Mapping[str, torch.Tensor]):
         for end in range(len(parts) - 1, 0, -1):
             if (module := ".".join(parts[:end])) in self._wrappers:
                 if self._last[0] != module:
-                    self._last = "", {}  # freed before the next is made
+                    self._last = "", {}  # freed before the next one is merged
                     self._last = module, merged_weights(module, self._wrappers[module])
                 return self._last[1][name]
         return self._own[name]
@@ -128,14 +128,14 @@ class _Merged(Mapping[str, torch.Tensor]):
 
 @torch.no_grad()
 def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
-    """The merged tensors of a module with adapters, by their plain names; the module is left as it is.
+    """Return the merged tensors of a module with adapters, by names without adapters. The module is not modified.
 
     Args:
-        name: of the module without adapters.
+        name: Name of the module without adapters.
         wrapper: PEFT's module.
 
     Raises:
-        StateDictError: PEFT cannot merge it.
+        StateDictError: If PEFT cannot merge it.
     """
     try:
         base = _merged(wrapper, _copy(wrapper, {}))
@@ -146,15 +146,15 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
 
 
 _FAILURES = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What PEFT raises where an adapter cannot be merged, and torch where one cannot be copied."""
+"""Errors of PEFT if an adapter cannot be merged, and of torch if one cannot be copied."""
 
 
 def _copy(wrapper: Any, copied: dict[int, Any]) -> Any:
-    """Copy a wrapper, but not its keywords: there PEFT keeps views of tied adapters, which torch cannot copy.
+    """Copy a wrapper except its keywords, in which PEFT keeps views of tied adapters, which torch cannot copy.
 
     Args:
         wrapper: PEFT's module.
-        copied: Copies to use, by the id of the original, as for `copy.deepcopy`.
+        copied: Copies to use by id of the original, as for `copy.deepcopy`.
     """
     if (keywords := getattr(wrapper, "kwargs", None)) is not None:
         copied[id(keywords)] = keywords
@@ -200,9 +200,9 @@ def _foreign(model: nn.Module) -> dict[str, str]:
 
 
 def _merged_ties(model: nn.Module, tied: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
-    """Return the ties that are left of `tied` once adapters are merged, and the ties of which one side has an adapter.
+    """Return the ties of `tied` that remain after merging, and a problem for each tie with only one adapted side.
 
-    Tied weights that both have an adapter stay tied if the adapters are tied, too: then merged weights are equal.
+    If both tied weights have adapters, they stay tied only if the adapters are also tied, so that merged weights agree.
     """
     wrappers = {name: wrapper for name, wrapper in peft_modules(model) if not is_off(wrapper)}
 
@@ -226,7 +226,7 @@ def _memory_in(wrapper: nn.Module) -> set[int]:
 
 
 def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
-    """What of a wrapper's tensors no merged weight is made of, or none can be made of."""
+    """Yield the tensors of a wrapper that affect no merged weight, or cannot be merged."""
     base = {id(part) for part in innermost(wrapper).parameters()}
     known = {*wrapper.active_adapters, *_adapters_of(wrapper)}
     for own, part in wrapper.named_parameters():
@@ -234,7 +234,7 @@ def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
             yield Problem(ProblemKind.PLAN, f"{name}.{own}", "is sharded, and adapters are merged in one process only")
         elif id(part) in base:
             if not part.is_floating_point():
-                yield Problem(ProblemKind.DTYPE, f"{name}.{own}", f"is quantised ({part.dtype}), under an adapter")
+                yield Problem(ProblemKind.DTYPE, f"{name}.{own}", f"is quantized ({part.dtype}), under an adapter")
         elif "original_module" not in own.split(".") and known.isdisjoint(own.split(".")):
             yield Problem(ProblemKind.UNEXPECTED, f"{name}.{own}", "reaches no weight of the model")
 

@@ -1,12 +1,14 @@
-"""Weights of multi-token prediction (MTP): which tensors of a checkpoint they are.
+"""Find the weights of multi-token prediction (MTP) in a checkpoint.
 
-MTP layers follow the last decoder layer and predict words after the next (DeepSeek-V3,
-https://arxiv.org/abs/2412.19437, section 2.2). Engines draft with them in speculative decoding. transformers' models
-do not compute with them and drop them: `_keys_to_ignore_on_load_unexpected` says under which names published
-checkpoints have them. That is read here, and made strict. Some have a prefix of their own (`mtp.layers.0`,
-`model.mtp_block.0`). Others are numbered on after the decoder's layers (`model.layers.61` of 61): these are known by
-`eh_proj`, which joins embedding and hidden state, so that a decoder layer too many is never taken for one,
-and by the number that the configuration announces.
+MTP layers follow the last decoder layer and predict tokens after the next one (DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 2.2). Engines use them as draft model in speculative decoding. transformers'
+models ignore them: `_keys_to_ignore_on_load_unexpected` has patterns of their published names. This module reads these
+patterns and makes them strict. There are two forms of names:
+
+- A separate prefix: `mtp.layers.0`, `model.mtp_block.0`.
+- Numbers after the decoder's layers: `model.layers.61` in a model of 61 layers. Such a layer only counts as MTP if it
+  has `eh_proj`, which combines embedding and hidden state, and if the configuration announces its number. So a surplus
+  decoder layer is not mistaken for one.
 """
 
 from __future__ import annotations
@@ -23,30 +25,30 @@ from nrl_models.common.flags import MTPForm
 from nrl_models.errors import Problem, ProblemKind
 
 MTP = Literal["keep", "drop"]
-"""What becomes of a checkpoint's MTP weights: they stay with the model, and are saved and exported with it; or not."""
+"""Whether a checkpoint's MTP weights stay with the model and are saved and exported with it."""
 
 CHOICES: tuple[MTP, ...] = get_args(MTP)
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""What configurations call the number of MTP layers."""
+"""Config keys of the number of MTP layers."""
 
 JOINT = "eh_proj.weight"
 """The projection that every MTP layer begins with that is numbered like a decoder layer."""
 
 _NUMBERED = re.compile(r"(?P<layers>.*layers\\\.)\d+(\\\.)?(\.\*)?")
-"""transformers' pattern of a whole layer of some number: that of one published model."""
+"""Form of transformers' patterns for a complete layer with a fixed number, from one published model."""
 
 
 @dataclass(frozen=True, slots=True)
 class MTPParts:
-    """Where a checkpoint has the parts of an MTP layer that can be trained, by the names of modules.
+    """Module names of the trainable parts of an MTP layer in a checkpoint.
 
     Args:
-        layer: the beginning of the names of the decoder layer's tensors.
-        embedding_norm, hidden_norm: the norms of what is joined.
-        joint: the projection that joins embedding and hidden state, in this order.
-        norm: the norm after the layer.
-        input, output: copies of the model's own embeddings; empty if there are none.
+        layer: Prefix of the decoder layer's tensors.
+        embedding_norm, hidden_norm: Norms of the inputs of `joint`.
+        joint: Projection of the concatenation of embedding and hidden state.
+        norm: Norm after the layer.
+        input, output: Copies of the model's embeddings; empty if there are none.
     """
 
     layer: str
@@ -59,11 +61,11 @@ class MTPParts:
 
     @classmethod
     def of(cls, form: MTPForm, number: int) -> MTPParts:
-        """The parts of a layer.
+        """Return the names for a layer.
 
         Args:
-            form: how it is made.
-            number: of the layer after the decoder's last.
+            form: Form of its names.
+            number: Number of the first layer after the decoder.
         """
         if form is MTPForm.PREFIXED:
             before = "mtp.pre_fc_norm_"
@@ -74,21 +76,21 @@ class MTPParts:
 
     @property
     def others(self) -> list[str]:
-        """All but the decoder layer."""
+        """All names except the decoder layer."""
         parts = (self.embedding_norm, self.hidden_norm, self.joint, self.norm, self.input, self.output)
         return [part for part in parts if part]
 
 
 class MTPNames:
-    """The names that MTP weights of a model's checkpoints have.
+    """Names of MTP weights in a model's checkpoints.
 
     Args:
-        model: the model; its configuration says how many layers there are, its classes' patterns what they are called.
+        model: The model. Its configuration has the number of layers, and its classes have the patterns of names.
 
     Attributes:
-        first: the number of the layer after the decoder's last; -1 where the configuration does not say.
-        announced: how many MTP layers the configuration announces.
-        key: by which key.
+        first: Number of the first layer after the decoder; -1 if the configuration has no number of layers.
+        announced: Number of MTP layers in the configuration.
+        key: Key of that number.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -100,12 +102,12 @@ class MTPNames:
 
     @cached_property
     def prefixed(self) -> list[tuple[str, re.Pattern[str]]]:
-        """Patterns of MTP weights with a prefix of their own, each with the name of the model that they are in."""
+        """Patterns of MTP weights with a separate prefix, each with the name of the model that contains them."""
         return [(inside, re.compile(pattern)) for inside, pattern in self._upstream if "mtp" in pattern]
 
     @cached_property
     def numbered(self) -> list[tuple[str, re.Pattern[str]]]:
-        """Patterns of MTP weights that are numbered on, likewise."""
+        """Patterns of MTP weights with numbers after the decoder's, each with the name of the containing model."""
         if self.first < 0:
             return []
         found = [(inside, _NUMBERED.fullmatch(pattern)) for inside, pattern in self._upstream if "mtp" not in pattern]
@@ -113,7 +115,7 @@ class MTPNames:
 
     @cached_property
     def _upstream(self) -> list[tuple[str, str]]:
-        """transformers' patterns of MTP weights: the model's, or else those of the models in it, each with its name."""
+        """transformers' patterns of MTP weights: the model's, or those of its submodels, each with its name."""
         for name, module in self._model.named_modules():
             if isinstance(module, PreTrainedModel):
                 patterns = dict.fromkeys(module._keys_to_ignore_on_load_unexpected or ())
@@ -127,12 +129,12 @@ class MTPNames:
         return bool(self.prefixed or self.numbered)
 
     def may_be(self, key: str) -> bool:
-        """Whether a tensor that the model does not have may be an MTP weight, by its name alone."""
+        """Return True if an unknown tensor may be an MTP weight according to its name."""
         return self._has_prefix(key) or self._number(key) is not None
 
     @staticmethod
     def is_pattern(pattern: str) -> bool:
-        """Whether one of transformers' patterns is of MTP weights."""
+        """Return True if one of transformers' patterns is for MTP weights."""
         return "mtp" in pattern or _NUMBERED.fullmatch(pattern) is not None
 
     def among(self, unknown: Collection[str]) -> list[str]:

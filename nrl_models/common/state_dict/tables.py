@@ -1,4 +1,4 @@
-"""The tables of a model's layouts: for each Hugging Face tensor the parameter that holds it, and the view of it."""
+"""Tables of a model's layouts: for each Hugging Face tensor, the parameter that holds it and the view of it."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ class OtherLayout(Hashable, Protocol):
     """Another library's names and shapes: `nrl_models.megatron.layout.MegatronRank`."""
 
     def table(self, adapter: LayoutTables) -> dict[str, HFTensor]:
-        """Its tensors, by name, made of those of `adapter.transformers`.
+        """Return the layout's tensors by name, as views of `adapter.transformers`.
 
         Raises:
-            StateDictError: the model has tensors that it has no place for.
+            StateDictError: If the layout has no equivalent of some tensors.
         """
 
 
 Layout = Literal["hub", "transformers"] | OtherLayout
-"""`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained` writes (experts one by
-one); of a model that was loaded, its checkpoint's own names. `transformers`: those of transformers' modules in memory
-(experts stacked). They differ only where transformers converts on loading. Or another library's."""
+"""`hub`: names and shapes of published checkpoints (separate experts), which engines read and `save_pretrained` writes;
+for a loaded model, those of its checkpoint. `transformers`: names and shapes of transformers' modules in memory
+(stacked
+experts). They only differ if transformers converts on loading. Or the layout of another library."""
 
 
 class LayoutTables:
-    """Where each tensor of a model is in Hugging Face's layouts, and in those of other libraries.
+    """Tables of a model's tensors in Hugging Face's layouts and those of other libraries.
 
     Args:
-        model: the model the tables are made from; real or on meta. Only names, shapes, dtypes and the conversions of
-            its checkpoint are read, and no reference is kept.
+        model: The model, with values or on meta. Only names, shapes, dtypes and the conversions of its checkpoint are
+            read, and no reference is kept.
 
     Attributes:
-        config: the model's configuration.
-        own: the model's own tensors, by name.
-        hub: the hub's tensors, by name, in the order transformers saves them.
-        transformers: transformers' in-memory tensors, by name, in the order of its `state_dict()`.
-        tied: for each own tensor that was tied to another when the tables were made, the name of the one that is
-            saved. `retied` gives the tables with a model's present ties.
+        config: The model's configuration.
+        own: The model's own tensors by name.
+        hub: The hub's tensors by name, in the order in which transformers saves them.
+        transformers: transformers' tensors in memory by name, in the order of its `state_dict()`.
+        tied: For each own tensor that was tied when the tables were created, the name of the one that is saved. Use
+            `retied` to update it.
     """
 
     @no_collections()
@@ -74,10 +75,10 @@ class LayoutTables:
         self._in_transformers = _by_parameter(self.transformers)
 
     def retied(self, model: nn.Module) -> Self:
-        """Return the same tables with what is tied in `model` now.
+        """Return the same tables with the current ties of `model`.
 
-        All ties stay if the model does not have all names: a pipeline's stages, which keep equal what they have in
-        common, and parameters that FSDP1 has flattened.
+        If names of the model are missing, all ties are kept. Names are missing in pipeline stages (which keep shared
+        parameters equal) and in models flattened by FSDP1.
         """
         lacks_names = getattr(model, "stages", None) is not None or is_flattened(model)
         return self if lacks_names else self._with_ties(tied_names(model))
@@ -90,23 +91,23 @@ class LayoutTables:
         return changed
 
     def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
-        """The Hugging Face tensors that hold parts of own tensor `name`, in one layout.
+        """Return the Hugging Face tensors that hold parts of own tensor `name` in a layout.
 
         Raises:
-            KeyError: `name` is no tensor of the model.
+            KeyError: If `name` is not a tensor of the model.
         """
         if name not in self.own:
-            raise KeyError(f"{name} is no tensor of this model")
+            raise KeyError(f"{name} is not a tensor of this model")
         table = self.layout(layout)
         if not isinstance(layout, str):
             return [tensor for tensor in table.values() if name in tensor.parameters]
         return (self._in_hub if table is self.hub else self._in_transformers)[name]
 
     def layout(self, layout: Layout) -> dict[str, HFTensor]:
-        """The table of one layout.
+        """Return the table of a layout.
 
         Raises:
-            StateDictError: the model has tensors that another library's layout has no place for.
+            StateDictError: If another library's layout has no equivalent of some tensors.
         """
         if layout == "hub":
             return self.hub
@@ -121,7 +122,7 @@ class LayoutTables:
         return self._others[layout]
 
     def table_for(self, keys: Collection[str]) -> Mapping[str, HFTensor]:
-        """The table of the layout that `keys` are named in; if they are mixed, both tables, and what `find` finds."""
+        """Return the table of the layout with names `keys`. If they are mixed, both tables, and results of `find`."""
         for table in (self.transformers, self.hub):
             if all(key in table for key in keys):
                 return table
@@ -129,7 +130,7 @@ class LayoutTables:
         return both | {key: tensor for key in keys if key not in both and (tensor := self.find(key)) is not None}
 
     def find(self, name: str) -> HFTensor | None:
-        """The hub's tensor of this name, or of another that transformers reads as the same; None if there is none."""
+        """Return the hub's tensor for a name, including older names that transformers reads; None if there is none."""
         if name in self.hub:
             return self.hub[name]
         renamed = layouts.renamed_keys([name], self._conversions, Renaming())[name]
@@ -137,9 +138,9 @@ class LayoutTables:
 
     @cached_property
     def _by_renamed(self) -> dict[str, HFTensor]:
-        """The hub's tensors by what transformers renames them to when it loads, without the base model's prefix.
+        """The hub's tensors by the names that transformers gives them on loading, without the base model's prefix.
 
-        Those that become one name are left out.
+        Leaves out tensors that are merged into one.
         """
         renamed = layouts.renamed_keys(self.hub, self._conversions, Renaming())
         names = {name: new.removeprefix(self._prefix) for name, new in renamed.items()}
@@ -147,7 +148,7 @@ class LayoutTables:
         return {new: self.hub[name] for name, new in names.items() if count[new] == 1}
 
     def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
-        """Names of what own tensor `name` lacks if only `given` are there, in the layout that `given` are named in."""
+        """Return names of missing parts of own tensor `name` if only `given` exist, in the layout of `given`."""
         layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
         there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
         return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
@@ -156,24 +157,24 @@ class LayoutTables:
         """Check that tensors are the model's own, all or some.
 
         Raises:
-            StateDictError: names that are not the model's, or shapes that are not the parameter's.
+            StateDictError: If names are not the model's, or shapes are not the parameters'.
         """
         unknown = [name for name in state_dict if name not in self.own]
-        problems = [Problem(ProblemKind.UNEXPECTED, name, "is no tensor of this model") for name in unknown]
+        problems = [Problem(ProblemKind.UNEXPECTED, name, "is not a tensor of this model") for name in unknown]
         if problems := problems + self.other_shapes(state_dict):
             raise StateDictError("state dict is not this model's", problems)
 
     def exported(self, layout: Layout) -> dict[str, HFTensor]:
-        """A layout's table without tied duplicates."""
+        """Return a layout's table without tied duplicates."""
         return {name: tensor for name, tensor in self.layout(layout).items() if tensor.parameters[0] not in self.tied}
 
     def is_zero_copy(self, tensor: HFTensor) -> bool:
-        """Whether a tensor is a view of a single parameter."""
+        """Return True if a tensor is a view of a single parameter."""
         view = tensor.view
         return view is not None and view.place_in(self.own[view.parameter].shape).strides is not None
 
     def other_shapes(self, tensors: Mapping[str, torch.Tensor]) -> list[Problem]:
-        """The model's own tensors that are given in another shape."""
+        """Return a problem for each of the model's own tensors with a wrong shape."""
         return [
             Problem(ProblemKind.SHAPE, name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
             for name, tensor in tensors.items()

@@ -1,6 +1,7 @@
-"""Which tensors of a model are tied, read from its memory and its configuration at the time of the call.
+"""Find the tied tensors of a model, from its current memory and configuration.
 
-Nothing is remembered from loading: weights are untied by hand, by PEFT's merge, by resizing, by quantization.
+Ties are not remembered from loading, because weights can be untied later: by hand, by merging PEFT adapters, by
+resizing, or by quantization.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from nrl_models.common.modules import named_tensors, own_modules, without_wrappe
 
 
 def declared_ties(model: nn.Module) -> dict[str, str]:
-    """Return what the present configuration ties: for each tensor the name of the one that is saved in its place.
+    """Return the ties of the current configuration: for each tensor, the name of the one that is saved instead.
 
     Args:
-        model: A model, which may be wrapped. The result has no tensors that it lacks.
+        model: A model, which may be wrapped. Tensors that it lacks are not in the result.
     """
     plain = without_wrappers(model)
     if not isinstance(plain, PreTrainedModel):
@@ -30,16 +31,16 @@ def declared_ties(model: nn.Module) -> dict[str, str]:
     names = {name for name, *_ in named_tensors(plain)}
     try:
         ties = plain.get_expanded_tied_weights_keys(all_submodels=True)
-    except ValueError:  # a pattern whose tensors were removed from the model: what remains was tied when it was built
+    except ValueError:  # a pattern for tensors that were removed: the remaining ones were tied when it was built
         ties = plain.all_tied_weights_keys
     return {name: kept for name, kept in ties.items() if {name, kept} <= names}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the tensors that are tied now: those that `declared_ties` has, if both names are one memory.
+    """Return the current ties: those in `declared_ties` whose two names share memory.
 
-    Nothing is remembered from loading: a model may have been untied since, by hand or by a library (PEFT's merge).
-    Of tensors without memory, on meta, the configuration decides.
+    Ties are not remembered from loading, because weights can be untied later, by hand or by a library (PEFT's merge).
+    For tensors on meta, the configuration decides.
     """
     tensors = {name: tensor for name, _, _, tensor in named_tensors(model)}
     return {
@@ -52,7 +53,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def are_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return True if two tensors are the same object, or plain tensors over the same memory.
 
-    Addresses of other tensors, such as DTensors, say nothing.
+    Addresses of other tensors, such as DTensors, are not comparable.
     """
     if first is second:
         return True
@@ -87,7 +88,7 @@ def tying_keys(model: nn.Module, names: Iterable[str], *, tie: bool = True) -> l
     Args:
         model: A model, which may be wrapped.
         names: Tensors that its classes may tie to others.
-        tie: What these keys say at present.
+        tie: Current value of these keys.
     """
     plain = without_wrappers(model)
     configs = list(_configs(getattr(plain, "config", None), ""))
@@ -116,11 +117,11 @@ def as_keywords(keys: Iterable[str], value: bool) -> str:
 
 @contextmanager
 def ties_as_read(model: PreTrainedModel) -> Iterator[None]:
-    """While a model's configuration is written, have it say of ties what it will say when it is read.
+    """Context manager for writing a model's configuration such that reading it results in the same ties.
 
-    Some classes derive one part's `tie_word_embeddings` from another's when they are read: Qwen2.5-VL's takes a `True`
-    in `text_config` for the whole model. Where that would change a key, the keys without effect on this model are set
-    to the value of those that have one.
+    When they are read, some classes derive the `tie_word_embeddings` of one part from another's. For example,
+    Qwen2.5-VL applies `True` in `text_config` to the complete model. If that would change a key, the keys without
+    effect on this model get the value of the effective ones.
     """
     parts = {path: part for path, part in _configs(model.config, "") if hasattr(part, "tie_word_embeddings")}
     changed: list[Any] = []
@@ -145,7 +146,7 @@ def _ties(config: Any) -> bool:
 
 
 def _configs(config: Any, path: str) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """A configuration and those in it, each with what comes before its keys."""
+    """Yield a configuration and its sub-configurations, each with the prefix of its keys."""
     if isinstance(config, PreTrainedConfig):
         yield path, config
         for name in config.sub_configs:

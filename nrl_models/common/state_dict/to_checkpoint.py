@@ -27,19 +27,19 @@ from nrl_models.errors import CheckpointError, Problem, ProblemKind
 def to_checkpoint(
     model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None = None, *, original_format: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The tensors transformers would save for `model`, see `checkpoint_layout`.
+    """Return the tensors that transformers would save for `model`, see `checkpoint_layout`.
 
-    With them those the checkpoint held and the model keeps (`FamilyModel.keeps_unused`, weights of multi-token
+    Also returns checkpoint tensors that the model keeps (`FamilyModel.keeps_unused`, weights of multi-token
     prediction), under the checkpoint's names in any format.
 
     Args:
-        model: the model.
-        state_dict: own tensors to use in place of the model's; all or some.
-        original_format: see `checkpoint_layout`.
+        model: The model.
+        state_dict: Own tensors that replace the model's; all or some.
+        original_format: See `checkpoint_layout`.
 
     Raises:
-        CheckpointError: configuration and model disagree on tied weights, or tensors have no values.
-        StateDictError: `state_dict` is not this model's.
+        CheckpointError: If configuration and model disagree on tied weights, or tensors have no values.
+        StateDictError: If `state_dict` is not this model's.
     """
     adapter = adapter_of(model)
     if state_dict is None:
@@ -49,7 +49,7 @@ def to_checkpoint(
         state_dict = dict(Gathered({own_name(name): tensor for name, tensor in state_dict.items()}))
         adapter.check_own(state_dict)
         _check_given_ties(model, state_dict)
-        # One name of a tie stands for both, whichever is given.
+        # For a tied tensor, either name is sufficient.
         tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}
         state_dict = {**tied, **state_dict}
     table = checkpoint_layout(model, adapter, original_format=original_format)
@@ -61,14 +61,14 @@ def to_checkpoint(
 def checkpoint_layout(
     model: PreTrainedModel, adapter: StateDictAdapter, *, original_format: bool = True
 ) -> dict[str, HFTensor]:
-    """The tensors transformers would save for `model`, by name.
+    """Return the tensors that transformers would save for `model`, by name.
 
-    transformers saves a model in the layout it was loaded from, whatever the hub's is; a new model in the hub's.
+    transformers saves a loaded model in the layout of its checkpoint, and a new model in the hub's.
 
     Args:
-        model: the model.
-        adapter: its adapter.
-        original_format: False for the layout that transformers' class has in memory (`save_original_format`).
+        model: The model.
+        adapter: The model's adapter.
+        original_format: False for the layout in memory of transformers' class (`save_original_format`).
     """
     left_out = set(model._keys_to_ignore_on_save or ()) | adapter.tied.keys()
     loaded_with = loaded_conversions(model)
@@ -83,7 +83,7 @@ def checkpoint_layout(
 
 
 def _values(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, torch.Tensor]:
-    """The model's own tensors; those that accelerate offloads or `fully_shard` divides are fetched."""
+    """Return the model's own tensors. Loads offloaded ones (accelerate), and gathers sharded ones (`fully_shard`)."""
     own = dict(Gathered(adapter.own_tensors(model)))
     if any("_hf_hook" in vars(module) and has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
@@ -100,18 +100,18 @@ def _values(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, torc
 def check_ties(
     model: PreTrainedModel, adapter: StateDictAdapter, values: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> None:
-    """Check that a model's memory and its configuration agree on what is tied, so that reloading gives the same model.
+    """Check that a model's memory and configuration agree on ties, so that reloading results in the same model.
 
     Args:
-        model: the model.
-        adapter: its adapter, with its present ties.
-        values: of tensors on meta, which accelerate offloads: these are compared by value.
+        model: The model.
+        adapter: The model's adapter with its current ties.
+        values: Values of offloaded tensors (on meta), which are compared by value.
 
     Raises:
-        CheckpointError: they disagree.
+        CheckpointError: If they disagree.
     """
     if getattr(model, "stages", None) is not None or is_flattened(model):
-        return  # what stages have in common is kept equal, and is in the memory of several ranks
+        return  # shared parameters of stages are kept equal, in the memory of several ranks
     declared = declared_ties(model)
     apart = {name: kept for name, kept in declared.items() if name not in adapter.tied}
     apart |= {
@@ -131,7 +131,7 @@ def check_ties(
 
 
 def _check_given_ties(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> None:
-    """Check tensors that are given in place of the model's: what the configuration ties must have the same values."""
+    """Check that passed tensors have equal values if the configuration ties them."""
     ties = {name: kept for name, kept in declared_ties(model).items() if {name, kept} <= given.keys()}
     if apart := {name: kept for name, kept in ties.items() if not have_same_values(given[name], given[kept])}:
         _refuse(model, _apart(apart), apart)
@@ -146,5 +146,5 @@ def _apart(ties: Mapping[str, str]) -> list[Problem]:
 
 def _refuse(model: PreTrainedModel, problems: list[Problem], apart: Mapping[str, str]) -> NoReturn:
     keys = [f"model.config.{key}" for key in tying_keys(model, apart)] or ["model.config.tie_word_embeddings"]
-    advice = f"call model.tie_weights(), or set {' and '.join(keys)} to what the model is"
+    advice = f"call model.tie_weights(), or set {' and '.join(keys)} to match the model"
     raise CheckpointError(f"{class_name(model)} and its configuration disagree on tied weights", problems, [advice])

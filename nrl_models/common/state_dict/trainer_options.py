@@ -1,8 +1,10 @@
-"""What NeMo Automodel and NeMo RL pass to a `state_dict_adapter`, and what it means to ours.
+"""Options that NeMo Automodel and NeMo RL pass to a `state_dict_adapter`, and their effect here.
 
-`exclude_key_regex` is honoured. `quantization=True` asks for the tensors of a quantised checkpoint (8-bit weights and
-their scales) as places to read it into; here weights are read and dequantised by `from_pretrained`. `device_mesh` of
-`from_hf` asks for this rank's experts only. The rest is in `WITHOUT_EFFECT`.
+- `exclude_key_regex` is supported.
+- `quantization=True` raises an error. It requests 8-bit weights and scales, as targets for reading a quantized
+  checkpoint. Here, `from_pretrained` reads and dequantizes such checkpoints.
+- `device_mesh` of `from_hf` raises an error if it shards experts. It requests only the experts of this rank.
+- Keywords in `WITHOUT_EFFECT` are ignored.
 """
 
 from __future__ import annotations
@@ -16,25 +18,25 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 WITHOUT_EFFECT = {
-    "device_mesh": "where experts are divided; of sharded tensors views are given where a rank has them",
-    "for_checkpoint_load": "asks for views rather than copies, which are always given",
-    "legacy_paramwrapper_layout": "how adapters on Automodel's own expert layers are saved, which are not used here",
-    "v4_compatible": "as `legacy_paramwrapper_layout`; of weights it changes nothing there either",
+    "device_mesh": "the mesh that shards experts; views of sharded tensors are returned if a rank has them",
+    "for_checkpoint_load": "requests views rather than copies; views are always returned",
+    "legacy_paramwrapper_layout": "format of adapters on Automodel's expert layers, which are not used here",
+    "v4_compatible": "format of adapters, as `legacy_paramwrapper_layout`; no effect on weights in Automodel either",
 }
-"""Keywords of `to_hf` and `convert_single_tensor_to_hf` that Automodel 0.7 passes, with why nothing follows."""
+"""Keywords of `to_hf` and `convert_single_tensor_to_hf` in Automodel 0.7 that are ignored, with the reason."""
 
 
 def check_options(quantization: bool, options: Mapping[str, Any]) -> None:
-    """Check what a trainer passes to `to_hf`.
+    """Check the options that a trainer passes to `to_hf`.
 
     Raises:
-        UnknownArgumentError: tensors of a quantised checkpoint are asked for, or a keyword is not known.
+        UnknownArgumentError: If `quantization` is True, or a keyword is unknown.
     """
     if quantization:
         raise UnknownArgumentError(
-            "quantization=True asks for 8-bit tensors and their scales, and these are the weights that the model "
-            "computes with. Expected quantization=False; nrl_models.AutoModelForCausalLM.from_pretrained reads a "
-            "quantised checkpoint and dequantises it."
+            "quantization=True requests 8-bit tensors and their scales, but this adapter converts the weights that the "
+            "model computes with. Expected quantization=False; nrl_models.AutoModelForCausalLM.from_pretrained reads a "
+            "quantized checkpoint and dequantizes it."
         )
     if unknown := sorted(options.keys() - WITHOUT_EFFECT.keys()):
         known = ", ".join(("exclude_key_regex", "layout", "quantization", *WITHOUT_EFFECT))
@@ -42,17 +44,17 @@ def check_options(quantization: bool, options: Mapping[str, Any]) -> None:
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Check that no experts are divided over the mesh that a trainer passes to `from_hf`.
+    """Check that the mesh that a trainer passes to `from_hf` does not shard experts.
 
     Raises:
-        ShardingError: they are.
+        ShardingError: If it does.
     """
     if mesh is None:
         return
     experts = mesh["ep"] if "ep" in (mesh.mesh_dim_names or ()) else mesh
     if experts.size() > 1:
-        detail = f"divides experts over {experts.size()} ranks; from_hf gives them all"
-        advice = "call from_hf without it, and load_state_dict of a model sharded by nrl_models takes each rank's share"
+        detail = f"shards experts over {experts.size()} ranks, but from_hf returns all of them"
+        advice = "call from_hf without it; load_state_dict of a model sharded by nrl_models selects each rank's share"
         raise ShardingError(
             "experts cannot be divided", [Problem(ProblemKind.MESH, "device_mesh", detail, None, advice)]
         )

@@ -1,1 +1,1 @@
-"""What is not this library's: servers and their keys, links that leave a directory, directories of somebody else."""
+"""Checks of untrusted resources: servers and their keys, links out of a directory, directories of other programs."""

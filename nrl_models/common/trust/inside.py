@@ -1,34 +1,34 @@
-"""The files of a directory, without what its links would bring in from elsewhere."""
+"""List the files of a directory, without files that its links would include from elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from nrl_models.common.checkpoint.generations import plain
+from nrl_models.common.checkpoint.generations import contents_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 
 def files_inside(
     folder: Path, ignored: Callable[[str, list[str]], Collection[str]], left_out: Collection[Path] = ()
 ) -> dict[Path, Path]:
-    """The files in a directory and below: for each path, relative to it, the file itself.
+    """Return the files in a directory and its subdirectories: relative path to actual file.
 
-    Links are followed to what is inside, be they chains or absolute, to files or to directories. In a snapshot of the
-    hub's cache all files are links to the repository's `blobs`, which count as inside. Where a save was interrupted,
-    `folder` is a directory in the checkpoint's, with links to what is beside it there.
+    Links to files or directories inside are followed, including chains and absolute links. In a snapshot of the hub's
+    cache, all files are links to the repository's `blobs`, which count as inside. After an interrupted save, `folder`
+    is a directory inside the checkpoint's, with links to files of the checkpoint's directory.
 
     Args:
-        folder: the directory.
-        ignored: names to leave out, as `shutil.ignore_patterns` gives them.
-        left_out: directories to leave out.
+        folder: The directory.
+        ignored: Function that returns names to skip, as from `shutil.ignore_patterns`.
+        left_out: Directories to skip.
 
     Raises:
-        CheckpointError: links that lead elsewhere, nowhere, or to a directory they are in; what is neither a file nor a
-            directory. All of them.
+        CheckpointError: If links lead outside, to nothing, or to a directory that contains them, or an entry is neither
+            a file nor a directory. Lists all of them.
     """
     root = folder.resolve()
-    found = _Files([plain(root), *_blobs(root)], {path.resolve() for path in left_out}, ignored)
+    found = _Files(contents_of(root), {path.resolve() for path in left_out}, ignored)
     files = dict(found.below(folder, Path(), (root,)))
     if found.problems:
         advice = "put the files themselves into the directory, or remove the links"
@@ -36,12 +36,8 @@ def files_inside(
     return files
 
 
-def _blobs(root: Path) -> list[Path]:
-    return [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
-
-
 class _Files:
-    """Walks a directory, and collects what is wrong."""
+    """Walks a directory, and collects problems."""
 
     def __init__(
         self, allowed: list[Path], left_out: set[Path], ignored: Callable[[str, list[str]], Collection[str]]
@@ -50,7 +46,7 @@ class _Files:
         self.problems: list[Problem] = []
 
     def below(self, folder: Path, at: Path, parents: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
-        """Files of `folder`, which is `at` in the whole, in the directories `parents`."""
+        """Yield the files of `folder`, which has relative path `at` and parent directories `parents`."""
         names = sorted(path.name for path in folder.iterdir())
         for name in sorted(set(names) - set(self.ignored(str(folder), names))):
             path, place = folder / name, at / name

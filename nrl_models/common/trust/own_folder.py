@@ -1,23 +1,23 @@
-"""Directories that this library keeps something in: it deletes and replaces only what is in these, by its own names."""
+"""Directories owned by this library. It only deletes and replaces files in these, by its own names."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 MARKER = ".nrl_models"
-"""The file in such a directory that says what it is for."""
+"""File that marks such a directory. It contains the directory's purpose."""
 
 
 def claim(folder: Path, purpose: str) -> bool:
-    """Make `folder` one that this library keeps something in.
+    """Make `folder` a directory owned by this library.
 
     Args:
-        folder: created if need be.
-        purpose: what it keeps, in a few words.
+        folder: The directory; created if necessary.
+        purpose: Contents of the directory in a few words.
 
     Returns:
-        Whether it is one now, or was: a directory that is new, empty, or marked for that purpose. Any other is
-        somebody else's, and nothing in it has been touched.
+        True if the directory was new, empty, or already marked for that purpose. False for any other directory, which
+        is then unchanged.
     """
     marker = folder / MARKER
     if marker.is_file():
@@ -27,3 +27,18 @@ def claim(folder: Path, purpose: str) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     marker.write_text(purpose + "\n")
     return True
+
+
+def default_folder(command: str, checkpoint: str | Path, digest: str) -> Path:
+    """Return `COMMAND/NAME-DIGEST` in the current directory. Creates `COMMAND`, which git ignores.
+
+    Args:
+        command: Name of the command that saves results.
+        checkpoint: Path of the checkpoint; NAME is its last part.
+        digest: Hash of all inputs of the results; DIGEST is its first 8 characters.
+    """
+    parent = Path(command)
+    if not parent.exists():
+        parent.mkdir()
+        (parent / ".gitignore").write_text("*\n")
+    return parent / f"{Path(checkpoint).resolve().name}-{digest[:8]}"

@@ -1,4 +1,4 @@
-"""Names of engines and addresses of servers, and what of them must not be shown. Imports nothing heavy."""
+"""Names of engines and addresses of servers, and detection of secrets in them. Has no heavy imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 from nrl_models.errors import EngineError
 
 TRANSFORMERS_BACKEND = "vllm-transformers"
-"""vLLM with transformers' modelling code in place of classes of its own."""
+"""vLLM running transformers' model classes (`model_impl="transformers"`)."""
 
 VLLMS = ("vllm", TRANSFORMERS_BACKEND)
 """Names of vLLM."""
@@ -24,7 +24,7 @@ _IN_ADDRESS = re.compile(r"//[^/\s]*@")
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option of this name holds a secret: `api_key`, `hf_token`, `password`."""
+    """Return True if the name of an option suggests a secret: `api_key`, `hf_token`, `password`."""
     return _SECRET.search(name) is not None
 
 
@@ -34,7 +34,7 @@ def shown_argument(argument: str) -> str:
 
 
 def hidden(text: str, secrets: Iterable[str]) -> str:
-    """`text` without `secrets`, also where they stand in it as JSON or as part of an address."""
+    """Remove `secrets` from `text`, also in JSON-escaped form and as part of an address."""
     for secret in filter(None, secrets):
         for form in (secret, json.dumps(secret)[1:-1], quote(secret, safe="")):
             text = text.replace(form, "...")
@@ -42,11 +42,11 @@ def hidden(text: str, secrets: Iterable[str]) -> str:
 
 
 def server_address(text: str) -> str:
-    """The address of a server, without a slash or `/v1` at its end.
+    """Return the address of a server without a trailing slash or `/v1`.
 
     Raises:
-        EngineError: it is no `http://` or `https://` address, or has more in it than a host, a port and a path. A user
-            and a password are not repeated in the message.
+        EngineError: If it is not an `http://` or `https://` address, or has more than a host, a port and a path. The
+            message does not repeat a user and password.
     """
     try:
         parts = urlsplit(text)
@@ -55,21 +55,21 @@ def server_address(text: str) -> str:
         parts, port = urlsplit(""), None
     if "@" in text:
         raise EngineError(
-            "a server's address has a user and a password in it, which would be shown wherever it is: expected "
+            "a server's address contains a user and a password, which reports would show: expected "
             "http://HOST:PORT, and a key as --engine-option api_key=KEY"
         )
     rest = parts.query or parts.fragment or text.endswith(("?", "#"))
     plain = text.isascii() and text.isprintable() and not any(letter in text for letter in " \\")
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or rest or not plain:
-        raise EngineError(f"{text!r} is no server's address: expected http://HOST:PORT or https://HOST:PORT")
+        raise EngineError(f"{text!r} is not a server's address: expected http://HOST:PORT or https://HOST:PORT")
     return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
 
 
 def require_engine(name: str) -> None:
-    """Require that this is the name of an engine, or an address without a user and password in it.
+    """Check that `name` is an engine's name, or an address without a user and password.
 
     Raises:
-        EngineError: it is neither.
+        EngineError: If it is neither.
     """
     if name.startswith(("http://", "https://")):
         server_address(name)

@@ -1,4 +1,4 @@
-"""Boxes: a tensor joined from several parameters, as axis-aligned regions that steps can be applied to."""
+"""Boxes: axis-aligned regions of a tensor assembled from several parameters, to which steps can be applied."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class NotAViewError(NRLModelsError):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A region of a joined tensor, and the view of a parameter that fills it.
+    """A region of an assembled tensor, and the view of a parameter that fills it.
 
     Args:
-        view: of shape `shape`.
-        offset: where the region begins, in each dimension of the joined tensor.
-        shape: its size in each dimension.
+        view: View of shape `shape`.
+        offset: Offset of the region, per dimension of the assembled tensor.
+        shape: Size of the region, per dimension.
     """
 
     view: View
@@ -59,7 +59,7 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], pieces: Sequence[Piece]) -> list[Box]:
-    """The boxes of a joined tensor of `shape`. Regions of pieces consist of `narrow` steps."""
+    """Return the boxes of an assembled tensor of `shape`. Regions of pieces consist of `narrow` steps."""
     boxes = []
     for piece in pieces:
         offset, size = [0] * len(shape), list(shape)
@@ -73,7 +73,7 @@ def boxes_of(shape: Sequence[int], pieces: Sequence[Piece]) -> list[Box]:
 
 
 def pieces_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Piece, ...]:
-    """The pieces of a joined tensor of `shape`: one `narrow` for each dimension that a box does not fill."""
+    """Return the pieces of an assembled tensor of `shape`, with a `narrow` for each dimension a box does not fill."""
 
     def region(box: Box) -> Iterator[Step]:
         for dim, (start, length, whole) in enumerate(zip(box.offset, box.shape, shape, strict=True)):
@@ -84,10 +84,10 @@ def pieces_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Piece, ...]:
 
 
 def step_boxes(boxes: Sequence[Box], shape: Sequence[int], method: str, args: tuple[int, ...]) -> list[Box]:
-    """Apply one step to a joined tensor of `shape`.
+    """Apply one step to an assembled tensor of `shape`.
 
     Raises:
-        NotAViewError: a reshape divides a dimension that a box fills only in part.
+        NotAViewError: If a reshape splits a dimension that a box fills only in part.
     """
     if method == "narrow":
         return [new for box in boxes if (new := box.narrowed(*args)) is not None]
@@ -99,7 +99,7 @@ def step_boxes(boxes: Sequence[Box], shape: Sequence[int], method: str, args: tu
 
 
 def _reshaped(box: Box, old: tuple[int, ...], new: tuple[int, ...]) -> list[Box]:
-    """The box in a tensor reshaped from `old` to `new`; several boxes where rows of it move apart."""
+    """Return the box in a tensor reshaped from `old` to `new`; several boxes if its rows are no longer adjacent."""
     boxes, done = [box], 0
     for before, after in dimension_runs(old, new):
         dims = range(done, done + len(before))
@@ -109,7 +109,7 @@ def _reshaped(box: Box, old: tuple[int, ...], new: tuple[int, ...]) -> list[Box]
 
 
 def _run_reshaped(box: Box, dims: range, before: Sequence[int], after: Sequence[int]) -> list[Box]:
-    """Replace the dimensions `dims` of a box, of sizes `before` in the joined tensor, by ones of sizes `after`."""
+    """Replace the dimensions `dims` of a box, with full sizes `before`, by dimensions with full sizes `after`."""
     first, last = dims.start, dims.stop
     sizes = box.shape[first:last]
     if list(before) == list(after):
@@ -120,7 +120,7 @@ def _run_reshaped(box: Box, dims: range, before: Sequence[int], after: Sequence[
         return [Box(box.view.then("reshape", *shape), offset, shape)]
     if len(after) != 1:
         raise NotAViewError(f"a reshape of {list(before)} to {list(after)} is not a view of a region of {list(sizes)}")
-    # Dimensions behind the last partial one are filled; those before it become separate boxes.
+        # Dimensions after the last partial one are filled. Dimensions before it are split into separate boxes.
     partial = max(dim for dim, size in enumerate(sizes) if size != before[dim])
     inner = prod(before[partial + 1 :])
     length = sizes[partial] * inner
@@ -139,7 +139,7 @@ def _run_reshaped(box: Box, dims: range, before: Sequence[int], after: Sequence[
 
 def dimension_runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Runs of dimensions of `old` and of `new` that hold the same elements, as short as possible."""
-    if prod(old) == 0:  # nothing to keep apart, and no products to compare
+    if prod(old) == 0:  # empty, so products of sizes cannot be compared
         return [(list(old), list(new))]
     result: list[tuple[list[int], list[int]]] = []
     left, right = list(old), list(new)

@@ -1,4 +1,4 @@
-"""Tensors without data that record, as views of parameters, what transformers' conversions do to them."""
+"""Tensors without data that record the operations of transformers' conversions as views of parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nrl_models.common.views.view import META, Piece, View, place_of
 
 
 class TracedTensor(torch.Tensor):
-    """A shape without data that records, as views, what is done to it.
+    """A shape without data that records operations as views.
 
-    transformers describes the hub's layout by operations on tensors (`chunk`, `transpose`, ...).
-    Running them on traced tensors turns that description into views: torch breaks each of them down into the few
-    operations of `_RULES`. Operations that compute something raise `NotAViewError`.
+    transformers describes the hub's layout by operations on tensors (`chunk`, `transpose`, ...). Running them on traced
+    tensors converts that description to views: torch decomposes each operation into the few in `_RULES`. Operations
+    that compute values raise `NotAViewError`.
     """
 
     pieces: tuple[Piece, ...]
@@ -57,7 +57,7 @@ class TracedTensor(torch.Tensor):
         return self
 
 
-# What each of torch's own operations means for a traced tensor. Arguments are named as torch names them.
+# Implementations of torch operations on traced tensors. Argument names are torch's.
 
 
 def _same(tensor: TracedTensor, *_: Any, **__: Any) -> TracedTensor:
@@ -134,13 +134,13 @@ def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
         for piece in tensor.pieces:
             pieces.append(Piece(piece.view, (("narrow", (dim, start, length)), *piece.region)))
         start += length
-    return TracedTensor.of_pieces(whole.shape, whole.dtype, _merge_neighbours(pieces, dim, whole.shape[dim]))
+    return TracedTensor.of_pieces(whole.shape, whole.dtype, _merge_neighbors(pieces, dim, whole.shape[dim]))
 
 
-def _merge_neighbours(pieces: list[Piece], dim: int, total: int) -> tuple[Piece, ...]:
-    """Join pieces that are contiguous both in the tensor and in the parameter.
+def _merge_neighbors(pieces: list[Piece], dim: int, total: int) -> tuple[Piece, ...]:
+    """Merge pieces that are contiguous both in the tensor and in the parameter.
 
-    So a tensor that the hub packs is one view where the model's parameter has its pieces in the same order.
+    A packed tensor of the hub becomes one view if the model's parameter has its pieces in the same order.
     """
     merged: list[Piece] = []
     for piece in pieces:
@@ -155,7 +155,7 @@ def _merge_neighbours(pieces: list[Piece], dim: int, total: int) -> tuple[Piece,
 
 
 def _join(left: Piece, right: Piece, dim: int) -> Piece | None:
-    """One piece in place of two, where a single `narrow` can say both on each side."""
+    """Merge two pieces if a single `narrow` can describe both regions and both views; else None."""
     same_place = left.view.parameter == right.view.parameter and left.view.steps[:-1] == right.view.steps[:-1]
     if not (same_place and left.view.steps and len(left.region) == len(right.region) == 1):
         return None

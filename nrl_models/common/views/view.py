@@ -1,9 +1,9 @@
-"""Views, as data: every Hugging Face tensor is a view of a parameter.
+"""Views as data: every Hugging Face tensor is a view of a parameter.
 
-A `View` says where in a parameter a tensor lies, as a short list of steps (`narrow`, `select`,
-`transpose`, `reshape`). Loading writes through views, saving and refit read through them, and
-tests check that together they cover each parameter exactly once. A view is independent of a model: it
-applies to any tensor of the parameter's shape (the weight, its gradient, an optimiser state).
+A `View` locates a tensor in a parameter by a short list of steps (`narrow`, `select`, `transpose`, `reshape`). Loading
+writes through views; saving and refits read through them. Tests check that the views of a parameter cover each element
+exactly once. A view is independent of the model: it applies to any tensor of the parameter's shape (the weight, its
+gradient, an optimizer state).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Step = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A region of a contiguous tensor: its shape, and the strides and offset that reach it.
+    """A region of a contiguous tensor.
 
     Args:
-        shape: the region's shape.
-        strides: in elements; None where no strides can express it (rows in another order, say).
-        offset: of its first element, in elements.
+        shape: Shape of the region.
+        strides: Strides in elements; None if no strides can express it (for example, rows in another order).
+        offset: Offset of its first element, in elements.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Place:
 
     @property
     def is_block(self) -> bool:
-        """Whether the elements follow one another in memory, in their order."""
+        """Whether the elements are consecutive in memory, in order."""
         packed = place_of(self.shape).strides
         if self.strides is None or packed is None:
             return False
@@ -45,34 +45,33 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A region of the parameter called `parameter`, reached by applying `steps` in order.
+    """A region of a parameter, defined by a list of steps.
 
     Args:
-        parameter: name in the model's own `state_dict()`.
-        steps: `narrow(dim, start, length)`, `select(dim, index)`, `transpose(dim0, dim1)` or
-            `reshape(*shape)`, with dimensions counted from the front. Where no strides can express a
-            `reshape` (a permutation of rows, as rotary weights need), reading copies; writing does not, but
-            then only reshapes may follow.
+        parameter: Name in the model's own `state_dict()`.
+        steps: `narrow(dim, start, length)`, `select(dim, index)`, `transpose(dim0, dim1)` or `reshape(*shape)`, with
+            non-negative dimensions. If no strides can express a `reshape` (a permutation of rows, as for rotary
+            weights), reading copies. Writing does not copy, but then only reshapes may follow.
     """
 
     parameter: str
     steps: tuple[Step, ...] = ()
 
     def then(self, method: str, *args: int) -> View:
-        """This view with another step."""
+        """Return this view with another step."""
         return View(self.parameter, (*self.steps, (method, args)))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The region of `tensor`: sharing its storage wherever strides can express the steps."""
+        """Return the region of `tensor`. It shares storage with `tensor` if strides can express the steps."""
         return apply_steps(tensor, self.steps)
 
     def region_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The region of `tensor`, always sharing its storage: of another shape if the last steps would copy.
+        """Return the region of `tensor`, always sharing its storage. The shape differs if the last steps would copy.
 
-        Those steps are reshapes, which change neither the elements nor their order.
+        Such steps are reshapes, which change neither the elements nor their order.
 
         Raises:
-            ValueError: another step follows one that would copy.
+            ValueError: If a step other than a reshape follows one that would copy.
         """
         for number, (method, args) in enumerate(self.steps):
             if method == "reshape" and not is_viewable(tensor, args):
@@ -88,7 +87,7 @@ class View:
         region.copy_(value.reshape(region.shape))
 
     def place_in(self, shape: Sequence[int]) -> Place:
-        """Where the region lies in a contiguous parameter of `shape`."""
+        """Return the region of this view in a contiguous parameter of `shape`."""
         return place_of(tuple(shape), self.steps)
 
     def __str__(self) -> str:
@@ -96,15 +95,15 @@ class View:
 
 
 STEPS = ("narrow", "reshape", "select", "transpose")
-"""What a step may be."""
+"""Tensor methods that a view may consist of."""
 
 
 @lru_cache(maxsize=2**16)
 def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
-    """Where `steps` lead in a contiguous tensor of `shape`: layers have the same steps, and models many layers.
+    """Return the region that `steps` select in a contiguous tensor of `shape`. Cached, because layers repeat steps.
 
     Raises:
-        ValueError: a step of another kind than those of `STEPS`.
+        ValueError: If a step is not in `STEPS`.
     """
     if not steps:
         return Place(shape, torch.empty(shape, device=META).stride())
@@ -129,7 +128,7 @@ def apply_steps(tensor: torch.Tensor, steps: Iterable[Step]) -> torch.Tensor:
 
 
 def is_viewable(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether strides can express `tensor.reshape(shape)`, so that nothing is copied."""
+    """Return True if strides can express `tensor.reshape(shape)`, so that nothing is copied."""
     try:
         tensor.view(*shape)
     except RuntimeError:
@@ -147,15 +146,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """A Hugging Face tensor and where the model holds it.
+    """A Hugging Face tensor, and its location in the model.
 
-    Nearly always one piece that is the whole tensor. Several when the hub packs separate parameters
-    of the model, e.g. a packed `qkv` read by a model that has `q_proj`, `k_proj` and `v_proj`.
+    Usually a single piece that is the complete tensor. There are several pieces if the hub packs separate parameters of
+    the model, for example a packed `qkv` for a model with `q_proj`, `k_proj` and `v_proj`.
 
     Args:
-        name: the tensor's name.
-        shape: its shape.
-        pieces: where its regions live; what they leave out is padding, which reads as zeros.
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        pieces: Views of parameters for its regions. The rest is padding, which reads as zeros.
     """
 
     name: str
@@ -169,11 +168,11 @@ class HFTensor:
 
     @property
     def view(self) -> View | None:
-        """The view that is the whole tensor, or None if it is joined from several."""
+        """The view that is the complete tensor, or None if there are several pieces."""
         return self.pieces[0].view if len(self.pieces) == 1 and not self.pieces[0].region else None
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The tensor, from parameters by name: a view where it is one piece, else a new tensor."""
+        """Read the tensor from parameters by name: a view for a single piece, else a new tensor."""
         if self.view is not None:
             return self.view.of(tensors[self.view.parameter])
         first = tensors[self.pieces[0].view.parameter]
@@ -186,7 +185,7 @@ class HFTensor:
         return whole
 
     def write_into(self, parameter: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy what `value` (this Hugging Face tensor) holds of `parameter` into `tensor`, without a temporary."""
+        """Copy the part of `value` (this Hugging Face tensor) that belongs to `parameter` into `tensor`."""
         for piece in self.pieces:
             if piece.view.parameter == parameter:
                 piece.view.write(tensor, apply_steps(value, piece.region))

@@ -1,1 +1,1 @@
-"""What the keys of a checkpoint stand for, in the model that is loaded or in parts that it does not have."""
+"""Map keys of a checkpoint to tensors of the model, or to parts that the model does not have."""

@@ -1,4 +1,4 @@
-"""What each key of a checkpoint stands for in a model."""
+"""Map each key of a checkpoint to a tensor of the model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from nrl_models.common.views.view import HFTensor
 
 
 class CheckpointNames:
-    """What each key of a checkpoint stands for, by transformers' own renamings and conversions.
+    """Mapping from a checkpoint's keys to tensors, by transformers' renamings and conversions.
 
-    A key may be the hub's name, transformers' in-memory name, an older name that transformers
-    renames, or any of these with the base model's prefix added or left out.
+    A key may be the hub's name, the name in memory, an older name that transformers renames, or any of these with or
+    without the base model's prefix.
 
     Args:
-        model: the model to load.
-        adapter: its adapter.
-        keys: all keys of the checkpoint.
-        key_mapping: renamings of these keys that come before transformers'.
+        model: The model to load.
+        adapter: The model's adapter.
+        keys: All keys of the checkpoint.
+        key_mapping: Renamings to apply before those of transformers.
 
     Attributes:
-        found: for each key the tensor it stands for, or None.
-        renamed: the name that transformers' renamings give each key.
-        published: keys in place of which transformers saves others, though not because they are its own names in
-            memory, older ones, or without the base model's prefix: see `note_published_names`.
+        found: Tensor of each key, or None.
+        renamed: Name of each key after transformers' renamings.
+        published: Keys for which transformers would save other names, except names in memory, older names, and names
+            without the base model's prefix. See `note_published_names`.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class CheckpointNames:
         self.published = [] if key_mapping else self._published(model, adapter, renamed)
 
     def parameters(self, key: str) -> tuple[str, ...]:
-        """The model's own tensors that a key stands for, in whole or in part; none if it is unknown."""
+        """Return the model's own tensors that a key fills completely or partly; empty if it is unknown."""
         tensor = self.found[key]
         return () if tensor is None else tuple(tensor.parameters)
 
     def used_conversions(self) -> list[Any]:
-        """The conversions that applied to some key: those that saving has to revert."""
+        """Conversions that applied to a key. Saving has to revert them."""
         return [conversion for conversion in self._conversions if self._rename.has_used(conversion)]
 
     def _published(self, model: PreTrainedModel, adapter: StateDictAdapter, renamed: Mapping[str, str]) -> list[str]:
@@ -74,7 +74,7 @@ class CheckpointNames:
         if not saved or not conversions:  # of which saving undoes none
             return []
         names = renamed_keys({*saved, *saved.values()}, conversions, Renaming())
-        # Where some names have the prefix, others lack it as published; where none has, it is the base model's file.
+        # If some names have the prefix, the others were published without. If none has it, it is a base model's file.
         has_prefix = any(name.startswith(self._prefix) for name in renamed.values())
         alike = ("", self._prefix) if has_prefix else ("",)
         return [key for key, name in saved.items() if names[name] in [prefix + names[key] for prefix in alike]]

@@ -1,7 +1,7 @@
-"""Keys of a checkpoint that belong to parts the model does not have: another head, or the towers of a composite model.
+"""Find keys of a checkpoint that belong to parts the model does not have: another head, or towers of a composite model.
 
-A base model loads from a checkpoint of any model with a head. A text model loads from a checkpoint of a vision-language
-model. Keys of the model's own layers are never among them: it is still an error if nothing uses those.
+A base model loads from a checkpoint of a model with a head. A text model loads from a checkpoint of a vision-language
+model. Keys of the model's own layers are never treated this way: unused ones still raise.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def modules_of(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
 
 
 def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> set[str]:
-    """Unknown keys of modules outside the base model, in a checkpoint whose names have the base model's prefix."""
+    """Find unknown keys of modules outside the base model, if the checkpoint's names have the base model's prefix."""
     prefix, base = base_prefix(model), model.base_model
     body = {name.partition(".")[0] for name in base.state_dict()} | {name for name, _ in base.named_children()}
     others = set(unknown)
@@ -123,7 +123,7 @@ def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown:
 
 
 def _is_in_layers(key: str) -> bool:
-    """Whether a name is that of a tensor in a stack of layers, not of a short sequence as in `classifier.0.weight`."""
+    """Return True for tensors in a stack of layers, but not in a short sequence such as `classifier.0.weight`."""
     parts = key.split(".")
     return any(part.isdecimal() and len(parts) - position > LAYER_DEPTH for position, part in enumerate(parts))
 

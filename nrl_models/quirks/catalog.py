@@ -1,4 +1,4 @@
-"""The catalogue: every known quirk, how it is handled, how to switch that off, and how to tell that it is fixed.
+"""The catalog: every known quirk, how it is handled, how to switch that off, and how to tell that it is fixed.
 
 An entry points at the code that handles it. `docs/quirks.md` is made from this; `tests/unit/quirks` and
 `tests/engine/test_quirks.py` have for each the symptom, the cure and the tripwire.
@@ -8,5 +8,5 @@ from nrl_models.quirks.engine_quirks import EXPORT, INFERENCE
 from nrl_models.quirks.model_quirks import FORWARD, LOADING, TRAINING
 from nrl_models.quirks.quirk import Quirk
 
-CATALOGUE: tuple[Quirk, ...] = (*LOADING, *FORWARD, *TRAINING, *EXPORT, *INFERENCE)
+CATALOG: tuple[Quirk, ...] = (*LOADING, *FORWARD, *TRAINING, *EXPORT, *INFERENCE)
 """Every known quirk, in the order of a run: load, forward, train, export, infer."""

@@ -1,4 +1,4 @@
-"""Loads checkpoints that stay quantised through transformers, whose quantisers replace linears."""
+"""Load checkpoints that stay quantized through transformers, whose quantizers replace linears."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import CompressedTensorsConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.checkpoint.dequantised import METHODS, DequantisedFiles, quantized_part, settings_of
+from nrl_models.common.checkpoint.dequantized import METHODS, DequantizedFiles, quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.compressed import compressed_files
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
@@ -19,7 +20,7 @@ from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import BUILDING, set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, requests_dequantization, set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.fit import (
     EXACT,
@@ -35,27 +36,53 @@ from nrl_models.loading.options import LoadOptions
 
 logger = get_logger(__name__)
 
-COMPRESSED_TENSORS = "compressed-tensors"
-"""A `quant_method` whose checkpoints transformers dequantizes on load if asked."""
 
-NVFP4_SCALE = ".weight_global_scale"
-"""The end of the name of a scale that only NVFP4 has."""
+def is_compressed(config: PreTrainedConfig) -> bool:
+    """Return True if a checkpoint is in the format of compressed-tensors."""
+    part = quantized_part(config)
+    return part is not None and settings_of(part.quantization_config).get("quant_method") == compressed_files.METHOD
 
 
 def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
-    """Whether a checkpoint is quantised with a method that is dequantised while loading."""
-    if options.quantization_config is not None:
+    """Return True if a checkpoint is quantized with a method that is dequantized on load.
+
+    Raises:
+        CheckpointError: `options.quantization_config` requests that a compressed-tensors checkpoint stays quantized.
+    """
+    if (part := quantized_part(config)) is None:
         return False
-    part = quantized_part(config)
     # A transformers object, or the mapping from `config.json`.
-    return part is not None and settings_of(part.quantization_config).get("quant_method") in METHODS
+    method, requested = settings_of(part.quantization_config).get("quant_method"), options.quantization_config
+    if is_compressed(config):
+        if requested is not None and not requests_dequantization(requested):
+            detail = f"is {type(requested).__name__}, and {method} checkpoints are dequantized on load"
+            problem = Problem(ProblemKind.DTYPE, "quantization_config", detail)
+            advice = "leave it out, or pass CompressedTensorsConfig(dequantize=True)"
+            raise CheckpointError(f"cannot load {config.name_or_path}", [problem], [advice])
+        return True
+    return requested is None and method in METHODS
+
+
+def plain_files(folder: Path, quantized_as: Any, variant: str | None) -> CheckpointFiles:
+    """Open a checkpoint that is dequantized on load; see `is_read_plain`.
+
+    Args:
+        folder, variant: See `CheckpointFiles`.
+        quantized_as: The configuration's `quantization_config`.
+
+    Raises:
+        CheckpointError, UnmetRequirementError: See `CompressedFiles` and `DequantizedFiles`.
+    """
+    if settings_of(quantized_as)["quant_method"] == compressed_files.METHOD:
+        return compressed_files.CompressedFiles(folder, quantized_as, variant)
+    return DequantizedFiles(folder, quantized_as, variant)
 
 
 def require_plain_gguf(file: Path, options: LoadOptions) -> None:
-    """Refuse to load a GGUF file as anything but the plain weights it stands for.
+    """Raise if options request anything but dequantized weights of a GGUF file.
 
     Raises:
-        CheckpointError: `quantization_config` asks for something else.
+        CheckpointError: If `quantization_config` requests another format.
     """
     asked = options.quantization_config
     if asked is None:
@@ -64,45 +91,27 @@ def require_plain_gguf(file: Path, options: LoadOptions) -> None:
     method = settings.get("quant_method")
     if method == "gguf" and settings.get("dequantize"):
         return
-    detail = f"asks for {getattr(method, 'value', method)}, and a GGUF file is read as the plain weights it stands for"
-    advice = "leave it out; to quantise those weights, write them with `nrl-models convert` first, and load that"
+    detail = f"requests {getattr(method, 'value', method)}, but a GGUF file is dequantized on load"
+    advice = "leave it out; to quantize those weights, first write them with `nrl-models convert`, then load the result"
     raise CheckpointError(f"cannot load {file}", [Problem(ProblemKind.DTYPE, "quantization_config", detail)], [advice])
 
 
-def _files(model: PreTrainedModel, folder: Path, options: LoadOptions, stored_as: Any) -> CheckpointFiles:
-    """The checkpoint's files, for what transformers does not load: as the model is, quantised or not.
+def _files(model: PreTrainedModel, opened: CheckpointFiles, options: LoadOptions, stored_as: Any) -> CheckpointFiles:
+    """Open the files for tensors that transformers does not load, quantized or dequantized like the model.
 
     Args:
-        model, folder, options: what was loaded, from where, and how.
-        stored_as: the checkpoint's `quantization_config`, if it has one.
+        model, options: The loaded model and its options.
+        opened: The files in their stored form.
+        stored_as: The checkpoint's `quantization_config`, if it has one.
     """
     if getattr(model, "hf_quantizer", None) is None and settings_of(stored_as or {}).get("quant_method") in METHODS:
-        return DequantisedFiles(folder, stored_as, options.variant)
-    return CheckpointFiles(folder, options.variant)
-
-
-def _require_supported(folder: Path, options: LoadOptions) -> None:
-    """Check a checkpoint's files, and that transformers reads them right.
-
-    Raises:
-        CheckpointError: files that are not read, or experts in NVFP4.
-    """
-    files = CheckpointFiles(folder, options.variant)
-    files.close()
-    experts = [key for key in files.tensors if ".experts." in key and key.endswith(NVFP4_SCALE)]
-    if experts:
-        problem = files.tensors[experts[0]].problem(
-            ProblemKind.DTYPE,
-            f"and {len(experts) - 1} others are of experts in NVFP4, which transformers dequantizes to wrong values "
-            "(huggingface/transformers#48371)",
-        )
-        advice = "load the checkpoint that it was quantized from, or one with experts in FP8"
-        raise CheckpointError(f"cannot load {folder}", [problem], [advice])
+        return DequantizedFiles(opened.folder, stored_as, options.variant, opened)
+    return opened
 
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """What transformers reports and a `Tolerance` accepts."""
+    """Differences that transformers reports and a `Tolerance` accepts."""
 
     missing: Collection[Any]
     of_head: Collection[Any]
@@ -110,7 +119,7 @@ class _Accepted:
     mismatched: Collection[Any]
 
     def has(self, kind: ProblemKind, key: Any) -> bool:
-        """Whether a reported key is accepted."""
+        """Return True if a reported key is accepted."""
         accepted = {
             ProblemKind.MISSING: self.missing,
             ProblemKind.UNEXPECTED: {*self.of_head, *self.of_towers},
@@ -134,30 +143,31 @@ def _accepted(
     return _Accepted(missing, heads, towers, info.get("mismatched_keys", ()) if tolerance.mismatched else ())
 
 
-def load_quantised(
+def load_quantized(
     model_class: type[PreTrainedModel],
-    folder: Path,
+    opened: CheckpointFiles,
     config: PreTrainedConfig,
     options: LoadOptions,
     construction: dict[str, Any],
     tolerance: Tolerance = EXACT,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a quantised checkpoint with transformers; linears that its quantisers replace are not grouped.
+    """Load a quantized checkpoint with transformers. Linears that its quantizers replace are not fused.
 
     Args:
-        model_class, folder, config, options: what to load, from where, and how.
-        construction: keywords for the model's constructor.
-        tolerance: what need not fit.
+        model_class, config, options: Model class, configuration and options of the load.
+        opened: The checkpoint's files, validated and open.
+        construction: Keywords for the model's constructor.
+        tolerance: Differences that are accepted.
 
     Returns:
-        The model, and what transformers says of how it was loaded.
+        The model, and transformers' loading info.
 
     Raises:
-        CheckpointError: missing, unexpected or mismatched tensors, unless `strict=False`.
-        ConfigurationError: transformers refuses how it is quantised.
-        FamilyImportError: a package that this takes is missing.
+        CheckpointError: If tensors are missing, unexpected or mismatched, unless `strict=False`.
+        ConfigurationError: If transformers does not support the quantization.
+        FamilyImportError: If a required package is missing.
     """
-    _require_supported(folder, options)
+    folder = opened.folder
     keywords = construction | {"config": config, "dtype": options.dtype, "device_map": options.destination()}
     if options.quantization_config is not None:
         keywords["quantization_config"] = options.quantization_config
@@ -167,12 +177,10 @@ def load_quantised(
     keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant", "ignore_mismatched_sizes")}
     part = quantized_part(config)
     stored_as = copy.deepcopy(part.quantization_config) if part is not None else None
-    if options.quantization_config is None and settings_of(stored_as or {}).get("quant_method") == COMPRESSED_TENSORS:
-        keywords["quantization_config"] = CompressedTensorsConfig(run_compressed=False)
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     try:
-        # Never a pickle, which transformers would take where there is nothing else.
-        with BUILDING, blaming(config, f"load {model_class.__name__} quantised"):
+        # Never load a pickle, which transformers would use if there are no safetensors.
+        with BUILDING, blaming(config, f"load {model_class.__name__} quantized"):
             model, info = load(model_class, folder, output_loading_info=True, use_safetensors=True, **keywords)
     except OSError as error:
         problem = Problem(ProblemKind.FILE, folder.name, one_line(error))
@@ -183,14 +191,14 @@ def load_quantised(
         "unexpected_keys": ProblemKind.UNEXPECTED,
         "mismatched_keys": ProblemKind.SHAPE,
     }
-    files = _files(model, folder, options, stored_as)
+    files = _files(model, opened, options, stored_as)
     names = MTPNames(model)
     of_mtp = names.among(files.tensors)  # transformers reports them under other names, experts stacked
     if tolerance.new_head:
         require_head(model, new_head_names(model, model.state_dict(keep_vars=True)))
     accepted = _accepted(model, info, files, options, tolerance)
     problems = [
-        Problem(kind, str(key), "reported by transformers, which loads quantised checkpoints")
+        Problem(kind, str(key), "reported by transformers, which loads quantized checkpoints")
         for name, kind in kinds.items()
         for key in sorted(info.get(name, ()), key=str)
         if not (of_mtp and names.may_be(str(key))) and not accepted.has(kind, key)
@@ -204,10 +212,9 @@ def load_quantised(
         logger.warning(f"{folder} does not hold all of {class_name(model)}: initialized {', '.join(initialized)}.")
     note_not_loaded(model, files, accepted.of_head, accepted.of_towers)
     if getattr(model, "hf_quantizer", None) is None:
-        set_loaded_conversions(model, None)  # dequantised: saving must not quantise it again
+        set_loaded_conversions(model, None)  # dequantized: saving must not quantize it again
     join(model)
     note_mtp(model, files, of_mtp, options.mtp)
     if keeps(model, options.mtp) and not is_off("mtp-weights"):
         keep(model, kept_from(files, of_mtp, model.dtype, is_mtp=True))
-    files.close()
     return model.eval(), info

@@ -1,4 +1,4 @@
-"""Quantized checkpoints read as plain weights: FP8 in its published forms, MXFP4 (gpt-oss).
+"""Dequantize checkpoints on load: FP8 in its published forms, and MXFP4 (gpt-oss).
 
 | form of FP8 | values | scales | published as |
 |---|---|---|---|
@@ -9,9 +9,9 @@
 | exponents in uint8 | `weight` | `weight_scale_inv` | Inkling 2 |
 | vLLM's names | `weight` | `weight_scale`; `input_scale` is dropped | vLLM, ModelOpt |
 
-Dequantization is the only operation on a checkpoint's tensors that is not a view. Here it is a reader that is applied
-first: keys, shapes and dtypes are those of the plain checkpoint, and values are computed when a tensor is read. So
-matching, stacking of experts and sharding need not know of it.
+Dequantization is the only operation on checkpoint tensors that is not a view. It is applied first, by a reader: keys,
+shapes and dtypes are those of the dequantized checkpoint, and values are computed when a tensor is read. So matching,
+stacking of experts and sharding work as for unquantized checkpoints.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from nrl_models.common.upstream import text_part
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 METHODS = ("fp8", "mxfp4")
-"""What `quantization_config` calls the methods that are read here."""
+"""Names in `quantization_config` of the supported methods."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4_PAIRS = torch.int8
-"""Two FP4 codes per byte, the first in the lower half, where a tensor of FP8 checkpoints has scales."""
+"""Dtype of pairs of FP4 codes in FP8 checkpoints with scales. The first code is in the lower half of the byte."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
 
@@ -50,16 +50,16 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 """The values of the sixteen codes of FP4 (e2m1) (OCP microscaling formats, version 1.0)."""
 
 
-def settings_of(quantised_as: Any) -> dict[str, Any]:
-    """A quantisation's settings, given as transformers' object or as `config.json` has them.
+def settings_of(quantized_as: Any) -> dict[str, Any]:
+    """Return a quantization's settings from transformers' object or from the dictionary in `config.json`.
 
     Raises:
-        CheckpointError: neither of them.
+        CheckpointError: If it is neither.
     """
-    if not isinstance(quantised_as, Mapping) and not hasattr(quantised_as, "to_dict"):
-        problem = Problem(ProblemKind.CONFIG, "quantization_config", f"is {shown(quantised_as)}, expected an object")
-        raise CheckpointError("cannot load a quantised checkpoint", [problem], ["correct it, or leave it out"])
-    return dict(quantised_as) if isinstance(quantised_as, Mapping) else quantised_as.to_dict()
+    if not isinstance(quantized_as, Mapping) and not hasattr(quantized_as, "to_dict"):
+        problem = Problem(ProblemKind.CONFIG, "quantization_config", f"is {shown(quantized_as)}, expected an object")
+        raise CheckpointError("cannot load a quantized checkpoint", [problem], ["correct it, or leave it out"])
+    return dict(quantized_as) if isinstance(quantized_as, Mapping) else quantized_as.to_dict()
 
 
 def quantized_part(config: PreTrainedConfig) -> PreTrainedConfig | None:
@@ -69,13 +69,13 @@ def quantized_part(config: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """A tensor that is stored as two.
+class Quantized:
+    """A quantized tensor, which is stored as two tensors.
 
     Args:
-        values: FP8 numbers, or pairs of FP4 codes: `(..., rows, columns / 2)`, in MXFP4 `(..., rows, groups, 16)`.
-        scales: one for each block, or for each group of 32.
-        block: rows and columns of a block; None if one scale is for the whole tensor; () for MXFP4.
+        values: FP8 numbers, or pairs of FP4 codes: `(..., rows, columns / 2)`; for MXFP4 `(..., rows, groups, 16)`.
+        scales: One scale per block, or per group of 32.
+        block: Rows and columns of a block; None for a single scale; () for MXFP4.
     """
 
     values: StoredTensor
@@ -83,57 +83,76 @@ class Quantised:
     block: tuple[int, ...] | None
 
 
-class DequantisedFiles(CheckpointFiles):
-    """A quantised checkpoint's tensors, by key, as those of the plain checkpoint.
-
-    FP8: `weight` and its scales are read as `weight` in fp32; scales of activations are dropped. MXFP4:
-    `gate_up_proj_blocks` and `gate_up_proj_scales` are read as `gate_up_proj` in bf16, which holds every value exactly,
-    with its last two dimensions exchanged as in the model.
-
-    Args:
-        folder: see `CheckpointFiles`.
-        quantised_as: the configuration's `quantization_config`.
-        variant: see `CheckpointFiles`.
-
-    Raises:
-        CheckpointError: what `CheckpointFiles` raises; values without scales, scales without values or of another
-            number, dtypes that no quantisation has; all of them at once.
-    """
-
-    def __init__(self, folder: str | Path, quantised_as: Any, variant: str | None = None) -> None:
-        super().__init__(folder, variant)
-        self._quantised: dict[str, Quantised] = {}
-        method = settings_of(quantised_as)["quant_method"]
-        problems = self._pair_mxfp4() if method == "mxfp4" else self._pair_fp8(settings_of(quantised_as))
-        if problems:
-            self.close()
-            raise CheckpointError(
-                f"cannot load {self.folder}, which is quantised with {method}",
-                problems,
-                ["the checkpoint lost tensors, or its quantization_config is of another: download or save it again"],
-            )
-        self.dequantised = frozenset(self._quantised)
+class ComputedFiles(CheckpointFiles):
+    """Checkpoint files in which some tensors (`dequantized`) are computed from others by `stored_parts`."""
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor's values, dequantised if it is quantised: computed again at each call."""
-        if tensor.key not in self._quantised:
-            return super().read(tensor)
+        """Return the tensor's values, dequantized again in each call if it is quantized."""
+        if tensor.key not in self.dequantized:
+            return self.read_stored(tensor)
         stored, compute = self.stored_parts(tensor)
         return stored[0] if compute is None else compute(*stored)
 
-    def stored_parts(self, tensor: StoredTensor) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor] | None]:
-        """Values and scales of a quantised tensor, and what dequantises them; see `CheckpointFiles.stored_parts`."""
-        quantised = self._quantised.get(tensor.key)
-        if quantised is None:
-            return super().stored_parts(tensor)
-        stored = super().read(quantised.values), super().read(quantised.scales)
-        return stored, from_mxfp4 if quantised.block == () else partial(from_fp8, block=quantised.block)
+    def read_stored(self, tensor: StoredTensor) -> torch.Tensor:
+        """Return the tensor's stored values, see `CheckpointFiles.read`."""
+        return super().read(tensor)
 
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """As `CheckpointFiles.read_joined`; None where something is quantised."""
-        if any(tensor.key in self._quantised for tensor in tensors):
+        """Return None if a tensor is quantized; otherwise see `CheckpointFiles.read_joined`."""
+        if any(tensor.key in self.dequantized for tensor in tensors):
             return None
         return super().read_joined(tensors, shape)
+
+
+class DequantizedFiles(ComputedFiles):
+    """Tensors of a quantized checkpoint by key, dequantized on read.
+
+    FP8: `weight` and its scales are read as `weight` in fp32; activation scales are dropped. MXFP4:
+    `gate_up_proj_blocks` and `gate_up_proj_scales` are read as `gate_up_proj` in bf16, which is exact, with the last
+    two
+    dimensions swapped as in the model.
+
+    Args:
+        folder: See `CheckpointFiles`.
+        quantized_as: The configuration's `quantization_config`.
+        variant: See `CheckpointFiles`.
+        opened: The same files, if they are already open. Their headers are not read again.
+
+    Raises:
+        CheckpointError: See `CheckpointFiles`. Also if values lack scales or scales lack values, their numbers do not
+            match, or a dtype is not quantized. Lists all problems.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        quantized_as: Any,
+        variant: str | None = None,
+        opened: CheckpointFiles | None = None,
+    ) -> None:
+        if opened is None:
+            super().__init__(folder, variant)
+        else:
+            self._share(opened)
+        self._quantized: dict[str, Quantized] = {}
+        method = settings_of(quantized_as)["quant_method"]
+        problems = self._pair_mxfp4() if method == "mxfp4" else self._pair_fp8(settings_of(quantized_as))
+        if problems:
+            self.close()
+            raise CheckpointError(
+                f"cannot load {self.folder}, which is quantized with {method}",
+                problems,
+                ["tensors are missing, or quantization_config is of another checkpoint: download or save it again"],
+            )
+        self.dequantized = frozenset(self._quantized)
+
+    def stored_parts(self, tensor: StoredTensor) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor] | None]:
+        """Return stored values and scales, and the function to dequantize them. See `CheckpointFiles.stored_parts`."""
+        quantized = self._quantized.get(tensor.key)
+        if quantized is None:
+            return super().stored_parts(tensor)
+        stored = self.read_stored(quantized.values), self.read_stored(quantized.scales)
+        return stored, from_mxfp4 if quantized.block == () else partial(from_fp8, block=quantized.block)
 
     def _pair_fp8(self, settings: Mapping[str, Any]) -> list[Problem]:
         block, problems = _block_of(settings.get("weight_block_size"))
@@ -147,12 +166,12 @@ class DequantisedFiles(CheckpointFiles):
                 continue
             names = _scale_names(key)
             found = [name for name in names if name in self.tensors]
-            if is_fp4 and not found:  # plain integers
+            if is_fp4 and not found:  # regular integers
                 continue
             for name in _activation_scale_names(key):
                 self.tensors.pop(name, None)
             if not found:
-                detail = f"is not there, nor {', '.join(names[1:])}, and {key} is FP8"
+                detail = f"is missing, and so is {', '.join(names[1:])}, but {key} is FP8"
                 problems.append(Problem(ProblemKind.MISSING, names[0], detail, values.file))
                 continue
             scales = self.tensors.pop(found[0])
@@ -163,7 +182,7 @@ class DequantisedFiles(CheckpointFiles):
             elif not (scales.dtype.is_floating_point or scales.dtype == torch.uint8):
                 detail = f"is {scales.dtype}; expected floats, or exponents in uint8"
                 problems.append(scales.problem(ProblemKind.DTYPE, detail))
-            self._quantised[key] = Quantised(values, scales, tensor_block)
+            self._quantized[key] = Quantized(values, scales, tensor_block)
             self.tensors[key] = replace(values, dtype=torch.float32, shape=shape)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(UNPAIRED)]
         return problems + [tensor.problem(ProblemKind.UNEXPECTED, "scales no FP8 tensor") for tensor in left]
@@ -177,7 +196,7 @@ class DequantisedFiles(CheckpointFiles):
             del self.tensors[key]
             scales = self.tensors.pop(f"{name}{SCALES}", None)
             if scales is None:
-                detail = f"is not there, and {key} is"
+                detail = f"is missing, but {key} exists"
                 problems.append(Problem(ProblemKind.MISSING, f"{name}{SCALES}", detail, values.file))
                 continue
             if (values.dtype, scales.dtype) != (torch.uint8, torch.uint8):
@@ -188,9 +207,9 @@ class DequantisedFiles(CheckpointFiles):
                 problems.append(scales.problem(ProblemKind.SHAPE, detail))
                 continue
             if name in self.tensors:
-                problems.append(Problem(ProblemKind.DUPLICATED, name, f"is there beside {key}", values.file))
+                problems.append(Problem(ProblemKind.DUPLICATED, name, f"exists in addition to {key}", values.file))
             *stack, rows, groups, _ = values.shape
-            self._quantised[name] = Quantised(values, scales, ())
+            self._quantized[name] = Quantized(values, scales, ())
             self.tensors[name] = StoredTensor(name, values.file, (*stack, groups * 32, rows), torch.bfloat16, 0)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALES) and tensor.dtype == torch.uint8]
         return problems + [tensor.problem(ProblemKind.UNEXPECTED, "scales no MXFP4 blocks") for tensor in left]
@@ -201,16 +220,16 @@ def from_fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] 
 
     Args:
         values: FP8 `(..., rows, columns)`, or pairs of FP4 codes in int8 `(..., rows, columns / 2)`.
-        scales: one per block `(..., blocks down, blocks across)`, or one per index of the first dimension; floating
-            point, or exponents of two in uint8, biased by 127.
-        block: rows and columns of a block; None if one scale is for the whole tensor.
+        scales: One per block, `(..., block_rows, block_columns)`, or one per index of the first dimension. Floating
+            point, or exponents of two in uint8 with a bias of 127.
+        block: Rows and columns of a block; None for a single scale of the tensor.
 
     Returns:
         fp32 `(..., rows, columns)`.
     """
     result = _from_pairs(values.view(torch.uint8)) if values.dtype == FP4_PAIRS else values.to(torch.float32)
     if scales.dtype == torch.uint8:
-        scales = torch.ldexp(torch.ones(()), scales.int() - 127)
+        scales = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
     scales = scales.to(torch.float32)
     if block is None:
         return result.mul_(scales.reshape(()))
@@ -228,14 +247,14 @@ def _from_pairs(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def from_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """MXFP4 as bf16, exactly.
+    """Dequantize MXFP4 to bf16, which is exact.
 
     Args:
-        values: pairs of codes, the first in the lower half of a byte, `(..., rows, groups, 16)`.
-        scales: exponents of two, biased by 127, `(..., rows, groups)`.
+        values: Pairs of codes, the first in the lower half of a byte, `(..., rows, groups, 16)`.
+        scales: Exponents of two with a bias of 127, `(..., rows, groups)`.
 
     Returns:
-        `(..., groups * 32, rows)`: its last two dimensions are exchanged, as transformers' experts have them.
+        `(..., groups * 32, rows)`, with the last two dimensions swapped, as in transformers' experts.
     """
     numbers = torch.ldexp(_from_pairs(values), scales.int()[..., None] - 127).to(torch.bfloat16)
     return rearrange(numbers, "... rows groups values -> ... (groups values) rows").contiguous()
@@ -260,16 +279,16 @@ def _activation_scale_names(key: str) -> list[str]:
 def _block_for(
     shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...] | None, str]:
-    """Find the block of a tensor from the shape of its scales.
+    """Find the block size of a tensor from the shape of its scales.
 
     Args:
-        shape: shape of the tensor.
-        scales: shape of its scales.
-        block: what the configuration states; the last block of a row or column may be smaller. None to take any that
-            divides the tensor.
+        shape: Shape of the tensor.
+        scales: Shape of its scales.
+        block: Block size in the configuration; the last block of a row or column may be smaller. None accepts any size
+            that divides the tensor.
 
     Returns:
-        The block, None for one scale; and what shape the scales should have, empty if they fit.
+        The block size (None for a single scale), and the expected shape of the scales (empty if they match).
     """
     if scales in ((), (1,)) or (block is None and math.prod(scales) == 1):
         return None, ""
@@ -286,7 +305,7 @@ def _block_for(
 
 
 def _block_of(size: Any) -> tuple[tuple[int, ...] | None, list[Problem]]:
-    """Rows and columns of a block as `weight_block_size` has them, None for one scale a tensor; and what is wrong."""
+    """Return rows and columns of a block from `weight_block_size` (None: one scale per tensor), and problems."""
     if size is None:
         return None, []
     if (

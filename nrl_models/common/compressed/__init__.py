@@ -1,0 +1,1 @@
+"""Dequantize compressed-tensors checkpoints on load."""

@@ -1,0 +1,31 @@
+"""Old public names still work, and name their replacement."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from nrl_models.losses import Normalize, loss_named
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("nrl_models.losses", "Normalise", "Normalize"),
+        ("nrl_models.parity", "localise", "localize"),
+        ("nrl_models.quirks", "CATALOGUE", "CATALOG"),
+    ],
+)
+def test_old_name_warns_and_gives_the_new_object(module: str, old: str, new: str) -> None:
+    package = importlib.import_module(module)
+    with pytest.deprecated_call(match=f"{module}.{old} was renamed to {module}.{new}"):
+        assert getattr(package, old) is getattr(package, new)
+    with pytest.raises(AttributeError, match="nonsense"):
+        package.nonsense  # noqa: B018
+
+
+def test_old_keyword_of_a_loss() -> None:
+    with pytest.deprecated_call(match="normalise= was renamed to normalize="):
+        loss = loss_named("grpo", normalise="token")
+    assert loss == loss_named("grpo", normalize=Normalize.TOKEN)
