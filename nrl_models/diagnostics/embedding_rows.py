@@ -1,11 +1,11 @@
-"""Which rows of an embedding were never trained, found from the rows alone.
+"""Find rows of an embedding that were never trained, from the rows alone.
 
-Real checkpoints hardly have rows of exact zeros. Rows of tokens that pretraining never saw show otherwise: they are far
-smaller than all others, lie where the mean of all rows is, are equal to each other bit for bit, or point the same way,
-because all that ever moved them is the gradient that every token gets. Every measure here is relative to the other
-rows of the same embedding.
+Checkpoints rarely have rows of exact zeros. Rows of tokens that pretraining never saw have other properties: they are
+much smaller than all others, close to the mean of all rows, bitwise equal to each other, or have the same direction,
+because they only received the gradient that all tokens share. All measures are relative to the other rows of the same
+embedding.
 
-Rows are read in blocks: memory is bounded, whatever the vocabulary.
+Rows are read in blocks, so memory is bounded for any vocabulary size.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ IDENTICAL = 1e-8
 """The guide's thresholds: on the largest absolute value of a row, and on its standard deviation."""
 
 SMALL = 0.05
-"""A row is flat if its deviation is below this share of the median, and at the mean if its distance from the mean is.
-In SmolLM2, Gemma 3 and MiniLM no row that was trained is below a fifth."""
+"""A row is flat if its deviation is below this fraction of the median. It is at the mean if its distance from the mean
+is. In SmolLM2, Gemma 3 and MiniLM no trained row is below 0.2."""
 
 SAME_DIRECTION = 0.9
-"""Rows of a cluster have at least this cosine with its centre, once the mean of all rows is taken off. At 0.85 the most
-frequent words of SmolLM2 are a cluster, too."""
+"""Minimum cosine between rows of a cluster and its center, after subtracting the mean of all rows. At 0.85, the most
+frequent tokens of SmolLM2 would also form a cluster."""
 
 SMALLEST_CLUSTER, MOST_CLUSTERS = 16, 16
 SAMPLED_ROWS, SAMPLED_DIMENSIONS = 8192, 256
@@ -38,13 +38,13 @@ SAMPLED_ROWS, SAMPLED_DIMENSIONS = 8192, 256
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
-    """Numbers of each row of an embedding, in fp64, each of shape `(vocabulary,)`.
+    """Statistics of each row of an embedding in fp64, `(vocab_size,)` each.
 
     Args:
-        largest: the largest absolute value.
-        deviation: standard deviation of the values.
-        absolute, total, squares: sums of absolute values, of values and of squares.
-        mean: of all rows, `(hidden,)`.
+        largest: Largest absolute value.
+        deviation: Standard deviation of the values.
+        absolute, total, squares: Sums of absolute values, of values and of squares.
+        mean: Mean of all rows, `(hidden_size,)`.
     """
 
     largest: torch.Tensor
@@ -57,17 +57,17 @@ class RowStatistics:
 
 @dataclass(frozen=True, slots=True)
 class UntrainedRows:
-    """Rows of an embedding that were hardly trained, by how that shows. A row may be in several.
+    """Untrained rows of an embedding, by symptom. A row may have several.
 
     Args:
-        near_zero: all values are below the guide's threshold.
-        identical: the standard deviation of the values is below the guide's threshold.
-        flat: it is a small share of the median row's.
-        at_mean: the row is where the mean of all rows is, as those of new tokens are.
-        duplicates: groups of rows that are equal bit for bit, largest first; rows of the kinds above are in none.
-        clusters: groups of rows that point the same way, largest first; rows of the kinds above but duplicates are in
-            none.
-        padding: the padding token's row, if it is zero as transformers leaves it; it is in none of the others.
+        near_zero: All values are below the guide's threshold.
+        identical: The standard deviation of the values is below the guide's threshold.
+        flat: The standard deviation is a small fraction of the median row's.
+        at_mean: The row is close to the mean of all rows, like rows of new tokens.
+        duplicates: Groups of bitwise equal rows, largest first, without rows of the kinds above.
+        clusters: Groups of rows with the same direction, largest first, without rows of the kinds above except
+            duplicates.
+        padding: Row of the padding token if it is zero, as initialized by transformers. It is in no other list.
     """
 
     near_zero: list[int]
@@ -80,25 +80,25 @@ class UntrainedRows:
 
     @property
     def degenerate(self) -> list[int]:
-        """Rows without information of their own: near zero, constant, flat, at the mean."""
+        """Rows without information: near zero, constant, flat, or at the mean."""
         return sorted({*self.near_zero, *self.identical, *self.flat, *self.at_mean})
 
     @property
     def all(self) -> list[int]:
-        """Every row in any of them."""
+        """All untrained rows."""
         return sorted({*self.degenerate, *chain.from_iterable(self.duplicates), *chain.from_iterable(self.clusters)})
 
 
 def untrained_rows(
     weight: torch.Tensor, found: RowStatistics, *, near_zero: float, identical: float, padding: int | None = None
 ) -> UntrainedRows:
-    """The untrained rows of `weight`, `(vocabulary, hidden)`.
+    """Find the untrained rows of `weight`, `(vocab_size, hidden_size)`.
 
     Args:
-        weight: the embedding.
-        found: its statistics.
-        near_zero, identical: the guide's thresholds.
-        padding: the row that may be zero.
+        weight: The embedding.
+        found: Its statistics.
+        near_zero, identical: Thresholds of the guide.
+        padding: Row that may be zero.
     """
     if padding is not None and not (padding < len(weight) and found.largest[padding] == 0):
         padding = None
@@ -132,7 +132,7 @@ def statistics(weight: torch.Tensor) -> RowStatistics:
     """The statistics of `weight`, `(vocabulary, hidden)`."""
     found, column_sums = [], torch.zeros(weight.shape[1], dtype=torch.float64)
     for _, rows in blocks(weight):
-        # Sums are taken in fp64: squares of a million values lose what a small deviation is made of.
+        # Sum in fp64, because fp32 sums of squares lose small deviations.
         sums = [(rows.abs()).sum(1, dtype=torch.float64), rows.sum(1, dtype=torch.float64)]
         squares = rows.square().sum(1, dtype=torch.float64)
         found.append(torch.stack([rows.abs().amax(1).double(), rows.std(dim=1, correction=0).double(), *sums, squares]))
@@ -154,36 +154,36 @@ def duplicates(weight: torch.Tensor, skipped: torch.Tensor) -> list[list[int]]:
 
 
 def at_the_mean(weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """A mask of the rows whose distance from the mean is a small share of the median: new tokens are put there."""
-    centre = mean.float()
-    distances = torch.cat([(rows - centre).norm(dim=1) for _, rows in blocks(weight)])
+    """Return a mask of rows close to the mean (relative to the median distance), like those of new tokens."""
+    center = mean.float()
+    distances = torch.cat([(rows - center).norm(dim=1) for _, rows in blocks(weight)])
     return distances < SMALL * distances.median()
 
 
 def clusters(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) -> list[list[int]]:
-    """Groups of rows that point the same way from the mean, largest first; `skipped`, a mask, are in none.
+    """Find groups of rows with the same direction from the mean, largest first, without the rows in mask `skipped`.
 
-    Centres are looked for among some thousands of rows, in fewer dimensions; then every row is compared with each
-    centre, twice, because the rows that are found give a better centre.
+    Centers are searched among some thousands of rows, in fewer dimensions. Then all rows are compared with each center,
+    twice, because the rows found in the first pass give a better center.
     """
-    centres = _centres(weight, mean, skipped)
+    centers = _centers(weight, mean, skipped)
     nearest = torch.full((len(weight),), -1)
     for _ in range(2):
-        sums = torch.zeros_like(centres)
-        if not len(centres):
+        sums = torch.zeros_like(centers)
+        if not len(centers):
             break
         for first, rows in blocks(weight):
             directions = torch.nn.functional.normalize(rows - mean.float())
-            cosine, which = (directions @ centres.T).max(1)
+            cosine, which = (directions @ centers.T).max(1)
             outside = (cosine < SAME_DIRECTION) | skipped[first : first + len(rows)]
             nearest[first : first + len(rows)] = torch.where(outside, -1, which)
             sums.index_add_(0, which[~outside], directions[~outside])
-        centres = torch.nn.functional.normalize(sums)
-    groups = [(nearest == index).nonzero()[:, 0].tolist() for index in range(len(centres))]
+        centers = torch.nn.functional.normalize(sums)
+    groups = [(nearest == index).nonzero()[:, 0].tolist() for index in range(len(centers))]
     return sorted((group for group in groups if len(group) >= SMALLEST_CLUSTER), key=len, reverse=True)
 
 
-def _centres(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+def _centers(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
     """Directions, `(count, hidden)`, that several of some sampled rows share."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(weight), generator=generator)
@@ -195,12 +195,12 @@ def _centres(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) ->
     low = torch.nn.functional.normalize(torch.cat([part @ projection for part in parts]))
     # In fewer dimensions a cosine is off by some hundredths; two rows of a cluster have the square of its bound.
     bound = SAME_DIRECTION**2 - 0.1
-    neighbours = torch.cat([(part @ low.T > bound).sum(1) for part in low.split(1024)])
+    neighbors = torch.cat([(part @ low.T > bound).sum(1) for part in low.split(1024)])
     found: list[torch.Tensor] = []
     left = torch.ones(len(sample), dtype=torch.bool)
     fewest = max(2, SMALLEST_CLUSTER * len(sample) // max(len(weight), 1) // 2)
     while len(found) < MOST_CLUSTERS and left.any():
-        peak = torch.where(left, neighbours, 0).argmax()
+        peak = torch.where(left, neighbors, 0).argmax()
         near = (low @ low[peak] > bound) & left
         if near.sum() < fewest:
             break

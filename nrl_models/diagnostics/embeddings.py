@@ -1,8 +1,8 @@
-"""Diagnostic 3: embedding rows that were never trained, found in a checkpoint's files.
+"""Diagnostic 3: find untrained embedding rows in a checkpoint's files.
 
-Rows of tokens that pretraining never saw (reserved special tokens, padding of the vocabulary) stay near zero or
-constant, or equal to each other, and make gradients explode in post-training once a prompt has such a token. Only the
-embeddings are read; `embedding_rows` has what counts as untrained.
+Rows of tokens that pretraining never saw (reserved special tokens, padding of the vocabulary) stay near zero, constant,
+or equal to each other. In post-training, a prompt with such a token makes gradients explode. Only the embeddings are
+read. `embedding_rows` defines when a row is untrained.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from nrl_models.diagnostics.embedding_rows import (
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 from nrl_models.loading.read_config import read_config
-from nrl_models.parity.parity_report import Outcome
 
 SHOWN_TOKENS, SHOWN_GROUPS = 12, 8
 """How many tokens are named in a line, and how many groups are listed."""
@@ -52,12 +51,12 @@ class EmbeddingSummary:
 
     Args:
         kind: `Input` or `Output`.
-        key: the tensor's name in the files.
-        shape, dtype: of the tensor.
-        untrained: the rows that were hardly trained.
-        mean_abs, max_abs: over all values.
-        std_range: the smallest and largest standard deviation of a row.
-        healthy_std: standard deviation over the values of all other rows; 0 if there are none.
+        key: Name of the tensor in the files.
+        shape, dtype: Shape and dtype of the tensor.
+        untrained: The untrained rows.
+        mean_abs, max_abs: Mean and maximum of all absolute values.
+        std_range: Smallest and largest standard deviation of a row.
+        healthy_std: Standard deviation over the values of all other rows; 0 if there are none.
     """
 
     kind: str
@@ -81,29 +80,30 @@ def diagnose_embeddings(
     *,
     near_zero: float = NEAR_ZERO,
     identical: float = IDENTICAL,
-    reinitialise: Path | None = None,
+    reinitialize: Path | None = None,
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Diagnosis:
     """Find untrained rows of the input and output embeddings.
 
     Args:
-        path: the checkpoint's directory. Nested text models and tied embeddings are found, too.
-        near_zero: a row is near zero if no absolute value reaches this.
-        identical: a row's values are identical if their standard deviation is below this.
-        reinitialise: where to write the checkpoint with the rows reinitialised that are near zero, flat or at the mean,
-            from a normal distribution with the standard deviation of the healthy rows; None writes nothing. Duplicates
-            and clusters stay: as output embeddings they say that their tokens are never predicted.
-        seed: of the new rows.
-        tokenizer: names the rows' tokens.
+        path: Directory of the checkpoint. Nested text models and tied embeddings are supported.
+        near_zero: A row is near zero if all absolute values are below this.
+        identical: A row's values are identical if their standard deviation is below this.
+        reinitialize: Directory for a copy of the checkpoint in which rows near zero, flat, or at the mean are
+            reinitialized from a normal distribution with the standard deviation of the healthy rows. None writes
+            nothing. Duplicates and clusters are kept, because in output embeddings they make sure that their tokens are
+            never predicted.
+        seed: Random seed of the new rows.
+        tokenizer: Tokenizer to show the rows' tokens.
 
     Raises:
-        CheckpointError: no embeddings in the files, or damaged files.
+        CheckpointError: If the files have no embeddings, or are damaged.
     """
     folder = resolve_folder(path)
-    if reinitialise is not None and is_gguf(folder):
-        problem = Problem(ProblemKind.FORMAT, folder.name, "is a GGUF file, and rows are reinitialised in safetensors")
-        raise CheckpointError("cannot re-initialise", [problem], ["write it with `nrl-models convert` first"])
+    if reinitialize is not None and is_gguf(folder):
+        problem = Problem(ProblemKind.FORMAT, folder.name, "is a GGUF file, and rows are reinitialized in safetensors")
+        raise CheckpointError("cannot reinitialize", [problem], ["write it with `nrl-models convert` first"])
     config, names = read_config(folder).get_text_config(), token_names(tokenizer)
     result = Diagnosis("embeddings", str(path))
     with closing(open_files(folder)) as files:
@@ -115,29 +115,42 @@ def diagnose_embeddings(
                 continue
             padding = padding_row(config) if kind == "Input" else None
             weight = files.read(stored)
-            summaries.append(summarise(kind, key, weight, near_zero=near_zero, identical=identical, padding=padding))
-    result.lines += ["=" * 80, "EMBEDDING SUMMARIES", "=" * 80]
-    for summary in summaries:
-        result.lines += ["", *_lines(summary, tied, near_zero, identical, names)]
+            summaries.append(summarize(kind, key, weight, near_zero=near_zero, identical=identical, padding=padding))
+    for number, summary in enumerate(summaries):
+        if number and tied:
+            result.lines += ["", f"{summary.kind} embeddings: tied to the input embeddings"]
+        else:
+            result.lines += [""] * bool(number)
+            result.lines += _lines(summary, near_zero, identical, names)
+    result.lines.append("")
     result.measured = {
         "tied": tied,
         "thresholds": {"near_zero": near_zero, "identical": identical},
         "embeddings": [summary.to_json() for summary in summaries],
     }
-    if reinitialise is not None:
-        changed = write_reinitialised(folder, reinitialise, summaries, seed)
-        result.lines += ["", f"Wrote {reinitialise} with {changed} rows reinitialised."]
-        result.measured["reinitialised"] = str(reinitialise)
-    result.lines += ["", "=== Final Summary ===", f"Model: {path}", "Analysis complete."]
-    result.outcome = Outcome.of(not any(summary.untrained.all for summary in summaries))
-    return result
+    if reinitialize is not None:
+        changed = write_reinitialized(folder, reinitialize, summaries, seed)
+        result.lines += [f"Wrote {reinitialize} with {changed} rows reinitialized."]
+        result.measured["reinitialized"] = str(reinitialize)
+    untrained = {row for summary in summaries for row in summary.untrained.all}
+    degenerate = {row for summary in summaries for row in summary.untrained.degenerate}
+    if not untrained:
+        return result.finish()
+    finding = f"{len(untrained)} embedding rows look untrained; prompts with these tokens give large gradients."
+    if degenerate:
+        finding += f" --reinitialize DIR writes the checkpoint with {len(degenerate)} of them reinitialized."
+    if len(degenerate) < len(untrained):
+        finding += " Keep equal and clustered rows out of training data: they are tokens that pretraining never saw."
+    if any(summary.untrained.duplicates for summary in summaries):
+        finding += " If the weights were quantized, rounding may have made rows equal."
+    return result.finish(finding)
 
 
 def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tuple[str, StoredTensor]], bool]:
-    """The stored tensors of the input and output embeddings, by kind, and whether they are tied.
+    """Return the stored tensors of input and output embeddings by kind, and whether they are tied.
 
     Raises:
-        CheckpointError: the files hold no input embeddings.
+        CheckpointError: If the files have no input embeddings.
     """
     model = auto_class_for(folder).from_config(read_config(folder), device="meta")
     adapter = StateDictAdapter(model)
@@ -166,9 +179,9 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tup
 
 
 def padding_row(config: PreTrainedConfig) -> int | None:
-    """The row of a token that is for padding alone; None if there is none.
+    """Return the row of a token that is only used for padding; None if there is none.
 
-    transformers initialises it to zeros, and torch never trains it.
+    transformers initializes it to zeros, and torch never trains it.
     """
     padding = getattr(config, "pad_token_id", None)
     ends = getattr(config, "eos_token_id", None)
@@ -177,7 +190,7 @@ def padding_row(config: PreTrainedConfig) -> int | None:
 
 
 def token_names(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[Sequence[int]], str]:
-    """What names the tokens of some rows, in a line; nothing without a tokenizer."""
+    """Return a function that shows the tokens of some rows in a line; without a tokenizer, an empty string."""
     tokens = {} if tokenizer is None else {row: token for token, row in tokenizer.get_vocab().items()}
 
     def line(rows: Sequence[int]) -> str:
@@ -190,7 +203,7 @@ def token_names(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[Sequence
     return line if tokens else lambda rows: ""
 
 
-def summarise(
+def summarize(
     kind: str,
     key: str,
     weight: torch.Tensor,
@@ -221,15 +234,12 @@ def summarise(
 
 def _lines(
     summary: EmbeddingSummary,
-    tied: bool,
     near_zero: float,
     identical: float,
     names: Callable[[Sequence[int]], str],
 ) -> Iterator[str]:
     found, count = summary.untrained, summary.shape[0]
-    note = f" (Tied: {tied})" if summary.kind == "Output" else ""
-    yield f"--- {summary.kind} Embeddings Summary{note} ---"
-    yield f"Shape: {torch.Size(summary.shape)}, Dtype: {summary.dtype}, Key: {summary.key}"
+    yield f"{summary.kind} embeddings: {summary.key}, shape {summary.shape}, {dtype_name(summary.dtype)}"
 
     def counted(what: str, rows: int) -> str:
         return f"{what}: {rows}/{count} ({rows / max(count, 1):.1%})"
@@ -250,7 +260,7 @@ def _lines(
             yield from listed(rows)
     for groups, what in (
         (found.duplicates, "Duplicate embeddings (equal bit for bit)"),
-        (found.clusters, f"Clustered embeddings (cosine > {SAME_DIRECTION:g} with a centre)"),
+        (found.clusters, f"Clustered embeddings (cosine > {SAME_DIRECTION:g} with a center)"),
     ):
         yield counted(what, sum(map(len, groups)))
         for group in groups[:SHOWN_GROUPS]:
@@ -264,7 +274,7 @@ def _lines(
         f"Statistics: mean_abs={summary.mean_abs:.6f}, max_abs={summary.max_abs:.6f}, std_range=[{low:.6f}, {high:.6f}]"
     )
     if not found.all:
-        yield "✅ No obvious untrained patterns detected"
+        yield "No untrained rows found"
         return
     also = {
         "flat": len(found.flat),
@@ -274,7 +284,7 @@ def _lines(
     }
     yield ", ".join(
         [
-            f"⚠️ POTENTIAL ISSUES: {len(found.near_zero)} near-zero embeddings",
+            f"Potential issues: {len(found.near_zero)} near-zero embeddings",
             f"{len(found.identical)} identical embeddings",
             *(f"{number} {what} embeddings" for what, number in also.items() if number),
         ]
@@ -283,23 +293,23 @@ def _lines(
 
 def ranges(indices: Sequence[int]) -> str:
     """Sorted indices as `0-1,3-999,1192`."""
-    # Within a run an index and its place in the list grow alike.
+    # In a run of consecutive indices, the difference between an index and its position is constant.
     runs = [[index for _, index in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def write_reinitialised(folder: Path, target: Path, summaries: Sequence[EmbeddingSummary], seed: int) -> int:
-    """Write the checkpoint to `target` with untrained rows reinitialised; everything else is copied byte for byte.
+def write_reinitialized(folder: Path, target: Path, summaries: Sequence[EmbeddingSummary], seed: int) -> int:
+    """Write the checkpoint to `target` with untrained rows reinitialized. Other data is copied unchanged.
 
     Returns:
-        How many rows were drawn.
+        Number of reinitialized rows.
 
     Raises:
-        CheckpointError: `target` is the checkpoint itself, or no row is healthy.
+        CheckpointError: If `target` is the checkpoint itself, or no row is healthy.
     """
     if target.exists() and target.resolve() == plain(folder).resolve():
         raise CheckpointError(
-            "cannot re-initialise in place",
+            "cannot reinitialize in place",
             [Problem(ProblemKind.FILE, str(target), "is the checkpoint itself")],
             ["give another directory"],
         )
@@ -308,7 +318,7 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
     ]
     if without_healthy:
         raise CheckpointError(
-            "cannot re-initialise",
+            "cannot reinitialize",
             [
                 Problem(ProblemKind.FORMAT, key, "has no healthy row to take a standard deviation from")
                 for key in without_healthy

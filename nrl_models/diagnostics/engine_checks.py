@@ -19,7 +19,7 @@ from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.logprobs.sampling import Sampling
 
 PROMPT_TOKENS = 8
-"""Tokens of a prompt that are used to see where an engine stops."""
+"""Number of prompt tokens for the check of the length limit."""
 
 THRESHOLD = 1.05
 """The guide's bound, for decoding compared with prefill."""
@@ -35,41 +35,44 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "cuda graph mode lps with backend=eager": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
 }
-"""Modes that are compared with eager mode, under the guide's names, with vLLM's options. The precision flag is what the
-environment variable `TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1` sets. On a CPU they compile, and there are no graphs."""
+"""Modes to compare with eager mode, by the guide's names, with vLLM's options. The precision flag is that of the
+environment variable `TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1`. On a CPU, modes compile, but have no graphs."""
 
-VLLM = "--engine vllm (`make test-engine` sets it up without a GPU, `pip install 'nrl_models[vllm]'` with one)"
-"""What runs the diagnostics that other engines cannot."""
+VLLM = "--engine vllm (`make engine` installs it)"
+"""Options of the engine that supports these diagnostics."""
 
 SHOWN_TOKENS = 3
-"""First tokens of an answer that are shown if prefix caching gives NaN."""
+"""Number of first tokens of an answer to show if prefix caching returns NaN."""
 
 Start = Callable[[dict[str, Any]], AbstractContextManager[Engine]]
 """Starts an engine with options added to its own."""
 
 
-def diagnose_max_model_len(engine: Engine, subject: str, prompt: Sequence[int]) -> Diagnosis:
-    """1: ask for more tokens than fit, and check that the engine enforces `max_model_len`.
+def diagnose_max_model_len(
+    engine: Engine, subject: str, prompt: Sequence[int], *, prompt_tokens: int = PROMPT_TOKENS
+) -> Diagnosis:
+    """Diagnostic 1: request more tokens than fit, and check that the engine enforces `max_model_len`.
 
-    An engine that does not reads and writes past the end of its tables once a sequence is long enough.
+    An engine that does not enforce it reads and writes past the end of its tables in long sequences.
 
     Args:
-        engine: started with a small limit (the guide's is 20).
-        subject: the checkpoint, for the output.
-        prompt: token ids, of which the first 8 are used.
+        engine: Engine started with a small limit (20 in the guide).
+        subject: The checkpoint, for the output.
+        prompt: Token ids.
+        prompt_tokens: Number of tokens of the prompt to use; the guide uses 8.
 
     Raises:
-        EngineError: the engine has no limit of its own, or a limit that leaves no room.
+        EngineError: If the engine has no limit, or the limit leaves no room for a new token.
     """
     result = Diagnosis("max-model-len", subject)
     known = engine.capabilities()
     limit = known.max_length
     if not known.own_limit or limit is None:
         raise EngineError(
-            f"{engine.name} has no limit of its own, so there is nothing to check. This needs an engine that enforces "
+            f"{engine.name} has no length limit, so there is nothing to check. This needs an engine that enforces "
             f"its max_model_len: {VLLM}, or a server that reports one (--engine http://HOST:PORT)."
         )
-    prompt = list(prompt)[: min(PROMPT_TOKENS, limit - 1)]
+    prompt = list(prompt)[: min(prompt_tokens, limit - 1)]
     if not prompt:
         raise EngineError(f"a limit of {limit} leaves no room for a prompt and a token")
     result.measured = {"max_model_len": limit, "prompt_tokens": len(prompt)}
@@ -96,20 +99,20 @@ def diagnose_decode_vs_prefill(
     threshold: float = THRESHOLD,
     seed: int = 0,
 ) -> Diagnosis:
-    """2: sample long continuations at temperature 1, and score the same tokens in one prefill.
+    """Diagnostic 2: sample long continuations at temperature 1, and score the same tokens in one prefill.
 
-    Only generated tokens count: prompt tokens are prefilled both times, and would dilute an error in decoding.
+    Only generated tokens are compared, because prompt tokens are prefilled both times and would dilute an error.
 
     Args:
-        engine: any that scores.
-        subject: the checkpoint, for the output.
-        prompts: token ids.
-        new_tokens: how many to generate for each.
-        threshold: bound on the mean of `exp(abs(difference))` over a sequence's generated tokens.
-        seed: of the sampling.
+        engine: An engine that can score.
+        subject: The checkpoint, for the output.
+        prompts: Token ids of each prompt.
+        new_tokens: Number of tokens to generate per prompt.
+        threshold: Bound of the mean of `exp(abs(difference))` over a sequence's generated tokens.
+        seed: Random seed of the sampling.
 
     Raises:
-        EngineError: the engine cannot score, or fails.
+        EngineError: If the engine cannot score, or fails.
     """
     result = Diagnosis("decode-vs-prefill", subject)
     samples = engine.generate(prompts, Sampling(), max_new_tokens=new_tokens, seed=seed)
@@ -147,21 +150,21 @@ def diagnose_precision(
     modes: Sequence[str] = tuple(MODES),
     tolerance: float = TOLERANCE,
 ) -> Diagnosis:
-    """4: score the same tokens in eager mode and in compiled modes. Informative, not a strict check.
+    """Diagnostic 4: score the same tokens in eager mode and in compiled modes. Informative, not a strict check.
 
-    The tokens are prompts, and what eager mode generated for them: if each mode generated its own, nothing could be
-    compared after the first token that differs.
+    The tokens are prompts with their continuations from eager mode. If each mode generated its own continuation,
+    nothing could be compared after the first different token.
 
     Args:
-        start: starts the engine in a mode.
-        subject: the checkpoint, for the output.
-        prompts: token ids.
-        new_tokens: how many eager mode generates for each prompt.
-        modes: which of `MODES`.
-        tolerance: absolute and relative.
+        start: Starts the engine in a mode.
+        subject: The checkpoint, for the output.
+        prompts: Token ids of each prompt.
+        new_tokens: Number of tokens that eager mode generates per prompt.
+        modes: Modes from `MODES`.
+        tolerance: Absolute and relative tolerance.
 
     Raises:
-        EngineError: the engine does not start in a mode, or fails.
+        EngineError: If the engine does not start in a mode, or fails.
     """
     result = Diagnosis("precision", subject, informative=True)
     if not torch.cuda.is_available():
@@ -180,7 +183,7 @@ def diagnose_precision(
             measured.append(_compare(result, f"Eager and {mode} ({part} lps)", expected, actual, tolerance))
         pairs = [zip(first.tokens, second.tokens, strict=False) for first, second in zip(samples, free, strict=True)]
         same = [len(list(takewhile(lambda pair: pair[0] == pair[1], tokens))) for tokens in pairs]
-        result.say(f"  generating by itself, it agrees with eager on the first {same} of {new_tokens} tokens")
+        result.say(f"  its own continuation agrees with eager on the first {same} of {new_tokens} tokens")
     result.measured = {"tolerance": tolerance, "comparisons": measured}
     failed = [comparison for comparison in measured if not comparison["close"]]
     result.say("=" * 100)
@@ -226,20 +229,20 @@ def diagnose_prefix_caching(
     new_tokens: int = 2048,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Diagnosis:
-    """5: have the engine continue counting, add its answer to the prompt, and have it continue again, without NaN.
+    """Diagnostic 5: let the engine continue a count, append its answer to the prompt, and let it continue without NaN.
 
-    Multi-turn RL prompts an engine like this, and its prefix cache then holds what decoding has written. (vLLM 0.14
-    gave NaN for every token but the first of the second answer.)
+    Multi-turn RL uses an engine this way: the prefix cache then has entries written while decoding. (vLLM 0.14 returned
+    NaN for all tokens of the second answer except the first.)
 
     Args:
-        engine: one with prefix caching.
-        subject: the checkpoint, for the output.
-        prompt: token ids of a text that counts; the guide's counts to 3000.
-        new_tokens: tokens to generate, twice.
-        decode: gives the text of token ids, for the output.
+        engine: An engine with prefix caching.
+        subject: The checkpoint, for the output.
+        prompt: Token ids of a text that counts; the guide's counts to 3000.
+        new_tokens: Number of tokens to generate, twice.
+        decode: Function that decodes token ids, for the output.
 
     Raises:
-        EngineError: no prefix caching, or the sequences do not fit.
+        EngineError: If the engine has no prefix caching, or the sequences do not fit.
     """
     if not engine.capabilities().prefix_caching:
         raise EngineError(
@@ -270,7 +273,7 @@ def diagnose_prefix_caching(
             broken = "prefix caching is broken" + (f" in vLLM {version}" if version else "")
             return result.finish(f"{count} are NaN on iteration {iteration} ({broken})")
         tokens = sample.sequence
-    # The guide only asks for no NaN; a prefill without the cache shows whether the numbers are right.
+    # The guide only requires values without NaN. A prefill without the cache also verifies the values.
     (found,) = _against_prefill(engine, [sample], new_tokens)
     result.say(
         f"  compared with one prefill without the cache: token_mult_prob_error {found.token_mult_prob_error:.7f}"

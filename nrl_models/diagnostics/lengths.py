@@ -1,4 +1,4 @@
-"""How long prompts and answers are: the guide's lengths, or as long as the model takes."""
+"""Lengths of prompts and answers: the guide's, or less if the model's limit is lower."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def fitting_lengths(
     usual: tuple[int, int],
     turns: int = 1,
 ) -> tuple[int, int]:
-    """Tokens of a prompt, and of each answer.
+    """Return the number of tokens of the prompt and of each answer.
 
     Args:
-        limit: tokens of a sequence at most; None if there is no limit.
-        prompt, new: what was asked for; None for the usual, or less if that does not fit.
-        usual: of prompt and answer.
-        turns: answers that go into one sequence.
+        limit: Maximum number of tokens of a sequence; None if there is no limit.
+        prompt, new: Requested numbers; None for the usual ones, or less if those do not fit.
+        usual: Usual numbers of prompt and answer.
+        turns: Number of answers in one sequence.
 
     Raises:
-        ConsistencyError: what was asked for does not fit.
+        ConsistencyError: If the requested numbers do not fit.
     """
     if limit is None:
         return prompt or usual[0], new or usual[1]
@@ -35,22 +35,25 @@ def fitting_lengths(
         answers = "an answer" if turns == 1 else f"{turns} answers"
         length, size = prompt or usual[0], new or usual[1]
         raise ConsistencyError(
-            f"a prompt of {length:,} tokens and {answers} of {size:,} need {length + turns * size:,} positions, and "
-            f"the model has room for {limit:,}: ask for a shorter prompt, or for fewer new tokens"
+            f"a prompt of {length:,} tokens and {answers} of {size:,} need {length + turns * size:,} positions, but "
+            f"the model has {limit:,}: use a shorter prompt, or fewer new tokens"
         )
     return length, size
 
 
 def counting_prompt(counting: Callable[[int], list[int]], count: int, most: int | None = None) -> tuple[list[int], int]:
-    """A prompt that counts to `count`, or as far as fits `most` tokens; and how far it counts.
+    """Create a prompt that counts to `count`, or to a lower number if it has more than `most` tokens.
 
     Args:
-        counting: gives the tokens of a text that counts to a number.
-        count: how far it is to count.
-        most: tokens at most.
+        counting: Returns the tokens of a text that counts to a number.
+        count: The last number.
+        most: Maximum number of tokens.
+
+    Returns:
+        The prompt and its last number.
 
     Raises:
-        ConsistencyError: not even one number fits.
+        ConsistencyError: If not even one number fits.
     """
     tokens = counting(count)
     if most is None or len(tokens) <= most:

@@ -10,15 +10,15 @@ from nrl_models.parity.parity_report import Outcome
 
 @dataclass(slots=True)
 class Diagnosis:
-    """The result of one diagnostic.
+    """Result of one diagnostic.
 
     Args:
-        name: its command's.
-        subject: the checkpoint.
-        outcome: whether it passed.
-        lines: what to print, in order.
-        measured: the numbers, for JSON.
-        informative: whether a failure is only worth knowing, rather than a fault to fix.
+        name: Name of its command.
+        subject: The checkpoint.
+        outcome: Whether it passed.
+        lines: Lines to print.
+        measured: Measurements for JSON.
+        informative: Whether a failure is only informative, and not an error.
     """
 
     name: str

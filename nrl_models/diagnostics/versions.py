@@ -1,4 +1,4 @@
-"""One diagnostic over several versions of an engine, each in an environment of its own."""
+"""Run one diagnostic with several versions of an engine, each in a separate environment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nrl_models.parity.parity_report import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """The outcome in one environment.
+    """Result in one environment.
 
     Args:
-        environment: its interpreter, or its directory.
-        diagnosis: the result; None if the engine failed.
-        error: how it failed.
+        environment: Interpreter or directory of the environment.
+        diagnosis: The result; None if the engine failed.
+        error: Error of the engine.
     """
 
     environment: Path
@@ -31,7 +31,7 @@ class Version:
 
     @property
     def outcome(self) -> Outcome:
-        """What came out; `INCOMPLETE` of an engine that failed."""
+        """Outcome of the diagnosis. `INCOMPLETE` if the engine failed."""
         return Outcome.INCOMPLETE if self.diagnosis is None else self.diagnosis.outcome
 
     @property
@@ -42,7 +42,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The outcomes in all environments, in the order in which they were given."""
+    """Results in all environments, in the order of the arguments."""
 
     found: tuple[Version, ...]
 
@@ -82,12 +82,12 @@ class Versions:
 def diagnose_versions(
     environments: Sequence[Path], diagnose: Callable[[Path], Diagnosis], show: Callable[[str], None]
 ) -> Versions:
-    """Run a diagnostic in each environment; one whose engine fails does not stop the others.
+    """Run a diagnostic in each environment. If the engine fails in one of them, the others still run.
 
     Args:
-        environments: interpreters or directories.
-        diagnose: runs it in one of them.
-        show: prints a line.
+        environments: Interpreters, or directories of virtual environments.
+        diagnose: Runs the diagnostic in one environment.
+        show: Prints a line.
     """
     found = []
     for environment in environments:

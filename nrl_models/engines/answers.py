@@ -1,4 +1,4 @@
-"""What an engine in another process answers, checked field by field: it is data of somebody else's making."""
+"""Validate answers of an engine in another process field by field, because they are untrusted data."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from nrl_models.common.trust.servers import hidden
 from nrl_models.errors import EngineError, shown
 
 MINUS_INFINITY = -9999.0
-"""What vLLM sends for it, and for all below; JSON has no word for infinity."""
+"""Value that vLLM sends for -infinity and all lower values, because JSON has no infinity."""
 
 LARGEST_LOGPROB = 0.1
 """Log-probabilities are at most 0, but for the rounding of a bfloat16 softmax."""
 
 MOST_TOKENS = 2**31
-"""Token ids of a vocabulary whose size is unknown."""
+"""Limit of token ids if the vocabulary size is unknown."""
 
 _TOKEN_NAME = re.compile(r"token_id:(\d{1,10})")
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Reads values out of an answer. Every method raises an EngineError with field, value and what was expected.
+    """Read values of an answer. Each method raises an `EngineError` with field, value and expected value.
 
     Args:
-        who: the engine, as errors name it.
-        vocabulary: number of token ids; None if unknown.
-        secrets: what errors leave out, though the engine may have repeated it.
+        who: Name of the engine in errors.
+        vocabulary: Number of token ids; None if unknown.
+        secrets: Texts to hide in errors, in case the engine's answer repeats them.
     """
 
     who: str
@@ -38,25 +38,25 @@ class Checked:
     secrets: tuple[str, ...] = ()
 
     def error(self, text: str) -> EngineError:
-        """An error about the engine, with nothing secret in it."""
+        """Return an error about the engine, without secrets."""
         return EngineError(hidden(f"{self.who} {text}", self.secrets))
 
     def wrong(self, field: str, value: Any, expected: str) -> NoReturn:
         """Raise the error about a field."""
-        # Of what another's answer says no more than fits into a line: it may be long, and `repr` of it deep. Secrets go
-        # first: of one that is cut, or written with escapes, a part would be left.
+        # Shorten the value to a line, because an answer may be long or deeply nested. Hide secrets before that, because
+        # a truncated or escaped secret would not be recognized.
         if isinstance(value, str):
             value = hidden(value, self.secrets)
         plain = isinstance(value, (str, int, float, type(None)))
         found = shown(value) if plain else f"a {type(value).__name__}"
-        raise self.error(f"gave an answer that cannot be used: {field} is {found}, expected {expected}")
+        raise self.error(f"returned an invalid answer: {field} is {found}, expected {expected}")
 
     def mapping(self, value: Any, field: str) -> dict[str, Any]:
         """A JSON object."""
         return value if isinstance(value, dict) else self.wrong(field, value, "an object")
 
     def listed(self, value: Any, field: str, length: int | None = None) -> list[Any]:
-        """A list, of that length if one is given."""
+        """Check a list, and its length if one is passed."""
         if not isinstance(value, list):
             self.wrong(field, value, "a list")
         if length is not None and len(value) != length:
@@ -68,7 +68,7 @@ class Checked:
         return value if isinstance(value, str) and value.isprintable() else self.wrong(field, value, "a name")
 
     def whole(self, value: Any, field: str, least: int, below: int = MOST_TOKENS) -> int:
-        """A whole number from `least` to `below`, exclusive."""
+        """Check an integer from `least` to `below`, exclusive."""
         if type(value) is not int or not least <= value < below:
             self.wrong(field, value, f"a whole number from {least} to {below - 1}")
         return value
@@ -81,7 +81,7 @@ class Checked:
         )
 
     def named_token_ids(self, value: Any, field: str) -> tuple[int, ...] | None:
-        """Ids that are given as names, `token_id:5`; None if the names are text."""
+        """Parse ids that are written as names, `token_id:5`. Returns None if the names are text."""
         found = [_TOKEN_NAME.fullmatch(name) if isinstance(name, str) else None for name in self.listed(value, field)]
         if not found or None in found:
             return None
@@ -101,7 +101,7 @@ class Checked:
         return -math.inf if value <= MINUS_INFINITY else float(value)
 
     def logprobs_by_id(self, value: Any, tokens: Sequence[int], field: str) -> list[float]:
-        """Of each of `tokens` the log-probability, looked up by its id; that of the first, which has none, is NaN."""
+        """Return the log-probability of each of `tokens`, looked up by id. The first token has none: NaN."""
         result = [math.nan]
         for index, (place, token) in enumerate(zip(self.listed(value, field, len(tokens)), tokens, strict=True)):
             if index:

@@ -35,32 +35,37 @@ _ANSWERS = ("_generate", "score", "module_calls")
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """Base of all engines. They are context managers: leaving closes them.
+    """Base class of inference engines. Use it as a context manager to close the engine at the end.
 
-    The methods in `_RANDOM` leave the caller's random states as they were. Those in `_ANSWERS` raise a
-    `MixedWeightsError` if the tensors of a refit under way call them, and after a refit that left parts of two
-    versions. A lock serializes them and refits: a call from another thread waits for the call before it.
+    Three groups of methods are wrapped in every subclass:
+
+    - Methods in `_RANDOM` restore the caller's random states.
+    - Methods in `_ANSWERS` raise `MixedWeightsError` during a refit and after a refit that failed halfway.
+    - Methods in `_ANSWERS` and `refit` share a lock, so calls from several threads run one after another.
 
     Attributes:
-        name: its name in reports.
-        bucket_bytes: for refits whose caller gives none; None sends everything at once.
-        version: the number of the weights it has: 0 for those it started with, then that of the last refit.
+        name: Engine name in reports.
+        bucket_bytes: Default bucket size of refits in bytes. None sends all tensors in one bucket.
+        version: Version of the weights: 0 at the start, incremented by each refit.
     """
 
     name: str
     bucket_bytes: int | None = None
     version: int = 0
     _mixed: str = ""
-    """Why it answers nothing; empty if its weights are of one version."""
+    """Error message of `_ANSWERS` methods while the weights are of two versions; otherwise empty."""
     _changed: bool = False
-    """Whether the last `_refit` changed a weight, or may have."""
+    """Whether the last `_refit` changed a weight, or may have changed one."""
     _lock: RLock
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Give the engine its lock: subclasses need not call `super().__init__`."""
+        """Create the engine's lock here, so that subclasses need not call `super().__init__`."""
         engine = super().__new__(cls)
         engine._lock = RLock()
         return engine
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, version={self.version})"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -75,11 +80,11 @@ class Engine(AbstractContextManager["Engine"]):
                 setattr(cls, name, random_states_kept()(method))
 
     def capabilities(self) -> Capabilities:
-        """What this engine, as it was started, can do."""
+        """Return the capabilities of this engine with its current options."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Version and settings, for reports."""
+        """Return the engine's version and settings, for reports."""
         return {"engine": self.name}
 
     def generate(
@@ -96,26 +101,29 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> list[Sample]:
         """Sample a continuation of each prompt, all in one batch.
 
-        Images come in one of two forms, and `capabilities()` says which an engine takes: as a processor's
-        `model_inputs`, with the token ids that it made; or as they are, with token ids in which each still has the one
-        placeholder of the text (`images`). A reply with images also ends before a token that stands for an image
-        (`finish_reason` is `placeholder`), which nothing could read.
+        There are two ways to pass images; `capabilities()` tells which of them the engine supports:
+
+        - `model_inputs`: the output of a processor. The prompts are the token ids from the same processor.
+        - `images`: PIL images. The prompts have one placeholder token per image, as in the text.
+
+        With images, a completion also ends if the model samples an image token, because no text follows from it.
+        `finish_reason` is then `placeholder`.
 
         Args:
-            prompts: token ids.
-            sampling: how.
-            max_new_tokens: tokens at most, and exactly if `ignore_end`.
-            seed: of the random numbers; each prompt has its own.
-            ignore_end: whether to continue after an end-of-text token.
-            beyond_limit: whether to ask for more tokens than fit, so that the engine has to stop by itself.
-            model_inputs: for each prompt what a processor makes of its images, beside the token ids: keywords of the
-                model's forward for a batch of one, none for a prompt without images.
-            images: for each prompt its images (PIL), in the order of their placeholders. `Sample.prompt` is then what
-                the engine's processor made of the prompt.
+            prompts: Token ids of each prompt.
+            sampling: Temperature and truncation.
+            max_new_tokens: Maximum number of new tokens; the exact number if `ignore_end`.
+            seed: Random seed. Each prompt gets a separate seed derived from it.
+            ignore_end: Whether to continue after an end-of-text token.
+            beyond_limit: Skip the check of lengths, so that the engine itself has to stop at its length limit.
+            model_inputs: Keyword arguments of the model's forward for each prompt (batch size 1), in addition to the
+                token ids. Empty for a prompt without images.
+            images: PIL images of each prompt, in the order of their placeholders. `Sample.prompt` then has the token
+                ids from the engine's processor.
 
         Raises:
-            EngineError: a prompt is too long, `max_new_tokens` is below 1, the engine cannot sample at that
-                temperature, or the engine fails, ends a sequence early or takes no images.
+            EngineError: If a prompt is too long, `max_new_tokens` is below 1, or the engine does not support the
+                temperature or images. Also if the engine fails or ends a sequence early.
         """
         _require_sampling(self, sampling, max_new_tokens)
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
@@ -123,15 +131,15 @@ class Engine(AbstractContextManager["Engine"]):
         if model_inputs is not None and any(model_inputs):
             if not self.capabilities().images:
                 raise EngineError(
-                    f"{self.name} takes token ids alone here, and {sum(map(bool, model_inputs))} of {len(prompts)} "
-                    "prompts come with images. hf-generate takes them, with a model that does"
+                    f"{self.name} accepts only token ids here, and {sum(map(bool, model_inputs))} of {len(prompts)} "
+                    "prompts have images. Use hf-generate with a model that accepts images"
                 )
             more = {"model_inputs": model_inputs}
         if images is not None and any(images):
             if not self.capabilities().raw_images:
                 raise EngineError(
-                    f"{self.name} takes no raw images here, and {sum(map(bool, images))} of {len(prompts)} prompts "
-                    "have some. vllm takes them, with a model that does and the checkpoint's processor"
+                    f"{self.name} accepts no raw images here, and {sum(map(bool, images))} of {len(prompts)} prompts "
+                    "have some. Use vllm with a model that accepts images and the checkpoint's processor"
                 )
             more |= {"images": images}
         samples = self._generate(
@@ -143,41 +151,41 @@ class Engine(AbstractContextManager["Engine"]):
             ]
         lengths = [len(sample.tokens) for sample in samples]
         if max(lengths, default=0) > max_new_tokens:
-            raise EngineError(f"{self.name} generated {max(lengths)} tokens: {max_new_tokens} were asked for at most")
+            raise EngineError(f"{self.name} generated {max(lengths)} tokens, but max_new_tokens is {max_new_tokens}")
         short = [index for index, length in enumerate(lengths) if length != max_new_tokens]
         at_images = [index for index in short if samples[index].finish_reason == AT_PLACEHOLDER]
         if at_images and ignore_end:
             raise EngineError(
-                f"{self.name} sampled the placeholder of an image in sequences {at_images}, where a reply ends: "
+                f"{self.name} sampled the placeholder of an image in sequences {at_images}, which ends a completion: "
                 "with images, pass ignore_end=False"
             )
         if short and ignore_end and not beyond_limit:
             raise EngineError(
-                f"{self.name} generated {[lengths[index] for index in short]} tokens for sequences {short}, and "
-                f"{max_new_tokens} were asked for, past the end of text: it does not honour `ignore_eos`"
+                f"{self.name} generated {[lengths[index] for index in short]} tokens for sequences {short}, but "
+                f"{max_new_tokens} were requested, past the end of text: the engine ignores `ignore_eos`"
             )
         return samples
 
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """Implements `generate` for prompts that fit; of one that takes images also with `model_inputs` or `images`."""
+        """Implement `generate` for prompts that fit. Engines with images also take `model_inputs` or `images`."""
         raise NotImplementedError
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
-        """Log-probability of each token of each sequence given those before it, computed in one prefill.
+        """Return the log-probability of each token given the tokens before it, computed in one prefill.
 
-        That of the first token of a sequence is NaN.
+        The value for the first token of each sequence is NaN.
 
         Args:
-            sequences: token ids.
-            sampling: how logits are processed before the softmax.
-            last: how many tokens at the end to score; the others may be NaN. All by default.
+            sequences: Token ids of each sequence.
+            sampling: Temperature and truncation applied to the logits before the softmax.
+            last: Number of tokens at the end to score; the others may be NaN. All tokens by default.
 
         Raises:
-            EngineError: the engine lacks the capability, a sequence is too long, or the engine fails.
+            EngineError: If the engine cannot score tokens, a sequence is too long, or the engine fails.
         """
-        raise EngineError(f"{self.name} gives no log-probabilities of given tokens")
+        raise EngineError(f"{self.name} cannot score existing tokens")
 
     def refit(
         self,
@@ -187,20 +195,24 @@ class Engine(AbstractContextManager["Engine"]):
         digests: bool = True,
         partial: bool = False,
     ) -> RefitReport:
-        """Give the engine new weights. Afterwards it has all of them, or the old ones, or it answers nothing.
+        """Load new weights into the engine.
+
+        Afterwards the engine has all new weights or all old weights. If neither is possible, it raises
+        `MixedWeightsError` for all calls until a refit succeeds.
 
         Args:
-            tensors: by hub name, as `StateDictAdapter.iter_export` yields them.
-            bucket_bytes: bytes sent at a time at most (a larger tensor goes alone); the engine's own by default.
-            digests: whether to compute `RefitReport.digests`.
-            partial: whether parameters and persistent buffers that nothing is written to may keep what they have.
-                By default that is an error: the engine would compute with parts of two versions.
+            tensors: Pairs of hub name and tensor, as from `StateDictAdapter.iter_export`.
+            bucket_bytes: Maximum bytes per bucket; a larger tensor gets a separate bucket. Default:
+                `self.bucket_bytes`.
+            digests: Whether to compute `RefitReport.digests`.
+            partial: Whether parameters and persistent buffers may keep their old values if nothing is written to
+                them. By default this raises `MixedWeightsError`, because the weights would be of two versions.
 
         Raises:
-            MixedWeightsError: something was written, but not everything. The engine answers nothing until a refit
-                succeeds. Where what yields the tensors failed, its own error says so in a note.
-            EngineError: the engine lacks the capability, or does not accept a tensor (NaN or infinite values, another
-                dtype or shape, a name sent twice); it has the weights from before.
+            MixedWeightsError: If only some of the weights were written. If the `tensors` iterator raised, its error
+                is re-raised with this message as a note.
+            EngineError: If the engine does not support refits or rejects a tensor (NaN or infinite values, another
+                dtype or shape, a duplicate name). The engine keeps its old weights.
         """
         with self._lock:
             return self._refit_whole(tensors, bucket_bytes, digests, partial)
@@ -208,7 +220,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _refit_whole(
         self, tensors: Iterable[NamedTensor], bucket_bytes: int | None, digests: bool, partial: bool
     ) -> RefitReport:
-        """Implements `refit` for the thread that has the lock."""
+        """Implement `refit`. The caller holds the lock."""
         started = time.perf_counter()
         sizes: list[list[int]] = []
 
@@ -222,7 +234,7 @@ class Engine(AbstractContextManager["Engine"]):
         before, self._mixed = self._mixed, self._mixed_because("is under way")
         try:
             found = self._refit(sent(), digests)
-        except BaseException as error:  # also of the iterator that gives the tensors
+        except BaseException as error:  # including errors of the `tensors` iterator
             self._mixed = before
             if self._refit_changed():
                 self._mixed = self._mixed_because(f"failed ({one_line(error)})")
@@ -250,48 +262,51 @@ class Engine(AbstractContextManager["Engine"]):
     def _mixed_because(self, reason: str) -> str:
         return (
             f"{self.name} has parts of version {self.version} of the weights and parts of version {self.version + 1}, "
-            f"whose refit {reason}. It answers nothing until a refit with all weights succeeds: refit it again, or "
-            "restart it if it has died"
+            f"whose refit {reason}. It raises on every call until a refit with all weights succeeds: refit it again, "
+            "or restart it if it has died"
         )
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """Implements `refit`: gives the report's `digests`, `unwritten` and `stale_buffers`."""
-        raise EngineError(f"{self.name} takes no new weights")
+        """Implement `refit`. Returns `digests`, `unwritten` and `stale_buffers` of the report."""
+        raise EngineError(f"{self.name} does not support new weights")
 
     def _refit_changed(self) -> bool:
-        """Whether the `_refit` that has just failed changed a weight, or may have."""
+        """Return True if the failed `_refit` changed a weight or may have changed one."""
         return self._changed
 
     def note_weights(self) -> bool:
-        """Note the weights that the engine holds, for `unchanged_weights`. Return False if some cannot be read."""
+        """Record the engine's current weights for `unchanged_weights`. Return False if some cannot be read."""
         return False
 
     def unchanged_weights(self) -> list[str]:
-        """Names of weights that a refit wrote, and that are in whole or in part as they were when they were noted."""
+        """Return names of weights that a refit wrote but that still have some or all of their recorded values."""
         return []
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
-        """Inputs and outputs of each module, by module name, for one sequence.
+        """Record the inputs and outputs of each module for one sequence.
 
         Args:
-            tokens: the sequence; short ones are enough, since everything is kept.
-            decode_last: whether to compute the last token in a step of its own, as in decoding; the tensors are then
+            tokens: Token ids. Use a short sequence, because all tensors are kept in memory.
+            decode_last: Whether to compute the last token in a separate decoding step. The recorded tensors are then
                 those of that step.
 
+        Returns:
+            A dictionary from module name to `ModuleCall`.
+
         Raises:
-            EngineError: the engine lacks the capability.
+            EngineError: If the engine cannot record modules.
         """
         raise EngineError(f"the modules of {self.name} cannot be recorded")
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's memory and processes."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _of_whole_weights(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an engine that raises where the engine has parts of two versions of the weights."""
+    """Wrap a method of an engine so that it raises if the weights are of two versions."""
 
     @wraps(method)
     def answer(self: Engine, *args: Any, **kwargs: Any) -> Any:
@@ -304,10 +319,10 @@ def _of_whole_weights(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def finite(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Yield the tensors of a refit, each after a check of its values.
+    """Check the values of each tensor of a refit, then yield it.
 
     Raises:
-        EngineError: a tensor has NaN or infinite values, or its name came before.
+        EngineError: If a tensor has NaN or infinite values, or a name is repeated.
     """
     seen: set[str] = set()
     for name, tensor in tensors:
@@ -327,7 +342,7 @@ def finite(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if no value is NaN or infinite. One pass over the memory, without a temporary tensor.
 
-    A single infinite value is finite here: it is a bound that is off, such as Gemma 4's `input_min`.
+    A single infinite value counts as finite: it is a disabled bound, such as `input_min` of Gemma 4.
     """
     if not tensor.numel() or not tensor.is_floating_point():
         return True
@@ -340,10 +355,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _require_sampling(engine: Engine, sampling: Sampling, max_new_tokens: int) -> None:
-    """Require a temperature that the engine samples at, and at least one new token.
+    """Check that the engine supports the temperature, and that `max_new_tokens` is at least 1.
 
     Raises:
-        EngineError: the temperature or the number of tokens is out of the engine's range.
+        EngineError: If either is out of range.
     """
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise EngineError(f"max_new_tokens={max_new_tokens!r}: expected a whole number of at least 1")
@@ -358,20 +373,20 @@ def _require_sampling(engine: Engine, sampling: Sampling, max_new_tokens: int) -
 
 
 def require_number(name: str, value: Any, *types: type) -> None:
-    """Require that an engine's option, if given, is a positive number of one of the types.
+    """Check that an engine's option is None or a positive number of one of the types.
 
     Raises:
-        EngineError: it is not.
+        EngineError: If it is not.
     """
     if value is not None and (type(value) not in types or not value > 0):
         raise EngineError(f"{name}={value!r}: expected a positive {'whole ' if float not in types else ''}number")
 
 
 def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) -> None:
-    """Require that every sequence, with `more` tokens, fits the engine, and that it knows every token.
+    """Check that every sequence plus `more` tokens fits the engine, and that all tokens are in its vocabulary.
 
     Raises:
-        EngineError: lists all that do not fit.
+        EngineError: If some do not fit. The message lists all of them.
     """
     known = engine.capabilities()
     problems = []
@@ -381,8 +396,8 @@ def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) 
         if known.max_length is not None and len(tokens) + more > known.max_length:
             problems.append(
                 f"sequence {index} has {len(tokens)} tokens"
-                + (f" and {more} more are asked for" if more else "")
-                + f", and the engine takes {known.max_length}"
+                + (f" and {more} more are requested" if more else "")
+                + f", and the engine's limit is {known.max_length}"
             )
         if known.vocabulary is not None and tokens and not 0 <= min(tokens) <= max(tokens) < known.vocabulary:
             problems.append(
@@ -390,7 +405,7 @@ def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) 
                 f"the vocabulary has {known.vocabulary}"
             )
     if problems:
-        raise EngineError(f"{engine.name} cannot take this:", *itemised(problems))
+        raise EngineError(f"{engine.name} cannot process these sequences:", *itemised(problems))
 
 
 def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[list[NamedTensor]]:
@@ -408,12 +423,12 @@ def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[l
 
 
 def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Lists of different lengths as one fp64 tensor, padded with NaN."""
+    """Convert lists of different lengths to one fp64 tensor padded with NaN, `(batch, max_length)`."""
     tensors = [torch.tensor(row, dtype=torch.float64) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=math.nan)
 
 
 def final_scores(engine: Engine, tokens: torch.Tensor, count: int, sampling: Sampling, **options: Any) -> torch.Tensor:
-    """Log-probabilities an engine gives the last `count` of `tokens` `(sequences, length)`: fp64."""
+    """Score the last `count` tokens of `tokens` `(batch, seq_len)`. Returns fp64 `(batch, count)`."""
     scores = engine.score(tokens.tolist(), sampling, last=count, **options)
     return torch.tensor([row[-count:] for row in scores], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Hashes of tensors, by which a trainer and an engine tell whether they hold the same."""
+"""Hashes of tensors, to check that a trainer and an engine hold the same weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nrl_models.engines.engine_types import NamedTensor
 
 
 class Hash(Protocol):
-    """What `hashed` feeds: one of hashlib's or xxhash's."""
+    """Hash object of hashlib or xxhash."""
 
     def update(self, data: Any, /) -> None:
         """Take bytes."""
@@ -31,7 +31,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def hashed(tensor: torch.Tensor, digest: Hash) -> str:
-    """The hexadecimal digits of a hash that is given a tensor's dtype, shape and elements."""
+    """Hash a tensor's dtype, shape and elements. Returns hexadecimal digits."""
     value = tensor.detach().cpu().contiguous()
     digest.update(f"{dtype_name(value.dtype)} {tuple(value.shape)} ".encode())
     if value.numel():
@@ -40,26 +40,27 @@ def hashed(tensor: torch.Tensor, digest: Hash) -> str:
 
 
 def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterator[NamedTensor]:
-    """The same tensors; adds each one's digest to `digests` as it is read."""
+    """Yield the same tensors, and add the digest of each to `digests`."""
     for name, tensor in tensors:
         digests[name] = tensor_digest(tensor)
         yield name, tensor
 
 
 class HeldWeights:
-    """Floating-point weights that an engine holds, as a number for each row, by which a later look tells what changed.
+    """A hash per row of the floating-point weights of an engine, to find rows that a refit did not change.
 
-    A row is an element of a vector, and else the last dimension: fused tensors are made of whole rows.
+    A row is the last dimension of a tensor, or one element of a vector. Fused tensors consist of complete rows, so
+    hashes per row work for them.
 
     Args:
-        tensors: by the engine's names.
+        tensors: Tensors by the engine's names.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._rows = {name: _row_numbers(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
 
     def unchanged(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """The tensors of which rows are as they were, with how many. Rows of zeros do not count: they are padding."""
+        """Return names of tensors with unchanged rows, and how many rows. Rows of zeros are padding and not counted."""
         found = []
         for name, before in self._rows.items():
             now = _row_numbers(tensors[name])

@@ -1,4 +1,4 @@
-"""What engines take and give: token ids, samples, what an engine can do, reports of refits and calls of modules."""
+"""Types of the engine interface: token ids, samples, capabilities, refit reports and recorded module calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGITS = "logits"
 """The name under which `Engine.module_calls` has the model's last hidden states and its logits."""
 
 AT_PLACEHOLDER = "placeholder"
-"""Why a reply ends at the token that stands for an image: it is of no image, and left out."""
+"""Finish reason of a completion that stopped before a sampled image token, which is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Sample:
     """One sampled continuation of a prompt.
 
     Args:
-        prompt: token ids.
-        tokens: the sampled token ids.
-        logprobs: of each sampled token, under the distribution it was sampled from.
-        finish_reason: why it ended: `length`, `stop`, `AT_PLACEHOLDER`, or what else the engine reports.
-        routed_experts: the experts chosen for each token but the last, `(tokens, layers, experts per token)`, for
-            `engine_routing`; None if the engine does not report them.
-        model_inputs: what was given beside the prompt's token ids, see `Engine.generate`.
+        prompt: Token ids of the prompt.
+        tokens: Sampled token ids.
+        logprobs: Log-probability of each sampled token under the sampling distribution.
+        finish_reason: Why the completion ended: `length`, `stop`, `AT_PLACEHOLDER`, or another reason of the engine.
+        routed_experts: Experts chosen for each token except the last, `(tokens, layers, experts per token)`, for
+            `engine_routing`. None if the engine does not report them.
+        model_inputs: Further inputs of the prompt, as passed to `Engine.generate`.
     """
 
     prompt: tuple[int, ...]
@@ -43,6 +43,9 @@ class Sample:
     routed_experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"Sample({len(self.prompt)} prompt tokens, {len(self.tokens)} tokens, {self.finish_reason!r})"
+
     @property
     def sequence(self) -> tuple[int, ...]:
         """Prompt and continuation."""
@@ -50,7 +53,7 @@ class Sample:
 
     @property
     def sequence_inputs(self) -> dict[str, torch.Tensor]:
-        """`model_inputs` for prompt and continuation: kinds of tokens are zero, text, in a continuation."""
+        """`model_inputs` padded to prompt plus continuation. Token types of the continuation are 0 (text)."""
         of_tokens = (1, len(self.prompt))
         return {
             name: F.pad(value, (0, len(self.tokens))) if value.shape == of_tokens else value
@@ -60,23 +63,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do.
+    """Capabilities of an engine.
 
     Args:
-        score: whether it gives log-probabilities of given tokens in one prefill.
-        processed_scores: whether it does so under any `Sampling`; otherwise only at temperature 1, without truncation.
-        refit: whether it takes new weights.
-        modules: whether the inputs and outputs of its modules can be recorded.
-        images: whether prompts may come with `model_inputs` of images.
-        raw_images: whether prompts may come with `images`, which the engine's own processor prepares.
-        prefix_caching: whether it may reuse what it computed for an earlier prompt.
-        max_length: most tokens of a prompt and its continuation together; None if unknown.
-        own_limit: whether the engine itself enforces that.
-        vocabulary: number of token ids; None if unknown.
-        dtype: what it computes in; None if unknown.
-        min_temperature: lowest temperature above 0 that it samples at. vLLM uses 0.01 in place of anything lower.
-        max_temperature: highest temperature that it samples at.
-        transformers_classes: whether it could compute with transformers' classes in place of its own, which it has now.
+        score: Whether it can score existing tokens in one prefill.
+        processed_scores: Whether it scores under any `Sampling`. Otherwise only at temperature 1 without truncation.
+        refit: Whether it accepts new weights.
+        modules: Whether inputs and outputs of its modules can be recorded.
+        images: Whether prompts can have `model_inputs`.
+        raw_images: Whether prompts can have `images`, which the engine's own processor prepares.
+        prefix_caching: Whether it may reuse results of earlier prompts.
+        max_length: Maximum number of tokens of prompt plus continuation; None if unknown.
+        own_limit: Whether the engine itself enforces `max_length`.
+        vocabulary: Number of token ids; None if unknown.
+        dtype: Compute dtype; None if unknown.
+        min_temperature: Lowest supported temperature above 0. vLLM raises lower temperatures to 0.01.
+        max_temperature: Highest supported temperature.
+        transformers_classes: Whether the engine now runs its own model class and could run transformers' instead.
     """
 
     score: bool = True
@@ -97,18 +100,18 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class RefitReport:
-    """The outcome of sending weights to an engine.
+    """Result of sending weights to an engine.
 
     Args:
-        tensors: how many were sent.
-        nbytes: their size in bytes.
-        seconds: time taken, including the engine's own processing.
-        buckets: number of calls they were sent in.
-        largest_bucket: bytes in the largest call, all of which had to be held at once.
-        digests: the `tensor_digest` of each tensor as it arrived, by name.
-        unwritten: the engine's parameters that nothing was written to.
-        stale_buffers: the engine's persistent buffers that nothing was written to.
-        version: the number of the weights that the engine has now: how many refits it took since it started.
+        tensors: Number of tensors sent.
+        nbytes: Size of the tensors in bytes.
+        seconds: Time, including the engine's processing.
+        buckets: Number of buckets.
+        largest_bucket: Size of the largest bucket in bytes. All of it is in memory at once.
+        digests: `tensor_digest` of each received tensor, by name.
+        unwritten: Parameters of the engine that were not written.
+        stale_buffers: Persistent buffers of the engine that were not written.
+        version: Version of the engine's weights: the number of refits since its start.
     """
 
     tensors: int
@@ -116,7 +119,7 @@ class RefitReport:
     seconds: float
     buckets: int
     largest_bucket: int
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict, repr=False)
     unwritten: tuple[str, ...] = ()
     stale_buffers: tuple[str, ...] = ()
     version: int = 0
@@ -127,9 +130,9 @@ class ModuleCall:
     """Inputs and outputs of a module for the tokens of one sequence.
 
     Args:
-        class_name: its class.
-        inputs: its floating-point arguments.
-        outputs: the floating-point tensors it returned.
+        class_name: Class of the module.
+        inputs: Floating-point arguments.
+        outputs: Floating-point tensors in its result.
     """
 
     class_name: str

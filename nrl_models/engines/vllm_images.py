@@ -1,7 +1,7 @@
-"""Prompts with images for vLLM, and what its model gets of them.
+"""Prompts with images for vLLM, and recording of its model's image inputs.
 
-vLLM takes images as they are: its own processor, around that of the checkpoint, makes tensors of them and puts as many
-tokens as an image has in the place of its one placeholder.
+vLLM accepts raw images. Its own processor, which wraps the checkpoint's, converts them to tensors, and replaces the
+placeholder of each image with as many tokens as the image needs.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from nrl_models.engines.engine_types import Tokens
 
 INPUT_NORM = "input_norm"
-"""What vLLM calls the module that normalises pixels on the device, in models that have one."""
+"""Name of vLLM's module that normalizes pixels on the device, in models with such a module."""
 
 
 @dataclass
 class ImageCalls:
-    """What vLLM's model got of the images of one prompt, on the CPU.
+    """Image inputs of vLLM's model for one prompt, on the CPU.
 
     Args:
-        tensors: what the engine's processor made, by name; one of each call of the vision tower.
-        features: `(tokens, width)` of each image, out of the tower.
-        positions: `(tokens,)`, or `(3, tokens)` where they have sections; None before the first forward.
-        embedded: `(tokens, hidden size)` that the text model began with; None if it embedded the tokens itself.
+        tensors: Outputs of the engine's processor by name, one per call of the vision tower.
+        features: Output of the tower for each image, `(tokens, width)`.
+        positions: `(tokens,)`, or `(3, tokens)` if they have sections. None before the first forward.
+        embedded: Input embeddings of the text model, `(tokens, hidden_size)`. None if it embeds the tokens itself.
     """
 
     tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class ImageCalls:
 
 
 def takes_raw_images(llm: Any) -> bool:
-    """Whether a `vllm.LLM` serves a model that takes images, and was started with its processor."""
+    """Return True if a `vllm.LLM` serves a model that accepts images, and was started with its processor."""
     config = llm.llm_engine.vllm_config.model_config
     if not config.is_multimodal_model or config.multimodal_config.language_model_only:
         return False
@@ -45,7 +45,7 @@ def takes_raw_images(llm: Any) -> bool:
 
 
 def with_images(prompts: Sequence[Tokens], images: Sequence[Sequence[Any]] | None) -> list[dict[str, Any]]:
-    """Prompts in the form that `vllm.LLM.generate` takes."""
+    """Return prompts in the form that `vllm.LLM.generate` accepts."""
     found: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     for prompt, own in zip(found, images or [()] * len(found), strict=True):
         if own:
@@ -54,27 +54,27 @@ def with_images(prompts: Sequence[Tokens], images: Sequence[Sequence[Any]] | Non
 
 
 class ImageWorker:
-    """What workers do about images, see `nrl_models.engines.vllm_worker`."""
+    """Worker methods for images, see `nrl_models.engines.vllm_worker`."""
 
     def nrl_images_start(self) -> None:
-        """Start recording what the model gets of the next prompt's images, and drop features that are cached."""
+        """Start recording the image inputs of the next prompt, and clear cached features."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # vLLM's worker has it
         runner.reset_encoder_cache()
         model, calls = runner.get_model(), ImageCalls()
         embed: Any = model.embed_multimodal
-        normalised: list[torch.Tensor] = []
+        normalized: list[torch.Tensor] = []
         hooks = [
-            module.register_forward_hook(lambda module, args, output: normalised.append(_joined(output)))
+            module.register_forward_hook(lambda module, args, output: normalized.append(_joined(output)))
             for name, module in model.named_modules()
             if name.endswith(INPUT_NORM)
         ]
 
         def embed_and_record(**tensors: Any) -> Any:
-            normalised.clear()
+            normalized.clear()
             features = embed(**tensors)
             made = {name: _joined(value) for name, value in tensors.items() if _has_tensors(value)}
-            # Where the model normalises pixels, what comes in are bytes, which no processor of transformers gives.
-            pixels = torch.cat(normalised) if normalised else torch.empty(0)
+            # If the model normalizes pixels, its inputs are bytes, which no processor of transformers returns.
+            pixels = torch.cat(normalized) if normalized else torch.empty(0)
             calls.tensors.append(
                 {
                     name: pixels if value.dtype == torch.uint8 and value.shape == pixels.shape else value
@@ -94,7 +94,7 @@ class ImageWorker:
         self._nrl_images = calls, [*hooks, model.register_forward_pre_hook(record, with_kwargs=True)]
 
     def nrl_images_finish(self) -> ImageCalls:
-        """What was recorded."""
+        """Stop recording, and return the recorded calls."""
         calls, hooks = self._nrl_images
         for hook in hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""Adapters that vLLM adds to its weights while it runs, by its own LoRA."""
+"""Serve adapters with vLLM's LoRA support, without merging them into the weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ EXPERTS = ".experts"
 
 
 def adapter_modules(manager: Any, number: int) -> dict[str, list[str]]:
-    """Compare an adapter that vLLM has read with the modules that it wrapped.
+    """Compare an adapter that vLLM has loaded with the modules that it wrapped.
 
     Args:
         manager: vLLM's `LoRAModelManager`, in its worker.
-        number: the adapter's.
+        number: Number of the adapter.
 
     Returns:
-        Module names, vLLM's own with fused projections split: those `sent`, with both matrices, and those `wrapped`,
-        where vLLM applies adapters.
+        Module names by vLLM's naming, with fused projections split. `sent`: modules for which the adapter has both
+        matrices. `wrapped`: modules where vLLM applies adapters.
     """
 
     def parts(name: str) -> list[str]:
@@ -37,23 +37,23 @@ def adapter_modules(manager: Any, number: int) -> dict[str, list[str]]:
 
 
 def load_adapter(llm: Any, folder: Path, number: int) -> Any:
-    """Have vLLM read an adapter.
+    """Load an adapter into vLLM.
 
     Args:
-        llm: a `vllm.LLM`.
-        folder: what PEFT's `save_pretrained` wrote.
-        number: no earlier adapter's, for vLLM keeps what it has read, and prefixes that were computed with it.
+        llm: A `vllm.LLM`.
+        folder: Directory written by PEFT's `save_pretrained`.
+        number: A new number, because vLLM caches adapters and prefixes by number.
 
     Returns:
-        The `LoRARequest` that requests with this adapter name.
+        The `LoRARequest` for requests with this adapter.
 
     Raises:
-        EngineError: vLLM takes no adapters, or does not apply all of this one. It has what it had before.
+        EngineError: If vLLM does not support adapters, or does not apply this one completely. vLLM keeps its state.
     """
     if llm.llm_engine.vllm_config.lora_config is None:
         raise EngineError(
-            "this vLLM takes no adapters: start it with enable_lora=True, and max_lora_rank of at least the adapter's "
-            "rank; or refit it with merged weights, nrl_models.export_adapter(model).iter_export(model)"
+            "this vLLM has adapters disabled: start it with enable_lora=True, and max_lora_rank of at least the "
+            "adapter's rank; or refit it with merged weights, nrl_models.export_adapter(model).iter_export(model)"
         )
     if not (folder / "adapter_config.json").is_file():
         raise EngineError(f"{folder} has no adapter_config.json: expected a folder that PEFT saved an adapter in")
@@ -62,10 +62,10 @@ def load_adapter(llm: Any, folder: Path, number: int) -> Any:
     request = LoRARequest(f"adapter-{number}", number, str(folder))
     try:
         taken = llm.llm_engine.add_lora(request)
-    except Exception as error:  # whatever vLLM raises
-        raise EngineError(f"vLLM does not take the adapter in {folder}: {one_line(error)}") from error
+    except Exception as error:  # any error of vLLM
+        raise EngineError(f"vLLM does not support the adapter in {folder}: {one_line(error)}") from error
     if not taken:
-        raise EngineError(f"vLLM does not take the adapter in {folder}, and does not say why")
+        raise EngineError(f"vLLM does not support the adapter in {folder}, without a reason")
     try:
         _require_applied(llm, folder, number)
     except EngineError:
@@ -75,21 +75,22 @@ def load_adapter(llm: Any, folder: Path, number: int) -> Any:
 
 
 def _require_applied(llm: Any, folder: Path, number: int) -> None:
-    """Require that vLLM applies every module of an adapter, and that the adapter has every module that it targets.
+    """Check that vLLM applies every module of an adapter, and that the adapter has every module that it targets.
 
-    vLLM looks adapters up by the names of its own modules, and runs a module that it finds none for as it is.
+    vLLM looks up the adapter's tensors by the names of its modules, and silently runs modules without a match
+    unadapted.
 
     Raises:
-        EngineError: lists the modules.
+        EngineError: If some modules do not match. The message lists them.
     """
     workers: list[dict[str, list[str]]] = llm.collective_rpc("nrl_adapter", args=(number,))
     sent = {name for worker in workers for name in worker["sent"]}
     wrapped = {name for worker in workers for name in worker["wrapped"]}
     if ignored := sorted(sent - wrapped):
         raise EngineError(
-            f"vLLM ignores {len(ignored)} modules of the adapter in {folder}: {listed(ignored)}. It has no module of "
-            f"these names that takes an adapter; it has {listed(sorted(wrapped), 2)}. Save the adapter from the model "
-            "that the engine serves, without modules beside the text model, or refit the engine with merged weights"
+            f"vLLM ignores {len(ignored)} modules of the adapter in {folder}: {listed(ignored)}. It has no adaptable "
+            f"module of these names; it has {listed(sorted(wrapped), 2)}. Save the adapter from the model that the "
+            "engine serves, with modules of the text model only, or refit the engine with merged weights"
         )
     if not sent:
         raise EngineError(f"vLLM found no module in the adapter in {folder}: expected tensors of lora_A and lora_B")

@@ -1,4 +1,4 @@
-"""What of a checkpoint decides how vLLM has to be started on it."""
+"""Properties of a checkpoint that decide which options vLLM needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
 
 
 def needs_tokenizer(path: str | Path) -> bool:
-    """Whether vLLM needs the tokenizer to start: its processors of images and audio use it."""
+    """Return True if vLLM needs the tokenizer to start, because its processors of images and audio use it."""
     if is_off("engine-tokenizer"):
         return False
     config = read_config(resolve_folder(path))
@@ -25,7 +25,7 @@ def needs_tokenizer(path: str | Path) -> bool:
 
 
 def needs_its_weights(path: str | Path) -> bool:
-    """Whether the checkpoint's family says that dummy weights would leave buffers that no refit reaches."""
+    """Return True if dummy weights would leave buffers that no refit reaches, as declared by the family."""
     if is_off("engine-dummy-buffers"):
         return False
     classes = map(registry.model_class, read_config(resolve_folder(path)).architectures or [])
@@ -33,7 +33,7 @@ def needs_its_weights(path: str | Path) -> bool:
 
 
 def runs_transformers_classes(path: str | Path) -> bool:
-    """Whether vLLM has no model of its own for a checkpoint and would use transformers' class."""
+    """Return True if vLLM has no class for a checkpoint's architecture and would use transformers' class."""
     from vllm import ModelRegistry
 
     names = read_config(resolve_folder(path)).architectures or []
@@ -42,8 +42,8 @@ def runs_transformers_classes(path: str | Path) -> bool:
 
 
 def attends_to_latents_beyond_bf16(path: str | Path, dtype: torch.dtype | None) -> bool:
-    """Whether attention is latent and in another precision than bf16: vLLM's kernels for Intel's AMX, which it takes
-    wherever a CPU has that, are for bf16 alone, and those for any CPU are not.
+    """Return True if attention is latent (MLA) and not in bf16. On CPUs with Intel AMX, vLLM selects attention kernels
+    that only support bf16; its kernels for other CPUs support all dtypes.
     """
     config = read_config(resolve_folder(path))
     latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None

@@ -1,6 +1,6 @@
-"""Methods that vLLM adds to its workers (`worker_extension_cls`) and calls by `LLM.collective_rpc`.
+"""Methods that vLLM adds to its workers (`worker_extension_cls`) and runs through `LLM.collective_rpc`.
 
-They use nothing but what vLLM offers for the purpose: its reload of weights, and the model interface `compute_logits`.
+They only use vLLM's interfaces for the purpose: its reload of weights, and `compute_logits` of its models.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ConsistencyWorker(ImageWorker):
         return self.model_runner.get_model()
 
     def nrl_seed(self, seed: int) -> None:
-        """Seed the random numbers of requests that have none of their own."""
+        """Seed the global generator, which requests without a seed use."""
         torch.manual_seed(seed)
 
     def nrl_recover(self) -> None:
-        """Forget a step that an exception interrupted between the model and the sampler."""
+        """Discard the state of a step that an exception interrupted between the model and the sampler."""
         if getattr(self.model_runner, "execute_model_state", None) is not None:
             self.model_runner.execute_model_state = None
 
@@ -45,12 +45,12 @@ class ConsistencyWorker(ImageWorker):
         """See `adapter_modules`."""
         return adapter_modules(self.model_runner.lora_manager._adapter_manager, number)
 
-    # Scores of given tokens under any sampling
+    # Scores of existing tokens under any sampling
 
     def nrl_process_logits(self, sampling: dict[str, Any] | None) -> None:
-        """From now on, process logits as `sampling` says before log-probabilities are taken; None ends that.
+        """Process logits according to `sampling` before log-probabilities are computed. None disables this.
 
-        vLLM takes the log-probabilities of prompt tokens from raw logits, whatever the request's temperature.
+        vLLM computes log-probabilities of prompt tokens from raw logits, whatever the request's temperature.
         """
         model = self.nrl_model()
         model.__dict__.pop("compute_logits", None)
@@ -60,14 +60,14 @@ class ConsistencyWorker(ImageWorker):
 
         def compute_processed(*args: Any, **kwargs: Any) -> torch.Tensor | None:
             logits = compute(*args, **kwargs)
-            return None if logits is None else processed(logits, Sampling(**sampling))  # None where nothing is sampled
+            return None if logits is None else processed(logits, Sampling(**sampling))  # None if nothing is sampled
 
         model.__dict__["compute_logits"] = compute_processed
 
     # Weights
 
     def nrl_refit_start(self) -> None:
-        """Begin to take new weights."""
+        """Start a transfer of new weights."""
         self._nrl_digests: dict[str, str] = {}
         self._nrl_reload: WeightReload | None = WeightReload(self.nrl_model(), self.vllm_config)
 
@@ -78,7 +78,7 @@ class ConsistencyWorker(ImageWorker):
         self._nrl_reload.load(digested(given, self._nrl_digests) if digests else given)
 
     def nrl_refit_finish(self) -> dict[str, Any]:
-        """Make the new weights take effect; returns what was written and what was not."""
+        """Apply the new weights. Returns the names of written and unwritten ones."""
         assert self._nrl_reload is not None
         left = self._nrl_reload.finish()
         self._nrl_written = self._nrl_reload.written
@@ -105,7 +105,7 @@ class ConsistencyWorker(ImageWorker):
         return bool(held) and all(tensor.numel() for tensor in held.values())
 
     def nrl_unchanged_weights(self) -> list[str]:
-        """Those that are in part as they were when they were noted."""
+        """Return the names of weights of which a part did not change since they were recorded."""
         return self._nrl_held.unchanged(self._nrl_held_weights())
 
     def _nrl_held_weights(self) -> dict[str, torch.Tensor]:
@@ -120,7 +120,7 @@ class ConsistencyWorker(ImageWorker):
         self._nrl_calls = self._nrl_recording.enter_context(record_calls(self.nrl_model(), copy=True))
 
     def nrl_record_finish(self) -> dict[str, ModuleCall]:
-        """What was recorded, on the CPU; vLLM's tensors are `(tokens, ...)` and get a batch dimension."""
+        """Return the recorded calls on the CPU. vLLM's `(tokens, ...)` tensors get a batch dimension."""
         self._nrl_recording.close()
         classes = {name: type(module).__name__ for name, module in self.nrl_model().named_modules()}
         return {

@@ -1,6 +1,6 @@
-"""Model families: one folder for a family, or a row of the table for those that need nothing else said.
+"""Model families: a package per family, or a row of the table for families that only fuse linears.
 
-Importing this imports no model: `nrl_models.registry` reads it.
+Importing this package imports no model. `nrl_models.registry` reads it.
 """
 
 from functools import cache
@@ -9,14 +9,16 @@ from pkgutil import iter_modules
 
 from nrl_models.families.facts import Family
 
+__all__ = ["folders", "module_of"]
+
 
 @cache
 def folders() -> dict[str, Family]:
-    """The families with a folder of their own, by its name."""
+    """Return the families with a separate package, by its name."""
     packages = sorted(found.name for found in iter_modules(__path__) if found.ispkg and found.name != "table")
     return {name: import_module(f"{__name__}.{name}").FAMILY for name in packages}
 
 
 def module_of(family: str) -> str:
-    """The name of the module that has a family's classes."""
+    """Return the name of the module with a family's classes."""
     return f"{__name__}.{family}.model" if family in folders() else f"{__name__}.table.classes"

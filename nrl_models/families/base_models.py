@@ -1,7 +1,7 @@
-"""Base models: a family's layers without a head, made from transformers' class on first use.
+"""Base models: a family's layers without a head, created from transformers' class on first use.
 
 `LlamaModel` is an attribute of this module: `hf.LlamaModel` with the layers that `LlamaForCausalLM` rewrites. Pickle
-finds it here. A family says nothing for it: its package follows from transformers' class, its head from its
+finds it here. Families declare nothing for it: the package follows from transformers' class, and the head from its
 configuration.
 """
 
@@ -19,13 +19,13 @@ from nrl_models.family import FamilyModel
 
 
 def is_served(name: str) -> bool:
-    """Whether `name` is a base model of transformers whose package is a family's."""
+    """Return True if `name` is a base model of transformers in a family's package."""
     upstream = getattr(transformers, name, None)
     return _is_base(upstream) and _head_for(upstream) is not None
 
 
 def _is_base(found: Any) -> bool:
-    """Whether it is a class of models that no auto class has a head of."""
+    """Return True for a model class without a head in any auto class."""
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)) or found.config_class is None:
         return False
     served = transformers.AutoModel._model_mapping.get(found.config_class, None)
@@ -33,7 +33,7 @@ def _is_base(found: Any) -> bool:
 
 
 def _head_for(upstream: Any) -> type[FamilyModel] | None:
-    """The class of a family that has `upstream` in it: of its configuration, if there is one."""
+    """Return the class of a family that contains `upstream`, preferably with its configuration."""
     parts = upstream.__module__.split(".")
     package = parts[2] if parts[:2] == ["transformers", "models"] else ""
     if package in folders():

@@ -1,4 +1,4 @@
-"""What the registry knows about a family before it imports the family's models."""
+"""Facts about a family that the registry reads before it imports the family's models."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Family:
-    """The facts of one family: `FAMILY` in its folder's `__init__.py`.
+    """Facts about one family: `FAMILY` in its folder's `__init__.py`.
 
     Args:
-        architectures: the classes in its `model.py`, as `config.architectures` names them.
-        aliases: other names of architectures in configurations, each with the name of its class. Checkpoints are saved
-            under the class's own name.
-        requires: additional requirements by architecture, `("timm>=1.0",)`.
-        configs: configuration classes by `model_type`, for those that transformers lacks: `"module:Class"`,
-            the module in the family's folder.
+        architectures: Classes in its `model.py`, by their names in `config.architectures`.
+        aliases: Other names of architectures in configurations, with the names of their classes. Checkpoints are saved
+            under the class's name.
+        requires: Additional requirements by architecture, such as `("timm>=1.0",)`.
+        configs: Configuration classes by `model_type` that transformers lacks: `"module:Class"`, with the module in the
+            family's folder.
     """
 
     architectures: tuple[str, ...]

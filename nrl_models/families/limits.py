@@ -16,20 +16,20 @@ UPSTREAM_LACKS: Mapping[str, str] = {
     "generate": "transformers' `generate` needs a token that the configuration lacks",
     "tensor parallelism": "sharded by transformers' plan it differs from the unsharded model",
 }
-"""What is wrong in some of transformers' classes, by feature."""
+"""Faults of some transformers classes, by feature."""
 
 
 def lacks(*features: str) -> dict[str, str]:
-    """Limits that transformers' own class has too: it fails the same tests.
+    """Return limits that transformers' class also has, so that it fails the same tests.
 
     Args:
-        features: keys of `UPSTREAM_LACKS`, prefixed with `"Architecture: "` for one architecture only.
+        features: Keys of `UPSTREAM_LACKS`, with the prefix `"Architecture: "` for a single architecture.
     """
     return {feature: UPSTREAM_LACKS[feature.rpartition(": ")[2]] for feature in features}
 
 
 LAYOUTS = LEFT, RIGHT, PACKED, CACHED = ("left padding", "right padding", "packed sequences", "cached decoding")
-"""All sequence layouts beside a single unpadded sequence."""
+"""All sequence layouts except a single unpadded sequence."""
 NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' class takes no text without an image")
 """For models that describe images: the text-only tests do not apply."""
 NEEDS_AUDIO = dict.fromkeys(LAYOUTS, "transformers' class takes no text without audio")

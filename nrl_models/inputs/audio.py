@@ -1,8 +1,8 @@
-"""Random audio, in whatever form a model takes it.
+"""Random audio inputs in the form that a model accepts.
 
-As for images (`nrl_models/inputs/images.py`), the form follows from the names of the arguments of the model's
-`get_audio_features`, and the number of tokens of a clip from what that returns. Where names do not determine the
-layout, the known layouts are tried.
+As for images (`nrl_models/inputs/images.py`), the form follows from the argument names of the model's
+`get_audio_features`, and the number of tokens of a clip from its result. If names do not determine the layout, known
+layouts are tried.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ AUDIO = ("input_features", "input_values")
 """Names of the argument that holds audio."""
 
 METHOD = "get_audio_features"
-"""The method that transformers gives a model that takes audio."""
+"""Method of transformers' models that accept audio."""
 
 MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask", "input_values_mask")
 """Names of the mask that tells audio frames from padding."""
 
 SAMPLES = "chunk_sample_lengths"
-"""Name of the argument with the number of samples that a clip's frames were made from."""
+"""Name of the argument with the number of samples of a clip's frames."""
 
 WIDTHS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size", "audio_embed_dim")
 """Names that configurations have for the number of features of a frame."""
 
 FRAMES_OF_TOKEN = "audio_length_per_tok"
-"""The key for the number of frames of each token, where audio is added to the tokens and takes no place between."""
+"""Key of the number of frames per token, if audio is added to the tokens and has no separate positions."""
 
 STRIDES = ("conv_stride", "upsampling_ratios", "downsampling_ratios")
-"""Names of lists whose product is the number of samples in a frame."""
+"""Names of lists whose product is the number of samples per frame."""
 
 FRAMES = 6
 """Frames of a waveform."""
@@ -52,21 +52,21 @@ def audio_token(config: PreTrainedConfig) -> int | None:
 
 
 def takes_audio(model: PreTrainedModel) -> bool:
-    """Return True if the forward takes audio, and the configuration has an audio token or frames for each token."""
+    """Return True if the forward accepts audio, and the configuration has an audio token or frames per token."""
     named = any(name in parameters_of(model.forward) for name in AUDIO)
     return named and (audio_token(model.config) is not None or hasattr(model.config, FRAMES_OF_TOKEN))
 
 
 def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs | None:
-    """`inputs` with one random clip for each sequence, its tokens before the last four text tokens.
+    """Add one random clip to each sequence in `inputs`, with its tokens before the last four text tokens.
 
     Args:
-        model: the model; its method for audio features is run, if it has one, to find the form.
-        inputs: text, perhaps with images; `input_ids` become longer by a clip's tokens.
-        generator: of the random numbers.
+        model: The model. If it has a method for audio features, it is run to find the form.
+        inputs: Text inputs, optionally with images. `input_ids` grow by the tokens of a clip.
+        generator: Random generator.
 
     Returns:
-        The inputs, floating-point ones in fp32; None if the model takes no audio, or takes it in an unknown form.
+        The inputs, floating-point ones in fp32. None if the model does not accept audio, or its form is unknown.
     """
     if not takes_audio(model) or "input_ids" not in inputs:
         return None
@@ -97,7 +97,7 @@ def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
 def _forms(
     config: PreTrainedConfig, name: str, known: Collection[str], batch: int, generator: torch.Generator
 ) -> Iterator[Inputs]:
-    """Random clips in each form that the method may take, with the masks and lengths it takes."""
+    """Yield random clips in each form that the method may accept, with masks and lengths."""
     masks = [mask for mask in MASKS if mask in known]
     # Some models negate a mask, which has to be boolean; others sum it.
     dtypes = (torch.bool, torch.long) if masks else (torch.bool,)
@@ -129,15 +129,15 @@ def _layouts(part: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ..
 
 
 def _width(values: Mapping[str, Any]) -> int | None:
-    """The number of features of a frame, by a configuration's values; None if they do not say."""
+    """Return the number of features per frame from a configuration's values; None if they do not have it."""
     if (width := next((values[key] for key in WIDTHS if key in values), None)) is not None:
         return width * values.get("num_stacked_frames", 1)
     channels = values.get("subsampling_conv_channels")
-    return channels[0] if channels else None  # transformers' classes take it for the width
+    return channels[0] if channels else None  # transformers' classes use it as the width
 
 
 def _counts(config: PreTrainedConfig, features: Any, clips: int) -> list[int]:
-    """The numbers of tokens a clip may have: that of its features, or what the model pads them to."""
+    """Return possible numbers of tokens of a clip: that of its features, or the padded number."""
     padded = getattr(config, "audio_soft_tokens_per_image", None)
     return [token_count(features, clips), *([] if padded is None else [padded])]
 

@@ -1,8 +1,8 @@
-"""Random images, in whatever form a vision-language model takes them.
+"""Random image inputs in the form that a vision-language model accepts.
 
-The form follows from the names of the arguments of the model's `get_image_features`, the method transformers gives
-every such model, and the number of tokens of an image from what that returns. Where names do not determine the layout
-of an image, likely layouts are tried.
+The form follows from the argument names of the model's `get_image_features`, which all such models in transformers
+have. The number of tokens of an image follows from its result. If names do not determine the layout of an image, likely
+layouts are tried.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ POSITION_MASK = "image_embeds_position_mask"
 
 
 class ImageInputsError(NRLModelsError, ValueError):
-    """A model takes images in an unknown form."""
+    """The form of a model's images is unknown."""
 
 
 class Geometry:
-    """One image for each sequence, as a configuration describes it.
+    """Geometry of one image per sequence, from a configuration.
 
     Args:
-        config: the configuration.
-        batch: number of sequences, and of images.
-        length: tokens in a sequence.
+        config: The configuration.
+        batch: Number of sequences, and of images.
+        length: Sequence length.
 
     Attributes:
-        channels: of an image.
-        patch: side of a patch, in pixels.
-        frames: that a patch spans.
-        merge: side of the square of patches that become one token.
-        grid: patches along a side, where a model takes any number: four tokens, and sixteen patches at least.
-        side: of an image, in pixels, where it is fixed.
-        tiles: that an image may be cut into.
-        flat: numbers in a flattened patch.
+        channels: Channels of an image.
+        patch: Side of a patch in pixels.
+        frames: Frames per patch.
+        merge: Side of the square of patches that form one token.
+        grid: Patches per side if the model accepts any number: four tokens, and at least sixteen patches.
+        side: Side of an image in pixels, if it is fixed.
+        tiles: Maximum number of tiles of an image.
+        flat: Numbers per flattened patch.
     """
 
     def __init__(self, config: PreTrainedConfig, batch: int, length: int) -> None:
@@ -76,7 +76,7 @@ class Geometry:
         self.flat = first("patch_embed_hidden_size", default=self.channels * self.patch**2)
 
     def layouts(self, pixels: str, names: Collection[str]) -> list[Shape]:
-        """Shapes that the argument `pixels` may have beside arguments of these `names`, the likeliest first."""
+        """Return possible shapes of the argument `pixels`, given the names of the other arguments, likeliest first."""
         b, c, p, s, m, n = self.batch, self.channels, self.patch, self.side, self.merge, self.grid**2
         if pixels == "flattened_patches":
             return [(b, n, 2 + self.flat)]
@@ -89,7 +89,7 @@ class Geometry:
         if "aspect_ratio_ids" in names:
             return [(b, 1, self.tiles, c, s, s)]
         whole = [(b, c, s, s), (b, 1, c, s, s), (b, n, c * p * p)]
-        if "image_sizes" in names:  # tiles of an image of two by two, the whole as one more
+        if "image_sizes" in names:  # two by two tiles of an image, plus the complete image
             return [(b, 5, c, s, s), *whole]
         if {"pixel_attention_mask", "image_attention_mask"} & set(names):
             return [whole[1], whole[0]]
@@ -97,7 +97,7 @@ class Geometry:
 
 
 def _vision_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of `config` that describes images; the whole where there is none."""
+    """Return the part of `config` that describes images, or all of it if there is no such part."""
     text = config.get_text_config()
     others = [part for part in parts(config).values() if part is not text]
     keys = ("patch_size", "image_size", "resolution", "patch_embed_hidden_size")
@@ -155,37 +155,37 @@ COMPANIONS: dict[str, tuple[Callable[[Geometry, Shape], torch.Tensor], ...]] = {
     "aspect_ratio_mask": (lambda g, shape: _ones(g.batch, 1, g.tiles),),
     "cross_attention_mask": (lambda g, shape: _ones(g.batch, g.length, 1, g.tiles),),
 }
-"""Makes the arguments that come with an image; where a name has two meanings, both."""
+"""Functions that create the arguments accompanying an image; if a name has two meanings, both."""
 
 
 def accepts_images(model: PreTrainedModel) -> bool:
-    """Whether the model's forward has an argument for images."""
+    """Return True if the model's forward has an argument for images."""
     return any(name in parameters_of(model.forward) for name in PIXELS)
 
 
 def takes_images(model: PreTrainedModel) -> bool:
-    """Whether the model can use an image: its forward accepts images, and it has a vision tower."""
+    """Return True if the model's forward accepts images, and it has a vision tower."""
     return accepts_images(model) and getattr(model.config, "vision_config", model.config) is not None
 
 
 def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs:
-    """`inputs` with one random image for each sequence, its tokens after the third text token.
+    """Add one random image to each sequence in `inputs`, with its tokens after the third text token.
 
     Args:
-        model: the model; its `get_image_features` is run (or, if it has none, the whole model) to find the form.
-        inputs: text; `input_ids`, if there are any, become longer if an image leaves room for too little text.
-        generator: of the random numbers.
+        model: The model. Its `get_image_features` is run to find the form, or the complete model if it has none.
+        inputs: Text inputs. `input_ids`, if present, grow if an image leaves too little room for text.
+        generator: Random generator.
 
     Returns:
         The inputs, floating-point ones in fp32.
 
     Raises:
-        ImageInputsError: none of the known layouts fits.
+        ImageInputsError: If no known layout fits.
     """
     text = inputs["input_ids"] if "input_ids" in inputs else inputs["decoder_input_ids"]
     geometry = Geometry(model.config, *text.shape)
     forward = parameters_of(model.forward)
-    # A forward that puts features where a mask says has no image tokens to count.
+    # A forward that inserts features by a mask has no image tokens to count.
     places_by_mask = POSITION_MASK in forward and image_token(model.config) is None
     method = None if places_by_mask else feature_method(model, "get_image_features")
     known = parameters_of(method or model.forward)
@@ -216,20 +216,20 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
 
 
 def in_order(inputs: Inputs, order: torch.Tensor) -> Inputs:
-    """The inputs of a batch with its sequences, and their images, in another order.
+    """Reorder the sequences of a batch, together with their images.
 
     Args:
-        inputs: `len(order)` sequences, with one image each or none, as `image_inputs` makes them.
-        order: the previous place of each sequence.
+        inputs: `len(order)` sequences with one image each or none, from `image_inputs`.
+        order: Previous index of each sequence.
     """
 
     def moved(value: torch.Tensor) -> torch.Tensor:
-        # A sequence has several rows; or all images of a batch are side by side in one row.
+        # Either each sequence has an equal number of rows, or all images of the batch are concatenated in one row.
         dim = 0 if len(value) % len(order) == 0 else value.ndim - 1
         rows = value.unflatten(dim, (len(order), -1))
         return rows.index_select(dim, order.to(value.device)).flatten(dim, dim + 1)
 
-    # Indices into the patches of all images: since images have the same size, they stay in place.
+    # Indices into the patches of all images do not change, because images have the same size.
     return {name: value if name == "image_token_pooling" else moved(value) for name, value in inputs.items()}
 
 
@@ -255,7 +255,7 @@ def _settings(config: PreTrainedConfig, known: dict[str, inspect.Parameter]) -> 
 
 
 def _companions(known: dict[str, inspect.Parameter], g: Geometry, shape: Shape) -> Iterator[Inputs]:
-    """Arguments for an image of this shape: all that are known, then only those that have no default."""
+    """Yield arguments for an image of this shape: first all known ones, then only those without a default."""
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
     for names in (known, required):
         makers = {name: COMPANIONS[name] for name in names if name in COMPANIONS}
@@ -276,23 +276,23 @@ def cast(inputs: Inputs, model: nn.Module) -> Inputs:
 
 
 MOST_TOKENS = 64
-"""Image tokens that are tried at most, for a model that does not say how many an image has."""
+"""Maximum number of image tokens to try for a model that does not report the number."""
 
 
 def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """Inputs for a model without a method for image features.
+    """Create inputs for a model without a method for image features.
 
     The number of image tokens is the configuration's. If it has none, the first number with which the model runs.
 
     Raises:
-        Exception: the model does not run; its own error for the last number.
+        Exception: The model's error for the last number, if it does not run.
     """
     config = model.config
     keys = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens", "num_query_tokens")
     counts: list[int] = []
     if "input_ids" in inputs and image_token(config) is not None:
         known = first_token(config, keys)
-        in_part = first_token(config, IMAGE_TOKENS) is None  # the tower replaces its tokens, as many as it makes
+        in_part = first_token(config, IMAGE_TOKENS) is None  # the tower replaces its tokens with its features
         counts = [known] if known else list(range(1, MOST_TOKENS + 1)) if in_part else []
     for left, count in zip(range(len(counts) or 1, 0, -1), counts or [0], strict=True):
         result = dict(inputs)
@@ -342,7 +342,7 @@ def image_token(config: PreTrainedConfig) -> int | None:
 
 
 def own_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
-    """The first of the ids under these keys that the configuration has, or else the part of a tower."""
+    """Return the first token id under these keys in the configuration, or in the part of a tower."""
     text = config.get_text_config()
     towers = [part for part in parts(config).values() if part is not text]
     candidates = (first_token(part, keys) for part in (config, *towers))
@@ -355,7 +355,7 @@ def first_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
 
 
 def _with_tokens(config: PreTrainedConfig, input_ids: torch.Tensor, count: int) -> torch.Tensor:
-    """`input_ids` with `count` image tokens after the third, made longer to keep five text tokens after them."""
+    """Insert `count` image tokens after the third token. `input_ids` grow to keep five text tokens after them."""
     if (token := image_token(config)) is None:
         raise ValueError(f"the configuration has none of {', '.join(IMAGE_TOKENS)}")
     short = max(0, TOKENS_BEFORE + count + TOKENS_AFTER - input_ids.shape[1])

@@ -1,4 +1,4 @@
-"""Random inputs of the kind a model takes: text-only, or text with images and audio."""
+"""Random inputs for a model: text-only, or text with images and audio."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.audio import audio_inputs, audio_token
 from nrl_models.inputs.images import Inputs, accepts_images, image_inputs, image_token, takes_images
 
-__all__ = ["FIRST_TEXT_TOKEN", "Inputs", "decoder_ids", "inputs_for", "takes_images", "vocabulary_size"]
+__all__ = ["FIRST_TEXT_TOKEN", "Inputs", "decoder_ids", "inputs_for", "takes_images", "text_ids", "vocabulary_size"]
 
 FIRST_TEXT_TOKEN = 16
 """Lower token ids are left to special tokens."""
@@ -27,26 +27,26 @@ def inputs_for(
     labels: bool = False,
     seed: int = 0,
 ) -> Inputs:
-    """Keyword arguments for a forward of `model`, on its device, floating-point ones in fp32.
+    """Return keyword arguments for a forward of `model`, on its device; floating-point ones in fp32.
 
     Args:
-        model: the model. If it takes images, it is run on one to find the form.
-        batch: number of sequences.
-        length: tokens in each, images included; more if an image alone is as long.
-        images: whether to put an image (and audio) in each sequence of a model that accepts them; None puts one
-            wherever the model has a tower for it.
-        labels: whether to add labels for the loss.
-        seed: of the random numbers.
+        model: The model. If it accepts images, it runs on one to find the form.
+        batch: Batch size.
+        length: Sequence length, including image tokens. Longer if an image alone has as many tokens.
+        images: Whether to add an image (and audio) to each sequence, if the model accepts them. None adds them if the
+            model has a tower.
+        labels: Whether to add labels for the loss.
+        seed: Random seed.
 
     Raises:
-        ImageInputsError: the model takes images in a form that is not known.
+        ImageInputsError: If the form of the model's images is unknown.
     """
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     forward = inspect.signature(model.forward).parameters
     # Some classes have `decoder_input_ids` for text models with an encoder, but can be built around others.
     sequences = ("input_ids", "decoder_input_ids") if has_encoder(config) else ("input_ids",)
-    result: Inputs = {name: _text_ids(config, (batch, length), generator) for name in sequences if name in forward}
+    result: Inputs = {name: text_ids(config, (batch, length), generator) for name in sequences if name in forward}
     if has_encoder(config) and type(model).__name__.endswith("ForSequenceClassification"):
         result["input_ids"][:, -1] = config.eos_token_id  # its state is classified
     audio = images is not False
@@ -59,14 +59,14 @@ def inputs_for(
         result["labels"] = _labels(model, decoder_ids(result), generator)
     token = image_token(config)
     if token is not None and (images or (labels and accepts_images(model))):
-        # Some models need the positions of images in training, even if there are none.
+        # In training, some models need token types even without images.
         kinds = (result["input_ids"] == token).long()
         result |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in forward}
     return {name: value.to(model.device) for name, value in result.items()}
 
 
 def has_encoder(config: PreTrainedConfig) -> bool:
-    """Whether the model encodes one sequence and decodes another."""
+    """Return True if the model encodes one sequence and decodes another."""
     return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
 
 
@@ -77,17 +77,18 @@ def vocabulary_size(config: PreTrainedConfig) -> int:
 
 
 def decoder_ids(inputs: Inputs) -> torch.Tensor:
-    """The tokens `(batch, length)` that logits belong to: the decoder's, if there is an encoder."""
+    """Return the token ids `(batch, seq_len)` of the logits: the decoder's, if there is an encoder."""
     return inputs["decoder_input_ids"] if "decoder_input_ids" in inputs else inputs["input_ids"]
 
 
-def _text_ids(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+def text_ids(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Return random token ids of text, without special tokens and image tokens."""
     ids = torch.randint(FIRST_TEXT_TOKEN, vocabulary_size(config), shape, generator=generator)
     return ids.masked_fill(torch.isin(ids, torch.tensor(_special_tokens(config))), FIRST_TEXT_TOKEN)
 
 
 def _special_tokens(config: PreTrainedConfig) -> list[int]:
-    """Ids that do not stand for text: ends, padding, images."""
+    """Return ids that are not text: end tokens, padding, images."""
     found: list[Any] = []
     for key, value in all_values(config):
         if key == "vocabulary_map":

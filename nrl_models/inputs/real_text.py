@@ -10,10 +10,10 @@ END = "<|endoftext|>"
 
 
 def text_of_this_machine(limit: int = 6_000_000) -> str:
-    """Real text found on any machine with Python: sources and documentation of its standard library.
+    """Return real text that exists on any machine with Python: sources and documentation of its standard library.
 
     Args:
-        limit: characters at most.
+        limit: Maximum number of characters.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in library.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, and the tokens at which a reply ends."""
+"""Load a checkpoint's tokenizer, and find the tokens that end a completion."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.logs import get_logger
@@ -16,10 +17,11 @@ logger = get_logger(__name__)
 
 
 def load_tokenizer(path: str | Path) -> Any | None:
-    """The tokenizer in a checkpoint's directory or GGUF file; None if there is none.
+    """Load the tokenizer of a checkpoint directory or GGUF file; None if there is none.
 
     Raises:
-        ConsistencyError: the tokenizer does not load.
+        ConsistencyError: If the tokenizer does not load.
+        CheckpointError: If a file is a link to a file outside of the directory.
     """
     from transformers import AutoTokenizer
 
@@ -28,21 +30,26 @@ def load_tokenizer(path: str | Path) -> Any | None:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((Path(path) / name).is_file() for name in names):
         return None
+    require_links_inside(Path(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever a tokenizer's code raises
+    except Exception as error:  # any error of the tokenizer's code
         raise ConsistencyError(f"the tokenizer in {path} does not load: {type(error).__name__}: {error}") from error
 
 
 def end_tokens(path: str | Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Tokens at which a reply ends: those of the generation configuration, and the tokenizer's end token.
+    """Return the token ids that end a completion: those of the generation configuration, and the tokenizer's end token.
 
-    A vLLM server that has the tokenizer ends replies there.
+    A vLLM server with the tokenizer uses the same.
 
     Args:
-        path: the checkpoint's directory.
-        config: its configuration, read in place of a missing generation_config.json, as in transformers and vLLM.
+        path: Directory of the checkpoint.
+        config: Its configuration, used if there is no generation_config.json, as in transformers and vLLM.
+
+    Raises:
+        CheckpointError: If a file is a link to a file outside of the directory.
     """
+    require_links_inside(Path(path))
     if (Path(path) / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(path)
     else:

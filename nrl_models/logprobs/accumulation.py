@@ -1,8 +1,9 @@
-"""Microbatches of a batch, forward and backward, one after the other.
+"""Forward and backward of a batch, one microbatch after the other.
 
-A loss is a function of the whole batch. While only some log-probabilities are known, the others being zero, its
-derivatives by these are those that it has in the end, if its terms read what is in one microbatch. Whether they were is
-seen when all are known; where they were not, these sequences run again, and the difference is added.
+A loss is a function of the complete batch, but microbatches run one by one. While a microbatch runs, the
+log-probabilities of later ones are still zero. The derivatives of the loss are final anyway if each term of the loss
+only reads tokens of one microbatch. This is verified once all log-probabilities are known. Microbatches with other
+derivatives run again, and the difference of the gradients is added.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_
 from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, token_logprobs
 
 STATISTICS = ("logprobs", "entropy", "kl")
-"""What a loss may be differentiated by."""
+"""Inputs of a loss that may get gradients."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """All sequences.
+    """All sequences of a batch.
 
     Attributes:
-        ids, scores: `(length,)` of each, int64 and bool.
-        device: where they are.
-        model_inputs: keywords of the forward of each, wherever they are; empty where none has any.
-        scored: `(sequences, longest)` bool: which tokens have a log-probability.
+        ids: Token ids of each sequence, `(length,)` int64.
+        scores: Whether each token is scored, `(length,)` bool per sequence.
+        device: Device of `ids` and `scores`.
+        model_inputs: Keyword arguments of the forward for each sequence, on any device. Empty if there are none.
+        scored: Tokens with a log-probability, `(batch, max_length)` bool.
     """
 
     ids: list[torch.Tensor]
@@ -42,7 +44,7 @@ class Batch:
     scored: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find what is scored: no first token is."""
+        """Compute `scored`. The first token of a sequence is never scored."""
         grid = torch.zeros(0, 0, dtype=torch.bool, device=self.device)
         if self.ids:
             grid = pad_sequence(self.scores, batch_first=True)
@@ -52,14 +54,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A microbatch, `(rows, length)`.
+    """A microbatch of shape `(rows, seq_len)`.
 
     Attributes:
-        ids: token ids.
-        inputs: what tells its sequences apart, and the keywords of the only sequence.
-        there: bool: where tokens are.
-        places: sequence and place of each token that is there, in that order.
-        score: bool: those to score.
+        ids: Token ids.
+        inputs: Mask or position ids that separate its sequences. For a single sequence, also its model inputs.
+        there: bool, True for tokens and False for padding.
+        places: Sequence index and position of each token, in order.
+        score: bool, True for tokens to score.
     """
 
     ids: torch.Tensor
@@ -102,12 +104,12 @@ class Accumulation:
     """Runs the microbatches.
 
     Args:
-        model: the model.
-        batch: all sequences.
-        parts: the microbatches.
-        count: how many the ranks of the group run.
-        options: keywords of `token_logprobs`.
-        loss, loss_terms, group: see `rollout_logprobs`.
+        model: The model.
+        batch: All sequences.
+        parts: The microbatches.
+        count: Number of microbatches that the ranks of the group run.
+        options: Keywords of `token_logprobs`.
+        loss, loss_terms, group: See `rollout_logprobs`.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Accumulation:
         self.used: dict[str, torch.Tensor] = {}
 
     def run(self) -> TokenLogprobs:
-        """Every microbatch. Returns what is known in the end, with the loss if there is one."""
+        """Run all microbatches. Returns the final statistics, with the loss if there is one."""
         if self.loss is None:
             with torch.no_grad():
                 for part in self.parts:
@@ -160,7 +162,7 @@ class Accumulation:
         return token_logprobs(self.model, part.ids, **keywords)
 
     def _joined(self, part: Part, found: TokenLogprobs) -> TokenLogprobs:
-        """What is known, and what was found of a microbatch; `(sequences, longest)` each."""
+        """Merge the statistics of a microbatch into the known ones, `(batch, max_length)` each."""
         grids = {}
         for name in STATISTICS:
             given, grid = getattr(found, name), getattr(self.known, name)
@@ -188,9 +190,9 @@ class Accumulation:
             self.used[name] = part.placed(part.taken(gradient), used)
 
     def _derivatives(self, *, last: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of what is known, and its derivatives by each of the statistics, zero where nothing is scored.
+        """Return the loss of the known values, and its derivative by each statistic (zero at unscored tokens).
 
-        The last time, terms of the loss that are of something else (a norm of weights) have their gradient, too.
+        The last call also computes gradients of terms that do not depend on the statistics, such as a weight norm.
         """
         assert self.loss is not None
         grids = {name: grid for name in STATISTICS if (grid := getattr(self.known, name)) is not None}
@@ -205,15 +207,15 @@ class Accumulation:
         return loss.detach(), by
 
     def _pull(self, part: Part, found: TokenLogprobs, by: dict[str, torch.Tensor]) -> None:
-        """The gradient of the parameters, from derivatives by what was found of a microbatch."""
+        """Accumulate gradients of the parameters from derivatives by a microbatch's statistics."""
         gradients = [part.taken(gradient) for gradient in by.values()]
         if ranks_of(self.group) == 1 and not any(gradient.any() for gradient in gradients):
-            return  # groups of equal rewards teach nothing
+            return  # no gradient, for example because all rewards of a group are equal
         with torch.autocast(self.batch.device.type, enabled=False):  # a backward repeats the forward's dtypes
             torch.autograd.backward([getattr(found, name) for name in by], gradients)
 
     def _differs(self, part: Part, by: dict[str, torch.Tensor]) -> bool:
-        """Whether a microbatch's derivatives were others than they are in the end, by more than rounding."""
+        """Return True if a microbatch used derivatives that differ from the final ones by more than rounding."""
         for name, gradient in by.items():
             bound = 64 * torch.finfo(gradient.dtype).eps * gradient.abs().max()
             if not bool((part.taken(gradient - self.used[name]).abs() <= bound).all()):

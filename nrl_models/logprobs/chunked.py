@@ -1,14 +1,16 @@
 """Log-probabilities from hidden states without full logits, forward and backward.
 
-The forward reduces each row of logits to a few numbers. These are enough to compute any tile of the logits' gradient by
-itself, so the backward iterates over the vocabulary in tiles (`nrl_models.logprobs.tiles`). The forward does the same
-where only log-probabilities are asked for, since a product of many tokens with few weights reads each weight once; what
-needs whole rows of logits (truncation, entropy, a reference) processes some tokens at a time
-(`nrl_models.logprobs.whole_rows`). The logits are computed twice, because they are not kept, except
+The forward reduces each row of logits to a few numbers. From these, any tile of the logits' gradient can be computed
+separately, so the backward iterates over the vocabulary in tiles (`nrl_models.logprobs.tiles`). The forward also uses
+tiles if only log-probabilities are requested, because it then reads each weight once for many tokens. Truncation,
+entropy and a reference need complete rows of logits, and process some tokens per pass
+(`nrl_models.logprobs.whole_rows`).
 
-- where the output embedding is frozen: the forward also computes the gradient of the hidden states;
-- where the loss is known beforehand: the forward computes all gradients of it. The backward looks whether the gradient
-  that arrives is that of this loss, times a number, and otherwise computes the logits again.
+Logits are not kept, so the backward computes them again. There are two exceptions:
+
+- If the output embedding is frozen, the forward also computes the gradient of the hidden states.
+- If the loss is known in the forward (`ahead`), the forward computes all its gradients. The backward uses them if the
+  incoming gradient is a multiple of that loss's gradient. Otherwise it computes the logits again.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from nrl_models.logprobs.whole_rows import (
 
 
 def chunk_length(vocabulary: int) -> int:
-    """The number of tokens whose logits are held at a time."""
+    """Number of tokens per chunk of logits."""
     return max(16, CHUNK_ELEMENTS // vocabulary)
 
 
 def loss_chunk_length(vocabulary: int, hidden: int) -> int:
-    """The same where a loss takes its gradient at once.
+    """Tokens per chunk if the gradient of a loss is computed in the forward.
 
-    Each pass then also reads and writes the gradient of all weights. With half as many tokens as a hidden state has
-    numbers this is little beside the products, and the logits take at most half of that gradient's memory.
+    Each chunk then also reads and writes the gradient of all weights. With half as many tokens as the hidden size, this
+    costs little compared with the matmuls, and the logits need at most half of that gradient's memory.
     """
     return max(chunk_length(vocabulary), hidden // 2)
 
@@ -58,23 +60,22 @@ def chunked_statistics(
     chunk_size: int | None = None,
     ahead: LossAhead | None = None,
 ) -> TokenStatistics:
-    """Log-probability of each token, and entropy and divergence if asked for.
+    """Log-probability of each token, and entropy and divergence if requested.
 
     Args:
-        hidden: `(tokens, hidden)`: the input of the output embedding.
-        head: the output embedding and what follows it.
-        tokens: `(tokens,)`: ids.
-        sampling: how logits are processed before the softmax.
-        entropy: whether to compute the entropy; it is zero otherwise.
-        reference: what to compute the divergence from. Its logits are divided by the temperature, but not truncated.
-        chunk_size: tokens at a time; by default as many as fit `CHUNK_ELEMENTS`.
-        ahead: a loss of these statistics, whose gradient is taken at once. It saves time where the gradient that
-            arrives in the backward is this loss's, and changes nothing otherwise. An output embedding that is no plain
-            linear (the model's or the reference's), and fp16, whose range needs the factor that only the backward
-            knows, do without.
+        hidden: Input of the output embedding, `(tokens, hidden_size)`.
+        head: The output embedding and the scaling after it.
+        tokens: Token ids, `(tokens,)`.
+        sampling: Temperature and truncation applied to the logits before the softmax.
+        entropy: Whether to compute the entropy. If not, it is zero.
+        reference: Reference of the divergence. Its logits are divided by the temperature but not truncated.
+        chunk_size: Tokens per chunk. Default: as many as fit in `CHUNK_ELEMENTS`.
+        ahead: A loss of these statistics whose gradient is computed in the forward. Saves time if the gradient in the
+            backward is that of this loss, and has no effect otherwise. Ignored if an output embedding (the model's or
+            the reference's) is not a plain linear, and for fp16, which needs the loss scale of the backward.
 
     Raises:
-        ValueError: a token outside the vocabulary of the head.
+        ValueError: If a token is outside the head's vocabulary.
     """
     weight, bias = head.weight, head.bias
     if weight is None or (reference is not None and reference.head.weight is None):
@@ -83,7 +84,7 @@ def chunked_statistics(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden = hidden.to(dtype)
-    # Under autocast, and where FSDP computes in another dtype than that of the shards.
+        # Under autocast, or if FSDP computes in another dtype than that of the shards.
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     size = chunk_size or chunk_length(len(weight))
     passes = None
@@ -107,7 +108,7 @@ def statistics_of(
     sampling = sampling.processing
     logs = processed(logits, sampling).log_softmax(-1)
     chosen = logs.gather(-1, tokens[:, None])[:, 0]
-    kept = logs.clamp(min=FLOOR)  # so that nothing is infinite times zero
+    kept = logs.clamp(min=FLOOR)  # avoid infinity times zero
     entropy = -(logs.exp() * kept).sum(-1)
     kl = torch.zeros_like(entropy)
     if reference_logits is not None:
@@ -131,7 +132,7 @@ def _by_checkpointing(
     reference: Reference | None,
     chunk_size: int | None,
 ) -> TokenStatistics:
-    """Compute with autograd, a chunk at a time, where an output embedding is not a plain linear (with LoRA, say)."""
+    """Compute with autograd, one chunk at a time, for an output embedding that is not a plain linear (such as LoRA)."""
 
     def of_chunk(chunk: torch.Tensor, rows: slice) -> TokenStatistics:
         reference_logits = None
@@ -232,7 +233,7 @@ class _Chunked(torch.autograd.Function):
             return total.to(hidden.dtype), None, None, *nothing
         if ctx.taken is not None:
             derivatives, gradients = ctx.taken
-            ctx.taken = None  # given away, so that a second backward computes its own
+            ctx.taken = None  # a second backward computes its own gradient
             factor = _proportion(torch.stack(upstream), derivatives)
             if factor is not None:
                 scaled = (given if given is None or factor == 1.0 else given.mul_(factor) for given in gradients)
@@ -246,12 +247,12 @@ class _Chunked(torch.autograd.Function):
 
 
 def _of_possible(by_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Derivatives by log-probabilities; zero for a token that cannot be sampled, whatever the weights are."""
+    """Return derivatives by log-probabilities; zero for tokens that cannot be sampled, whatever the weights are."""
     return by_logprobs.masked_fill(logprobs == float("-inf"), 0.0)
 
 
 def _proportion(upstream: torch.Tensor, derivatives: torch.Tensor) -> float | None:
-    """What the derivatives have to be multiplied by to be what arrived, to within rounding; None if they are not."""
+    """Return the factor between the derivatives and the incoming gradient; None if they are not proportional."""
     arrived, expected = upstream.double(), derivatives.double()
     squared = expected.square().sum()
     factor = torch.where(squared > 0, (arrived * expected).sum() / squared, 0.0)

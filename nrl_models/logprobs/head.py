@@ -1,11 +1,14 @@
 """The head of a model: its output embedding, and the scale or soft cap that follows it.
 
-A model's forward ends with `logits = lm_head(hidden)` and perhaps a scale (`logit_scale`, `logits_scaling`) or a soft
-cap (`final_logit_softcapping`). To compute log-probabilities without full logits, that end has to be applied to some
-tokens at a time. It is not looked up in the configuration, whose keys differ between models, but observed: the model
-runs with its output embedding replaced by a function that keeps the hidden states and returns a few known numbers
-instead of logits, and the model's result for these numbers shows what it does. `a * tanh(b * x)` covers scales, soft
-caps and both. Anything else is an error, as is a head that does not give the model's own logits on a short text.
+A model's forward ends with `logits = lm_head(hidden)`, and in some models a scale (`logit_scale`, `logits_scaling`) or
+a soft cap (`final_logit_softcapping`). Computing log-probabilities without full logits has to apply this last step to
+chunks of tokens. The step is measured, because its configuration keys differ between models:
+
+1. Replace the output embedding with a function that keeps the hidden states and returns a few known numbers.
+2. Run the model, and compare its result with these numbers.
+3. Fit `a * tanh(b * x)`, which covers scales, soft caps and both.
+
+If the fit fails, or if the head does not reproduce the model's logits on a short text, an error is raised.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from nrl_models.common.upstream import CACHE_NAMES
 from nrl_models.errors import HeadError, UnknownArgumentError
 
 PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
-"""Numbers in place of logits: small ones show the slope, huge ones a cap."""
+"""Numbers to use as logits: small ones show the slope, large ones a cap."""
 
 CHECKED_TOKENS = 4
 """Length of the text on which a head is compared with the model's own logits."""
@@ -35,12 +38,12 @@ CHECKED_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """The end of a model, as a function of its last hidden states.
+    """The end of a model as a function of its last hidden states.
 
     Args:
-        module: the output embedding.
-        scale: what small logits are multiplied by after it.
-        cap: the bound on the logits; None if there is none.
+        module: The output embedding.
+        scale: Factor of small logits after the output embedding.
+        cap: Bound of the logits; None if there is none.
     """
 
     module: nn.Module
@@ -49,7 +52,7 @@ class OutputHead:
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """`(vocabulary, hidden)` if logits before scale and cap are `hidden @ weight.T + bias`; else None."""
+        """`(vocab_size, hidden_size)` if logits before scale and cap are `hidden @ weight.T + bias`; else None."""
         if isinstance(self.module, nn.Linear) and type(self.module).forward is nn.Linear.forward:
             return _whole(self.module.weight)
         return None
@@ -64,7 +67,7 @@ class OutputHead:
         """Return the number of logits per token.
 
         Args:
-            hidden: hidden states of the model, for modules that are not a plain linear (LoRA, `modules_to_save`).
+            hidden: Hidden states of the model, for modules that are not a plain linear (LoRA, `modules_to_save`).
         """
         if (weight := self.weight) is not None:
             return len(weight)
@@ -72,7 +75,7 @@ class OutputHead:
             return self.module(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1]
 
     def finish_(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and cap the output embedding's result in place, in its own dtype, as the model does."""
+        """Scale and cap the output embedding's result in place and in its dtype, as the model does."""
         if self.cap is None:
             return logits if self.scale == 1.0 else logits.mul_(self.scale)
         return logits.div_(self.cap / self.scale).tanh_().mul_(self.cap)
@@ -101,19 +104,19 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 NOT_TAKEN = {
-    "use_cache": "whole sequences are computed, and no cache comes back: leave it out, or pass False",
-    **dict.fromkeys(CACHE_NAMES, "whole sequences are computed, from their first token on: leave it out"),
+    "use_cache": "complete sequences are processed, and no cache is returned: leave it out, or pass False",
+    **dict.fromkeys(CACHE_NAMES, "complete sequences are processed, from their first token: leave it out"),
     "labels": "log-probabilities are computed, and no loss: leave them out",
-    "logits_to_keep": "`score` says which tokens are scored: leave it out",
+    "logits_to_keep": "`score` selects the tokens to score: leave it out",
 }
-"""Keywords of a model's forward that are refused here, and why."""
+"""Keywords of a model's forward that raise an error here, with the reason."""
 
 
 def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of a model's forward, without those of `NOT_TAKEN` that have no effect (`use_cache=False`).
+    """Return keywords of a model's forward without entries of `NOT_TAKEN` that have no effect (`use_cache=False`).
 
     Raises:
-        UnknownArgumentError: a keyword of `NOT_TAKEN` that has an effect.
+        UnknownArgumentError: If a keyword of `NOT_TAKEN` would have an effect.
     """
     asking = {name: value for name, value in inputs.items() if name in NOT_TAKEN and value is not None}
     for name, value in asking.items():
@@ -128,15 +131,15 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     """Run `model` up to its output embedding.
 
     Args:
-        model: any model with an output embedding (`get_output_embeddings()`).
-        input_ids: `(batch, length)`.
-        inputs: further keywords of its forward.
+        model: A model with an output embedding (`get_output_embeddings()`).
+        input_ids: Token ids, `(batch, seq_len)`.
+        inputs: Further keyword arguments of its forward.
 
     Returns:
-        The input of the output embedding, `(batch, length, hidden)`, with its autograd graph, and the head.
+        The input of the output embedding, `(batch, seq_len, hidden_size)`, with its autograd graph, and the head.
 
     Raises:
-        HeadError: the model has no output embedding, does not call it exactly once on every token, or changes the
+        HeadError: If the model has no output embedding, does not call it exactly once on all tokens, or changes the
             result by anything but a scale and a soft cap.
     """
     module = output_embedding(model)
@@ -155,7 +158,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
             if given:
                 raise HeadError(
                     f"{_name(model)} fails after its output embedding when its logits are {len(PROBE)} numbers "
-                    f"({type(error).__name__}: {error}), so what it does there depends on the vocabulary. {_ADVICE}"
+                    f"({type(error).__name__}: {error}), so that step depends on the vocabulary. {_ADVICE}"
                 ) from error
             raise
     if len(given) != 1 or given[0].shape[:-1] != input_ids.shape:
@@ -170,17 +173,17 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     hidden = given[0]
     for part in sharded:
         part.unshard()
-    if sharded:  # nothing is added: the backward reaches the model's output, where FSDP begins its own
+    if sharded:  # adds zero, so that the backward passes through the model's output, where FSDP starts its own
         hidden = hidden + 0.0 * observed[..., :1].to(hidden.dtype)
     return hidden, head
 
 
 def _sharded_around(model: nn.Module, head: nn.Module) -> list[FSDPModule]:
-    """What contains the head and is sharded by FSDP2.
+    """Return the modules sharded by FSDP2 that contain the head.
 
-    FSDP gathers its weights for the backward when a gradient reaches its output. That is a stand-in for logits here,
-    and the head's own backward comes before: it would read weights that the forward has freed. So they are gathered
-    again after the forward; the backward reduces their gradients and frees them as ever.
+    FSDP gathers their weights for the backward when a gradient reaches the model's output. Here the output is not the
+    logits, and the head's backward runs before that, so it would read weights that the forward has freed. So the
+    weights are gathered again after the forward. The backward reduces their gradients and frees them as usual.
     """
     modules = [part for part in model.modules() if isinstance(part, FSDPModule)]
     return [part for part in modules if any(inner is head for inner in cast(nn.Module, part).modules())]
@@ -190,10 +193,10 @@ _ADVICE = "Pass chunk_size=None to compute from the model's own full logits inst
 
 
 def output_embedding(model: nn.Module) -> nn.Module:
-    """A model's output embedding.
+    """Return a model's output embedding.
 
     Raises:
-        HeadError: it has none.
+        HeadError: If it has none.
     """
     getter = getattr(model, "get_output_embeddings", None)
     module = getter() if getter is not None else None
@@ -214,7 +217,7 @@ def _logits_of(output: Any) -> torch.Tensor:
 
 
 def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
-    """The head that turns `PROBE` into what was observed, `(batch, length, len(PROBE))`."""
+    """Fit the head that converts `PROBE` to the observed values, `(batch, seq_len, len(PROBE))`."""
     rows = observed.detach().double().reshape(-1, observed.shape[-1]).cpu()
     # Equal but for rounding, which a hook may change (`nrl_models.parity.noise`).
     if rows.shape[-1] != len(PROBE) or not torch.allclose(rows, rows[0].expand_as(rows), rtol=1e-5, atol=1e-9):
@@ -226,7 +229,7 @@ def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
         head = OutputHead(nn.Identity(), scale)
         expected = scale * probe
     else:
-        # tanh(x) is x to within x^3 / 3, so the smallest numbers give the slope.
+        # tanh(x) differs from x by at most x^3 / 3, so the smallest numbers give the slope.
         scale = values[1].item() / PROBE[1]
         head = OutputHead(nn.Identity(), 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale, largest)
         expected = largest * torch.tanh(probe * head.scale / largest)
@@ -244,12 +247,12 @@ _checked: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKe
 
 @torch.no_grad()
 def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
-    """Require that `head` gives the model's own logits, up to the dtype's rounding, on the first few tokens.
+    """Check that `head` reproduces the model's logits of the first tokens, up to rounding of the dtype.
 
-    Once for a model and a head: an equal head was compared before.
+    Runs once per model and head.
 
     Raises:
-        HeadError: it does not.
+        HeadError: If it does not.
     """
     key = (id(head.module), head.scale, head.cap, type(head.module))
     if _checked.get(model) == key:

@@ -1,4 +1,4 @@
-"""Logits of some tokens, in memory that is reused, and what each row of them is reduced to."""
+"""Logits of a chunk of tokens in reused memory, and the statistics of each row."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ CHUNK_ELEMENTS = 2**25
 """Logits held at a time, in forward and backward: 128 MiB in fp32."""
 
 FLOOR = -1e30
-"""Stands for -inf where it would be multiplied by a probability of zero."""
+"""Replaces -inf where it would be multiplied by a probability of zero."""
 
 
 class TokenStatistics(NamedTuple):
-    """The statistics of each row of logits: `(tokens,)` each, fp32 or wider.
+    """Statistics of each row of logits, `(tokens,)` each, at least fp32.
 
     Attributes:
-        logprobs: of the given tokens; -inf for a token that cannot be sampled.
-        entropy: of the distribution they are sampled from, in nats.
-        kl: its Kullback-Leibler divergence from the reference's distribution, in nats; zero without a reference.
+        logprobs: Log-probability of the token; -inf if it cannot be sampled.
+        entropy: Entropy of the sampling distribution, in nats.
+        kl: Kullback-Leibler divergence from the reference's distribution, in nats; zero without a reference.
     """
 
     logprobs: torch.Tensor
@@ -87,7 +87,7 @@ class Logits:
 
 
 def multiply_(gradient: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
-    """`gradient` times `slope`, in place."""
+    """Multiply `gradient` by `slope` in place."""
     return gradient if isinstance(slope, float) and slope == 1.0 else gradient.mul_(slope)
 
 

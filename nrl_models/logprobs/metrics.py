@@ -1,16 +1,16 @@
-"""Metrics that compare the trainer's log-probabilities with those the engine sampled with.
+"""Metrics that compare the trainer's log-probabilities with those of the engine's sampling.
 
-Throughout, `trainer` and `engine` are log-probabilities of the same tokens, of any shape, and `mask` selects those
-that count. With `r = trainer - engine`:
+`trainer` and `engine` are log-probabilities of the same tokens, of any shape. `mask` selects the tokens to compare.
+With `r = trainer - engine`:
 
-| metric | what it is | agreement |
+| metric | definition | if equal |
 |---|---|---|
-| `token_mult_prob_error` | mean exp(abs(r)): the factor by which probabilities are off; the guide's bound is 1.05 | 1 |
-| `sampling_importance_ratio` | mean exp(r): signed, so it shows bias where the above shows spread | 1 |
+| `token_mult_prob_error` | mean exp(abs(r)): mean factor between probabilities; the guide's bound is 1.05 | 1 |
+| `sampling_importance_ratio` | mean exp(r): signed, so it shows bias rather than spread | 1 |
 | `kl_k1`, `kl_k2`, `kl_k3` | mean -r, r^2 / 2, exp(r) - 1 - r: estimators of KL(engine, trainer) | 0 |
-| `js_divergence_error` | mean of k3 of either against their even mixture: tame where k3 is not | 0 |
+| `js_divergence_error` | mean k3 of trainer and engine against their even mixture: bounded growth, unlike k3 | 0 |
 
-k1 to k3 are those of http://joschu.net/blog/kl-approx.html; the names are NeMo RL's. All sums are in fp64.
+k1 to k3 are defined in http://joschu.net/blog/kl-approx.html. The names are NeMo RL's. All sums are in fp64.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def kl_k3(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None
 
 
 def js_divergence_error(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
-    """Mean of k3 of the trainer and of the engine against the mixture `log(exp(trainer) / 2 + exp(engine) / 2)`.
+    """Mean k3 of the trainer and of the engine against the mixture `log(exp(trainer) / 2 + exp(engine) / 2)`.
 
-    Neither is more than twice as likely as the mixture, so nothing here grows exponentially.
+    Each of them is at most twice as likely as the mixture, so no term grows exponentially.
     """
     trainer, engine = _chosen(trainer, engine, mask)
     mixture = torch.logaddexp(trainer, engine) - math.log(2.0)
@@ -83,18 +83,18 @@ def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ConsistencyMetrics:
-    """Every metric for one set of sequences.
+    """All metrics for a set of sequences.
 
     Attributes:
-        tokens: how many are compared: those with two finite log-probabilities.
-        token_mult_prob_error, sampling_importance_ratio, kl_k1, kl_k2, kl_k3, js_divergence_error: see the module.
-        worst_sequence: the largest `token_mult_prob_error` of a single sequence.
-        worst_sequence_index: its index; -1 if there is none.
+        tokens: Number of compared tokens, which have two finite log-probabilities.
+        token_mult_prob_error, sampling_importance_ratio, kl_k1, kl_k2, kl_k3, js_divergence_error: See the module.
+        worst_sequence: Largest `token_mult_prob_error` of a single sequence.
+        worst_sequence_index: Index of that sequence; -1 if there is none.
         p99: 99th percentile of `abs(r)`, in nats.
-        max: the largest `abs(r)`, in nats.
-        nan: tokens for which either side is NaN.
-        engine_infinite: tokens with an infinite log-probability in the engine, although it sampled them.
-        trainer_infinite: tokens that the trainer's `top_k` and `top_p` exclude.
+        max: Maximum of `abs(r)`, in nats.
+        nan: Number of tokens for which either side is NaN.
+        engine_infinite: Number of tokens with an infinite log-probability in the engine, although it sampled them.
+        trainer_infinite: Number of tokens that the trainer's `top_k` and `top_p` exclude.
     """
 
     tokens: int
@@ -128,8 +128,8 @@ def consistency_metrics(
     """Compare two sets of log-probabilities of the same tokens.
 
     Args:
-        trainer, engine: `(sequences, length)`; NaN and infinite values are counted, and left out of the means.
-        mask: which tokens were sampled; all by default.
+        trainer, engine: `(batch, seq_len)`. NaN and infinite values are counted, and excluded from the means.
+        mask: Sampled tokens; default: all.
     """
     if trainer.ndim != 2:
         raise ValueError(f"expected (sequences, length), got {tuple(trainer.shape)}")
@@ -157,9 +157,9 @@ def consistency_metrics(
 
 
 def quantile(values: torch.Tensor, share: float) -> float:
-    """The smallest value with at least this share of `values` at or below it; NaN of none.
+    """Return the smallest value such that at least `share` of `values` are at or below it; NaN if there are none.
 
-    `torch.quantile` refuses more than 16 million values.
+    `torch.quantile` is limited to 16 million values.
     """
     if not values.numel():
         return math.nan

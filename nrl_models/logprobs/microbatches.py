@@ -1,4 +1,4 @@
-"""Which sequences of a batch run together: few forward passes under a budget of tokens, and as many on each rank."""
+"""Group a batch's sequences into microbatches: few forward passes within a token budget, equally many on each rank."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torch import nn
 from nrl_models.common.forward.layer_by_document import DecoderByDocument
 
 ROW_TOKENS_OF_CPU, ROW_TOKENS_OF_GPU = 1024, 8192
-"""Tokens of a microbatch by default: about as many as keep the device busy. More take memory, and no less time."""
+"""Default tokens per microbatch, enough to keep the device busy. More would take memory without saving time."""
 
 
 class Layout(StrEnum):
-    """How the sequences of a microbatch lie in it."""
+    """How a microbatch stores its sequences."""
 
     PACKED = "packed"
-    """One after the other, in one row."""
+    """Concatenated into one row."""
     PADDED = "padded"
-    """Each in a row of its own, padded on the right."""
+    """One row per sequence, padded on the right."""
     ALONE = "alone"
-    """There is only one."""
+    """A single sequence."""
 
 
 def layout_of(*models: nn.Module) -> Layout:
-    """The layout that all of some models compute right, and that costs least.
+    """Return the cheapest layout that all of the models support.
 
-    Documents in one row stay apart in our classes, but in those that say no in their `limits`. Where each goes through
-    the decoder by itself, nothing is gained by it.
+    This library's classes keep documents in one row apart, except those with an entry in `limits`. Packing saves
+    nothing for models that run each document through the decoder separately.
     """
     limits = {limit for model in models for limit in getattr(model, "limits", {})}
     if "right padding" in limits:
@@ -45,12 +45,12 @@ def layout_of(*models: nn.Module) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Sequences that run together, by their numbers.
+    """Sequences that run together.
 
     Attributes:
-        numbers: which.
-        tokens: of all of them.
-        longest: tokens of the longest.
+        numbers: Indices of the sequences.
+        tokens: Total number of tokens.
+        longest: Number of tokens of the longest sequence.
     """
 
     numbers: tuple[int, ...] = ()
@@ -70,19 +70,19 @@ class Microbatch:
 
 
 def size(layout: Layout, *parts: Microbatch) -> int:
-    """Tokens to compute where these run together, padding included."""
+    """Number of tokens to compute for these microbatches together, including padding."""
     if layout is Layout.PACKED:
         return sum(part.tokens for part in parts)
     return sum(len(part.numbers) for part in parts) * max(part.longest for part in parts)
 
 
 def fewest(units: Sequence[Microbatch], layout: Layout, row_tokens: int) -> list[Microbatch]:
-    """Few microbatches of at most `row_tokens` tokens, the largest first: the first that fits, for the longest first.
+    """Pack units into few microbatches of at most `row_tokens` tokens (first-fit decreasing), largest first.
 
     Args:
-        units: sequences that have to be in one microbatch.
-        layout: how they lie in it.
-        row_tokens: tokens of a microbatch, padding included; each unit has at most so many.
+        units: Sequences that must be in one microbatch.
+        layout: Layout of a microbatch.
+        row_tokens: Maximum number of tokens of a microbatch, including padding. No unit may exceed it.
     """
     found: list[Microbatch] = []
     for unit in _longest_first(units, layout):
@@ -96,10 +96,10 @@ def fewest(units: Sequence[Microbatch], layout: Layout, row_tokens: int) -> list
 
 
 def levelled(units: Sequence[Microbatch], layout: Layout, row_tokens: int, count: int) -> list[Microbatch]:
-    """The same in at most `count` microbatches, which are at least as many as the fewest: packed rows of like lengths.
+    """Pack units into at most `count` microbatches of similar size. `count` must be at least that of `fewest`.
 
-    Each unit, the longest first, goes into the emptiest row. Where that exceeds the budget, and where rows are padded,
-    which is cheap for sequences of like lengths, it is the fewest again.
+    Each unit, from the longest, goes into the row with the fewest tokens. Falls back to `fewest` if a row exceeds the
+    budget. Also if rows are padded, because padding is cheap for sequences of similar lengths.
     """
     found = fewest(units, layout, row_tokens)
     if layout is not Layout.PACKED or not units:
@@ -117,7 +117,7 @@ def _longest_first(units: Sequence[Microbatch], layout: Layout) -> list[Microbat
 
 
 def ranks_of(group: Any) -> int:
-    """The ranks of a process group, of all of them by default; 1 where torch.distributed is not initialised."""
+    """Return the number of ranks of a process group (default: all); 1 if torch.distributed is not initialized."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 

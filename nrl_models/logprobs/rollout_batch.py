@@ -1,7 +1,7 @@
-"""Log-probabilities of a batch of sequences of various lengths, and the gradient of a loss of them, in one call.
+"""Log-probabilities of a batch of sequences of different lengths, and the gradient of a loss of them, in one call.
 
-The sequences run in microbatches (`nrl_models.logprobs.microbatches`), each backward right after its forward
-(`nrl_models.logprobs.accumulation`), so that activations take the memory of one microbatch.
+The sequences run in microbatches (`nrl_models.logprobs.microbatches`). The backward of a microbatch follows its forward
+(`nrl_models.logprobs.accumulation`), so only one microbatch's activations are in memory.
 """
 
 from __future__ import annotations
@@ -43,45 +43,44 @@ def rollout_logprobs(
     group: Any = None,
     model_inputs: Sequence[Mapping[str, Any]] | None = None,
 ) -> TokenLogprobs:
-    """The log-probability of each token of some sequences; with a loss, its gradient is added to the parameters'.
+    """Compute the log-probability of each token of a list of sequences, and optionally the gradient of a loss.
 
-    Everything is as if the sequences ran as one batch, padded on the right; but they run in microbatches, and the
-    memory of activations is that of one microbatch. Where the model keeps packed documents apart, a microbatch is one
-    row without padding; where it cannot, sequences of like lengths are padded.
+    The result equals one batch padded on the right. The sequences run in microbatches, so activations need the memory
+    of one microbatch. If the model keeps packed documents apart, a microbatch is one row without padding; otherwise
+    sequences of similar lengths are padded.
 
     Args:
-        model: as for `token_logprobs`.
-        sequences: token ids of each, prompt and completion, without padding: lists, or tensors `(length,)`.
-        score: for each sequence, which of its tokens to score, as many bools: completions, say. All by default.
-        temperature, top_k, top_p: what the engine samples with, see `Sampling`.
-        entropy, reference, chunk_size: as for `token_logprobs`.
-        loss: a function of what this returns, of the whole batch: `(sequences, longest)` each, as below. Where it
-            divides by numbers of tokens or of sequences, they are those of the batch (`token_weights`). It is called
-            for each microbatch, with zeros for log-probabilities that are not known (those of others), and in the end:
-            it has to be a function of its argument and of tensors that do not change, without effects of its own. Its
-            gradient is computed microbatch by microbatch and added to the parameters' `grad`.
-        loss_terms: which tokens a term of the loss reads together: those of a sequence at most, see `LossTerms`; or
-            numbers `(sequences,)`, the same for sequences that are read together (both answers of a pair, for DPO),
-            which then run in one microbatch if they fit. It concerns time alone: a loss that reads more together has
-            the right gradient, and some sequences run twice.
-        row_tokens: tokens of a microbatch at most, padding included: activations grow with it. By default 1024 on a CPU
-            and 8192 on others, or as many as the longest sequence, or what is read together, has.
-        group: the process group whose ranks run this call together, each with its own sequences (as FSDP does, whose
-            collectives have to match): they run as many microbatches as the rank that needs most, of which those that
-            are left over learn nothing. All ranks by default where torch.distributed is initialised.
-        model_inputs: for each sequence further keywords of the model's forward on it alone (`pixel_values`, ...), empty
-            where it has none; a tensor with a value for each token has those of the completion, too. They are brought
-            to the model's device, and its dtype, when they are needed. Sequences then run one by one, in one process.
+        model: As for `token_logprobs`.
+        sequences: Token IDs of each sequence, prompt and completion, without padding: lists, or tensors `(length,)`.
+        score: For each sequence, a bool per token: the tokens to score, for example completions. Default: all.
+        temperature, top_k, top_p: The engine's sampling parameters, see `Sampling`.
+        entropy, reference, chunk_size: As for `token_logprobs`.
+        loss: A function of the returned object for the complete batch, `(sequences, longest)` each. Divisors are
+            numbers of tokens or sequences of the batch (`token_weights`). It is called for each microbatch, with zeros
+            for log-probabilities that are not known yet, and at the end. It must be a pure function of its argument
+            and of constant tensors. Its gradient is added to the parameters' `grad`.
+        loss_terms: Tokens that a term of the loss reads together: at most those of a sequence, see `LossTerms`; or
+            numbers `(sequences,)` that are equal for sequences read together (both answers of a pair, for DPO), which
+            then run in one microbatch if they fit. Changes only the time: if a loss reads more together, its gradient
+            is correct and some sequences run twice.
+        row_tokens: Largest number of tokens of a microbatch, padding included. Default: 1024 on a CPU and 8192
+            elsewhere, or as many as the longest sequence, or the tokens that are read together, need.
+        group: Process group whose ranks make this call together, each with its own sequences (as FSDP's collectives
+            require). They run as many microbatches as the rank that needs most; surplus ones change nothing. Default:
+            all ranks if torch.distributed is initialized.
+        model_inputs: For each sequence, further arguments of the model's forward (`pixel_values`, ...), empty if there
+            are none. A tensor with a value per token includes the completion's tokens. They are moved to the model's
+            device and dtype when they are needed. Such sequences run one by one, in one process.
 
     Returns:
-        Statistics of each token, `(sequences, longest)` each, on the model's device: a row for each sequence in the
-        order that was given, padded on the right with zeros and False. Nothing has a graph. `loss` is a scalar, of this
-        rank's sequences.
+        Statistics of each token, `(sequences, longest)` each, on the model's device, in the order of the sequences,
+        padded on the right with zeros and False. Nothing has a graph. `loss` is a scalar for this rank's sequences.
 
     Raises:
-        ValueError: sequences that are empty, no token ids, or longer than the model takes or than `row_tokens`; masks
-            of other lengths: all of them, by number, before anything runs, and on all ranks if on any.
-        HeadError, UnknownArgumentError, UnknownOptionError: as for `token_logprobs`.
+        ValueError: Sequences that are empty, have invalid token IDs, or are longer than the model's limit or
+            `row_tokens`; masks of other lengths. All are listed by number, before anything runs, on all ranks if on
+            any.
+        HeadError, UnknownArgumentError, UnknownOptionError: As for `token_logprobs`.
     """
     Sampling(temperature, top_k, top_p)
     chunk_tokens(chunk_size)
@@ -105,16 +104,16 @@ def rollout_logprobs(
     return Accumulation(model, batch, parts, count, options, loss, loss_terms, group).run()
 
 
-# What is given
+# Validation of arguments
 
 
 def _ids(
     sequences: Sequence[Tokens], models: Sequence[nn.Module], row_tokens: int | None
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """Token ids of each sequence, `(length,)` int64, and what is wrong with them."""
+    """Convert each sequence to token ids, `(length,)` int64, and list the problems."""
     problems = []
     if isinstance(sequences, torch.Tensor):
-        problems.append("a tensor is no list of sequences: `token_logprobs` takes padded and packed batches")
+        problems.append("a tensor is not a list of sequences: use `token_logprobs` for padded and packed batches")
     if row_tokens is not None and row_tokens < 1:
         problems.append(f"row_tokens={row_tokens}: expected at least 1")
     limits = {model_limit(config): "the model takes" for part in models if (config := _config(part)) is not None}
@@ -125,14 +124,14 @@ def _ids(
             row = torch.as_tensor(sequence)
         except (TypeError, ValueError, RuntimeError) as error:
             row = torch.zeros(1, dtype=torch.long)
-            problems.append(f"sequence {number} is no list of token ids: {error}")
+            problems.append(f"sequence {number} is not a list of token ids: {error}")
         ids.append(row)
         if not row.numel():
             problems.append(f"sequence {number} is empty")
         elif row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
             problems.append(f"sequence {number} is {tuple(row.shape)} of {row.dtype}: expected token ids, (length,)")
         elif (lowest := int(row.min())) < 0:
-            problems.append(f"sequence {number} has the token id {lowest}: give sequences without padding")
+            problems.append(f"sequence {number} has the token id {lowest}: pass sequences without padding")
         for limit, what in limits.items():
             if limit is not None and row.ndim == 1 and len(row) > limit:
                 problems.append(f"sequence {number} has {len(row):,} tokens, and {what} {limit:,}")
@@ -145,7 +144,7 @@ def _config(model: nn.Module) -> PreTrainedConfig | None:
 
 
 def _scores(score: Sequence[Mask] | None, ids: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[str]]:
-    """Which tokens are scored, `(length,)` bool each, and what is wrong with it."""
+    """Convert each mask of scored tokens to `(length,)` bool, and list the problems."""
     if score is None or not ids:
         return [torch.ones_like(row, dtype=torch.bool) for row in ids], []
     if len(score) != len(ids):
@@ -156,7 +155,7 @@ def _scores(score: Sequence[Mask] | None, ids: Sequence[torch.Tensor]) -> tuple[
             mask = torch.as_tensor(given).bool()
         except (TypeError, ValueError, RuntimeError) as error:
             mask = torch.ones_like(row, dtype=torch.bool)
-            wrong.append(f"score of sequence {number} is no list of bools: {error}")
+            wrong.append(f"score of sequence {number} is not a list of bools: {error}")
         masks.append(mask)
         if mask.shape != row.shape:
             wrong.append(
@@ -173,7 +172,7 @@ def _wrong_terms(terms: LossTerms | str | torch.Tensor, count: int) -> list[str]
 
 def _wrong_inputs(own: Sequence[Mapping[str, Any]], count: int, group: Any) -> list[str]:
     wrong = [f"there are model_inputs for {len(own)} of {count} sequences"] if own and len(own) != count else []
-    if own and ranks_of(group) > 1:  # whose forwards have to be alike, towers included
+    if own and ranks_of(group) > 1:  # all ranks must run the same forwards, including towers
         wrong.append(f"model_inputs: expected one process, not {ranks_of(group)} ranks")
     return wrong
 
@@ -183,7 +182,7 @@ SHOWN = 20
 
 
 def _agree(problems: list[str], count: int, group: Any, device: torch.device) -> None:
-    """Raise on every rank if there are problems on some, so that none waits for another."""
+    """Raise on every rank if any rank has problems, so that no rank waits for another."""
     if not problems and not count and ranks_of(group) == 1:
         problems = ["there are no sequences"]
     (elsewhere,) = largest([len(problems)], group, device)
@@ -201,7 +200,7 @@ def _units(
     row_tokens: int | None,
     device: torch.device,
 ) -> tuple[list[Microbatch], int]:
-    """What is to run together, taken apart where it is more than the budget; and the budget."""
+    """Return units of sequences to run together, split if they exceed the budget, and the budget."""
     alone = [Microbatch.of([number], lengths) for number in range(len(lengths))]
     usual = microbatches.ROW_TOKENS_OF_CPU if device.type == "cpu" else microbatches.ROW_TOKENS_OF_GPU
     units = alone

@@ -17,17 +17,17 @@ from nrl_models.errors import SamplingError, shown
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How each next token is sampled.
+    """Sampling parameters.
 
     Args:
-        temperature: what logits are divided by; 0 takes the likeliest token. Log-probabilities of greedy tokens are
-            those of the distribution at temperature 1, without `top_k` and `top_p`, as vLLM gives them.
-        top_k: how many of the likeliest tokens can be sampled; 0 is all.
-        top_p: the probability of the smallest set of likeliest tokens that can be sampled; 1.0 is all.
+        temperature: Divisor of the logits; 0 for greedy decoding. Log-probabilities of greedy tokens are those at
+            temperature 1 without `top_k` and `top_p`, as in vLLM.
+        top_k: Number of most likely tokens that can be sampled; 0 for all.
+        top_p: Total probability of the smallest set of most likely tokens that can be sampled; 1.0 for all.
 
     Raises:
-        SamplingError: a value has the wrong type or is out of range. `Engine.generate` also checks the range of its
-            engine: vLLM samples at 0 and from 0.01 to 2.
+        SamplingError: If a value has the wrong type or is out of range. `Engine.generate` also checks the limits of its
+            engine: vLLM supports 0, and 0.01 to 2.
     """
 
     temperature: float = 1.0
@@ -44,12 +44,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether decoding is greedy."""
         return self.temperature == 0.0
 
     @property
     def processing(self) -> Sampling:
-        """How logits are processed before log-probabilities are taken: not at all for greedy tokens."""
+        """Processing of logits before log-probabilities are computed: none for greedy decoding."""
         return Sampling() if self.greedy else self
 
     @property
@@ -72,7 +72,7 @@ class Sampling:
 
 
 def processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits `(rows, vocabulary)` as tokens are sampled from them, fp32 or wider; -inf for those that cannot be."""
+    """Apply temperature and truncation to logits `(rows, vocab_size)`. Excluded tokens get -inf. At least fp32."""
     sampling = sampling.processing
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
     if sampling.truncates:
@@ -81,18 +81,17 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def smallest_kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """A bound for each row of logits: tokens at or above it can be sampled, the others cannot.
+    """Return a bound per row of logits: tokens at or above it can be sampled.
 
-    It lies half way between the smallest kept and the largest dropped logit, so that logits which are recomputed with
-    other roundings fall on the same side. Equal logits are all kept or all dropped: which of them a sort puts first is
-    arbitrary.
+    The bound is half way between the smallest kept and the largest excluded logit, so that logits recomputed with other
+    rounding are on the same side. Equal logits are either all kept or all excluded, because their order is arbitrary.
 
     Args:
-        logits: `(rows, vocabulary)`, divided by the temperature already, fp32 or wider.
-        sampling: its `top_k` and `top_p` are applied, in this order, as in vLLM.
+        logits: `(rows, vocab_size)`, already divided by the temperature, at least fp32.
+        sampling: Its `top_k` and then `top_p` are applied, as in vLLM.
 
     Returns:
-        `(rows, 1)`, of the logits' dtype; -inf in rows that keep every token.
+        `(rows, 1)` in the logits' dtype; -inf for rows that keep all tokens.
     """
     vocabulary = logits.shape[-1]
     top_k = sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary

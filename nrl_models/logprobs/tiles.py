@@ -1,6 +1,7 @@
-"""Passes over the vocabulary in tiles: many tokens with few rows of the weight, each of which is read once.
+"""Passes over the vocabulary in tiles: each tile multiplies many tokens with few rows of the weight.
 
-The gradient of a tile's weights is a single product over all tokens, summed in the widest precision and rounded once.
+Each row of the weight is read once. The gradient of a tile's weights is one product over all tokens, accumulated in the
+widest precision and rounded once.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ BLOCK = 4096
 
 
 class RowSums(NamedTuple):
-    """What the forward reduced each row of logits to: `(tokens,)` each.
+    """Statistics of each row of logits from the forward, `(tokens,)` each.
 
     Attributes:
-        log_sum: the logarithm of the sum of exponentials.
-        entropies, kl: zero unless they were computed.
-        bound: below it tokens cannot be sampled.
-        reference_sum: the reference's logarithm.
+        log_sum: Logarithm of the sum of exponentials.
+        entropies, kl: Zero unless they were computed.
+        bound: Tokens with logits below this cannot be sampled.
+        reference_sum: Logarithm of the reference's sum of exponentials.
     """
 
     log_sum: torch.Tensor
@@ -77,15 +78,15 @@ def gradients_by_tiles(
     elements: int,
     needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden states, weight and bias; None for what is not needed.
+    """Gradients of hidden states, weight and bias; None for those that are not needed.
 
     Args:
-        hidden, weight, bias, tokens: those of the forward.
-        upstream: `(tokens,)` each: the gradients of log-probabilities, entropies and divergences.
-        sums: of the forward.
-        head, sampling, entropy, reference: those of the forward.
-        elements: logits of a tile.
-        needs: which gradients are needed.
+        hidden, weight, bias, tokens: Inputs of the forward.
+        upstream: Gradients of log-probabilities, entropies and divergences, `(tokens,)` each.
+        sums: Sums computed by the forward.
+        head, sampling, entropy, reference: Options of the forward.
+        elements: Number of logits per tile.
+        needs: Whether each gradient is needed.
     """
     of_logprobs, of_entropy, of_kl = upstream
     log_sum, entropies, kl, bound, reference_sum = sums
@@ -146,6 +147,6 @@ def _tile_shape(count: int, vocabulary: int, elements: int) -> tuple[int, int]:
 
 
 def _within(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the tokens are in a tile of the vocabulary, and their places in it."""
+    """Return a mask of the tokens in a tile of the vocabulary, and their positions in the tile."""
     inside = ((tokens >= columns.start) & (tokens < columns.stop)).nonzero()[:, 0]
     return inside, tokens[inside] - columns.start

@@ -25,18 +25,18 @@ from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Statistics of each token, `(batch, length)` each, at the token's own position.
+    """Statistics of each token, `(batch, length)` each, at the token's position.
 
     Attributes:
-        logprobs: log-probability of the token given those before it, fp32; zero where `mask` is False.
-        mask: where there is a log-probability: not for padding, not for the first token of a sequence, not where
-            `score` was False, and not for tokens that `top_k` or `top_p` excludes.
-        outside: tokens with a log-probability of -inf: those that `top_k` or `top_p` excludes, which an engine that
-            agrees cannot have sampled. They are not part of `mask`, so that a loss stays finite; count them.
-        entropy: of the distribution the token was drawn from, in nats; None unless asked for.
-        kl: that distribution's divergence from the reference's, over the whole vocabulary, in nats; None without a
+        logprobs: Log-probability of the token given the tokens before it, in fp32; 0 where `mask` is False.
+        mask: True where there is a log-probability: not for padding, the first token of a sequence, tokens with `score`
+            False, and tokens that `top_k` or `top_p` excludes.
+        outside: True for tokens that `top_k` or `top_p` excludes (a log-probability of -inf). A consistent engine
+            cannot have sampled them. They are not in `mask`, so that losses stay finite; count them.
+        entropy: Entropy of the sampled distribution, in nats; None unless requested.
+        kl: Divergence of that distribution from the reference's over the complete vocabulary, in nats; None without a
             reference.
-        loss: a scalar; None unless a loss was given.
+        loss: A scalar; None unless a loss was passed.
     """
 
     logprobs: torch.Tensor
@@ -48,16 +48,16 @@ class TokenLogprobs:
 
 
 Loss = Callable[[TokenLogprobs], torch.Tensor]
-"""A loss of a batch: a scalar, from what `token_logprobs` returns."""
+"""A loss: a function of the result of `token_logprobs` that returns a scalar."""
 
 
 class LossTerms(StrEnum):
-    """Which tokens' log-probabilities a term of a loss reads."""
+    """Set of tokens whose log-probabilities a term of a loss reads."""
 
     TOKEN = "token"
-    """That of one token: cross-entropy, GRPO, Dr. GRPO, DAPO."""
+    """One token: cross-entropy, GRPO, Dr. GRPO, DAPO."""
     SEQUENCE = "sequence"
-    """Those of a sequence: a ratio of whole sequences."""
+    """A sequence: ratios of complete sequences."""
 
 
 def token_logprobs(
@@ -77,42 +77,42 @@ def token_logprobs(
     chunk_size: int | str | None = "auto",
     **model_inputs: Any,
 ) -> TokenLogprobs:
-    """The log-probability of each token of a batch under `model`, differentiable; and the loss of them, if given.
+    """Compute the log-probability of each token of a batch, differentiable, and optionally a loss.
 
-    Full logits never exist, neither in the forward nor in the backward: the output embedding is applied to some
-    tokens at a time. The softmax is in fp32 (fp64 for fp64 models) whatever the model's dtype.
+    The full logits are never materialized, neither forward nor backward: the output embedding is applied to a chunk of
+    tokens at once. The softmax is in fp32 (fp64 for fp64 models).
 
     Args:
-        model: a causal language model (or vision-language model): ours, transformers', or another with
-            `get_output_embeddings()`. What follows its output embedding (a scale, a soft cap) is observed.
-        input_ids: `(batch, length)`. Sequences packed into one row are told apart by `position_ids`.
+        model: A causal language model or vision-language model: of nrl_models, of transformers, or another with
+            `get_output_embeddings()`. A scale or soft cap after its output embedding is detected.
+        input_ids: `(batch, length)`. `position_ids` separate sequences packed into one row.
         attention_mask: `(batch, length)`, False or 0 for padding, on either side or between tokens.
-        position_ids: `(batch, length)`; a new sequence starts where they start again. By default the model computes its
-            positions (from images, token ids or the mask), or they count the tokens that the mask keeps.
-        temperature, top_k, top_p: what the engine samples with, see `Sampling`. A token that these exclude has no
-            finite log-probability: see `TokenLogprobs.outside`.
-        score: `(batch, length)` bool: tokens to score; the output embedding is applied to no others. All by default.
-        entropy: whether to compute the entropy.
-        reference: a model of the same vocabulary to compute the divergence from; it gets no gradient. Its logits are
-            divided by the temperature, but not truncated.
-        loss: a function of what this returns; its value is the result's `loss`. Its gradient is then taken while the
-            logits of some tokens are there, which saves computing them again in the backward. For that the function is
-            also called before all log-probabilities are known, those to come being zero: it has to be a function of its
-            argument (and of tensors that do not change), without effects of its own. Gradients are right whatever it
-            is: the backward computes the logits again where what arrives is not this loss's gradient times a number.
-        loss_terms: which tokens a term of the loss reads together: see `LossTerms`; or numbers `(batch,)` or `(batch,
-            length)`, the same for tokens that are read together (both answers of a pair, for DPO). It concerns time
-            alone. Tokens that are read together and are more than `chunk_size` have their logits computed twice.
-        chunk_size: how many tokens' logits to hold at a time; "auto" holds 2^25 numbers; with a loss
-            more, where the gradient of the output embedding is larger. None computes from the
-            model's own full logits, for models whose head is not a scale or a soft cap.
-        model_inputs: further keywords of the model's forward (`pixel_values`, ...); the reference's too.
+        position_ids: `(batch, length)`. A sequence starts where they restart. By default the model computes its
+            positions (from images, token IDs or the mask), or they count the tokens that the mask keeps.
+        temperature, top_k, top_p: The engine's sampling parameters, see `Sampling`. Tokens that they exclude have no
+            finite log-probability, see `TokenLogprobs.outside`.
+        score: `(batch, length)` bool: tokens to score. The output embedding is applied only to these. Default: all.
+        entropy: Compute the entropy.
+        reference: A model with the same vocabulary to compute the divergence from. It gets no gradient. Its logits are
+            divided by the temperature and not truncated.
+        loss: A function of the returned object. Its value is the result's `loss`, and its gradient is computed while
+            the logits of a chunk exist, so that the backward pass need not compute them again. It may be called
+            before all log-probabilities are known, with zeros for the others, so it must be a pure function of its
+            argument and of constant tensors. Gradients are correct for any use: the backward pass computes the logits
+            again if the incoming gradient is not a multiple of this loss's gradient.
+        loss_terms: Tokens that a term of the loss reads together, see `LossTerms`; or numbers `(batch,)` or `(batch,
+            length)` that are equal for tokens read together (both answers of a pair, for DPO). Changes only the time.
+            The logits of more than `chunk_size` tokens that are read together are computed twice.
+        chunk_size: Number of tokens whose logits are held at once. "auto" holds 2^25 numbers, or more with a loss if
+            the gradient of the output embedding is larger. None uses the model's full logits, for models whose head is
+            not a scale or a soft cap.
+        model_inputs: Further arguments of the model's forward (`pixel_values`, ...), also for the reference.
 
     Raises:
-        HeadError: the model ends with something that is neither a scale nor a soft cap (and `chunk_size` is not None).
-        ValueError: shapes that differ, a vocabulary that differs from the reference's, a sampling value out of range.
-        UnknownArgumentError: keywords that are refused (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`.
-        UnknownOptionError: `loss_terms` or `chunk_size` is none of its values.
+        HeadError: The model ends with something other than a scale or soft cap, and `chunk_size` is not None.
+        ValueError: Shapes differ, the reference has another vocabulary, or a sampling parameter is out of range.
+        UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`.
+        UnknownOptionError: Unknown `loss_terms` or `chunk_size`.
     """
     sampling = Sampling(temperature, top_k, top_p)
     tokens_per_chunk = chunk_tokens(chunk_size)
@@ -167,10 +167,10 @@ def scored_positions(
 
 
 def chunk_tokens(chunk_size: int | str | None) -> int | None:
-    """The number of tokens that a chunk size names; None for "auto" and None.
+    """Return the number of tokens per chunk for a chunk size; None for "auto" and None.
 
     Raises:
-        UnknownOptionError: it is neither of these, nor a number above 0.
+        UnknownOptionError: If it is neither of these nor a number above 0.
     """
     if chunk_size is None or chunk_size == "auto":
         return None
@@ -185,8 +185,8 @@ def _require_shape(shape: torch.Size, **tensors: torch.Tensor | None) -> None:
     ]
     if len(shape) != 2 or wrong:
         raise ValueError(
-            f"expected input_ids of (batch, length), here {tuple(shape)}, and all else alike"
-            + (f"; got {', '.join(wrong)}" if wrong else "")
+            f"input_ids has shape {tuple(shape)}, expected (batch, seq_len)"
+            + (f"; expected the same shape of {', '.join(wrong)}" if wrong else "")
         )
 
 
@@ -241,7 +241,7 @@ def _reference(
 def _logits_at(
     model: nn.Module, input_ids: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """The model's own logits at some places; other columns are left out if the model can do so."""
+    """Return the model's own logits at some positions. Skips other columns if the model supports that."""
     rows, columns = places
     if "logits_to_keep" not in inspect.signature(innermost(model).forward).parameters or not len(columns):
         return model(input_ids=input_ids, use_cache=False, **inputs).logits[rows, columns]
@@ -251,13 +251,13 @@ def _logits_at(
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """Puts the statistics of scored tokens where the tokens are.
+    """Scatters the statistics of scored tokens to their positions.
 
     Args:
-        positions: `(batch, length)` bool: the scored tokens.
-        places: their rows and columns, in the order of the statistics.
-        entropy, kl: whether there are any.
-        loss: of the result.
+        positions: `(batch, seq_len)` bool, True for scored tokens.
+        places: Rows and columns of the scored tokens, in the order of the statistics.
+        entropy, kl: Whether the statistics have these.
+        loss: The loss of the result.
     """
 
     positions: torch.Tensor
@@ -298,7 +298,7 @@ class _Placed:
         return torch.zeros_like(found.logprobs) if logprobs is None else logprobs, entropy, kl
 
     def _grid(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` at the places, zero elsewhere."""
+        """Return a grid with `values` at the scored positions, and zero elsewhere."""
         zeros = torch.zeros(self.positions.shape, dtype=values.dtype, device=values.device)
         return zeros.index_put(self.places, values)
 
@@ -309,14 +309,14 @@ def _in_order(
     position_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int] | None]:
-    """Rows and columns of the scored tokens, those that a term reads together side by side; and how many these are."""
+    """Return rows and columns of the scored tokens, with the tokens of each term adjacent, and the terms' sizes."""
     rows, columns = positions.nonzero(as_tuple=True)
     if isinstance(terms, torch.Tensor):
         if terms.shape not in (positions.shape, positions.shape[:1]):
             expected = f"{tuple(positions.shape)} or {tuple(positions.shape[:1])}"
             raise ValueError(f"expected loss_terms of {expected}, got {tuple(terms.shape)}")
         numbers = terms.to(positions.device)[rows] if terms.ndim == 1 else terms.to(positions.device)[rows, columns]
-    elif parse_option(LossTerms, terms, "loss_terms", "or numbers of what is read together") is LossTerms.TOKEN:
+    elif parse_option(LossTerms, terms, "loss_terms", "or term numbers per token or sequence") is LossTerms.TOKEN:
         return rows, columns, None
     else:
         numbers = _document_numbers(positions, position_ids, attention_mask)[rows, columns]

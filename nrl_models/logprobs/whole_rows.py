@@ -1,10 +1,10 @@
-"""Passes over whole rows of logits, some tokens at a time, which truncation, entropy, divergence and losses need.
+"""Passes over complete rows of logits, a chunk of tokens per pass. Truncation, entropy, divergence and losses need
+them.
 
-A loss that is known beforehand takes its gradient here, while the logits of some tokens are there: the output embedding
-is then multiplied three times (for logits, and for the gradients of hidden states and weights), where a backward that
-computes the logits again multiplies it four times. For that the derivative of the loss by these tokens'
-log-probabilities must not depend on tokens whose logits are still to come: tokens that a term of the loss reads
-together are in one pass.
+If the loss is known in the forward, its gradient is computed while a chunk's logits are in memory. The output embedding
+is then multiplied three times (logits, gradient of the hidden states, gradient of the weights). A backward that
+recomputes the logits needs four multiplications. This requires that the derivative of the loss by a chunk's
+log-probabilities does not depend on later chunks. So all tokens of a term of the loss are in one chunk.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from nrl_models.logprobs.sampling import Sampling, smallest_kept
 from nrl_models.logprobs.tiles import RowSums
 
 Derivatives = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""Of a loss by each token's log-probability, entropy and divergence, `(tokens,)` each; None where it reads none."""
+"""Derivatives of a loss by each token's log-probability, entropy and divergence, `(tokens,)` each; None if unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossAhead:
-    """A loss whose gradient is taken in the forward.
+    """A loss whose gradient is computed in the forward.
 
     Args:
-        derivatives: from the statistics of all tokens, zero for those of later passes. Only those of the tokens of a
-            pass are read after it.
-        sizes: how many tokens, one after the other, are read together by a term of the loss; None if each is alone.
+        derivatives: Computes the derivatives from the statistics of all tokens, with zeros for later chunks. Only the
+            derivatives of the current chunk are used.
+        sizes: Numbers of consecutive tokens that a term of the loss reads together; None if each is separate.
     """
 
     derivatives: Callable[[TokenStatistics], Derivatives]
@@ -54,14 +54,14 @@ class LossAhead:
 
 
 class Reduced(NamedTuple):
-    """Some rows, reduced: buffers that are valid until the next ones.
+    """Statistics of some rows, in buffers that are valid until the next rows.
 
     Attributes:
-        exponentials: `(tokens, vocabulary)`: of the logits, less each row's largest.
-        total, log_total: `(tokens,)`: their sum, and its logarithm.
-        shifted: the logits less each row's largest; None where neither entropy nor divergence is wanted.
-        theirs: the reference's log-probabilities, or None.
-        slope: the derivative of the logits by the output embedding's result.
+        exponentials: Exponentials of the logits minus the row's maximum, `(tokens, vocab_size)`.
+        total, log_total: Sum of `exponentials`, and its logarithm, `(tokens,)`.
+        shifted: Logits minus the row's maximum; None if neither entropy nor divergence is requested.
+        theirs: Log-probabilities of the reference, or None.
+        slope: Derivative of the logits by the output embedding's result.
     """
 
     exponentials: torch.Tensor
@@ -118,12 +118,12 @@ def reduce_rows(
 def logit_gradient(
     found: Reduced, tokens: torch.Tensor, entropies: torch.Tensor, kl: torch.Tensor, by: Derivatives
 ) -> torch.Tensor:
-    """The gradient of a loss by the output embedding's result, in the memory of the exponentials.
+    """Compute the gradient of a loss by the output embedding's result, in the memory of the exponentials.
 
     Args:
-        found: the rows; used up.
-        tokens, entropies, kl: `(tokens,)` of these rows.
-        by: the derivatives of the loss, of these rows.
+        found: The rows. Their buffers are overwritten.
+        tokens, entropies, kl: Values of these rows, `(tokens,)`.
+        by: Derivatives of the loss for these rows.
     """
     by_logprobs, by_entropy, by_kl = by
     gradient = found.exponentials
@@ -144,12 +144,12 @@ def logit_gradient(
 def gradients_of_each(
     found: Reduced, tokens: torch.Tensor, entropies: torch.Tensor | None, kl: torch.Tensor, work: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """The derivatives of each row's log-probability, entropy and divergence by the output embedding's result, in turn.
+    """Yield the derivatives of log-probability, entropy and divergence by the output embedding's result, in turn.
 
     Args:
-        found: the rows; used up.
-        tokens, entropies, kl: `(tokens,)` of these rows; no entropies where they are not wanted.
-        work: memory of the derivatives, at least as many elements as the rows have.
+        found: The rows. Their buffers are overwritten.
+        tokens, entropies, kl: Values of these rows, `(tokens,)`. No entropies if they are not requested.
+        work: Memory for the derivatives, with at least as many elements as the rows.
     """
     probabilities = found.exponentials.div_(found.total[:, None])
     logs: Any = None if found.shifted is None else found.shifted.sub_(found.log_total[:, None])
@@ -166,12 +166,12 @@ def gradients_of_each(
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, summed in the widest precision over passes of some tokens each.
+    """Gradients of hidden states, weight and bias, accumulated in the widest precision over chunks of tokens.
 
     Args:
-        hidden, weight, bias: of the forward.
-        needs: which gradients are needed.
-        elements: numbers at most of a product that is rounded before it is summed.
+        hidden, weight, bias: Inputs of the forward.
+        needs: Whether each gradient is needed.
+        elements: Maximum number of elements of a product that is rounded before it is accumulated.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class HeadGradients:
         self.of_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def add(self, rows: slice, gradient: torch.Tensor, logits_of: Logits) -> None:
-        """Add what some tokens have; `gradient`, by the output embedding's result, is used up."""
+        """Add the gradients of some tokens. `gradient`, by the output embedding's result, is overwritten."""
         if self.of_bias is not None:
             self.of_bias += gradient.sum(0)
         gradient = logits_of.narrowed(gradient)
@@ -201,7 +201,7 @@ class HeadGradients:
                 add_product(self.of_weight[columns], gradient[:, columns].t(), self.given[rows])
 
     def rounded(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """In the dtypes of what they are gradients of."""
+        """Return the gradients in the dtypes of the tensors that they belong to."""
         dtype = self.weight.dtype
         of_weight, of_bias = (None if found is None else found.to(dtype) for found in (self.of_weight, self.of_bias))
         return self.hidden, of_weight, of_bias

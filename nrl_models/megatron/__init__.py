@@ -1,6 +1,7 @@
-"""Megatron-Core as a second trainer: weights in its layout, and its GPT model beside ours (extra `megatron`).
+"""Megatron-Core as a second trainer: weights in its layout, and its GPT model for comparison (extra `megatron`).
 
-`ranks` gives what each of Megatron's ranks holds, and reads it back. `gpt_settings` says in Megatron's words what a
-configuration says, `gpt_model` builds its model and proves on a small one that it computes the same. `trainer_parity`
-compares the two level by level.
+- `ranks` converts a model's weights to the tensors of each Megatron rank, and back.
+- `gpt_settings` converts a configuration to Megatron's arguments.
+- `gpt_model` builds Megatron's model, and verifies on a small model that it computes the same.
+- `trainer_parity` compares both models level by level.
 """

@@ -1,7 +1,7 @@
-"""Megatron-Core's GPT model with a model's weights, in a process of its own: Megatron keeps its groups in globals.
+"""Megatron-Core's GPT model with a model's weights, in a subprocess, because Megatron keeps its groups in globals.
 
-Where there is no GPU, Megatron-Core still asks CUDA for its device and its random numbers; `without_gpu` is the one
-place that answers for it.
+Without a GPU, Megatron-Core still requests device and random states from CUDA. Only `without_gpu` replaces these
+functions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nrl_models.errors import Problem, ProblemKind, StateDictError
 from nrl_models.family import FamilyModel
 from nrl_models.megatron.gpt_settings import GPTSettings, gpt_settings, readings
 from nrl_models.megatron.layout import STATES, MegatronRank
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
 LOCAL = MegatronRank(transformer_engine=False, grouped_experts=False)
-"""A whole model with layers of `get_gpt_layer_local_spec`, which need neither Transformer Engine nor Apex."""
+"""A complete model with layers of `get_gpt_layer_local_spec`, which need neither Transformer Engine nor Apex."""
 
 TOLERANCE = 1e-4
 """How far logits of the small model may differ in fp32, relative to the largest."""
@@ -33,14 +33,14 @@ LENGTH = 40
 
 
 def start_megatron(tp: int = 1, pp: int = 1) -> None:
-    """Make this process a rank of Megatron, the only one if it is in no process group yet.
+    """Make this process a rank of Megatron; the only one if it is not in a process group.
 
     Args:
-        tp: ranks of tensor parallelism.
-        pp: ranks of pipeline parallelism.
+        tp: Number of ranks of tensor parallelism.
+        pp: Number of ranks of pipeline parallelism.
 
     Raises:
-        ImportError: megatron-core is not installed.
+        ImportError: If megatron-core is not installed.
     """
     from megatron.core import parallel_state
 
@@ -63,10 +63,10 @@ def device() -> torch.device:
 
 
 def without_gpu() -> None:
-    """Let Megatron-Core run on a CPU.
+    """Make Megatron-Core run on a CPU.
 
-    Its device is the CPU, masks are made there, dropout has no random numbers of its own (there is no dropout), and
-    routers multiply with torch.
+    Device and masks are on the CPU, dropout uses no separate random states (there is no dropout), and routers use
+    torch's matmul.
     """
     from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random as random_states
@@ -76,13 +76,13 @@ def without_gpu() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     random_states.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     moe_utils.te_general_gemm = None
-    multi_latent_attention.HAVE_TE = False  # it finds the names of Transformer Engine's layers, which are None
+    multi_latent_attention.HAVE_TE = False  # it would use Transformer Engine's layers, which are None
     fused_softmax.get_default_causal_mask = lambda length: _hidden(length, length, None)
     fused_softmax.get_sliding_window_causal_mask = lambda queries, keys, window: _hidden(queries, keys, window[0])
 
 
 def _hidden(queries: int, keys: int, before: int | None) -> torch.Tensor:
-    """Which keys each query does not see: later ones, and those more than `before` earlier; `(queries, keys)` bool."""
+    """Return a mask of hidden keys, `(queries, keys)` bool: later ones, and those more than `before` earlier."""
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
     return (distance < 0) if before is None else (distance < 0) | (distance > before)
 
@@ -122,15 +122,15 @@ def build(settings: GPTSettings) -> Any:
 def load(
     megatron: Any, adapter: StateDictAdapter, own: Mapping[str, torch.Tensor], rank: MegatronRank = LOCAL
 ) -> list[Problem]:
-    """Give a rank's part of Megatron's model the weights `own` of the model that `adapter` is of.
+    """Load weights `own` of the adapter's model into a rank's part of Megatron's model.
 
     Returns:
-        What does not fit; then nothing is written.
+        The mismatches. If there are any, nothing is written.
     """
     table = adapter.layout(rank)
     theirs = {name: value for name, value in megatron.state_dict().items() if isinstance(value, torch.Tensor)}
     missing = [name for name in theirs if name not in table and STATES not in name]
-    problems = [Problem(ProblemKind.MISSING, name, "is in Megatron's model alone") for name in missing]
+    problems = [Problem(ProblemKind.MISSING, name, "is only in Megatron's model") for name in missing]
     for name, tensor in table.items():
         if name not in theirs:
             problems.append(Problem(ProblemKind.UNEXPECTED, name, "is not in Megatron's model"))
@@ -152,11 +152,11 @@ def logits(megatron: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def megatron_of(model: FamilyModel) -> Any:
-    """Megatron's model with the weights of `model`, on this process's device.
+    """Return Megatron's model with the weights of `model`, on this process's device.
 
     Raises:
-        StateDictError: Megatron's GPT model does not compute what the model computes, or has no place for its weights;
-            all that is known.
+        StateDictError: If Megatron's GPT model does not compute the same, or has no parameters for some weights. Lists
+            all known reasons.
     """
     megatron = build(proven_settings(model))
     _require(load(megatron, model.state_dict_adapter, model.state_dict()), model)
@@ -164,25 +164,25 @@ def megatron_of(model: FamilyModel) -> Any:
 
 
 def proven_settings(model: FamilyModel) -> GPTSettings:
-    """Megatron's settings for a model, with which a small model of the same configuration computes the same.
+    """Return Megatron's settings for a model, verified on a small model with the same configuration.
 
     Raises:
-        StateDictError: a value has no counterpart, tensors have no place, or no reading of the configuration gives the
-            same logits.
+        StateDictError: If a value or tensor has no equivalent, or no reading of the configuration gives the same
+            logits.
     """
     model_class, config = type(model), model.config
     settings, problems = gpt_settings(config, model.state_dict_adapter.layout(LOCAL), model.dtype)
     _require(problems, model)
-    # Small models' sequences are short: what their rotary positions would be scaled by is not theirs.
+    # Sequences of small models are short, so scaling parameters of rotary positions are not scaled down.
     rope = {"rope_parameters": config.rope_parameters}
     small = model_class._from_config(
         tiny_config(copy.deepcopy(config), {**model_class.tiny, **rope}, model_class), dtype=torch.float32
     ).eval()
     torch.manual_seed(0)
-    randomise(small)
+    randomize(small)
     choices, difference = _best_reading(small)
     if difference > TOLERANCE:
-        detail = f"gives other logits: those of a small model differ by {difference:.1e} of the largest"
+        detail = f"has other logits: those of a small model differ by {difference:.1e} of the largest"
         _require([Problem(ProblemKind.UNSUPPORTED, "its forward", detail)], model)
     return settings.reading(choices)
 
@@ -208,6 +208,6 @@ def _best_reading(small: FamilyModel) -> tuple[dict[str, Any], float]:
 
 
 def _require(problems: list[Problem], model: FamilyModel) -> None:
-    """Raise what has no counterpart in Megatron, if anything."""
+    """Raise if there are settings without an equivalent in Megatron."""
     if problems:
         raise StateDictError(f"Megatron-Core's GPT model is not {type(model).__name__}", problems)

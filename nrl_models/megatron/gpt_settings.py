@@ -1,8 +1,8 @@
-"""What a configuration of transformers says, as arguments of Megatron-Core's `TransformerConfig` and `GPTModel`.
+"""Convert a transformers configuration to arguments of Megatron-Core's `TransformerConfig` and `GPTModel`.
 
-What a configuration does not say (whether rotary pairs are neighbours, how a router scores) stands in the code of a
-model. Those are the `readings`: each is tried on a small model, and what computes the same is taken (`gpt_model`). So
-no model is named here, and a model that computes something else in addition is found out.
+Some properties are not in a configuration but in a model's code, such as whether rotary pairs are interleaved, or how a
+router scores. `readings` lists the alternatives: each is tried on a small model, and one with the same result is used
+(`gpt_model`). So this module names no model, and additional computations of a model are detected.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from nrl_models.errors import Problem, ProblemKind
 
 @dataclass(frozen=True)
 class GPTSettings:
-    """Arguments for Megatron's model.
+    """Arguments of Megatron's model.
 
     Args:
-        transformer: of `TransformerConfig`, or of `MLATransformerConfig` where attention is latent.
-        model: of `GPTModel`.
-        latent: whether attention is latent (MLA).
+        transformer: Arguments of `TransformerConfig`, or of `MLATransformerConfig` for latent attention.
+        model: Arguments of `GPTModel`.
+        latent: Whether attention is latent (MLA).
     """
 
     transformer: dict[str, Any]
@@ -70,27 +70,27 @@ WITHOUT_FUSION = {
     "use_cpu_initialization": True,
     "perform_initialization": False,
 }
-"""Plain kernels, which are there on every device, and no dropout, as in inference."""
+"""Kernels that are available on all devices, and no dropout, as in inference."""
 
 SCALED_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's `rope_scaling` takes for granted."""
+"""Values that Megatron's `rope_scaling` assumes."""
 
 
 def gpt_settings(
     config: PreTrainedConfig, tensors: Mapping[str, HFTensor], dtype: torch.dtype
 ) -> tuple[GPTSettings, list[Problem]]:
-    """Megatron's settings for a configuration, and what has no counterpart there.
+    """Return Megatron's settings for a configuration, and problems for settings without an equivalent.
 
     Args:
-        config: the configuration.
-        tensors: the model's in Megatron's layout, with layers of `get_gpt_layer_local_spec`.
-        dtype: of the parameters.
+        config: The configuration.
+        tensors: The model's tensors in Megatron's layout, with layers of `get_gpt_layer_local_spec`.
+        dtype: Dtype of the parameters.
     """
     return _Translation(config, tensors, dtype).settings()
 
 
 def readings(settings: GPTSettings) -> Iterator[dict[str, Any]]:
-    """What the model's code may mean by a configuration, the likeliest first."""
+    """Yield possible readings of a configuration, the most likely first."""
     options: dict[str, tuple[Any, ...]] = {}
     if not settings.latent:
         options["rotary_interleaved"] = (False, True)
@@ -152,11 +152,11 @@ class _Translation:
         return GPTSettings(transformer, model, latent), self.problems
 
     def _has(self, *ends: str) -> bool:
-        """Whether some layer has a tensor whose name ends so."""
+        """Return True if a layer has a tensor whose name ends with one of these."""
         return any(name.endswith(ends) for name in self.tensors)
 
     def _is_gated(self) -> bool:
-        """Whether the first linear of an MLP gives twice what the second takes."""
+        """Return True if the first linear of an MLP has twice as many outputs as the second has inputs."""
         name = next(name for name in self.tensors if name.endswith("linear_fc2.weight"))
         first, second = self.tensors[name.replace("linear_fc2", "linear_fc1")], self.tensors[name]
         return first.shape[0] == 2 * second.shape[1]
@@ -231,7 +231,7 @@ class _Translation:
             found["window_size"] = (window - 1, 0)
             if sliding is not None and not all(sliding):
                 found["window_attn_skip_freq"] = [int(slides) for slides in sliding]
-        rotary = self._first("no_rope_layers")  # 1 where a layer has rotary positions
+        rotary = self._first("no_rope_layers")  # 1 for layers with rotary positions
         if rotary is not None and not all(rotary):
             found["no_rope_freq"] = [int(not has) for has in rotary]
         return found
@@ -263,7 +263,7 @@ class _Translation:
         return found
 
     def _rope_parameters(self, *kinds: str) -> tuple[dict[str, Any], str]:
-        """The rotary parameters and their kind, one of `kinds`."""
+        """Return the rotary parameters and their type, one of `kinds`."""
         rope = dict(self._first("rope_parameters") or {})
         if "rope_theta" not in rope:
             self._refuse("rope_parameters", rope, "one rotary base for all layers")

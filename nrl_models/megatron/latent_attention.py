@@ -8,12 +8,11 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 class LatentDotProductAttention(DotProductAttention):
-    """`DotProductAttention` of values that have another size than keys, as Transformer Engine's takes them.
+    """`DotProductAttention` for values with another head size than keys, as in Transformer Engine's.
 
     Args:
-        k_channels: features of a key's head; the score's scale is given by the layer.
-        v_channels: features of a value's head; None from the base class of MLA, which builds an attention that MLA
-            replaces.
+        k_channels: Head size of keys. The layer sets the scale of the scores.
+        v_channels: Head size of values. None from MLA's base class, whose attention MLA replaces.
     """
 
     def __init__(

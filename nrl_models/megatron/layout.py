@@ -1,12 +1,14 @@
-"""Megatron-Core's layout of a decoder: its names, its interleaving, and what each of its ranks holds.
+"""Megatron-Core's layout of a decoder: tensor names, interleaving, and the tensors of each rank.
 
-One more table of views, made of the tensors of transformers' modules. Megatron's `linear_qkv` has the rows of a query
-group together (its queries, then its key, then its value), `linear_fc1` the gate's rows before the other half's. Ranks
-of tensor parallelism hold whole query groups, and of `linear_fc1` a share of either half; stages count their layers,
-and ranks of expert parallelism their experts, from 0. Names and shapes are those of `megatron.core`'s `GPTModel`, which
-`tests/distributed/test_megatron.py` compares them with.
+The layout is a table of views of the tensors of transformers' modules:
 
-Whether Megatron computes what the model computes, a layout cannot say: `nrl_models.megatron.gpt_model` proves it.
+- `linear_qkv` has the rows of a query group together (its queries, its key, its value).
+- `linear_fc1` has the gate's rows before those of the other half.
+- Ranks of tensor parallelism hold complete query groups, and a share of either half of `linear_fc1`.
+- Pipeline stages number their layers from 0, and ranks of expert parallelism their experts.
+
+Names and shapes are those of `GPTModel` in `megatron.core`; `tests/distributed/test_megatron.py` compares them. A
+layout does not show whether Megatron computes the same as the model; `nrl_models.megatron.gpt_model` verifies that.
 """
 
 from __future__ import annotations
@@ -35,27 +37,27 @@ class Share:
 
 
 WHOLE = Share()
-"""The share of something that is not shared."""
+"""The share of something that is not split."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronRank:
-    """What a rank of Megatron holds, and what its modules are called; by default the whole model.
+    """Shares and module names of a Megatron rank; default: the complete model.
 
     Args:
-        tp: its share of each layer (tensor parallelism).
-        pp: its share of the layers (pipeline parallelism): stages of as many layers each.
-        ep: its share of the experts (expert parallelism).
-        etp: its share of each expert (expert tensor parallelism); Megatron's default is `tp`.
-        transformer_engine: whether layers are those of Transformer Engine, which keep a norm's weight in the linear
-            that follows (`linear_qkv.layer_norm_weight`); otherwise those of `get_gpt_layer_local_spec`.
-        grouped_experts: whether experts are those of `TEGroupedMLP` (`experts.linear_fc1.weight0`); otherwise of
+        tp: Share of each layer (tensor parallelism).
+        pp: Share of the layers (pipeline parallelism), in stages of equal numbers of layers.
+        ep: Share of the experts (expert parallelism).
+        etp: Share of each expert (expert tensor parallelism); Megatron's default is `tp`.
+        transformer_engine: Whether layers are those of Transformer Engine, which store a norm's weight in the following
+            linear (`linear_qkv.layer_norm_weight`). Otherwise those of `get_gpt_layer_local_spec`.
+        grouped_experts: Whether experts are those of `TEGroupedMLP` (`experts.linear_fc1.weight0`). Otherwise those of
             `SequentialMLP` (`experts.local_experts.0.linear_fc1.weight`).
-        vocabulary: words that embeddings and head have with their padding (`padded_vocab_size`), over all ranks; None
-            if they are not padded. Padding is zeros here, and is ignored on the way back.
+        vocabulary: Padded vocabulary size of embeddings and head over all ranks (`padded_vocab_size`); None without
+            padding. Padding is zero, and is ignored when converting back.
 
     Raises:
-        ValueError: a share is not one of so many.
+        ValueError: If a share is out of range.
     """
 
     tp: Share = WHOLE
@@ -73,11 +75,11 @@ class MegatronRank:
                 raise ValueError(f"{name}={share}: expected an index from 0 to {share.of - 1}")
 
     def table(self, adapter: LayoutTables) -> dict[str, HFTensor]:
-        """What the rank holds of a model, by Megatron's names; see `OtherLayout.table`.
+        """Return the rank's tensors of a model by Megatron's names; see `OtherLayout.table`.
 
         Raises:
-            StateDictError: the model has tensors that Megatron's GPT model has no place for, or that do not divide; all
-                of them at once.
+            StateDictError: If Megatron's GPT model has no equivalent of some tensors, or they cannot be divided. Lists
+                all of them.
         """
         return _Table(adapter, self).build()
 
@@ -88,24 +90,24 @@ class MegatronRank:
 
 
 class Split(Enum):
-    """How tensor parallelism divides a weight."""
+    """How tensor parallelism shards a weight."""
 
     NOT = auto()
     ROWS = auto()
-    """By output features, its bias likewise (`ColumnParallelLinear`)."""
+    """Weight and bias by output features (`ColumnParallelLinear`)."""
     COLUMNS = auto()
-    """By input features, its bias not (`RowParallelLinear`)."""
+    """Weight by input features; the bias is not sharded (`RowParallelLinear`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A module of Megatron's layer that is one of transformers' layer.
+    """Mapping of a module of Megatron's layer to a module of transformers' layer.
 
     Args:
-        names: what the module may be called in transformers.
-        split: how it is divided.
-        fused: its name with Transformer Engine, where that keeps a norm in the linear that follows, without `weight`
-            or `bias`.
+        names: Possible names of the module in transformers.
+        split: How it is sharded.
+        fused: Its name with Transformer Engine if that stores a norm in the following linear, without `weight` or
+            `bias`.
     """
 
     names: tuple[str, ...]
@@ -167,19 +169,19 @@ FIRST_LINEARS = (
     ("fc1",),
     ("dense_h_to_4h",),
 )
-"""What the first linears of an MLP may be called, the gate's first; the earliest that is there counts."""
+"""Possible names of the first linears of an MLP, the gate's first. The first existing one is used."""
 
 OUTSIDE = {
     "embedding.word_embeddings.weight": ("embed_tokens.weight",),
     "decoder.final_layernorm.weight": ("norm.weight", "final_layernorm.weight"),
     "decoder.final_layernorm.bias": ("norm.bias", "final_layernorm.bias"),
 }
-"""By Megatron's name, what the base model has beside its layers."""
+"""Parameters of the base model outside of its layers, by Megatron's name."""
 
 HEAD = "lm_head.weight"
 
 STATES = "_extra_state"
-"""What names of Megatron's have in them that are not weights, but states of Transformer Engine; without it empty."""
+"""Part of Megatron's names for states of Transformer Engine, which are not weights. Empty without that package."""
 
 _IN_LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.*)")
 
@@ -214,7 +216,7 @@ class _Table:
         return {name: HFTensor(name, tuple(tensor.shape), tensor.pieces) for name, tensor in found.items()}
 
     def _sorted(self) -> tuple[dict[int, dict[str, TracedTensor]], dict[str, TracedTensor], str]:
-        """Each layer's tensors by what follows its number, those outside of layers, and the base model's prefix."""
+        """Return each layer's tensors by the name after its number, tensors outside layers, and the base prefix."""
         layers: dict[int, dict[str, TracedTensor]] = {}
         outside: dict[str, TracedTensor] = {}
         base: str | None = None
@@ -229,7 +231,7 @@ class _Table:
         return layers, outside, base or ""
 
     def _outside(self, outside: dict[str, TracedTensor], base: str) -> dict[str, TracedTensor]:
-        """What is not in layers, as this rank would hold it; the head under the name `HEAD`."""
+        """Return tensors outside the layers, as this rank would hold them. The head's name is `HEAD`."""
         found = {}
         for theirs, names in OUTSIDE.items():
             name = next((base + name for name in names if base + name in outside), None)
@@ -244,7 +246,7 @@ class _Table:
         return found
 
     def no_place(self, name: str) -> None:
-        """Note a tensor that Megatron has no place for."""
+        """Record a tensor without an equivalent in Megatron."""
         detail = "has no place in Megatron-Core's GPT model"
         if not any(problem.subject == name for problem in self.problems):
             self.problems.append(Problem(ProblemKind.UNSUPPORTED, name, detail))
@@ -269,7 +271,7 @@ class _Table:
         return tensor.narrow(dim, part.start, len(part))
 
     def words(self, name: str, tensor: TracedTensor) -> Any:
-        """This rank's rows of embeddings or of a head, followed by padding if it has fewer words than its share."""
+        """Return this rank's rows of embeddings or head, padded if it has fewer tokens than its share."""
         size, padded = tensor.shape[0], self.rank.vocabulary
         if padded is None or padded == size:
             return self.rows(name, tensor, self.rank.tp)
@@ -297,7 +299,7 @@ class _Table:
 
 
 class _Layer:
-    """A layer's tensors; what is built takes them away, and what is left has no place."""
+    """A layer's tensors. Building a module removes its tensors; the remaining ones have no equivalent."""
 
     def __init__(self, table: _Table, tensors: dict[str, TracedTensor]) -> None:
         self.table, self.rank, self.tensors = table, table.rank, tensors
@@ -320,7 +322,7 @@ class _Layer:
             self.table.no_place(f"layers.*.{name}")
 
     def _module(self, name: str, rule: Rule) -> Iterator[tuple[str, Any]]:
-        """The weight and the bias of a module that is one of transformers'."""
+        """Yield weight and bias of a module with an equivalent in transformers."""
         for kind in ("weight", "bias"):
             theirs = next((f"{own}.{kind}" for own in rule.names if f"{own}.{kind}" in self.tensors), None)
             if theirs is None:
@@ -339,7 +341,7 @@ class _Layer:
         heads = getattr(config, "num_attention_heads", None)
         count = getattr(config, "num_key_value_heads", None) or heads
         if not (isinstance(heads, int) and isinstance(count, int)):
-            return  # what has no groups has no place
+            return  # without query groups there is no equivalent
         for kind in ("weight", "bias"):
             parts = self._taken([f"self_attn.{name}_proj.{kind}" for name in "qkv"])
             if not parts and (packed := self.tensors.pop(f"self_attn.qkv_proj.{kind}", None)) is not None:
@@ -353,7 +355,7 @@ class _Layer:
                 yield f"self_attention.linear_qkv.{kind}", torch.cat(rows)
 
     def _first_linear(self, theirs: str, prefix: str, share: Share) -> Iterator[tuple[str, Any]]:
-        """The first linear of an MLP: of a gated one a share of the gate, then one of the other half."""
+        """Yield the first linear of an MLP. If gated: a share of the gate, then one of the other half."""
         for kind in ("weight", "bias"):
             for names in FIRST_LINEARS:
                 if parts := self._taken([f"{prefix}{name}.{kind}" for name in names]):
@@ -389,7 +391,7 @@ class _Layer:
         return f"mlp.experts.local_experts.{place}.{linear}.weight"
 
     def _taken(self, names: list[str]) -> list[torch.Tensor]:
-        """The tensors of these names, if all are there."""
+        """Return the tensors of these names if all exist."""
         if not all(name in self.tensors for name in names):
             return []
         return [self.tensors.pop(name) for name in names]

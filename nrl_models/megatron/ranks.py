@@ -1,4 +1,4 @@
-"""Weights in Megatron-Core's layout: what each of its ranks holds, and a model from what they hold.
+"""Weights in Megatron-Core's layout: convert a model to the tensors of each rank, and load a model from them.
 
     from nrl_models.megatron.ranks import MegatronRank, Share, from_megatron, to_megatron
 
@@ -6,7 +6,7 @@
     for name, tensor in to_megatron(model, rank):
         ...
 
-`MegatronRank` says which rank, and what its layers are called.
+`MegatronRank` identifies a rank, and has the names of its layers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def ranks_of(
     grouped_experts: bool = True,
     vocabulary: int | None = None,
 ) -> list[MegatronRank]:
-    """All ranks of so many shares.
+    """Return all ranks for given numbers of shares.
 
     Args:
-        tp, pp, ep: how many shares of each layer, of the layers, and of the experts there are.
-        transformer_engine, grouped_experts, vocabulary: see `MegatronRank`.
+        tp, pp, ep: Numbers of shares of each layer, of the layers, and of the experts.
+        transformer_engine, grouped_experts, vocabulary: See `MegatronRank`.
     """
     shares = product(*([Share(index, of) for index in range(of)] for of in (tp, pp, ep)))
     return [
@@ -58,31 +58,31 @@ def to_megatron(
     rank: MegatronRank = MegatronRank(),  # noqa: B008 - immutable
     max_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a rank of Megatron holds of a model, one after the other.
+    """Yield the tensors of a model for a Megatron rank, one after another.
 
     Args:
-        model: one of this library's, sharded or not; of a sharded model every rank has to iterate to the end.
-        rank: which rank of Megatron's.
-        max_bytes: as for `StateDictAdapter.iter_export`.
+        model: A model of this library, sharded or not. If it is sharded, every rank has to exhaust the iterator.
+        rank: The Megatron rank.
+        max_bytes: See `StateDictAdapter.iter_export`.
 
     Raises:
-        StateDictError: the model has tensors that Megatron's GPT model has no place for, or that do not divide; all of
-            them, before the first tensor.
+        StateDictError: Before the first tensor, if Megatron's GPT model has no equivalent of some tensors, or they
+            cannot be divided. Lists all of them.
     """
     yield from model.state_dict_adapter.iter_export(model, max_bytes, layout=rank)
 
 
 def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Tensor]]) -> None:
-    """Load into a model what Megatron's ranks hold.
+    """Load the tensors of Megatron's ranks into a model.
 
     Args:
-        model: one of this library's.
-        held: by rank its tensors, of all ranks; what Megatron keeps beside tensors (`_extra_state`) may be there.
+        model: A model of this library.
+        held: Tensors of each rank; all ranks are required. Other states of Megatron (`_extra_state`) are ignored.
 
     Raises:
-        StateDictError: tensors are missing or unexpected, of another shape, or differ where ranks hold the same; all of
-            them, and nothing is loaded.
-        ShardingError: tensors of a sharded model's state dict do not fit.
+        StateDictError: If tensors are missing, unexpected, of another shape, or differ between ranks that should hold
+            the same. Lists all problems; nothing is loaded.
+        ShardingError: If tensors do not fit a sharded model's state dict.
     """
     adapter = model.state_dict_adapter
     own = {
@@ -115,12 +115,12 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
                     piece.view.write(region, part)
                     written[piece.view] = rank
                 elif not torch.equal(piece.view.of(region), part.to(region.dtype)):
-                    detail = f"differs from what {_shown(written[piece.view])} holds of the same weight"
+                    detail = f"differs from the same weight on {_shown(written[piece.view])}"
                     problems.append(Problem(ProblemKind.RANK, name, detail, where))
     if not problems:
         problems = list(_not_whole(adapter, written, own))
     if problems:
-        raise StateDictError("what Megatron's ranks hold does not fit the model", problems)
+        raise StateDictError("the tensors of Megatron's ranks do not fit the model", problems)
     own |= {name: own[kept] for name, kept in adapter.tied.items() if name in adapter.own}
     model.load_state_dict(own)
 
@@ -128,13 +128,13 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
 def _not_whole(
     adapter: Any, written: Mapping[View, MegatronRank], own: Mapping[str, torch.Tensor]
 ) -> Iterator[Problem]:
-    """Own tensors of which not all elements came: shares of one size are the same or have nothing in common."""
+    """Yield own tensors with missing elements. Shares of equal size are either identical or disjoint."""
     came = dict.fromkeys(own, 0)
     for view in written:
         came[view.parameter] += torch.Size(place_of(tuple(own[view.parameter].shape), view.steps).shape).numel()
     for name, count in came.items():
         if count != own[name].numel():
-            detail = f"{count} of its {own[name].numel()} values came: expected what all ranks hold"
+            detail = f"{count} of its {own[name].numel()} values are present: expected the tensors of all ranks"
             yield Problem(ProblemKind.PARTIAL, name, detail)
 
 

@@ -1,4 +1,4 @@
-"""Parity's levels with Megatron-Core as the trainer under test: its GPT model of a checkpoint against ours, in fp32."""
+"""Parity levels with Megatron-Core as the trainer under test: its GPT model of a checkpoint against ours, in fp32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nrl_models.megatron.ranks import from_megatron
 from nrl_models.parity.check import CHECKS
 from nrl_models.parity.compare import compare_state_dicts, compare_tensors
 from nrl_models.parity.noise import NOISE_FACTOR, TOLERANCE, logits_noise, rounded_otherwise
-from nrl_models.parity.parity_report import Level, ParityRow
+from nrl_models.parity.parity_report import Level, ParityRow, Unit
 
 GRADIENT_TOLERANCE = 1e-4
 """Differences of a gradient that always pass, relative to its largest value."""
@@ -33,21 +33,21 @@ GRADIENT_TOLERANCE = 1e-4
 def check_megatron(
     path: str | Path, *, checks: Collection[str] = CHECKS, length: int = 64, batch: int = 2, seed: int = 42
 ) -> list[ParityRow]:
-    """Load a checkpoint, give Megatron-Core's GPT model its weights, and compare the two.
+    """Load a checkpoint into our model and Megatron-Core's GPT model, and compare the two.
 
-    Afterwards this process is a rank of Megatron, which keeps its groups in globals.
+    Afterwards, this process is a rank of Megatron, because Megatron keeps its groups in globals.
 
     Args:
-        path: the checkpoint's directory.
-        checks: which of `nrl_models.parity.check.CHECKS` to run.
-        length: tokens in a sequence.
-        batch: sequences.
-        seed: of the random inputs.
+        path: Directory of the checkpoint.
+        checks: Checks to run, from `nrl_models.parity.check.CHECKS`.
+        length: Sequence length.
+        batch: Batch size.
+        seed: Random seed of the inputs.
 
     Raises:
-        ImportError: megatron-core is not installed.
-        StateDictError: Megatron's GPT model does not compute what the model computes; all that is known.
-        CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+        ImportError: If megatron-core is not installed.
+        StateDictError: If Megatron's GPT model does not compute the same. Lists all known reasons.
+        CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
     """
     start_megatron()
     model = auto_class_for(path).from_pretrained(path, dtype=torch.float32, device=device()).eval()
@@ -58,13 +58,13 @@ def check_megatron(
 def compare_megatron(
     model: FamilyModel, megatron: Any, input_ids: torch.Tensor, checks: Collection[str] = CHECKS
 ) -> list[ParityRow]:
-    """Compare Megatron's model with ours, whose weights it should have.
+    """Compare Megatron's model with ours, which should have the same weights.
 
     Args:
-        model: ours, in fp32 and evaluation mode.
-        megatron: Megatron's.
-        input_ids: sequences of one length, `(sequences, length)`.
-        checks: which of `nrl_models.parity.check.CHECKS` to run.
+        model: Our model in fp32 and evaluation mode.
+        megatron: Megatron's model.
+        input_ids: Token ids, `(batch, seq_len)`.
+        checks: Checks to run, from `nrl_models.parity.check.CHECKS`.
     """
     compared: Mapping[Level, Callable[[], ParityRow]] = {
         Level.WEIGHTS: lambda: _weights(model, megatron),
@@ -76,7 +76,7 @@ def compare_megatron(
 
 
 def _weights(model: FamilyModel, megatron: Any) -> ParityRow:
-    """Level 1: Megatron's tensors are ours in its layout, and become ours again; the model is left as it was."""
+    """Level 1: Megatron's tensors equal ours in its layout, and convert back to ours. The model is restored."""
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     held = {name: value for name, value in megatron.state_dict().items() if STATES not in name}
     expected = {name: tensor.read(own) for name, tensor in model.state_dict_adapter.layout(LOCAL).items()}
@@ -103,7 +103,7 @@ def _weights(model: FamilyModel, megatron: Any) -> ParityRow:
 
 
 def _layers(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> ParityRow:
-    """Level 2: each of Megatron's layers gives what ours gives, on what ours gets."""
+    """Level 2: compare each Megatron layer's output with ours, on the inputs of our layer."""
     stack = find_stack(model)
     layers = [f"{stack}.{number}" for number, _ in enumerate(model.get_submodule(stack).children())]
     with record_calls(model, layers, copy=True) as ours, torch.no_grad():
@@ -125,12 +125,15 @@ def _layers(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Parit
         f"at most {allowed:.1e}",
         f"differ: {listed(wrong)}" if wrong else "",
         Level.COMPONENTS,
+        max(off.values()),
+        allowed,
+        Unit.MAX_DIFF,
     )
 
 
 @contextmanager
 def _layers_given(layers: nn.ModuleList, given: list[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-    """While open, Megatron's layers compute on `given` instead of each other's output; their outputs by number."""
+    """Context manager in which Megatron's layers run on `given` instead of the previous output. Yields outputs."""
     outputs: dict[int, torch.Tensor] = {}
 
     def before(number: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -149,7 +152,7 @@ def _layers_given(layers: nn.ModuleList, given: list[torch.Tensor]) -> Iterator[
 
 
 def _logits(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> ParityRow:
-    """Level 3: the whole of Megatron's model gives our logits."""
+    """Level 3: compare the logits of the complete models."""
     inputs = {"input_ids": input_ids}
     with torch.no_grad():
         expected, actual = model(**inputs, use_cache=False).logits, logits(megatron, input_ids)
@@ -162,11 +165,14 @@ def _logits(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Parit
         f"at most {allowed:.1e}",
         f"noise floor {noise:.1e}; values up to {expected.abs().max().item():.1f}",
         Level.LOGITS,
+        result.max_diff,
+        allowed,
+        Unit.MAX_DIFF,
     )
 
 
 def _gradients(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> ParityRow:
-    """The gradients of the next tokens' loss by Megatron's parameters are ours in its layout."""
+    """Compare gradients of the next-token loss by Megatron's parameters with ours in its layout."""
 
     def ours() -> torch.Tensor:
         found: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
@@ -198,7 +204,7 @@ def _gradients(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Pa
 def _gradients_of(
     module: nn.Module, forward: Callable[[], torch.Tensor], input_ids: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the next tokens' loss by parameter, zeros where there are none; none are left in the module."""
+    """Return gradients of the next-token loss by parameter (zeros if there are none), and clear them in the module."""
     module.zero_grad()
     functional.cross_entropy(forward()[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten()).backward()
     parameters = dict(module.named_parameters())
@@ -211,7 +217,7 @@ def _gradients_of(
 
 
 def _in_layout(model: FamilyModel, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients of our parameters in Megatron's layout; buffers have none."""
+    """Convert gradients of our parameters to Megatron's layout. Buffers have none."""
     table = model.state_dict_adapter.layout(LOCAL)
     parameters = {name: tensor for name, tensor in table.items() if all(part in own for part in tensor.parameters)}
     return {name: tensor.read(own) for name, tensor in parameters.items()}

@@ -1,1 +1,1 @@
-"""From a checkpoint to a family: what it is, what it needs, what its linears combine to."""
+"""Onboard an architecture: inspect a checkpoint, estimate its memory, and generate a family with fused linears."""

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint in another dtype or with other shards."""
+"""Rewrite a checkpoint in another dtype or with other shards."""
 
 from __future__ import annotations
 
@@ -18,26 +18,41 @@ from nrl_models.common.trust.own_folder import MARKER
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
-"""Files of these kinds do not come along: they would hold the old weights, or others."""
+"""Weight files, which are not copied: they would have the old weights, or other weights."""
 
 LEFT_BEHIND = (*WEIGHTS, "*.index.json", ".git", ".cache", MARKER, ".nrl-*", ".*.nrl-saving-*")
-"""What else has no place beside new weights: lists of files that are not there, a repository's own records, and what
-saves leave that are running or were killed."""
+"""Other files that are not copied: indices of missing files, records of a repository, and temporary files of saves that
+are running or were killed."""
 
 
-def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_shard_size: str = "5GB") -> str:
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    dtype: str = "auto",
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> str:
     """Write the checkpoint in `source` to `target`, in another dtype or other shards.
 
-    Everything else in the directory (tokenizer, templates, licence) is copied, over what `target` has of it. Links are
-    followed where they stay inside, and refused, before anything is written, where they lead elsewhere. Of a GGUF file
-    (`source` itself, or the one in that directory) the tokenizer that it holds is written beside the weights.
+    All other files of the directory (tokenizer, templates, license) are copied and overwrite those in `target`. Links
+    are followed if they stay inside the directory; others raise before anything is written. For a GGUF file (`source`,
+    or the one in that directory), its tokenizer is also written.
+
+    Args:
+        source: Checkpoint directory, hub repository or GGUF file.
+        target: Directory to write.
+        dtype: Dtype to write; `auto` keeps the checkpoint's.
+        max_shard_size: Maximum size of a file.
+        overwrite: Whether to replace a checkpoint in `target`. Its other files stay.
 
     Returns:
-        What was written, as text.
+        A summary of the written files, as text.
 
     Raises:
-        CheckpointError: `source` does not load, has links that leave it, or is `target`.
-        UnknownArgumentError: no such dtype, or no size.
+        CheckpointError: If `source` does not load, has links that leave it, or is `target`. Also if `target` has a
+            checkpoint and `overwrite` is False.
+        UnknownArgumentError: If the dtype or size is invalid.
     """
     try:
         split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
@@ -49,10 +64,15 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
     if plain(folder).resolve() == target.resolve():
         detail = "is the checkpoint itself"
         raise CheckpointError(
-            "cannot convert in place", [Problem(ProblemKind.FILE, str(target), detail)], ["give another directory"]
+            "cannot convert in place", [Problem(ProblemKind.FILE, str(target), detail)], ["pass another directory"]
         )
+    if not overwrite and (existing := _checkpoint_files(target)):
+        more = f" and {len(existing) - 2} more files" if len(existing) > 3 else ""
+        detail = f"holds a checkpoint: {', '.join(existing[: 2 if more else 3])}{more}"
+        advice = ["pass --overwrite (overwrite=True) to replace it, or another directory"]
+        raise CheckpointError(f"cannot write {target}", [Problem(ProblemKind.FILE, str(target), detail)], advice)
     others = {} if is_gguf(folder) else files_inside(folder, shutil.ignore_patterns(*LEFT_BEHIND), [target])
-    # Nothing is computed, so nothing has to be side by side in memory: tensors go from file to file.
+    # Linears run separately, because nothing is computed: tensors are copied from file to file.
     model = auto_class_for(folder).from_pretrained(folder, dtype=dtype, combine=False)
     saved = {CONFIG_NAME} | ({GENERATION_NAME} if model.can_generate() else set())
     with staged(target) as stage:
@@ -66,6 +86,12 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
     written = CheckpointFiles(target)
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
     return f"{len(written.tensors):,} tensors, {written.nbytes / 1e9:.3f} GB, {' and '.join(kinds)}"
+
+
+def _checkpoint_files(folder: Path) -> list[str]:
+    """Names of files in `folder` that a conversion would replace: the configuration, weights and their index."""
+    patterns = (CONFIG_NAME, *WEIGHTS, "*.index.json")
+    return sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
 
 
 def _save_tokenizer(file: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a model class combines: found by building and running a tiny model of it."""
+"""Detect the linears of a model class that can be fused, by building and running a tiny model."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from nrl_models.errors import one_line
 from nrl_models.inputs.audio import AUDIO, takes_audio
 from nrl_models.inputs.images import PIXELS, Inputs, takes_images
 from nrl_models.inputs.model_inputs import inputs_for
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import find_tiny
 
 AUDIO_ARGUMENTS = {*AUDIO, "audio_input_ids", "audio_input_features"}
 """Names of arguments that hold audio."""
 
 MEDIA = {"images": PIXELS, "audio": AUDIO}
-"""The media that a model may take beside text, and the arguments that hold them."""
+"""Inputs other than text, and the arguments that hold them."""
 
 
 class Step(StrEnum):
-    """What is done with a class, in this order."""
+    """Steps of the detection, in order."""
 
     CONFIGURATION = "configuration"
     BUILD = "build"
@@ -50,22 +50,22 @@ LOGITS_DIFFER = 1e-3
 
 @dataclass(frozen=True)
 class Detection:
-    """The findings about a model class.
+    """Results of the detection for a model class.
 
     Args:
-        architecture: its name.
-        model_type: of its configuration.
-        modalities: what the tiny model ran on: `text` alone, and `images` and `audio` (with text).
-        groups: for each layer class, as `module:Class`, the groups of its linears that read one input and can be
-            combined; where layers of one class differ, the largest.
-        places: for each layer class whose layers read different inputs (self-attention and cross-attention), the groups
-            that hold for some of its layers only, with a component of their names that the others' lack.
-        obstacles: for each layer class, linears that read one input and cannot be combined, with the reason.
-        uncalled: for each layer class with groups, linears that some layer has and never called.
-        keeps_offsets: classes that keep the offset which an image gives to later positions, see `FreshPositions`.
-        note: a remark on a class for which every step succeeded.
-        step: the step that failed; None if none did.
-        failure: how it failed.
+        architecture: Name of the class.
+        model_type: Model type of its configuration.
+        modalities: Inputs on which the tiny model ran: `text`, and `images` and `audio` (with text).
+        groups: For each layer class (`module:Class`), groups of linears with a common input that can be fused. If
+            layers of a class differ, the largest groups.
+        places: For layer classes whose layers have different inputs (self-attention and cross-attention), the groups
+            that apply only to some layers, with a component of the names of these layers.
+        obstacles: For each layer class, linears with a common input that cannot be fused, with the reason.
+        uncalled: For each layer class with groups, linears that exist but were never called.
+        keeps_offsets: Classes that keep the position offset of an image for later inputs, see `FreshPositions`.
+        note: A remark if all steps succeeded.
+        step: The failed step; None if there is none.
+        failure: Its error.
     """
 
     architecture: str
@@ -82,24 +82,24 @@ class Detection:
 
     @property
     def ok(self) -> bool:
-        """Whether every step succeeded."""
+        """Whether all steps succeeded."""
         return self.step is None
 
     def declarations(self, layer: str) -> list[str]:
-        """The groups of a layer class as `nrl_models.common.projections.combine_groups` takes them."""
+        """Return the groups of a layer class in the format of `nrl_models.common.projections.combine_groups`."""
         places = self.places.get(layer, {})
         return [" ".join(group) + (f" @ {places[group]}" if group in places else "") for group in self.groups[layer]]
 
 
 def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | None = None) -> Detection:
-    """Build a tiny model of `model_class`, run it on text, on images if it takes any, and backwards, and trace it.
+    """Build a tiny model of `model_class`, trace it on text and images (if it accepts them), and run a backward.
 
     Args:
-        model_class: a Hugging Face class.
-        overrides: values for the tiny configuration, as a family's `tiny`.
+        model_class: A Hugging Face class.
+        overrides: Values for the tiny configuration, as in a family's `tiny`.
 
     Returns:
-        The findings, also if a step failed: this raises nothing.
+        The results. A failed step is recorded there, and raises no error.
     """
     assert model_class.config_class is not None
     tiny = find_tiny(model_class.config_class, overrides, model_class)
@@ -112,7 +112,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         with random_states_kept():
             torch.manual_seed(0)
             model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
-            randomise(model)  # zeros would keep a gated image, for example, from the logits
+            randomize(model)  # zeros would keep a gated image, for example, from the logits
         step = Step.TEXT
         multimodal = takes_images(model) or takes_audio(model)
         try:
@@ -157,7 +157,7 @@ def _run(model: PreTrainedModel, inputs: Inputs) -> Trace:
 
 @torch.no_grad()
 def _media_matter(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Whether each image and each clip of audio, changed alone, changes the logits."""
+    """Return True if changing a single image or audio clip changes the logits, for each of them."""
     logits = model(**inputs).logits
     return not any(
         torch.equal(logits, model(**inputs | {name: value + 1.0}).logits)
@@ -187,7 +187,7 @@ def _by_class(model: PreTrainedModel, trace: Trace) -> dict[str, Any]:
             if kinds[name] == kind
         }
         called = {name: linears - set(trace.uncalled.get(name, ())) for name, linears in every.items()}
-        # A layer that was not called at all (a decoder's cross-attention) says nothing; others of its class do.
+        # Ignore layers that were not called at all (a decoder's cross-attention); other layers of the class count.
         uncalled[kind] = set().union(*(every[name] - linears for name, linears in called.items() if linears))
         groups[kind], places[kind], failures = _with_places(found, called)
         obstacles[kind].update(dict.fromkeys(failures))
@@ -200,20 +200,20 @@ def _by_class(model: PreTrainedModel, trace: Trace) -> dict[str, Any]:
 
 
 def _keeping_offsets(model: PreTrainedModel, with_images: Inputs) -> tuple[str, ...]:
-    """The classes that keep an image's offset of positions for later forwards, if that changes results."""
+    """Return classes that keep an image's position offset for later forwards, if that changes results."""
     remembering = ("rope_deltas", "compute_3d_position_ids")
     found: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in remembering)]
     if not found or not model.can_generate():
         return ()
     for module in found:
-        module.rope_deltas = None  # of what ran before
+        module.rope_deltas = None  # discard the offset of earlier forwards
     kinds = [f"{type(module).__module__}:{type(module).__qualname__}" for module in found]
     text = inputs_for(model, images=False)["input_ids"]
     return tuple(kinds) if offsets_stay(model, with_images, text) else ()
 
 
 def _packed_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """For each module whose linears the hub packs into one tensor: those linears, in the order of the rows."""
+    """For each module whose linears the hub packs into one tensor, return these linears in row order."""
     found: dict[str, tuple[str, ...]] = {}
     for tensor in StateDictAdapter(model).hub.values():
         names = [parameter.removesuffix(".weight").rpartition(".") for parameter in tensor.parameters]
@@ -230,13 +230,13 @@ def _sorted(group: tuple[str, ...], first: tuple[str, ...]) -> tuple[str, ...]:
 def _with_places(
     traced: Mapping[str, list[tuple[str, ...]]], called: Mapping[str, set[str]]
 ) -> tuple[list[tuple[str, ...]], dict[tuple[str, ...], str], list[str]]:
-    """The groups of a layer class, the places of those that hold for some layers only, and failures: no place found.
+    """Return the groups of a layer class, the places of groups for some layers only, and groups without a place.
 
-    A group holds for a layer if those of its linears that the layer has are those that read one input there.
+    A group applies to a layer if the linears of the group in this layer are exactly those with a common input.
 
     Args:
-        traced: by a layer's name the groups that were seen.
-        called: by a layer's name its linears that were called.
+        traced: Traced groups by name of the layer.
+        called: Called linears by name of the layer.
     """
     every = dict.fromkeys(group for groups in traced.values() for group in groups)
     holds: dict[tuple[str, ...], list[str]] = {}
@@ -270,7 +270,7 @@ def _place(right: list[str], wrong: list[str]) -> str:
 
 @torch.no_grad()
 def offsets_stay(model: PreTrainedModel, with_images: Inputs, text: torch.Tensor) -> bool:
-    """Whether decoding `text` `(batch, length)` from a cache depends on sequences with images seen before."""
+    """Return True if decoding `text` `(batch, seq_len)` from a cache depends on earlier sequences with images."""
     model, text = copy.deepcopy(model), text[:1]
     expected = _decoded(model, text)
     model(**with_images, use_cache=True)

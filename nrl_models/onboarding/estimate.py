@@ -1,8 +1,8 @@
-"""Memory and traffic of a model on each rank of a mesh, estimated from its configuration alone.
+"""Estimate memory and communication of a model on each rank of a mesh, from its configuration only.
 
-The model is built and sharded on meta by the code that shards real ones, over torch's `fake` process group, so that
-bytes of parameters are those that a rank will have. A forward and a backward on meta say what activations are kept and
-what is exchanged; only the inside of expert stacks, which depends on the data, is counted by hand (evenly routed).
+The model is built on meta and sharded by the code for real models, over torch's `fake` process group, so its parameter
+sizes are exact. A forward and a backward on meta show the stored activations and the communication. Only expert stacks,
+which depend on the data, are counted by formula, assuming balanced routing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nrl_models.auto import auto_class_of
-from nrl_models.common.mesh_sizes import DIMENSIONS
+from nrl_models.common.config.positions import model_limit
+from nrl_models.common.modules import is_base_model
 from nrl_models.common.upstream_torch import TorchDispatchMode
 from nrl_models.distributed import tensor as divided
 from nrl_models.distributed.mesh import has_stages, size_of
@@ -35,7 +36,13 @@ from nrl_models.distributed.tensor.styles import ExpertsOfThisRank, entering, le
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 from nrl_models.onboarding.estimate_stage import OneStage
 
-GIB = 2**30
+SEQ_LEN = 4096
+"""Default length of a sequence in tokens."""
+
+
+def default_seq_len(config: PreTrainedConfig) -> int:
+    """Return `SEQ_LEN`, or the model's limit if that is less."""
+    return min(SEQ_LEN, model_limit(config) or SEQ_LEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +53,13 @@ class Setting:
         mesh: sizes by dimension, e.g. `{"fsdp": 16, "tp": 8}`.
         seq_len: tokens of a sequence.
         micro_batch: sequences of one forward on a rank.
-        dtype: in which parameters, gradients and optimiser states are kept.
+        dtype: in which parameters, gradients and optimizer states are kept.
         compute: in which `fsdp` gathers parameters, and the model computes.
         checkpointing: whether layers' activations are recomputed in the backward.
     """
 
     mesh: Mapping[str, int]
-    seq_len: int = 4096
+    seq_len: int = SEQ_LEN
     micro_batch: int = 1
     dtype: torch.dtype = torch.float32
     compute: torch.dtype = torch.bfloat16
@@ -64,7 +71,7 @@ class Estimate:
     """Bytes on one rank, and bytes it sends in one step of one micro-batch; under `pp` on the rank that takes most.
 
     Attributes:
-        parameters, gradients, optimizer: kept; the optimiser is AdamW, with two states of a parameter's size.
+        parameters, gradients, optimizer: kept; the optimizer is AdamW, with two states of a parameter's size.
         gathered: parameters and gradients that `fsdp` holds whole at a time: two units and the outermost one; under
             `pp` the gradients of all, until the last micro-batch.
         activations: kept from forward to backward, and recomputed at a time; under `pp` see `OneStage`.
@@ -99,8 +106,34 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     return max((_on_rank(rank, config, setting) for rank in ranks), key=lambda found: found.total)
 
 
-def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting) -> Estimate:
-    """What a rank of `pp` takes; without that all take the same."""
+def estimate_within(config: PreTrainedConfig, setting: Setting, memory: int) -> Estimate | None:
+    """Estimate as `estimate` does; None if a rank takes more than `memory` bytes.
+
+    Stops as soon as that is known: the forward and backward pass on meta, most of the time, often need not run.
+
+    Raises:
+        ShardingError: the mesh does not divide the model, or this process is in a process group already.
+    """
+    found: list[Estimate] = []
+    for rank in range(setting.mesh.get("pp", 1)):
+        try:
+            found.append(_on_rank(rank, config, setting, memory))
+        except _TooLargeError:
+            return None
+    largest = max(found, key=lambda estimate: estimate.total)
+    return largest if largest.total <= memory else None
+
+
+class _TooLargeError(Exception):
+    """Parameters, states and gathered layers alone exceed the memory."""
+
+
+def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting, memory: int | None = None) -> Estimate:
+    """Estimate a rank of `pp`; without `pp` all ranks take the same.
+
+    Raises:
+        _TooLargeError: more than `memory` bytes are needed without activations.
+    """
     inner = math.prod(size for name, size in setting.mesh.items() if name != "pp")
     with _fake_mesh(setting.mesh, rank * inner) as mesh:
         kept, whole = _sharded(config, setting.dtype, mesh)
@@ -108,7 +141,17 @@ def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting) -> Estimate:
         local = _local_bytes(kept)
         computing, _ = _sharded(config, setting.compute, mesh)
         fsdp_traffic, gathered = _data_parallel(computing, mesh)
-        activations, traffic = _run(computing, setting, mesh)
+        if memory is not None and 4 * local + gathered > memory:
+            raise _TooLargeError
+        try:
+            activations, traffic = _run(computing, setting, mesh)
+        except (RuntimeError, IndexError) as error:  # learned positions end at the limit, others go on
+            limit = model_limit(config)
+            if limit is None or setting.seq_len <= limit:
+                raise
+            detail = f"{setting.seq_len:,} tokens, but the model's limit is {limit:,}"
+            problem = Problem(ProblemKind.CONFIG, "sequence length", detail, advice=f"pass --seq-len {limit}")
+            raise ShardingError("cannot estimate this sequence length", [problem]) from error
         total = sum(parameter.numel() for parameter in whole.parameters())
     if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
         traffic = {"fsdp": fsdp_traffic, **traffic}
@@ -116,50 +159,12 @@ def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting) -> Estimate:
     return Estimate(local, local, 2 * local, gathered, activations, buffers, traffic, total)
 
 
-def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> dict[str, Estimate]:
-    """Changes of a setting, the smallest first, with which a model fits in `memory` bytes: two at most.
-
-    Changes: recomputing activations, a smaller micro-batch, more ranks of a dimension, states in bf16.
-
-    Returns:
-        By each change, as text, what the model then takes.
-    """
-    found: dict[str, Estimate] = {}
-    for alternatives in _changes(setting):
-        for change, changed in alternatives.items():
-            with suppress(ShardingError):
-                if (result := estimate(config, changed)).total <= memory:
-                    found[change] = result
-                    break
-        if len(found) == 2:
-            break
-    return found
-
-
-def _changes(setting: Setting) -> Iterator[dict[str, Setting]]:
-    """For each sort of change the settings it leads to, by what is changed, the smallest change first."""
-    if not setting.checkpointing:
-        yield {"recompute activations (gradient_checkpointing_enable)": replace(setting, checkpointing=True)}
-    base = replace(setting, checkpointing=True, micro_batch=1)
-    if setting.micro_batch > 1:
-        yield {"take one sequence at a time": base}
-    for dimension in (*(("pp",) if "pp" in setting.mesh else ()), "fsdp", "tp", "ep"):
-        alternatives = {}
-        for factor in (2, 4, 8, 16):
-            more = {**setting.mesh, dimension: setting.mesh.get(dimension, 1) * factor}
-            sizes = {name: more[name] for name in DIMENSIONS if name in more}
-            alternatives[f"{dimension}={sizes[dimension]}"] = replace(base, mesh=sizes)
-        yield alternatives
-    if setting.dtype == torch.float32:
-        yield {"keep parameters and states in bfloat16": replace(base, dtype=torch.bfloat16)}
-
-
 @contextmanager
 def _fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
-    """A mesh of ranks that do not exist but for one: this process."""
+    """A mesh whose ranks do not exist, except for this process."""
     if dist.is_initialized():
-        problem = Problem(ProblemKind.MESH, "this process", "is in a process group; estimates need one of their own")
-        raise ShardingError("cannot estimate here", [problem], ["run nrl-models plan in a process of its own"])
+        problem = Problem(ProblemKind.MESH, "this process", "is in a process group; estimates need a separate one")
+        raise ShardingError("cannot estimate here", [problem], ["run nrl-models plan as a separate process"])
     dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes.values()))
     try:
         yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -204,17 +209,24 @@ def _units(model: PreTrainedModel) -> list[nn.Module]:
 
 
 class _Exchanges(TorchDispatchMode):
-    """Counts what collectives send, by the size of their group."""
+    """Counts the bytes that collectives send, by dimension of the mesh.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Rotary embeddings that adapt to the length read it from a tensor, which has no value on meta: they get the length,
+    and False for comparisons.
+    """
+
+    def __init__(self, mesh: DeviceMesh, seq_len: int) -> None:
         super().__init__()
+        self.seq_len = seq_len
         self.sent: Counter[str] = Counter()
         names = enumerate(mesh.mesh_dim_names or ())
         self.groups = {str(mesh.get_group(dim).group_name): (name, mesh.size(dim)) for dim, name in names}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = func._schema.name
+        if name == "aten::_local_scalar_dense":
+            return False if args[0].dtype == torch.bool else self.seq_len
+        result = func(*args, **(kwargs or {}))
         if name in _TIMES_SENT:
             group = next(argument for argument in args if isinstance(argument, str) and argument in self.groups)
             dimension, ranks = self.groups[group]
@@ -264,10 +276,10 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
         # On meta torch would take its plain formulas, which keep every score; a device's kernel does not.
         stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
-        exchanges = stack.enter_context(_Exchanges(mesh))
+        exchanges = stack.enter_context(_Exchanges(mesh, setting.seq_len))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
             if stage is None or stage.is_last:
-                logits = model(input_ids=tokens, use_cache=False).logits if stage is None else stage.run()
+                logits = _outputs(model, tokens) if stage is None else stage.run()
                 # As trainers compute it: log-probabilities in fp32.
                 scores = logits.float().flatten(0, -2)
                 loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
@@ -290,6 +302,13 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
     if stage is not None:
         return stage.kept(outside + layers) + recomputed, {"pp": stage.sent, **exchanges.sent}
     return outside + layers + recomputed, dict(exchanges.sent)
+
+
+def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """The model's logits; of a base model its last hidden states."""
+    output: Any = model(input_ids=tokens, use_cache=False)
+    result: torch.Tensor = output[0] if is_base_model(model) else output.logits
+    return result
 
 
 @dataclass(eq=False)
@@ -380,7 +399,7 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
 def _exchanged(
     module: ExpertsOfThisRank, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What a divided stack exchanges, without routing."""
+    """Run the collectives of a divided stack of experts, without routing."""
     scale = entering(weights, module.ep_mesh).sum(-1, keepdim=True)
     tokens = entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
     return leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)

@@ -1,65 +1,18 @@
-"""`nrl-models plan`: an estimate as a table, and what to change if it does not fit."""
+"""`nrl-models plan`: estimate what training takes, with advice if it does not fit."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.loading.read_config import read_config
-from nrl_models.onboarding.estimate import GIB, Setting, estimate, remedies
-
-ROWS = {
-    "parameters": "kept, sharded",
-    "gradients": "kept, sharded",
-    "optimizer": "two states of AdamW, sharded",
-    "gathered": "whole at a time: two units and the outermost one, and gradients; over pp all of these",
-    "activations": "of one micro-batch; over pp of as many as are under way",
-    "buffers": "on every rank",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReport:
-    """What a model takes on a rank.
-
-    Attributes:
-        model, mesh: what was asked, as text.
-        ranks: how many there are.
-        memory: bytes of a device.
-        figures: bytes by kind, see `Estimate`.
-        verdict: whether it fits, and what to change if not.
-        fits: the same.
-    """
-
-    model: str
-    mesh: str
-    ranks: int
-    memory: int
-    figures: dict[str, Any]
-    verdict: str
-    fits: bool
-
-    def table(self) -> Table:
-        """The figures by kind, with what each of them is."""
-        ranks = (
-            f"the fullest of {self.ranks} ranks" if "pp" in self.figures["traffic"] else f"each of {self.ranks} ranks"
-        )
-        table = Table(title=f"{self.model} over {self.mesh}: {ranks}", title_justify="left")
-        table.add_column("")
-        table.add_column("GiB", justify="right")
-        table.add_column("")
-        for name, remark in ROWS.items():
-            table.add_row(name, f"{self.figures[name] / GIB:.2f}", remark)
-        table.add_row("total", f"{self.figures['total'] / GIB:.2f}", f"of {self.memory / GIB:.0f}")
-        for dimension, sent in self.figures["traffic"].items():
-            table.add_row(f"sent over {dimension}", f"{sent / GIB:.2f}", "in a step of one micro-batch")
-        return table
+from nrl_models.onboarding.estimate import Setting, estimate
+from nrl_models.onboarding.plan_changes import remedies
+from nrl_models.onboarding.plan_table import GIB, PlanReport
 
 
 def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport:
@@ -78,20 +31,30 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
     found = estimate(config, setting)
     limit = int(memory * GIB)
     fits = found.total <= limit
-    verdict = f"fits: {found.total / GIB:.1f} of {memory:g} GiB"
+    verdict = f"fits: {_gib(found.total)} of {memory:g} GiB"
     if not fits:
         kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
         largest = max(kinds, key=lambda kind: getattr(found, kind))
-        lines = [f"does not fit: {found.total / GIB:.1f} of {memory:g} GiB; most of it is {largest}"]
-        changes = remedies(config, setting, limit)
-        lines += [f"  what to change: {change} takes {then.total / GIB:.1f} GiB" for change, then in changes.items()]
+        lines = [f"does not fit: {_gib(found.total)} of {memory:g} GiB; the largest part is {largest}"]
+        changes = remedies(config, setting, limit, found.total_parameters)
+        lines += [f"  fits with {change}: {_gib(then.total)} GiB" for change, then in changes.items()]
         if not changes:
-            lines.append(
-                "  no single change makes it fit: combine more ranks of fsdp with tp or ep, and shorter sequences"
-            )
+            lines.append("  no change tried makes it fit: up to 16 times the ranks of each dimension, 256 times in all")
         verdict = "\n".join(lines)
     name = (config.architectures or [type(config).__name__])[0]
     sizes = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
-    model = f"{name} ({found.total_parameters / 1e9:.1f}B parameters)"
+    model = f"{name} ({_count(found.total_parameters)} parameters)"
+    assumptions = f"{setting.seq_len:,} tokens, micro-batch {setting.micro_batch}, "
+    assumptions += f"{dtype_name(setting.dtype)} states, {dtype_name(setting.compute)} compute, "
+    assumptions += f"activation checkpointing {'on' if setting.checkpointing else 'off'}"
     figures = asdict(found) | {"total": found.total}
-    return PlanReport(model, sizes, math.prod(setting.mesh.values()), limit, figures, verdict, fits)
+    return PlanReport(model, sizes, assumptions, math.prod(setting.mesh.values()), limit, figures, verdict, fits)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
+
+
+def _gib(nbytes: int) -> str:
+    size = nbytes / GIB
+    return f"{size:,.1f}" if size >= 10 else f"{size:.2g}"

@@ -1,8 +1,7 @@
-"""What the stage of one rank takes in a step of a pipeline, from one micro-batch of it on meta.
+"""Memory and traffic of one rank's pipeline stage in a step, from one microbatch on meta.
 
-The schedule is the one that meshes get unasked, 1F1B: a rank runs as many micro-batches forward as there are ranks from
-it to the last, and from then on one backward for each. A step has the fewest micro-batches that this takes: one for
-each rank.
+The schedule is the default, 1F1B: a rank first runs the forward of as many microbatches as there are ranks from it to
+the last. Then it alternates backward and forward. A step has the minimum number of microbatches: one per rank.
 """
 
 from __future__ import annotations
@@ -48,26 +47,26 @@ class OneStage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it computes logits."""
+        """Whether the stage computes logits."""
         return self.rank == self.ranks - 1
 
     @cached_property
     def received(self) -> torch.Tensor:
-        """Hidden states of a micro-batch, of which the first stage takes the tokens."""
+        """Hidden states of a microbatch; token ids for the first stage."""
         stages = sharding_of(self.model).stages
         assert stages is not None
         shape = *self.tokens.shape, *stages.cut.crossing.features
         return torch.zeros(shape, dtype=stages.cut.crossing.dtype, device="meta", requires_grad=True)
 
     def run(self) -> torch.Tensor:
-        """What the stage sends; of the last the logits."""
+        """Return the stage's output: hidden states, or logits for the last stage."""
         return self.model(self.received, input_ids=self.tokens)
 
     def kept(self, nbytes: int) -> int:
-        """Bytes between forward and backward, of which one micro-batch keeps `nbytes`.
+        """Return the bytes kept between forward and backward, if one microbatch keeps `nbytes`.
 
-        torch keeps what a stage sends until the backward, and allocates what it receives once for every micro-batch of
-        a step: hidden states of all but the first stage, their gradients of all but the last.
+        torch keeps sent tensors until the backward, and allocates received ones once per microbatch of a step: hidden
+        states (except in the first stage), and their gradients (except in the last).
         """
         running = self.ranks - self.rank
         hidden = self.ranks * (self.rank > 0) + (self.ranks + running) * (not self.is_last)
@@ -75,7 +74,7 @@ class OneStage:
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends for a micro-batch, and once a step for gradients of what several ranks hold."""
+        """Bytes that a rank sends per microbatch, plus gradients of shared parameters once per step."""
         shared, replicas = 0, size_of(sharding_of(self.model).mesh, "fsdp")
         for parameter, ranks in held_by_several(self.model):
             shared += local_of(parameter).nbytes // replicas * (len(ranks) - 1 if self.rank == ranks[0] else 1)

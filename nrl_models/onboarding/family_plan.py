@@ -1,4 +1,4 @@
-"""What a new family consists of: found out from a configuration and the model class it names."""
+"""Plan a new family from a configuration and the model class that it names."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from nrl_models.onboarding.detect import Detection, detect
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification")
-"""Heads of the same model that a family serves beside the one that was asked for."""
+"""Heads of the same model that a family also serves, in addition to the requested one."""
 
 NOT_STRUCTURE = BOOKKEEPING | {"output_attentions", "output_hidden_states", "problem_type", "return_dict", "use_cache"}
-"""Configuration keys that say nothing about layers."""
+"""Configuration keys that are unrelated to layers."""
 
 
 class OnboardingError(NRLModelsError, ValueError):
-    """A family cannot be made, or must not be: nothing was written."""
+    """Error if a family cannot or must not be created. Nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class FamilyPlan:
     """A family that is not written yet.
 
     Args:
-        name: of its package: the configuration's `model_type`.
-        architectures: what it serves, the one that was asked for first.
-        model_class: the Hugging Face class of that one.
-        config: the configuration it was made from.
-        kinds: what sort of model it is.
-        nearest: the family whose configurations share most keys with this one's, and the share; None if none does.
-        detection: what the class combines.
-        tiny: values of the configuration that are neither sizes nor the class's defaults: the tests' model has them.
-        undecided: what a person has to look at, found without running a test.
+        name: Name of its package: the configuration's `model_type`.
+        architectures: Architectures that it serves. The first is the requested one.
+        model_class: The Hugging Face class of the first architecture.
+        config: The configuration that the plan is based on.
+        kinds: Kinds of the model.
+        nearest: The family whose configuration shares most keys with this one, and the fraction; None if none does.
+        detection: Result of the detection of fusable linears.
+        tiny: Values for the tests' model: values of the configuration that are neither sizes nor defaults of the class.
+        undecided: Open decisions that were found without running a test.
     """
 
     name: str
@@ -63,21 +63,22 @@ class FamilyPlan:
 
     @property
     def notes(self) -> list[str]:
-        """Which linears read one input and cannot be combined, and why: nothing is left to decide about them."""
+        """Linears with a common input that cannot be fused, with the reason. They need no decision."""
         return [f"{layer}: {reason}" for layer, reasons in self.detection.obstacles.items() for reason in reasons]
 
 
 def plan_family(source: str | Path, name: str | None = None, *, again: bool = False) -> FamilyPlan:
-    """Read a configuration, and the headers of the weights beside it if there are some, and find out what is combined.
+    """Plan a family: read a configuration, and the headers of weights next to it, and detect fusable linears.
 
     Args:
-        source: a directory with a `config.json`, or such a file.
-        name: of the package; the configuration's `model_type` if None.
-        again: plan also what a family serves already (to see what it would be today).
+        source: A directory with a `config.json`, or such a file.
+        name: Name of the package. None uses the configuration's `model_type`.
+        again: Whether to allow architectures that a family already serves.
 
     Raises:
-        OnboardingError: no such file, an architecture that the installed transformers lacks, or one that is served.
-        RemoteCodeError: the model brings code of its own.
+        OnboardingError: If there is no such file, the installed transformers lacks the architecture, or a family
+            already serves it.
+        RemoteCodeError: If the model needs its own code.
     """
     path = Path(source)
     folder = path if path.is_dir() else path.parent
@@ -88,16 +89,16 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
     architecture = model_class.__name__
     if not again and architecture in registry.architectures():
         module, _ = registry.MODEL_ARCH_MAPPING[architecture]
-        raise OnboardingError(f"{architecture} is served already, by {module}: nothing was written")
+        raise OnboardingError(f"{architecture} is already served by {module}: nothing was written")
     tiny = structure_of(config)
     found = detect(model_class, overrides=tiny)
     undecided = []
     if not found.ok:
-        message = f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` with which"
-        message += " it is built and run (nrl_models/testing/sizes.py has the rules)."
+        message = f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` that let"
+        message += " it build and run (nrl_models/testing/sizes.py has the rules)."
         undecided.append(message)
     for layer, names in found.uncalled.items():
-        undecided.append(f"{layer}: {', '.join(names)} was never called; say whether it joins a group")
+        undecided.append(f"{layer}: {', '.join(names)} was never called; decide whether it belongs to a group")
     undecided += misfits(model_class, config, folder)
     return FamilyPlan(
         name=(name or config.model_type).replace("-", "_").replace(".", "_"),
@@ -120,13 +121,13 @@ def _class_of(config: PreTrainedConfig, source: str | Path) -> type[PreTrainedMo
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise OnboardingError(
             f"{source} is a {names[0]}, which transformers {transformers.__version__} does not have. Install one that "
-            "has it, or write the family by hand with modelling code of its own (CONTRIBUTING.md)."
+            "has it, or write the family by hand, including its modeling code (docs/add-a-family.md)."
         )
     return found
 
 
 def heads_beside(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[str, ...]:
-    """Names of the classification heads that the module of a causal language model has for the same model.
+    """Return names of classification heads for the same model in the module of a causal language model.
 
     Heads that are built around another model are left out: an encoder with its decoder, of which only the decoder
     generates.
@@ -140,16 +141,16 @@ def heads_beside(model_class: type[PreTrainedModel], config: PreTrainedConfig) -
 
 
 def _trunk_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> type | None:
-    """The class of what a model's head is put on; None if the model is not built from this configuration."""
+    """Return the class of a model without its head; None if it cannot be built from this configuration."""
     try:
         with torch.device("meta"):
             return type(model_class._from_config(copy.deepcopy(config)).base_model)
-    except Exception:  # detection says why
+    except Exception:  # the detection reports the reason
         return None
 
 
 def structure_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a configuration chooses other than its class does by default: flags, names, what is absent; no sizes."""
+    """Return values of a configuration that differ from its class's defaults: flags, names and None, but no sizes."""
     default = type(config)().to_dict()
     return {
         key: value
@@ -161,7 +162,7 @@ def structure_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
-    """The family with a folder of its own whose configuration has most keys in common (Jaccard index)."""
+    """Return the family with a separate package whose configuration shares most keys (Jaccard index)."""
     keys = set(config.to_dict()) - NOT_STRUCTURE
     scores = {}
     for family, facts in folders().items():
@@ -174,7 +175,7 @@ def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
 
 
 def misfits(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: Path) -> list[str]:
-    """What does not fit the class of the weights in `folder`, if there are any; no weight is read."""
+    """Return mismatches between a class and the weights in `folder`, if there are any. Reads only headers."""
     if not any(folder.glob("*.safetensors")):
         return []
     try:

@@ -1,4 +1,4 @@
-"""A family's package as text."""
+"""Generate the source code of a family's package."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WIDTH = 120
 
 
 def write_package(plan: FamilyPlan, limits: Mapping[str, str], folder: Path) -> None:
-    """Write the family's package to `folder`, over what was written there before.
+    """Write the family's package to `folder`, overwriting earlier files.
 
     Args:
-        plan: the family.
-        limits: as `FamilyModel.limits`.
-        folder: the package's own.
+        plan: The family.
+        limits: See `FamilyModel.limits`.
+        folder: Directory of the package.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "__init__.py").write_text(f'"""{title(plan)}."""\n')
@@ -30,7 +30,7 @@ def write_package(plan: FamilyPlan, limits: Mapping[str, str], folder: Path) -> 
 
 
 def write_project(plan: FamilyPlan, package: str, folder: Path) -> None:
-    """Write what makes the package beside it installable: `pyproject.toml` with the entry points, and a README."""
+    """Write files that make a package installable: `pyproject.toml` with the entry points, and a README."""
     targets = "\n".join(f'{name} = "{package}.model:{name}"' for name in plan.architectures)
     (folder / "pyproject.toml").write_text(
         f"""[build-system]
@@ -65,7 +65,7 @@ $ pytest --nrl-family {package}.model:{plan.architectures[0]}
 
 
 def facts_source(plan: FamilyPlan) -> str:
-    """The `__init__.py` of a family in this repository, which says what the registry has to know."""
+    """Return the source of `__init__.py` for a family in this repository, which the registry reads."""
     names = "".join(f"\n        {dumps(name)}," for name in plan.architectures)
     return (
         f'"""{title(plan)}."""\n\nfrom nrl_models.families.facts import Family\n\n'
@@ -74,7 +74,7 @@ def facts_source(plan: FamilyPlan) -> str:
 
 
 def title(plan: FamilyPlan) -> str:
-    """What the family is, in a line."""
+    """Return a one-line description of the family."""
     kinds = {ModelKind.MOE: "mixture of experts", ModelKind.VLM: "vision-language"}
     return f"{plan.config.model_type}: {', '.join(kinds.get(kind, kind) for kind in plan.kinds)}"
 
@@ -101,7 +101,7 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
         *(["from nrl_models.common.forward.mrope import FreshPositions"] if plan.detection.keeps_offsets else []),
         *([f"from nrl_models.common.projections import {', '.join(makers)}"] if makers else []),
         "from nrl_models.family import FamilyModel",
-        *("", "", f"class {model}Family(FamilyModel):", f'    """What every {model} model shares."""', ""),
+        *("", "", f"class {model}Family(FamilyModel):", f'    """Declarations shared by all {model} models."""', ""),
         *("    rewrites = {", *rows, "    }", *_mapping("tiny", plan.tiny), *_mapping("limits", limits)),
         *("", "", f"{first} = ModelClass = {model}Family.head(hf.{first})"),
         *(f"{name} = {model}Family.head(hf.{name})" for name in others),
@@ -110,7 +110,7 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
 
 
 def _aliases(plan: FamilyPlan) -> dict[str, str]:
-    """What the modules of the rewritten layers are called; the model's own is `hf`."""
+    """Return import aliases of the modules of rewritten layers. The model's own module is `hf`."""
     own = plan.model_class.__module__
     found = {own: "hf"}
     for name in (*plan.detection.groups, *plan.detection.keeps_offsets):
@@ -120,7 +120,7 @@ def _aliases(plan: FamilyPlan) -> dict[str, str]:
 
 
 def _made_of(plan: FamilyPlan, layer: str) -> tuple[str, list[str]]:
-    """What makes the class that takes a layer's place: a class, or a function with its arguments."""
+    """Return the base of the class that replaces a layer: a class, or a function call."""
     groups = plan.detection.groups[layer]
     if layer in plan.detection.places:
         return "combine_groups", list(map(dumps, plan.detection.declarations(layer)))

@@ -1,4 +1,4 @@
-"""What a checkpoint contains, from its configuration and its files' headers: no weight is read."""
+"""Describe a checkpoint from its configuration and file headers, without reading weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.config.walk import values_of_layers
 from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.projections import groups_of
 from nrl_models.common.state_dict.mtp import MTPNames
@@ -21,7 +22,7 @@ from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
 
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of experts."""
+"""Config keys of the number of experts."""
 
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -31,7 +32,7 @@ SIZES = (
 
 
 class ModelKind(StrEnum):
-    """What sort of model a configuration describes; one of the first two, and any of the others."""
+    """Kinds of models. A model has one of the first two, and any number of the others."""
 
     DENSE = "dense"
     MOE = "moe"
@@ -41,29 +42,31 @@ class ModelKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a checkpoint contains.
+    """Contents of a checkpoint.
 
     Args:
-        architecture: the architecture it loads as.
-        family: the module that serves it; None if it falls back to transformers' own class.
-        kinds: what sort of model it is.
-        sizes: sizes of the (text) model, by configuration key.
-        tied: whether the output embeddings are the input embeddings.
-        flags: names of the family's `ModelFlag`s.
-        groups: for each kind of combined projection, written `Class: a + b`, how many there are.
-        parameters: number of parameters; tied ones once.
-        stored_tensors: number of tensors in the files; None if there are none.
-        stored_bytes: their size.
-        dtypes: number of stored tensors by dtype, of a GGUF file by its own types.
-        mtp_announced: layers of multi-token prediction that the configuration announces.
-        mtp_tensors: number of stored tensors of multi-token prediction.
-        mtp_bytes: their size.
+        architecture: The architecture that it loads as.
+        family: Module of its family; None if it falls back to transformers' class.
+        kinds: Kinds of the model.
+        sizes: Sizes of the (text) model by configuration key; a list if layers differ.
+        tied: Whether input and output embeddings are tied.
+        flags: Names of the family's `ModelFlag`s.
+        groups: Number of fused groups of each kind, written `Class: a + b`.
+        parameters: Number of parameters, counting tied ones once.
+        stored_tensors: Number of tensors in the files; None if there are none.
+        stored_bytes: Size of these tensors.
+        dtypes: Number of stored tensors by dtype, or by GGUF type.
+        embedding_rows: Rows of the stored input embeddings; None if the files have no tensor of that name. If they
+            differ from `vocab_size`, loading raises `CheckpointError`.
+        mtp_announced: Number of MTP layers in the configuration.
+        mtp_tensors: Number of stored MTP tensors.
+        mtp_bytes: Size of these tensors.
     """
 
     architecture: str
     family: str | None
     kinds: tuple[ModelKind, ...]
-    sizes: dict[str, int]
+    sizes: dict[str, int | list[int]]
     tied: bool
     flags: tuple[str, ...]
     groups: dict[str, int]
@@ -71,17 +74,18 @@ class Inspection:
     stored_tensors: int | None
     stored_bytes: int | None
     dtypes: dict[str, int]
+    embedding_rows: int | None
     mtp_announced: int
     mtp_tensors: int
     mtp_bytes: int
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Look at the checkpoint in `path`: a directory with `config.json`, with or without weights, or a GGUF file.
+    """Inspect the checkpoint in `path`: a directory with `config.json`, with or without weights, or a GGUF file.
 
     Raises:
-        CheckpointError: no configuration, or damaged files.
-        UnknownArchitectureError: an architecture that no class serves.
+        CheckpointError: If there is no configuration, or files are damaged.
+        UnknownArchitectureError: If no class supports the architecture.
     """
     folder = resolve_folder(path)
     auto_class = auto_class_for(folder)
@@ -96,7 +100,7 @@ def inspect(path: str | Path) -> Inspection:
         architecture=type(model).__name__,
         family=type(model).__module__ if isinstance(model, FamilyModel) else None,
         kinds=tuple(kinds_of(config)),
-        sizes={key: value for key in SIZES if isinstance(value := getattr(text, key, None), int)},
+        sizes=_sizes(text),
         tied=bool(model.all_tied_weights_keys),
         flags=tuple(model.flags.names) if isinstance(model, FamilyModel) else (),
         groups=combined_groups(model),
@@ -104,14 +108,32 @@ def inspect(path: str | Path) -> Inspection:
         stored_tensors=len(files.tensors) if files else None,
         stored_bytes=files.nbytes if files else None,
         dtypes=dict(Counter(files.stored_as(tensor) for tensor in files.tensors.values())) if files else {},
+        embedding_rows=_embedding_rows(model, files) if files else None,
         mtp_announced=names.announced if names.known else 0,
         mtp_tensors=len(mtp),
         mtp_bytes=sum(tensor.nbytes for tensor in mtp),
     )
 
 
+def _embedding_rows(model: PreTrainedModel, files: CheckpointFiles) -> int | None:
+    """Return the number of rows of the stored tensor with the last two parts of the embedding weight's name."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    names = [".".join(name.split(".")[-2:]) for name, parameter in model.named_parameters() if parameter is weight]
+    stored = [tensor for key, tensor in files.tensors.items() if names and key.endswith(names[0])]
+    return int(stored[0].shape[0]) if len(stored) == 1 else None
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, int | list[int]]:
+    found: dict[str, int | list[int]] = {}
+    for key in SIZES:
+        values = [value for value in values_of_layers(config, key) if isinstance(value, int)]
+        if values:
+            found[key] = values[0] if len(values) == 1 else values
+    return found
+
+
 def kinds_of(config: PreTrainedConfig) -> list[ModelKind]:
-    """What sort of model a configuration describes."""
+    """Return the kinds of model that a configuration describes."""
     text: Any = config.get_text_config()
     experts = [value for key in EXPERT_KEYS if (value := getattr(text, key, None)) is not None]
     kinds = [ModelKind.MOE if any(value > 1 for value in experts) else ModelKind.DENSE]

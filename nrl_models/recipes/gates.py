@@ -1,4 +1,4 @@
-"""Bounds on what a run measured, as a recipe writes them: `median(token_mult_prob_error) < 1.05`."""
+"""Bounds on metrics of a run, as written in a recipe: `median(token_mult_prob_error) < 1.05`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "first": lambda values: values[0],
     "last": lambda values: values[-1],
 }
-"""What is taken of the values of all steps."""
+"""Statistics of a metric over all steps."""
 
 RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
@@ -43,14 +43,14 @@ class Gate:
 
     @classmethod
     def parse(cls, text: str, metrics: Sequence[str]) -> Gate:
-        """Read a gate.
+        """Parse a gate.
 
         Args:
             text: `STATISTIC(METRIC) RELATION NUMBER`.
-            metrics: what the run measures.
+            metrics: Metrics that the run measures.
 
         Raises:
-            UnknownArgumentError: anything else; it names what there is.
+            UnknownArgumentError: If the text is not a gate. The message lists the valid names.
         """
         found = _GATE.fullmatch(text)
         if found is None:
@@ -68,7 +68,7 @@ class Gate:
         except ValueError:
             bound = math.nan
         if not math.isfinite(bound):
-            wrong.append(f"the bound {number} is no number")
+            wrong.append(f"the bound {number} is not a finite number")
         if wrong:
             raise UnknownArgumentError(f"{text!r}: {'; '.join(wrong)}")
         return cls(statistic, metric, relation, bound)
@@ -77,7 +77,7 @@ class Gate:
         return f"{self.statistic}({self.metric}) {self.relation} {self.bound:g}"
 
     def check(self, history: Sequence[Mapping[str, float]]) -> Verdict:
-        """Hold it against the metrics of all steps. What is NaN anywhere, or was not measured, does not pass."""
+        """Check the metrics of all steps. A metric that was not measured, or is NaN in any step, fails the gate."""
         values = [step[self.metric] for step in history if self.metric in step]
         value = STATISTICS[self.statistic](values) if values and not any(map(math.isnan, values)) else math.nan
         return Verdict(self, value, RELATIONS[self.relation](value, self.bound))
@@ -85,7 +85,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of a gate: the value of its statistic, NaN if there is none, and whether it is within the bound."""
+    """Result of a gate: the value of its statistic (NaN if there is none), and whether it is within the bound."""
 
     gate: Gate
     value: float

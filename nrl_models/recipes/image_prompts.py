@@ -1,7 +1,7 @@
-"""Prompts about images: the token ids and tensors that a checkpoint's processor makes of messages and pictures.
+"""Convert prompts with images to token ids and tensors, with the checkpoint's processor.
 
-Images stand in messages as parts, `{"type": "image"}`, or as `<image>` in their text, as data sets write it
-(Geometry3K, say): the first of either is the row's first image.
+Images appear in messages as parts, `{"type": "image"}`, or as `<image>` in the text, as in data sets such as
+Geometry3K. They are matched with the row's images in order.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.recipes.rows import appended_ids
 
 MARK = "<image>"
-"""What stands for an image in a text."""
+"""Placeholder of an image in a text."""
 
 _READ_ELSEWHERE = ("input_ids", "attention_mask")
 
 
 def image_prompt(processor: Any, prompt: Any, images: Sequence[Any]) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Token ids of a prompt, up to where the answer begins, and what else the model's forward is given.
+    """Return token ids of a prompt up to the start of the completion, and further inputs of the model's forward.
 
     Args:
-        processor: the checkpoint's, `AutoProcessor.from_pretrained`.
-        prompt: messages.
-        images: PIL's, as many as the messages name.
+        processor: The checkpoint's processor, from `AutoProcessor.from_pretrained`.
+        prompt: Messages.
+        images: PIL images, one per image in the messages.
 
     Raises:
-        RecipeError: a prompt that is no messages or names another number of images, or a processor that takes none.
+        RecipeError: If the prompt is not a list of messages or has another number of images, or the processor does not
+            support images.
     """
     if not isinstance(prompt, list):
-        raise _refused("prompt", "with images it has to be messages, in which they have their places")
+        raise _refused("prompt", "has to be a list of messages if it has images")
     if getattr(processor, "image_processor", None) is None:
-        raise _refused("processor", f"the checkpoint has none that takes images, only a {type(processor).__name__}")
+        raise _refused("processor", f"supports no images: the checkpoint only has a {type(processor).__name__}")
     named = sum(part["type"] == "image" for message in prompt for part in _parts(message["content"]))
     if named != len(images):
         raise _refused(
@@ -53,7 +54,7 @@ def image_prompt(processor: Any, prompt: Any, images: Sequence[Any]) -> tuple[li
     inputs = {name: value for name, value in made.items() if name not in _READ_ELSEWHERE}
     if (end := appended_ids(processor.tokenizer)) and ids[-len(end) :] == end:
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        if not text.endswith(processor.tokenizer.decode(end)):  # the answer follows
+        if not text.endswith(processor.tokenizer.decode(end)):  # remove it: the completion follows
             of_tokens = {name for name, value in inputs.items() if tuple(value.shape[:2]) == (1, len(ids))}
             inputs |= {name: inputs[name][:, : -len(end)] for name in of_tokens}
             ids = ids[: -len(end)]

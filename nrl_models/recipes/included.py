@@ -1,4 +1,4 @@
-"""The recipes that come with families: `recipes/` in a family's folder, or in `table/recipes/` under a row's name."""
+"""Bundled recipes: `recipes/` in a family's folder, `table/recipes/` under a row's name, and those of the demo."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ _FAMILIES = Path(families.__file__).parent
 
 
 def recipes() -> dict[str, Path]:
-    """The files, by name: `gemma4/dapo_e2b`, say, a family and what is done with it."""
+    """Return the files by name, such as `gemma4/dapo_e2b`: family and training task. `demo/` has two for a CPU."""
     own = {f"{file.parent.parent.name}/{file.stem}": file for file in _FAMILIES.glob("*/recipes/*.yaml")}
     rows = {f"{file.parent.name}/{file.stem}": file for file in _FAMILIES.glob("table/recipes/*/*.yaml")}
-    return dict(sorted((own | rows).items()))
+    demo = {f"demo/{file.stem}": file for file in Path(__file__).parent.glob("demo/*.yaml")}
+    return dict(sorted((demo | own | rows).items()))
 
 
 def recipe_file(name: str) -> Path:
-    """The file of a recipe: a path, or a name in `recipes`.
+    """Return the file of a recipe, from a path or a name in `recipes`.
 
     Raises:
-        RecipeError: there is none; it has the nearest names.
+        RecipeError: If there is none. The message has the most similar names.
     """
     file = Path(name).expanduser()
     if file.is_file():
@@ -30,11 +31,11 @@ def recipe_file(name: str) -> Path:
     if name in known:
         return known[name]
     hint = did_you_mean(name, known, count=3)
-    problem = Problem(ProblemKind.FILE, name, f"is neither a file nor a recipe that comes along{hint}")
-    raise RecipeError("no such recipe", [problem], ["`nrl-models train --list` has those that come along"])
+    problem = Problem(ProblemKind.FILE, name, f"is neither a file nor a bundled recipe{hint}")
+    raise RecipeError("no such recipe", [problem], ["`nrl-models train --list` shows the bundled recipes"])
 
 
 def summary(file: Path) -> str:
-    """What a recipe is, in a line: its first comment."""
+    """Return a recipe's one-line description: its first comment."""
     first = file.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip()

@@ -1,7 +1,7 @@
-"""Reads a recipe: YAML and overrides into frozen dataclasses, or one error with everything that is wrong.
+"""Read a recipe: parse YAML and overrides into frozen dataclasses, or raise one error that lists every problem.
 
-OmegaConf reads the YAML and merges overrides. Its interpolation is not used: a `${...}` may read the environment, and
-one of another is how a short file becomes a long one.
+OmegaConf reads the YAML and merges overrides. Its interpolation is disabled, because `${...}` can read environment
+variables, and nested interpolations can expand a short file into a very long one.
 """
 
 from __future__ import annotations
@@ -35,20 +35,29 @@ from nrl_models.recipes.targets import CLASSIFIER, SAFE_ENGINE, SAFE_LOADING, SL
 MOST_BYTES, MOST_LEVELS = 2**16, 32
 """The largest and the deepest recipe that is read."""
 
+PATH_KEY = "pretrained_model_name_or_path"
+"""The key of a part `model` with the checkpoint."""
+
+PATH_SPELLINGS = ("path", "name", "model", "checkpoint", "pretrained", "path_or_id", "model_path", "model_name")
+"""Keys that are meant as `PATH_KEY`, and are in no configuration."""
+
+OF_A_DATA_SET = ("name", "split", "revision")
+"""Keys of a part `data` that a `.jsonl` file on the command line removes."""
+
 _NOTHING = object()
 
 
 def read_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe, and check all of it.
+    """Read and validate a recipe.
 
     Args:
-        file: YAML.
-        overrides: `key=value` each, the key dotted (`training.steps=10`) and the value YAML; `key=null` leaves a key
-            out. They may name what a file may not, see `nrl_models.recipes.targets`.
+        file: YAML file.
+        overrides: Strings `key=value` with a dotted key and a YAML value (`training.steps=10`). `key=null` removes a
+            key. Overrides may set targets that are not allowed in a file, see `nrl_models.recipes.targets`.
 
     Raises:
-        RecipeError: lists every problem.
-        EngineError: OmegaConf is not installed.
+        RecipeError: Lists every problem.
+        EngineError: If OmegaConf is not installed.
     """
     reader = _Reader(Path(file).name)
     tree = reader.tree(Path(file), overrides)
@@ -59,11 +68,11 @@ def read_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 class _Reader:
-    """Collects problems while it reads.
+    """Reads a recipe, and collects problems.
 
     Attributes:
-        problems: so far.
-        given: dotted keys that were given on the command line.
+        problems: Problems so far.
+        given: Dotted keys that were set on the command line.
     """
 
     def __init__(self, name: str) -> None:
@@ -78,12 +87,12 @@ class _Reader:
     # The file
 
     def tree(self, file: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
-        """What is in the file, with the overrides; None if it cannot be read."""
+        """Return the contents of the file merged with the overrides; None if it cannot be read."""
         try:
             import yaml
             from omegaconf import OmegaConf
         except ImportError as error:
-            raise EngineError("recipes are read by OmegaConf: pip install 'nrl_models[train]'") from error
+            raise EngineError("recipes need the package omegaconf: pip install omegaconf") from error
         try:
             with file.open("rb") as handle:
                 data = handle.read(MOST_BYTES + 1)
@@ -96,7 +105,7 @@ class _Reader:
                 return None
             content = OmegaConf.create(text)
             if not OmegaConf.is_dict(content):
-                self.wrong(ProblemKind.FORMAT, file.name, "is no mapping of keys to values")
+                self.wrong(ProblemKind.FORMAT, file.name, "is not a mapping of keys to values")
                 return None
         except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             self.wrong(ProblemKind.FILE, file.name, f"cannot be read: {one_line(error)}")
@@ -119,17 +128,17 @@ class _Reader:
             _leave_out_null(tree, key.split("."))
         for key, value in _leaves(tree).items():
             if isinstance(value, str) and "${" in value:
-                self.wrong(ProblemKind.FORMAT, key, "interpolation (${...}) is not read: write the value out")
+                self.wrong(ProblemKind.FORMAT, key, "interpolation (${...}) is not supported: write the value itself")
         return tree
 
     # The parts
 
     def recipe(self, tree: Mapping[str, Any]) -> Recipe | None:
-        """The recipe in a tree; None if its loss cannot be told."""
+        """Build the recipe from a tree; None if its loss is missing or unknown."""
         loss = tree.get("loss")
         name: Any = loss.get("name") if isinstance(loss, Mapping) else None
         if name not in LOSSES:
-            found = "is missing" if name is None else f"{name!r} is no loss"
+            found = "is missing" if name is None else f"{name!r} is not a loss"
             hint = did_you_mean(name, LOSSES)
             self.wrong(ProblemKind.CONFIG, "loss.name", f"{found}{hint}: expected one of {', '.join(LOSSES)}")
             known = {field.name for kind in (PolicyRecipe, SupervisedRecipe) for field in fields(kind)}
@@ -148,7 +157,7 @@ class _Reader:
         return recipe
 
     def section(self, kind: type, node: Any, path: str, start: Any = None) -> Any:
-        """A dataclass of a mapping; None where there is a problem."""
+        """Convert a mapping to a dataclass; None if there is a problem."""
         if not isinstance(node, Mapping):
             self.wrong(ProblemKind.CONFIG, path, f"is {node!r}: expected keys and values")
             return None
@@ -177,7 +186,7 @@ class _Reader:
                 self.wrong(ProblemKind.UNKNOWN, key, f"nothing reads it{hint}; expected some of {', '.join(known)}")
 
     def value(self, hint: Any, node: Any, key: str) -> Any:
-        """A value of a type; a problem where it has another."""
+        """Convert a value to a type. Records a problem if it has another type."""
         if key == "loss":
             own = {name: value for name, value in node.items() if name != "name"}
             return self.section(type(LOSSES[node["name"]]), own, key, LOSSES[node["name"]])
@@ -216,10 +225,10 @@ class _Reader:
                 self.wrong(ProblemKind.CONFIG, "gates", str(error))
         return tuple(found)
 
-    # What may not come from a file
+    # Keys that are not allowed in a file
 
     def allowed(self, key: str) -> bool:
-        """Whether a key, or one in it, was given on the command line."""
+        """Return True if a key, or one nested in it, was set on the command line."""
         return any(given == key or given.startswith(f"{key}.") for given in self.given)
 
     def refused(self, key: str, why: str) -> None:
@@ -232,6 +241,9 @@ class _Reader:
             self.wrong(ProblemKind.MISSING, f"{key}._target_", f"expected one of {', '.join(slot.listed)}")
             return None
         name, arguments = node["_target_"], {name: value for name, value in node.items() if name != "_target_"}
+        if key == "data" and "data.path" in self.given and str(arguments.get("path")).endswith(".jsonl"):
+            unset = {name for name in OF_A_DATA_SET if f"data.{name}" not in self.given}  # of the recipe's own data set
+            arguments = {name: value for name, value in arguments.items() if name not in unset}
         before = len(self.problems)
         for path, _ in _leaves(arguments).items():
             if path.rpartition(".")[2] == "_target_" and not self.allowed(f"{key}.{path}"):
@@ -255,13 +267,11 @@ class _Reader:
         return Target(name, function, arguments) if len(self.problems) == before else None
 
     def loading(self, arguments: Mapping[str, Any]) -> None:
-        if not isinstance(arguments.get("pretrained_model_name_or_path"), str):
-            self.wrong(
-                ProblemKind.MISSING, "model.pretrained_model_name_or_path", "expected a directory or a hub repository"
-            )
-        known = (*KEYWORDS, "pretrained_model_name_or_path")
+        if not isinstance(arguments.get(PATH_KEY), str):
+            self.wrong(ProblemKind.MISSING, f"model.{PATH_KEY}", "expected a directory or a hub repository")
+        known = (*KEYWORDS, PATH_KEY)
         for name in arguments:
-            close = misspellings_of(name, known)
+            close = [PATH_KEY] if name in PATH_SPELLINGS else misspellings_of(name, known)
             if name not in known and close:
                 detail = f"nothing reads it (did you mean {' or '.join(close)}?)"
                 self.wrong(ProblemKind.UNKNOWN, f"model.{name}", detail)
@@ -274,7 +284,7 @@ class _Reader:
         try:
             refuse_hub_kernels(values, key)
         except NRLModelsError:
-            self.refused(key, "it names a kernel of the hub, whose code would be fetched and run")
+            self.refused(key, "it names a kernel of the hub, whose code would be downloaded and run")
 
     def backend(self, values: Mapping[str, Any]) -> None:
         try:
@@ -298,7 +308,7 @@ class _Reader:
 
 
 def _unreadable(tokens: Iterable[Any]) -> str | None:
-    """What is wrong with YAML before it is parsed, which takes for ever where it is nested deeply."""
+    """Check YAML tokens before parsing, which would not end for deeply nested files. Returns the problem, if any."""
     level = 0
     for token in tokens:
         kind = type(token).__name__
@@ -313,7 +323,7 @@ def _unreadable(tokens: Iterable[Any]) -> str | None:
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    """The values in a tree that are no mappings, by dotted key."""
+    """Return the values of a tree that are not mappings, by dotted key."""
     if not isinstance(tree, Mapping):
         return {path: tree}
     return {

@@ -1,4 +1,4 @@
-"""What a recipe says, in frozen dataclasses. The keys of a recipe's YAML are the names of their fields."""
+"""Frozen dataclasses of a recipe. The keys of a recipe's YAML are the names of their fields."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ POLICY_METRICS = (
     "refit_seconds",
     "skipped",
     "skipped_updates",
+    "drift",
 )
-"""What each step of a run measures, by kind of loss; docs/recipes.md says what they are."""
+"""Metrics of each step, by kind of loss. docs/recipes.md defines them."""
 
 
 class Compute(StrEnum):
@@ -50,7 +51,7 @@ class Schedule(StrEnum):
 
 
 class EngineName(StrEnum):
-    """Inference engines that take new weights."""
+    """Inference engines that accept new weights."""
 
     VLLM = "vllm"
     MLX = "mlx"
@@ -66,22 +67,22 @@ class EngineDtype(StrEnum):
 
 
 class NonFinite(StrEnum):
-    """What to do about a reward, an advantage or an engine's log-probability that is NaN or infinite."""
+    """Treatment of a reward, an advantage or an engine's log-probability that is NaN or infinite."""
 
     RAISE = "raise"
     """Raise `NonFiniteError`, which names the row."""
     SKIP = "skip"
-    """Drop the group of replies, and count it in the metric `skipped`."""
+    """Drop the group of completions, and count it in the metric `skipped`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A `_target_` and the keys beside it: a callable, and the keywords it gets.
+    """A `_target_` with its sibling keys: a callable and its keyword arguments.
 
     Args:
-        name: as `_target_` names it.
-        function: what that is.
-        arguments: the keywords.
+        name: Value of `_target_`.
+        function: The callable with that name.
+        arguments: Keyword arguments.
     """
 
     name: str
@@ -91,20 +92,20 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How any model is trained.
+    """Training settings for all losses.
 
     Args:
-        steps: updates of supervised losses; rounds of sampling, learning and refitting of RL.
-        compute: the dtype to compute in; bfloat16 is torch's autocast over weights that stay as they are.
-        schedule: of the learning rate, from that of the optimiser down to zero, unless it is constant.
-        warmup: steps in which the learning rate rises.
-        clip_gradient_norm: the largest norm of the gradient.
-        activation_checkpointing: recompute activations in the backward.
-        dropout: train with the model's dropout; without it by default, as engines and references compute.
+        steps: Number of updates for supervised losses; number of rounds of sampling, training and refitting for RL.
+        compute: Compute dtype. bfloat16 uses torch's autocast and does not change the weights' dtype.
+        schedule: Learning-rate schedule: decays from the optimizer's learning rate to zero, unless constant.
+        warmup: Number of steps in which the learning rate increases.
+        clip_gradient_norm: Maximum gradient norm.
+        activation_checkpointing: Whether to recompute activations in the backward.
+        dropout: Whether to train with the model's dropout. Engines and references compute without.
 
     Raises:
-        UnknownArgumentError: numbers that are too small; all of them.
-        UnknownOptionError: an unknown dtype or schedule.
+        UnknownArgumentError: If numbers are too small. Lists all of them.
+        UnknownOptionError: If the dtype or schedule is unknown.
     """
 
     steps: int
@@ -131,12 +132,12 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedTraining(Training):
-    """How a model learns from given answers.
+    """Training settings for supervised losses.
 
     Args:
-        batch: sequences, or pairs, of a step.
-        max_length: tokens of a sequence; what is longer is cut at its end.
-        micro_batch: sequences, or pairs, of a forward; gradients of a step are summed over so many.
+        batch: Sequences or pairs per step.
+        max_length: Maximum number of tokens of a sequence. Longer ones are truncated.
+        micro_batch: Sequences or pairs per forward. Gradients of a step are accumulated.
     """
 
     batch: int
@@ -146,18 +147,18 @@ class SupervisedTraining(Training):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTraining(Training):
-    """How a model learns from its own replies.
+    """Training settings for RL on sampled completions.
 
     Args:
-        questions: of a step.
-        group: replies to each question.
-        max_prompt: tokens of a question; longer ones are not asked.
-        new_tokens: tokens of a reply at most.
-        updates: of the weights in a step; the questions are divided among them.
-        row_tokens: tokens of a forward at most, several replies packed into it: activations grow with it. By default
-            what `nrl_models.logprobs.rollout_logprobs` takes.
-        on_non_finite: `raise` or `skip` groups with a reward, an advantage or an engine's log-probability that is NaN
-            or infinite.
+        questions: Questions per step.
+        group: Completions per question.
+        max_prompt: Maximum number of tokens of a question. Longer questions are skipped.
+        new_tokens: Maximum number of tokens of a completion.
+        updates: Weight updates per step. The questions are divided among them.
+        row_tokens: Maximum number of tokens of a forward, into which several completions are packed. More tokens need
+            more memory for activations. Default: see `nrl_models.logprobs.rollout_logprobs`.
+        on_non_finite: `raise` an error for, or `skip`, groups with a reward, an advantage or an engine's
+            log-probability that is NaN or infinite.
     """
 
     questions: int
@@ -169,7 +170,7 @@ class PolicyTraining(Training):
     on_non_finite: NonFinite = NonFinite.RAISE
 
     def __post_init__(self) -> None:
-        """Check what only shows together."""
+        """Check combinations of fields."""
         Training.__post_init__(self)
         object.__setattr__(self, "on_non_finite", parse_option(NonFinite, self.on_non_finite, "on_non_finite"))
         wrong = []
@@ -184,15 +185,15 @@ class PolicyTraining(Training):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The inference engine that samples.
+    """The inference engine for sampling.
 
     Args:
-        name: `vllm`, `mlx` or `hf-generate`: those that take new weights.
-        dtype: to compute in; the checkpoint's by default.
-        options: the engine's own, as `--engine-option` of other commands.
+        name: `vllm`, `mlx` or `hf-generate`, which accept new weights.
+        dtype: Compute dtype. Default: the checkpoint's.
+        options: Options of the engine, as for `--engine-option` in other commands.
 
     Raises:
-        UnknownOptionError: an unknown name or dtype.
+        UnknownOptionError: If the name or dtype is unknown.
     """
 
     name: EngineName
@@ -207,19 +208,41 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """What every recipe says.
+class WatchSettings:
+    """Options of `nrl_models.watch.Watch`.
 
     Args:
-        model: how the model is loaded; its `pretrained_model_name_or_path` is the tokenizer's and the engine's, too.
-        loss: its `name`, and settings that differ from those it has by default.
-        data: where rows come from.
-        optimizer: of the parameters that are not frozen.
-        training: the rest.
-        backend: keywords of `nrl_models.BackendConfig`.
-        freeze_config: see `nrl_models.freeze`.
-        gates: what has to hold of the run's metrics.
-        seed: of everything random.
+        fail: stop the run before an update if trainer and engine differ. Otherwise differences are logged, and counted
+            in the metric `drift`.
+        probe_every: number of steps between two probes; 0: only when rollouts differ.
+
+    Raises:
+        UnknownArgumentError: `probe_every` is negative.
+    """
+
+    fail: bool = True
+    probe_every: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        if self.probe_every < 0:
+            raise UnknownArgumentError(f"watch.probe_every={self.probe_every}: expected at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Fields of every recipe.
+
+    Args:
+        model: Loader of the model. Tokenizer and engine use the same `pretrained_model_name_or_path`.
+        loss: The `name` of the loss, and settings that differ from its defaults.
+        data: Source of the rows.
+        optimizer: Optimizer of the parameters that are not frozen.
+        training: Number of steps, batch size and further settings.
+        backend: Keywords of `nrl_models.BackendConfig`.
+        freeze_config: Parts to freeze; see `nrl_models.freeze`.
+        gates: Bounds that the run's metrics must satisfy.
+        seed: Random seed.
     """
 
     model: Target
@@ -234,7 +257,7 @@ class Recipe:
 
     @property
     def images(self) -> str | None:
-        """The column with images that the data names; None if it names none."""
+        """Name of the data's image column; None if there is none."""
         return self.data.arguments.get("images") or None
 
 
@@ -245,9 +268,9 @@ class SupervisedRecipe(Recipe):
     training: SupervisedTraining
 
     def __post_init__(self) -> None:
-        """Check what only shows together."""
+        """Check combinations of fields."""
         if self.images:
-            raise UnknownArgumentError("data.images: images are learnt from by grpo, dr_grpo and dapo alone")
+            raise UnknownArgumentError("data.images: only grpo, dr_grpo and dapo support images")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +278,10 @@ class PolicyRecipe(Recipe):
     """A recipe of the losses `grpo`, `dr_grpo` and `dapo`.
 
     Args:
-        reward: what a reply is worth.
-        engine: samples.
-        sampling: how.
+        reward: Function that scores a completion.
+        engine: Engine that samples completions.
+        sampling: Temperature and truncation.
+        watch: Comparison of trainer and engine in every step; None for no watch.
     """
 
     loss: PolicyLoss
@@ -265,9 +289,10 @@ class PolicyRecipe(Recipe):
     reward: Target
     engine: EngineSettings
     sampling: Sampling = field(default_factory=Sampling)
+    watch: WatchSettings | None = None
 
     def __post_init__(self) -> None:
-        """Check what only shows together."""
+        """Check combinations of fields."""
         longest = self.training.new_tokens
         if self.loss.overlong_buffer > longest:
             raise UnknownArgumentError(
@@ -275,10 +300,15 @@ class PolicyRecipe(Recipe):
             )
         if self.images and self.engine.name is not EngineName.HF_GENERATE:
             raise UnknownArgumentError(
-                f"engine.name={str(self.engine.name)!r} takes token ids alone here, and data.images={self.images!r} "
-                "asks about images: expected hf-generate"
+                f"engine.name={str(self.engine.name)!r} accepts only token ids here, but data.images={self.images!r} "
+                "adds images: expected hf-generate"
+            )
+        if self.watch is not None and self.training.dropout:
+            raise UnknownArgumentError(
+                "watch: with training.dropout=true the trainer's log-probabilities differ from the engine's; expected "
+                "training.dropout=false"
             )
         if self.sampling.greedy:
             raise UnknownArgumentError(
-                "sampling.temperature=0: all replies of a group would be the same; expected a number above 0"
+                "sampling.temperature=0: all completions of a group would be equal; expected a number above 0"
             )

@@ -1,10 +1,10 @@
-"""Runs a recipe: loads what it names, takes its steps, and holds the gates against what they measured."""
+"""Run a recipe: load the model, engine and data, take the training steps, and check the gates."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nrl_models.common.backend import BackendConfig
-from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.files import require_repository, resolve_folder
+from nrl_models.common.checkpoint.generations import require_links_inside
+from nrl_models.common.checkpoint.local_path import is_local
 from nrl_models.common.freezing import freeze, trainable_parameters
 from nrl_models.common.logs import get_logger
 from nrl_models.engines import start_engine
@@ -24,6 +26,7 @@ from nrl_models.recipes.recipe import PolicyRecipe, Recipe, SupervisedRecipe
 from nrl_models.recipes.rollouts import PolicyLoop, Question
 from nrl_models.recipes.rows import Row, prompt_ids, sequences_of
 from nrl_models.recipes.supervised import Sequences, SupervisedLoop
+from nrl_models.watch import Watch
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,11 +38,11 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run measured.
+    """Results of a run.
 
     Args:
-        steps: the metrics of each step.
-        verdicts: of the recipe's gates.
+        steps: Metrics of each step.
+        verdicts: Verdicts of the recipe's gates.
     """
 
     steps: list[dict[str, float]] = field(default_factory=list)
@@ -47,11 +50,11 @@ class Run:
 
     @property
     def passed(self) -> bool:
-        """Whether every gate held."""
+        """Whether all gates passed."""
         return all(verdict.passed for verdict in self.verdicts)
 
     def table(self) -> Table:
-        """The gates, or the last step where there are none."""
+        """Table of the gates, or of the last step if there are none."""
         from rich.table import Table
 
         table = Table(title=f"{len(self.steps)} steps", title_justify="left")
@@ -85,12 +88,12 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     """Run a recipe in this process.
 
     Args:
-        recipe: see `read_recipe`.
-        out: where to save the trained model and its tokenizer; nowhere by default.
-        note: is told of each step.
+        recipe: See `read_recipe`.
+        out: Directory for the trained model and its tokenizer. Not saved by default.
+        note: Called with a line of text for each step.
 
     Raises:
-        NRLModelsError: what loading, data or engine raise.
+        NRLModelsError: If loading, the data or the engine fails.
     """
     from transformers import AutoProcessor, AutoTokenizer, get_scheduler
 
@@ -99,6 +102,9 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     training = recipe.training
     arguments = dict(recipe.model.arguments)
     path, revision = arguments.pop("pretrained_model_name_or_path"), arguments.get("revision")
+    require_repository(path, revision=revision, subfolder=arguments.get("subfolder", ""))
+    if is_local(path):
+        require_links_inside(Path(path).expanduser())
     tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
     processor: Any = AutoProcessor.from_pretrained(path, revision=revision) if recipe.images else None
     found = recipe.data.function(**recipe.data.arguments)
@@ -111,7 +117,7 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
         detail = (
             f"gives {model.num_labels} scores, and a reward model gives 1: is it one? Of a base model it is made by"
         )
-        advice = "model.num_labels=1 model.strict=false, which initialises what is missing"
+        advice = "model.num_labels=1 model.strict=false, which initializes what is missing"
         raise RecipeError("cannot train", [Problem(ProblemKind.CONFIG, "model", f"{detail} {advice}")])
     if recipe.freeze_config:
         freeze(model, recipe.freeze_config)
@@ -153,11 +159,11 @@ def shuffled(rows: Sequence[Row], seed: int) -> Iterator[Row]:
 
 
 MOST_SKIPPED = 10_000
-"""Rows in a row that may have nothing to learn from, before a run gives up."""
+"""Maximum number of consecutive rows without anything to train on before a run fails."""
 
 
 def _encoded(rows: Iterator[Row], encode: Callable[[Row], Any]) -> Iterator[Any]:
-    """What the rows become; those that become None are passed over, and the first of them is mentioned."""
+    """Encode rows, skipping those that become None. The first skipped row is logged."""
     skipped = 0
     for row in rows:
         found = encode(row)
@@ -217,8 +223,19 @@ def _policy_steps(
         seed=recipe.seed,
         **settings.options,
     ) as engine:
+        watch = None
+        if recipe.watch is not None:
+            watch = Watch(
+                common["model"],
+                engine,
+                sampling=recipe.sampling,
+                compute=common["compute"],
+                optimizer=common["optimizer"],
+                **asdict(recipe.watch),
+            )
         loop = PolicyLoop(
             engine=engine,
+            watch=watch,
             tokenizer=tokenizer,
             reward=partial(recipe.reward.function, **recipe.reward.arguments),
             group=training.group,
@@ -230,5 +247,5 @@ def _policy_steps(
             **common,
         )
         for step in range(training.steps):
-            # Far apart, since dynamic sampling takes the next ones.
+            # Widely spaced seeds, because dynamic sampling uses consecutive ones.
             yield loop.step(questions, training.questions, seed=1_000_000 * recipe.seed + 1_000 * step)

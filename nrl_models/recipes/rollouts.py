@@ -1,10 +1,10 @@
-"""A step of RL: an engine samples replies, the model learns from them, the engine gets the new weights.
+"""A step of RL: the engine samples completions, the model is trained on them, and the engine gets the new weights.
 
-Engine and trainer have to agree on the log-probabilities of what was sampled: each step measures by how much they do
-not, and a refit that leaves an engine's weight unwritten is an error.
+Each step measures how far engine and trainer differ in the log-probabilities of the sampled tokens. A refit that leaves
+a weight of the engine unwritten raises an error.
 
-With `top_k` or `top_p` the trainer's distribution may exclude a token that the engine sampled. Such a token has no
-log-probability, and counts neither in the loss nor in any metric but `outside`. The reference is never truncated.
+With `top_k` or `top_p`, the trainer's distribution may exclude a token that the engine sampled. Such a token has no
+log-probability. The loss and all metrics except `outside` ignore it. The reference model is never truncated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nrl_models.errors import NonFiniteError, parse_option, shown
 from nrl_models.logprobs import LossTerms, Sampling, TokenLogprobs, kl_k3, rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import (
     Level,
-    Normalise,
+    Normalize,
     clipped_share,
     group_advantages,
     importance_weights,
@@ -40,18 +40,19 @@ from nrl_models.losses import (
 from nrl_models.losses.named import PolicyLoss
 from nrl_models.recipes.recipe import NonFinite
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
+from nrl_models.watch import Watch
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked.
+    """A question for the model.
 
     Args:
-        row: what the reward reads.
-        prompt: token ids.
-        model_inputs: what a processor made of the row's images, see `Engine.generate`.
+        row: Row of the data set, for the reward.
+        prompt: Token ids.
+        model_inputs: Processor outputs for the row's images, see `Engine.generate`.
     """
 
     row: Any
@@ -61,13 +62,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of several lengths.
+    """Samples of different lengths, padded.
 
     Args:
-        sequences: token ids of each: prompt and reply.
-        sampled: `(samples, longest)`, True for replies, their end-of-text token included: what is learnt from.
-        logprobs: `(samples, longest)`: the engine's, fp64, zero but where `sampled`.
-        model_inputs: of each, for the whole sequence.
+        sequences: Token ids of each sample: prompt and completion.
+        sampled: `(batch, max_length)`, True for tokens of completions, including the end-of-text token.
+        logprobs: Log-probabilities of the engine, `(batch, max_length)`, fp64; zero if not `sampled`.
+        model_inputs: Further model inputs of each sequence.
     """
 
     sequences: list[tuple[int, ...]]
@@ -77,7 +78,7 @@ class Batch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:
-        """Pad what a loss reads, on the right."""
+        """Pad the inputs of the loss on the right."""
         sampled = [torch.tensor([False] * len(sample.prompt) + [True] * len(sample.tokens)) for sample in samples]
         logprobs = [
             torch.tensor([0.0] * len(sample.prompt) + list(sample.logprobs), dtype=torch.float64) for sample in samples
@@ -97,15 +98,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Groups of samples, with what they are worth.
+    """Groups of samples with their rewards and advantages.
 
     Args:
-        samples: those of a group one after the other.
-        advantages: `(samples,)`.
-        rewards: of everything sampled, also of groups that were dropped, `(questions, group)`; without penalties.
-        ended: the share of replies that the model ended.
-        tokens: of a reply on average.
-        skipped: groups that were dropped because of a value that is not finite.
+        samples: All samples; those of a group are adjacent.
+        advantages: Advantage of each sample, `(samples,)`.
+        rewards: Rewards of all samples, including dropped groups, without penalties: `(questions, group_size)`.
+        ended: Fraction of completions that the model ended.
+        tokens: Mean number of tokens of a completion.
+        skipped: Number of groups dropped because of values that are not finite.
     """
 
     samples: list[Sample]
@@ -118,28 +119,31 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoop:
-    """What a step needs.
+    """Performs the steps of RL training.
 
     Args:
-        model: is trained.
-        optimizer: of its parameters.
-        engine: samples, and takes new weights.
-        tokenizer: the checkpoint's.
-        reward: gets a question's row, a reply's text without special tokens, and whether the model ended it.
-        settings: of the loss.
-        group: replies to each question.
-        new_tokens: of a reply at most.
-        sampling: how.
-        updates: of the weights in a step, for which the questions are divided.
-        row_tokens: tokens of a forward, see `rollout_logprobs`.
-        clip_gradient_norm: the largest norm of an update's gradient.
-        reference: what `settings.kl` holds the model to.
-        compute: bfloat16 computes under autocast.
-        dropout: whether the policy's log-probabilities are computed with dropout, if the model is in training mode.
-        on_non_finite: what to do about a reward, an advantage or an engine's log-probability that is NaN or infinite.
+        model: The model to train.
+        optimizer: Optimizer of the model's parameters.
+        engine: Engine that samples and accepts new weights.
+        tokenizer: The checkpoint's tokenizer.
+        reward: Function of a question's row, a completion's text without special tokens, and whether the model ended
+            it.
+        settings: Settings of the loss.
+        group: Completions per question.
+        new_tokens: Maximum number of tokens of a completion.
+        sampling: Temperature and truncation.
+        updates: Weight updates per step. The questions are divided among them.
+        row_tokens: Maximum number of tokens of a forward, see `rollout_logprobs`.
+        clip_gradient_norm: Maximum gradient norm of an update.
+        reference: Reference model of `settings.kl`.
+        compute: Compute dtype. bfloat16 uses autocast.
+        dropout: Whether the policy's log-probabilities use dropout if the model is in training mode.
+        on_non_finite: Handling of a reward, an advantage or an engine's log-probability that is NaN or infinite.
+        watch: Comparison of trainer and engine before the first update of a step. It also refits the engine. None
+            for no watch.
 
     Raises:
-        UnknownOptionError: `on_non_finite` is not one of `NonFinite`.
+        UnknownOptionError: If `on_non_finite` is not a `NonFinite`.
     """
 
     model: Any
@@ -158,33 +162,39 @@ class PolicyLoop:
     compute: torch.dtype = torch.float32
     dropout: bool = False
     on_non_finite: NonFinite = NonFinite.RAISE
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         """Make an enum of a name."""
         object.__setattr__(self, "on_non_finite", parse_option(NonFinite, self.on_non_finite, "on_non_finite"))
 
     def step(self, questions: Iterator[Question], count: int, seed: int) -> dict[str, float]:
-        """Sample, learn, refit.
+        """Sample completions, train on them, and refit the engine.
 
         Args:
-            questions: what to ask; with dynamic sampling more of them are taken than `count`.
-            count: groups to learn from.
-            seed: of the sampling.
+            questions: Questions. Dynamic sampling may use more than `count` of them.
+            count: Number of groups to train on.
+            seed: Random seed of the sampling.
 
         Returns:
-            What `nrl_models.recipes.recipe.POLICY_METRICS` names. Differences between engine and trainer are those of
-            the weights that the refit before this step brought.
+            The metrics in `nrl_models.recipes.recipe.POLICY_METRICS`. Differences between engine and trainer refer to
+            the weights of the previous refit.
 
         Raises:
-            EngineError: the engine fails, or keeps an old weight (`MixedWeightsError`).
-            NonFiniteError: a value is NaN or infinite, and `on_non_finite` is not `skip`.
+            DriftError: If trainer and engine differ, and the watch fails.
+            EngineError: If the engine fails, or keeps an old weight (`MixedWeightsError`).
+            NonFiniteError: If a value is NaN or infinite, and `on_non_finite` is not `skip`.
         """
         started = time.perf_counter()
+        known = 0 if self.watch is None else len(self.watch.findings)
         rollouts = self.roll_out(questions, count, seed)
         sampled_at = time.perf_counter()
         found = self.learn(rollouts)
-        learnt_at = time.perf_counter()
-        report = self.engine.refit(self.model.state_dict_adapter.iter_export(self.model), digests=False)
+        learned_at = time.perf_counter()
+        if self.watch is None:
+            report = self.engine.refit(self.model.state_dict_adapter.iter_export(self.model), digests=False)
+        else:
+            report = self.watch.refit()
         return found | {
             "reward": rollouts.rewards[rollouts.rewards.isfinite()].mean().item(),
             "ended": rollouts.ended,
@@ -192,12 +202,13 @@ class PolicyLoop:
             "groups": float(len(rollouts.samples) // self.group),
             "skipped": rollouts.skipped + found.get("skipped", 0.0),
             "sample_seconds": sampled_at - started,
-            "learn_seconds": learnt_at - sampled_at,
+            "learn_seconds": learned_at - sampled_at,
             "refit_seconds": report.seconds,
+            "drift": float(0 if self.watch is None else len(self.watch.findings) - known),
         }
 
     def sample(self, asked: Sequence[Question], seed: int) -> list[Sample]:
-        """A reply to each question, ended where the model ends it."""
+        """Sample a completion of each question, up to an end-of-text token."""
         prompts = [question.prompt for question in asked]
         return self.engine.generate(
             prompts,
@@ -209,10 +220,10 @@ class PolicyLoop:
         )
 
     def roll_out(self, questions: Iterator[Question], count: int, seed: int) -> Rollouts:
-        """Groups of replies to `count` questions; to those that teach something, with dynamic sampling.
+        """Sample groups of completions for `count` questions. Dynamic sampling drops groups with equal rewards.
 
         Raises:
-            NonFiniteError: a value is NaN or infinite, and `on_non_finite` is not `skip`.
+            NonFiniteError: If a value is NaN or infinite, and `on_non_finite` is not `skip`.
         """
         settings = self.settings
         kept: list[Sample] = []
@@ -245,8 +256,8 @@ class PolicyLoop:
         else:
             logger.warning(
                 f"{len(kept) // self.group} of {count} groups have rewards that differ and are finite, after "
-                f"{batch + 1} batches of questions: the step learns from those. Easier or harder questions, or larger "
-                "groups, teach more."
+                f"{batch + 1} batches of questions: the step uses only those. Use easier or harder questions, or "
+                "larger groups, for more."
             )
         return Rollouts(
             kept,
@@ -264,21 +275,21 @@ class PolicyLoop:
             return float(found)
         except (TypeError, ValueError) as error:
             raise NonFiniteError(
-                f"the reward of a reply to {shown(question.row)} is {shown(found)}: expected a number"
+                f"the reward of a completion of {shown(question.row)} is {shown(found)}: expected a number"
             ) from error
 
     def _finite_groups(
         self, samples: Sequence[Sample], values: Mapping[str, torch.Tensor], rows: Sequence[Any] = ()
     ) -> torch.Tensor:
-        """Find the groups without a value that is NaN or infinite: `(groups,)` bool.
+        """Find the groups without NaN and infinite values: `(groups,)` bool.
 
         Args:
-            samples: those of a group one after the other; the engine's log-probabilities are checked.
-            values: further values by name, `(samples,)` each.
-            rows: the data's, of each sample, to name in the error.
+            samples: Samples, with those of a group adjacent. The engine's log-probabilities are checked.
+            values: Further values to check by name, `(samples,)` each.
+            rows: Row of each sample, for the error message.
 
         Raises:
-            NonFiniteError: there are such groups, and `on_non_finite` is not `skip`.
+            NonFiniteError: If some groups have such values, and `on_non_finite` is not `skip`.
         """
         wrong: dict[int, str] = {}
         for name, given in values.items():
@@ -302,12 +313,12 @@ class PolicyLoop:
         return usable
 
     def learn(self, rollouts: Rollouts) -> dict[str, float]:
-        """The updates of a step; it measures nothing if there is nothing to learn from.
+        """Run the updates of a step. Returns no metrics if there is nothing to train on.
 
-        An update whose gradient norm is NaN or infinite is skipped, and counted as `skipped_updates`.
+        An update whose gradient norm is NaN or infinite is skipped, and counted in `skipped_updates`.
 
         Raises:
-            NonFiniteError: a value is NaN or infinite, and `on_non_finite` is not `skip`.
+            NonFiniteError: If a value is NaN or infinite, and `on_non_finite` is not `skip`.
         """
         usable = self._finite_groups(rollouts.samples, {"advantage": rollouts.advantages})
         kept = usable.repeat_interleave(self.group)
@@ -329,10 +340,14 @@ class PolicyLoop:
         old: list[TokenLogprobs | None] = [None] * updates
         if updates > 1:  # later ones are measured against the policy that the step began with
             old = [self._logprobs(self.model, batch, self.sampling) for batch in batches]
-        steps = []
+        steps: list[dict[str, Any]] = []
         for batch, part, before in zip(batches, parts, old, strict=True):
             self.optimizer.zero_grad()
             measured = self._gradient(batch, advantages[part], before)
+            if self.watch is not None and not steps:
+                self.watch.before_update(
+                    samples[part], measured["logprobs"], engine=batch.logprobs, mask=measured["compared"]
+                )
             steps.append(measured | clipped_update(self.model, self.optimizer, self.clip_gradient_norm))
         trainer, engine = (torch.cat([step[name] for step in steps]) for name in ("trainer", "engine"))
         means = {name: float(sum(step[name] for step in steps)) / updates for name in _AVERAGED}
@@ -347,23 +362,24 @@ class PolicyLoop:
         )
 
     def _gradient(self, batch: Batch, advantages: torch.Tensor, old: TokenLogprobs | None) -> dict[str, Any]:
-        """The gradient of an update, and what there is to measure.
+        """Compute the gradient of an update, and the measurements.
 
         Args:
-            batch: the samples.
+            batch: The samples.
             advantages: `(samples,)`.
-            old: under the policy that the step began with; None in its first update, where that is the policy itself.
+            old: Log-probabilities of the policy at the start of the step. None in the first update, in which they equal
+                the current ones.
         """
         settings = self.settings
         clip: dict[str, Any] = {"eps_low": settings.eps_low, "eps_high": settings.eps_high}
-        longest = self.new_tokens if settings.normalise is Normalise.LONGEST else None
-        weights = token_weights(batch.sampled, settings.normalise, longest)
+        longest = self.new_tokens if settings.normalize is Normalize.LONGEST else None
+        weights = token_weights(batch.sampled, settings.normalize, longest)
         reference = None
         if settings.kl:  # of the complete distribution: a token that its own top_p excludes is not certain
             reference = self._logprobs(self.reference, batch, Sampling(self.sampling.temperature)).logprobs
         correction, terms = settings.correction, LossTerms.TOKEN
         if correction is not None and correction.level is Level.SEQUENCE and old is None:
-            terms = LossTerms.SEQUENCE  # the ratio of a sequence is that of this forward
+            terms = LossTerms.SEQUENCE  # the ratio of a sequence needs all its log-probabilities of this forward
 
         def arguments(found: TokenLogprobs) -> tuple[torch.Tensor, ...]:
             before = found.logprobs.detach() if old is None else old.logprobs
@@ -387,12 +403,14 @@ class PolicyLoop:
             "loss": found.loss.item(),
             "clipped": clipped_share(*arguments(found), **clip),
             "outside": int((batch.sampled & ~in_support(found)).sum()),
+            "logprobs": arguments(found)[1],
+            "compared": compared,
             "trainer": arguments(found)[1][compared],
             "engine": batch.logprobs[compared],
         }
 
     def _logprobs(self, model: Any, batch: Batch, sampling: Sampling, **loss: Any) -> TokenLogprobs:
-        """Of what was sampled, `(samples, longest)`; with a loss its gradient is taken."""
+        """Compute log-probabilities of the sampled tokens, `(batch, max_length)`, and the gradient of a loss."""
         sampling = sampling.processing
         with computing_in(self.compute, self.model.device):
             return rollout_logprobs(

@@ -1,12 +1,13 @@
-"""Rows of data, and the token ids of what is in them.
+"""Rows of data sets, and conversion of their text to token ids.
 
-| loss | a row has |
+| loss | columns of a row |
 |---|---|
-| `sft` | `messages`, of which the last is the answer; or `prompt` and `completion`; or `text` |
-| `dpo`, `reward` | `chosen` and `rejected`, and `prompt` unless they are whole chats |
-| `grpo`, `dr_grpo`, `dapo` | `prompt`, and what the reward reads; `images` (see `image_prompts`) |
+| `sft` | `messages`, the last of which is the answer; or `prompt` and `completion`; or `text` |
+| `dpo`, `reward` | `chosen` and `rejected`; also `prompt`, unless they are complete chats |
+| `grpo`, `dr_grpo`, `dapo` | `prompt`, and the columns that the reward reads; optionally `images` (see `image_prompts`)
+|
 
-A prompt or an answer is text, or messages (`{"role": ..., "content": ...}`) for the tokenizer's chat template.
+Prompts and answers are text, or messages (`{"role": ..., "content": ...}`) for the tokenizer's chat template.
 """
 
 from __future__ import annotations
@@ -35,28 +36,29 @@ def rows(
     columns: Mapping[str, Any] | None = None,
     images: str | None = None,
 ) -> Sequence[Row]:
-    """Rows of a file, or of a data set of the hub.
+    """Load rows of a file or of a hub data set.
 
     Args:
-        path: a `.jsonl` file, a JSON object on each line; or a data set's name, which needs the package datasets.
-        name, split, revision: of a data set of the hub.
-        columns: further columns, by name: text in which `$column` stands for another column's value, or messages with
-            such texts. A text that is nothing but `$column` is that value itself, a list of messages say.
-        images: the column with a row's images: names of files, from the `.jsonl` file's directory, or images as data
-            sets of the hub have them; one, or a list. Rows have them, opened, as `images`.
+        path: A `.jsonl` file with a JSON object per line, or the name of a data set, which needs the package datasets.
+        name, split, revision: Configuration, split and revision of a hub data set.
+        columns: Additional columns by name: text in which `$column` is replaced by that column's value, or messages
+            with such texts. If the text is only `$column`, the value itself is used, for example a list of messages.
+        images: Column with a row's images: file names relative to the `.jsonl` file's directory, or images of a hub
+            data set; one or a list. The opened images are in `images` of a row.
 
     Raises:
-        RecipeError: no such file, what is no JSON, no rows, or no such column.
+        RecipeError: If the file does not exist, is not valid JSON, has no rows, or lacks a column.
     """
     if path.endswith(".jsonl"):
         if given := [key for key, value in (("name", name), ("split", split), ("revision", revision)) if value]:
-            raise _refused(path, f"is a file, which has no {', '.join(given)}")
+            advice = f"remove {', '.join(given)}: {' '.join(f'data.{key}=null' for key in given)}"
+            raise _refused(path, f"is a file, which has no {', '.join(given)}", advice)
         found: Any = list(_lines(Path(path).expanduser()))
     else:
         try:
             from datasets import load_dataset
         except ImportError as error:
-            raise _refused(path, "is no .jsonl file, and data sets of the hub need: pip install datasets") from error
+            raise _refused(path, "is not a .jsonl file, and data sets of the hub need: pip install datasets") from error
         found = load_dataset(path, name, split=split or "train", revision=revision)
     if not len(found):
         raise _refused(path, "has no rows")
@@ -66,7 +68,7 @@ def rows(
 
 
 class _Made(Sequence[Row]):
-    """Rows that are made of others when they are looked at; the first at once, which shows what columns lack."""
+    """Rows computed from other rows on access. The first is computed at once, to detect missing columns early."""
 
     def __init__(self, found: Sequence[Row], make: Callable[[Row], Row]) -> None:
         self.found, self.make = found, make
@@ -83,12 +85,12 @@ def _with_columns(path: str, columns: Mapping[str, Any], row: Row) -> Row:
     try:
         return dict(row) | {name: _filled(text, row) for name, text in columns.items()}
     except (KeyError, ValueError) as error:
-        raise _refused(path, f"columns: {error} is no column; it has {', '.join(row)}") from error
+        raise _refused(path, f"columns: {error} is not a column; it has {', '.join(row)}") from error
 
 
 def _with_images(path: str, column: str, row: Row) -> Row:
     if column not in row:
-        raise _refused(path, f"images: {column!r} is no column; it has {', '.join(row)}")
+        raise _refused(path, f"images: {column!r} is not a column; it has {', '.join(row)}")
     given = row[column]
     return dict(row) | {
         "images": [_opened(path, column, each) for each in (given if isinstance(given, list) else [given])]
@@ -129,20 +131,20 @@ def _lines(file: Path) -> Iterator[Row]:
             yield parse_object(line, f"line {number}", file)
 
 
-def _refused(path: str, detail: str) -> RecipeError:
-    return RecipeError("cannot use the data", [Problem(ProblemKind.FILE, path, detail)])
+def _refused(path: str, detail: str, *advice: str) -> RecipeError:
+    return RecipeError("cannot use the data", [Problem(ProblemKind.FILE, path, detail)], list(advice))
 
 
 # Token ids
 
 
 def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
-    """Token ids of a prompt, up to where the answer begins.
+    """Return token ids of a prompt up to the start of the answer.
 
     Args:
-        tokenizer: the checkpoint's.
-        prompt: text, which is taken as it is, or messages. Special tokens that the tokenizer appends to text (EOS, a
-            separator) are left out, because the answer follows.
+        tokenizer: The checkpoint's tokenizer.
+        prompt: Text, which is used unchanged, or messages. Special tokens that the tokenizer appends to text (EOS, a
+            separator) are removed, because the answer follows.
     """
     if isinstance(prompt, str):
         start, rest, _ = _text_parts(tokenizer, prompt)
@@ -151,7 +153,7 @@ def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
 
 
 def _text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of a text: the special tokens that the tokenizer puts before it, the text's, and those it appends."""
+    """Return token ids of a text in three parts: prepended special tokens, the text, and appended special tokens."""
     every = list(tokenizer(text)["input_ids"])
     own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     end = tokenizer.eos_token_id
@@ -175,20 +177,20 @@ def appended_ids(tokenizer: Any) -> list[int]:
 
 
 def answered_ids(tokenizer: Any, prompt: Any, answer: Any) -> tuple[list[int], list[bool]]:
-    """Token ids of a prompt and its answer, and which of them are the answer's, its end included.
+    """Return token ids of a prompt and its answer, and a mask of the answer's tokens, including its end token.
 
-    Of messages, the assistant's are the answer: each from its first token to its end-of-turn token. What the template
-    writes around them, and messages of other roles, are not.
+    In messages, the answer consists of the assistant's messages, each from its first token to its end-of-turn token.
+    Text that the template adds around them and messages of other roles are not part of the answer.
 
     Args:
-        tokenizer: the checkpoint's.
-        prompt: text or messages; None if `answer` is a whole chat or a whole text.
-        answer: text, or messages: those that follow the prompt, or a whole chat, which has the prompt in it. Of a whole
-            chat the last message is the answer.
+        tokenizer: The checkpoint's tokenizer.
+        prompt: Text or messages; None if `answer` is a complete chat or text.
+        answer: Text, or messages: either the messages after the prompt or a complete chat that includes the prompt. In
+            a complete chat, the last message is the answer.
 
     Raises:
-        NRLModelsError: a chat template that writes a prompt otherwise once it is answered or writes no end-of-turn
-            token, no answer, or an answer that is not the assistant's.
+        NRLModelsError: If there is no answer, or it is not from the assistant. Also if the chat template renders a
+            prompt differently once an answer follows, or writes no end-of-turn token.
     """
     if isinstance(answer, str) and not isinstance(prompt, list):
         return _answered_text(tokenizer, prompt, answer)
@@ -207,13 +209,13 @@ def answered_ids(tokenizer: Any, prompt: Any, answer: Any) -> tuple[list[int], l
     if not answers or (prompt is None and len(chat) - 1 not in answers):
         raise NRLModelsError(
             f"the answer has messages of the role {', '.join(message['role'] for message in chat[first:])}: expected "
-            "one of the assistant, which is what the model learns to write"
+            "one of the assistant, whose messages the model is trained on"
         )
     return _answered_chat(tokenizer, chat, answers)
 
 
 _BEFORE_ANSWERS = ("system", "developer", "user")
-"""Roles that begin a whole chat."""
+"""Roles of the first message in a complete chat."""
 
 
 def _answered_text(tokenizer: Any, prompt: str | None, answer: str) -> tuple[list[int], list[bool]]:
@@ -225,7 +227,7 @@ def _answered_text(tokenizer: Any, prompt: str | None, answer: str) -> tuple[lis
 
 
 def _answered_chat(tokenizer: Any, chat: list[Any], answers: Sequence[int]) -> tuple[list[int], list[bool]]:
-    """Token ids of a chat, and which of them are those of the messages with the numbers `answers`."""
+    """Return token ids of a chat, and a mask of the tokens of the messages with indices `answers`."""
     whole = list(tokenizer.apply_chat_template(chat, return_dict=False))
     chosen = [False] * len(whole)
     for number in answers:
@@ -235,18 +237,18 @@ def _answered_chat(tokenizer: Any, chat: list[Any], answers: Sequence[int]) -> t
             until = until[: _end_of_turn(tokenizer, until, len(start)) + 1]
         if until[: len(start)] != start or whole[: len(until)] != until:
             raise NRLModelsError(
-                "the chat template writes a question otherwise once it is answered, so that what is learnt is not what "
-                "is asked: give rows with a `prompt` and a `completion` of plain text"
+                "the chat template renders a question differently once an answer follows, so training and sampling "
+                "prompts would differ: use rows with a `prompt` and a `completion` of plain text"
             )
         chosen[len(start) : len(until)] = [True] * (len(until) - len(start))
     return whole, chosen
 
 
 def _end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
-    """Find the token that ends an answer: the last one, but for blanks that the template writes after it.
+    """Find the token that ends an answer: the last token, except for whitespace that the template writes after it.
 
     Raises:
-        NRLModelsError: it is not a special token. Nothing would teach the model to stop.
+        NRLModelsError: If it is not a special token, because the model would not be trained to stop.
     """
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, added in added_tokens.items() if added.special}
@@ -264,10 +266,10 @@ def _end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
 
 
 def sequences_of(tokenizer: Any, row: Row, *, pairs: bool) -> list[tuple[list[int], list[bool]]]:
-    """The sequences of a row: one for supervised learning; of `pairs` the chosen and the rejected one.
+    """Return the sequences of a row: one for supervised learning; for `pairs`, the chosen and the rejected one.
 
     Raises:
-        RecipeError: columns that are missing.
+        RecipeError: If columns are missing.
     """
     prompt = row.get("prompt")
     if pairs and {"chosen", "rejected"} <= row.keys():
@@ -282,9 +284,9 @@ def sequences_of(tokenizer: Any, row: Row, *, pairs: bool) -> list[tuple[list[in
 def padded_rows(
     sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sequences of several lengths, padded on the right: ids, which are there, and which are answers.
+    """Pad sequences on the right. Returns ids, a mask of tokens, and a mask of answers.
 
-    `(sequences, length)` each; int64, bool and bool.
+    Shapes: `(batch, seq_len)` each; int64, bool and bool.
     """
     rows = [torch.tensor(row) for row, _ in sequences]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad)

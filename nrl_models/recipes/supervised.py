@@ -1,4 +1,4 @@
-"""A step of learning from given answers: cross-entropy, DPO, or the ranking loss of a reward model."""
+"""A step of supervised training: cross-entropy, DPO, or the ranking loss of a reward model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from nrl_models.recipes.rows import padded_rows
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
 
 Sequences = list[tuple[list[int], list[bool]]]
-"""Of a row: token ids, and which are the answer's; two of a pair, the chosen first."""
+"""Sequences of a row: token ids, and a mask of the answer's tokens. A pair has two, the chosen first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedLoop:
-    """What a step needs.
+    """Performs the steps of supervised training.
 
     Args:
-        model: is trained.
-        optimizer: of its parameters.
-        settings: of the loss.
-        pad: the token id that padding has.
-        micro_batch: rows of a forward.
-        clip_gradient_norm: the largest norm of the gradient.
-        reference: what `dpo` measures against.
-        compute: bfloat16 computes under autocast.
-        dropout: whether the model's log-probabilities and scores are computed with dropout, if it is in training mode.
+        model: The model to train.
+        optimizer: Optimizer of the model's parameters.
+        settings: Settings of the loss.
+        pad: Token id of padding.
+        micro_batch: Rows per forward.
+        clip_gradient_norm: Maximum gradient norm.
+        reference: Reference model of `dpo`.
+        compute: Compute dtype. bfloat16 uses autocast.
+        dropout: Whether log-probabilities and scores use dropout if the model is in training mode.
     """
 
     model: Any
@@ -48,9 +48,9 @@ class SupervisedLoop:
     dropout: bool = False
 
     def step(self, rows: Iterator[Sequences], count: int) -> dict[str, float]:
-        """Learn from the next `count` rows. Returns what `SUPERVISED_METRICS` or `PAIR_METRICS` name.
+        """Train on the next `count` rows. Returns the metrics in `SUPERVISED_METRICS` or `PAIR_METRICS`.
 
-        An update whose gradient norm is NaN or infinite is skipped, and counted as `skipped_updates`.
+        An update whose gradient norm is NaN or infinite is skipped, and counted in `skipped_updates`.
         """
         with ExitStack() as stack:
             if not self.dropout:
@@ -115,6 +115,6 @@ class SupervisedLoop:
     def _found(
         self, model: Any, sequences: Sequences, loss: Any = None, terms: LossTerms | torch.Tensor = LossTerms.TOKEN
     ) -> TokenLogprobs:
-        """Log-probabilities of answers, `(sequences, length)`, and their loss."""
+        """Compute log-probabilities of answers, `(batch, seq_len)`, and their loss."""
         ids, there, answers = padded_rows(sequences, self.pad, model.device)
         return token_logprobs(model, ids, attention_mask=there, score=answers, loss=loss, loss_terms=terms)

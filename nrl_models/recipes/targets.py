@@ -1,8 +1,8 @@
-"""What a recipe's `_target_` may name, and which of its values may only be given on the command line.
+"""Allowed values of `_target_` in a recipe, and values that may only be set on the command line.
 
-A recipe is a file that somebody else may have written. A callable that it names would be code from elsewhere, so it may
-only name what is listed here; what else is wanted is given on the command line (`reward._target_=my_package.exact`),
-which is its user's permission. The same holds for values that make a library run code or write files.
+A recipe may be from an untrusted source, and a callable that it names could run any code. So a file may only name the
+callables listed here. The user can allow others on the command line (`reward._target_=my_package.exact`). The same
+applies to values that make a library run code or write files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nrl_models.common.config.spelling import misspellings_of
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What may stand in one place of a recipe.
+    """Allowed targets in one place of a recipe.
 
     Args:
-        listed: the names that `_target_` may have in a file.
-        given: parameters that the run itself fills.
+        listed: Names that `_target_` may have in a file.
+        given: Parameters that the run sets itself.
     """
 
     listed: tuple[str, ...]
@@ -36,11 +36,11 @@ _TEXT = (
 )
 
 CLASSIFIER = "nrl_models.AutoModelForSequenceClassification.from_pretrained"
-"""What loads reward models."""
+"""Target that loads reward models."""
 
 SLOTS: Mapping[str, Slot] = {
     "model": Slot((*_TEXT, CLASSIFIER), given=("path_or_id", "backend")),
-    "data": Slot(("nrl_models.recipes.rows.rows",)),
+    "data": Slot(("nrl_models.recipes.rows.rows", "nrl_models.recipes.sums.sums")),
     "optimizer": Slot(("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"), given=("params",)),
     "reward": Slot(
         ("nrl_models.recipes.reward_rules.last_number", "nrl_models.recipes.reward_rules.boxed"),
@@ -82,10 +82,10 @@ SAFE_ENGINE = (
 
 
 def resolved(name: str) -> Any:
-    """What a dotted name stands for: a module's attribute, or an attribute of that.
+    """Import a dotted name: an attribute of a module, or an attribute of that.
 
     Raises:
-        ImportError: there is nothing of that name.
+        ImportError: If the name does not exist.
     """
     parts = name.split(".")
     for size in range(len(parts) - 1, 0, -1):
@@ -104,7 +104,7 @@ def resolved(name: str) -> Any:
 
 
 def problems_of_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], slot: Slot) -> Iterator[str]:
-    """What is wrong with the keywords of a callable: unknown ones with the nearest known, and missing ones."""
+    """Yield a callable's unknown keywords, with the nearest known, and its missing keywords."""
     parameters = inspect.signature(function).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     known = [

@@ -17,12 +17,12 @@ def clipped_update(model: nn.Module, optimizer: torch.optim.Optimizer, most: flo
     """Clip the gradient and update the weights, unless the gradient is NaN or infinite.
 
     Args:
-        model: with gradients; they are gone afterwards if the update was skipped.
-        optimizer: of its parameters.
-        most: the largest norm of the gradient.
+        model: Model with gradients. They are set to None if the update is skipped.
+        optimizer: Optimizer of the model's parameters.
+        most: Maximum gradient norm.
 
     Returns:
-        `gradient_norm` before clipping, and `skipped_updates`: 1 if the weights were left as they are.
+        `gradient_norm` before clipping, and `skipped_updates`: 1 if the update was skipped.
     """
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
     finite = norm < float("inf")  # False for NaN
@@ -35,5 +35,5 @@ def clipped_update(model: nn.Module, optimizer: torch.optim.Optimizer, most: flo
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """torch's autocast for bfloat16; nothing for fp32."""
+    """Return torch's autocast for bfloat16, and a null context for fp32."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)

@@ -1,4 +1,4 @@
-"""One architecture under test: its class, the class it must equal, and both with the same weights."""
+"""One architecture under test: its class, the reference class, and both with the same weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class FamilyCase:
     """A family's class under test.
 
     Args:
-        model_class: the class.
-        device: where to test; CUDA when there is one.
-        tiny: values for the tiny configuration, beside those that the class names.
+        model_class: The class under test.
+        device: Device of the tests. Default: CUDA if available.
+        tiny: Values for the tiny configuration, in addition to the class's `tiny`.
     """
 
     model_class: type[FamilyModel]
@@ -57,7 +57,7 @@ class FamilyCase:
 
     @property
     def tiny_values(self) -> dict[str, Any]:
-        """What the class and this case give for the tiny configuration."""
+        """Values for the tiny configuration from the class and this case."""
         return {**self.model_class.tiny, **self.tiny}
 
     @property
@@ -67,33 +67,33 @@ class FamilyCase:
 
     @property
     def full_configs(self) -> dict[str, PreTrainedConfig]:
-        """Configurations of published size, by name: the class's default, and its `published` models'.
+        """Configurations of published size by name: the class's default, and its `published` models.
 
-        Some classes' defaults are of no model: those that transformers cannot build are left out.
+        Defaults that transformers cannot build are left out, because they describe no model.
         """
         published = {name: self.config_class(**values) for name, values in self.model_class.published.items()}
         default = self.config_class()
         try:
             with torch.device("meta"):
                 self.reference_class(copy.deepcopy(default))
-        except Exception:  # whatever a missing size leads to
+        except Exception:  # any error of a missing size
             return published
         return {"default": default} | published
 
     def inputs(self, **options: Any) -> Inputs:
-        """Random inputs of the kind this class takes, see `inputs_for`; new tensors at each call."""
+        """Return random inputs for this class, see `inputs_for`. Creates new tensors in each call."""
         key = tuple(sorted(options.items()))
         if key not in self._inputs:  # to see in which form images come the model is run on some
             self._inputs[key] = inputs_for(self.reference(), **options)
         return {name: value.clone() for name, value in self._inputs[key].items()}
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The reference with randomised weights, in evaluation mode. Shared: do not change it."""
+        """The reference with randomized weights, in evaluation mode. Shared: do not change it."""
         if dtype not in self._references:
             torch.manual_seed(SEED)
             attention = reference_attention(self.reference_class)
             reference = self.reference_class._from_config(self.config, dtype=dtype, **attention)
-            randomise(reference)
+            randomize(reference)
             widen(reference, dtype)
             reference.to(self.device)
             self._references[dtype] = reference.eval()
@@ -111,7 +111,7 @@ class FamilyCase:
         return self._models[dtype]
 
     def built_models(self) -> list[FamilyModel]:
-        """The models under test that there are by now."""
+        """Return the models under test that have been built."""
         return list(self._models.values())
 
     def with_new_models(self) -> FamilyCase:
@@ -121,7 +121,7 @@ class FamilyCase:
         return case
 
     def of_reference(self) -> FamilyCase:
-        """The same case with the reference as the model under test: what transformers' own class does in a test."""
+        """Return the same case with the reference as the model under test, to run a test on transformers' class."""
         case = copy.copy(self)
         case._tests_reference = True
         case._references = {}  # built again, because some keep states of their last forward
@@ -134,9 +134,9 @@ class FamilyCase:
 
 @torch.no_grad()
 def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Keep in fp32, in place, what transformers does when it loads a model in `dtype`: a new one it leaves in `dtype`.
+    """Convert to fp32, in place, the parameters that transformers keeps in fp32 when it loads a model in `dtype`.
 
-    Some run in bf16 only so.
+    A new model has all parameters in `dtype`, in which some models do not run.
     """
     kept = kept_dtypes(model, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -145,10 +145,10 @@ def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def randomise(model: nn.Module) -> None:
-    """Randomise what initialisation leaves constant: norms, biases, sinks, router corrections.
+def randomize(model: nn.Module) -> None:
+    """Randomize parameters that initialization sets to constants: norms, biases, sinks, router corrections.
 
-    With norms at one and biases at zero, swapped or dropped ones would go unnoticed.
+    With norms of one and biases of zero, swapped or dropped parameters would have no effect.
     """
     for tensor in model.state_dict(keep_vars=True).values():
         if tensor.is_floating_point() and (tensor.ndim <= 1 or tensor.std() == 0):

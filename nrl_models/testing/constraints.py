@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from nrl_models.common.cached import cached
 
 Path = tuple[str, ...]
-"""A key of a configuration, or of one of its parts: `("vision_config", "codebook_size")`."""
+"""Key of a configuration, or of one of its parts: `("vision_config", "codebook_size")`."""
 
 
 class Kind(Enum):
@@ -34,20 +34,20 @@ class Kind(Enum):
 
 
 REFUSED = {ast.NotEq: Kind.EQUAL, ast.IsNot: Kind.EQUAL, ast.Gt: Kind.AT_MOST, ast.Lt: Kind.AT_LEAST}
-"""What holds where a comparison that raises is false. `>=` and `<=` have no closest value that meets them."""
+"""Relation that holds if a comparison that raises is false. `>=` and `<=` have no closest value that satisfies them."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A relation that holds in every configuration of a class.
+    """A relation that holds in all configurations of a class.
 
     Args:
-        kind: the relation.
-        left: the left side, an expression over `self`.
-        right: the right side.
-        paths: keys in the expressions, those that are a whole side first.
-        summed: keys whose sum is one side, where the other side is a single key; empty otherwise.
-        total: that single key; empty if there is none.
+        kind: The relation.
+        left: Left side, an expression over `self`.
+        right: Right side.
+        paths: Keys in the expressions, starting with those that are a complete side.
+        summed: Keys whose sum is one side if the other side is a single key; otherwise empty.
+        total: That single key; empty if there is none.
     """
 
     kind: Kind
@@ -88,24 +88,24 @@ def constraints_of(config_class: type[PreTrainedConfig]) -> tuple[Constraint, ..
 
 
 def sections_of(config_class: type[PreTrainedConfig], total: str) -> tuple[str, ...]:
-    """The keys that count consecutive layers, where a class demands that they add up to `total` layers."""
+    """Return keys that count consecutive layers, if a class requires that they add up to `total` layers."""
     return next((constraint.summed for constraint in constraints_of(config_class) if constraint.total == total), ())
 
 
 def satisfy(
     config_class: type[PreTrainedConfig], values: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return changes to `values` with which they meet the constraints of `config_class`.
+    """Return changes to `values` that satisfy the constraints of `config_class`.
 
-    Values of parts are changed in place. A constraint that no change of a single number meets is left to the class.
+    Values of parts are changed in place. Constraints that no change of a single number satisfies are ignored.
 
     Args:
-        config_class: the configuration class.
-        values: all values of a configuration, its parts as configurations.
-        fixed: keys that must not be changed; of a part, a mapping of such keys.
+        config_class: The configuration class.
+        values: All values of a configuration, with parts as configurations.
+        fixed: Keys that must not change; for parts, mappings of such keys.
     """
     config, changed = SimpleNamespace(**values), set[Path]()
-    for constraint in constraints_of(config_class) * 2:  # what one changes, another may refer to
+    for constraint in constraints_of(config_class) * 2:  # a change may affect another constraint
         try:
             if constraint.holds(config):
                 continue
@@ -120,7 +120,7 @@ def satisfy(
 
 
 def _solve(constraint: Constraint, config: Any, path: Path) -> bool:
-    """Change one key so that `constraint` holds; leave it and return False if no whole number does."""
+    """Change one key so that `constraint` holds. If no integer does, change nothing, and return False."""
     owner = config
     for part in path[:-1]:
         owner = getattr(owner, part)
@@ -134,14 +134,14 @@ def _solve(constraint: Constraint, config: Any, path: Path) -> bool:
             setattr(owner, path[-1], value)
             if constraint.holds(config):
                 return True
-        except Exception:  # of another type than the key takes
+        except Exception:  # the value has the wrong type for the key
             continue
     setattr(owner, path[-1], old)
     return False
 
 
 def _candidates(constraint: Constraint, config: Any, owner: Any, key: str) -> Iterator[Any]:
-    """Values of a key that may meet `constraint`: a side's value, or where the sides meet if they are linear in it."""
+    """Yield values of a key that may satisfy `constraint`: the other side's value, or the solution if it is linear."""
     old, (left, right) = getattr(owner, key), constraint.sides(config)
     if constraint.kind is Kind.MULTIPLE:
         if old == right:
@@ -174,7 +174,7 @@ def _read(validator: Callable[..., Any]) -> Iterator[Constraint]:
     """The constraints of one validator."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(validator)))
-    except (OSError, SyntaxError):  # no source, or not that of a function alone
+    except (OSError, SyntaxError):  # no source, or more than a function
         return
     named: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
@@ -232,7 +232,7 @@ def _path(node: ast.AST) -> Path | None:
 
 
 def _sum(node: ast.expr) -> tuple[str, ...]:
-    """The keys that are added, in order; none if anything else is."""
+    """Return the keys that are added, in order; empty if there are other operations."""
     match node:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             first, second = _sum(left), _sum(right)

@@ -1,4 +1,4 @@
-"""What the generated tests prove of a model, by name: the columns of the coverage page, and what a family may limit."""
+"""Features that the generated tests verify: columns of the coverage page, and keys of a family's `limits`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INVARIANCES = (
     "cached decoding",
     "generate",
 )
-"""Features that transformers' own class may lack: where it fails the same tests, the family says so in `limits`.
+"""Features that transformers' class may lack. If it fails the same tests, the family declares them in `limits`.
 
 Tests that compare with transformers' class (weights, layers, logits, gradients, files, LoRA) cannot be limited.
 """
@@ -45,17 +45,17 @@ SUITE = Path(__file__).with_name("suite")
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 Condition = Callable[["FamilyCase"], bool]
-"""Whether a test applies to a class: known from its declarations, before a model is built."""
+"""Whether a test applies to a class, according to its declarations, without building a model."""
 
 
 def proves(feature: str) -> Callable[[Test], Test]:
-    """Mark a generated test as one of those behind `feature`.
+    """Decorator that marks a generated test as a test of `feature`.
 
-    Where a family states that it lacks the feature (`FamilyModel.limits`), the test is run on transformers' class, too,
-    and both have to fail alike.
+    If a family lacks the feature (`FamilyModel.limits`), the test also runs on transformers' class, and both have to
+    fail in the same way.
 
     Args:
-        feature: one of `FEATURES`.
+        feature: One of `FEATURES`.
     """
     if feature not in FEATURES:
         raise ValueError(f"unknown feature {feature!r}: expected one of {', '.join(FEATURES)}")
@@ -78,12 +78,12 @@ def applies_to(*conditions: Condition) -> Callable[[Test], Test]:
 
 
 def conditions_of(test: Callable[..., Any]) -> tuple[Condition, ...]:
-    """What a class has to meet for `test` to apply to it."""
+    """Return the conditions under which `test` applies to a class."""
     return getattr(test, "conditions", ())
 
 
 def applies(test: Callable[..., Any], case: FamilyCase) -> bool:
-    """Whether `test` says anything about the class of `case`."""
+    """Return True if `test` applies to the class of `case`."""
     return all(condition(case) for condition in conditions_of(test))
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a model a tiny one keeps: the first of each kind."""
+"""Select the layers of a model that its tiny version keeps: the first of each kind."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from typing import Any
 from nrl_models.testing import sizes
 
 MANY = 4
-"""Where numbers take more values than this, layers of different size are of one kind."""
+"""If numbers have more values than this, layers that differ in size are of the same kind."""
 
 
 class KeptLayers:
-    """The layers to keep, and what keys about layers say about them.
+    """The layers to keep, and the new values of keys about layers.
 
-    A kind is what distinguishes layers: the entries of lists with one for each layer (`layer_types`), being in a list
-    of layer numbers (`mlp_only_layers`), being among the first or last so many (`first_k_dense_replace`,
-    `num_kv_shared_layers`), values of its own (`per_layer_config`). Each is kept once, and two layers at least.
+    Layers are of the same kind if none of the following distinguishes them: entries of lists with one entry per layer
+    (`layer_types`), membership in a list of layer numbers (`mlp_only_layers`), being among the first or last layers
+    (`first_k_dense_replace`, `num_kv_shared_layers`), and separate values (`per_layer_config`). One layer of each kind
+    is kept, and at least two layers.
 
     Args:
-        config: a configuration's keys and values.
-        count: how many layers to keep; as many as there are kinds if None.
-        sections: keys that count consecutive layers and add up to all of them (`n_input_layers`, ...).
+        config: Keys and values of a configuration.
+        count: Number of layers to keep. None keeps one per kind.
+        sections: Keys that count consecutive layers and add up to all of them (`n_input_layers`, ...).
 
     Attributes:
-        kept: numbers of the layers that are kept; none where the configuration counts no layers.
-        own_values: for those of them that have some, by their new number, values of their own.
+        kept: Numbers of the kept layers. Empty if the configuration has no number of layers.
+        own_values: Separate values of kept layers, by their new number.
     """
 
     def __init__(self, config: Mapping[str, Any], count: int | None = None, sections: Sequence[str] = ()) -> None:
         types = config.get("layers_block_type") or config.get("layer_types") or ()
         self._count = next((value for key in sizes.LAYERS if type(value := config.get(key)) is int), len(types))
-        self._lists: dict[str, Any] = {}  # keys with an entry for each layer
-        self._marks: dict[str, list[bool]] = {}  # of other keys about layers, for each whether it is one of theirs
+        self._lists: dict[str, Any] = {}  # keys with an entry per layer
+        self._marks: dict[str, list[bool]] = {}  # for each other key about layers, whether it applies to each layer
         for key, value in config.items():
             if isinstance(value, (list, tuple)):
                 if len(value) == self._count > 2:
@@ -55,7 +56,7 @@ class KeptLayers:
         self.own_values = {place: own_values[layer] for place, layer in enumerate(self.kept) if layer in own_values}
 
     def value(self, key: str, value: Any) -> Any:
-        """What `key` says in a model of the kept layers alone; None for keys about something else."""
+        """Return the value of `key` for a model with only the kept layers; None for keys unrelated to layers."""
         if not self.kept:
             return None
         if key in self._lists:
@@ -86,7 +87,7 @@ class KeptLayers:
             if not _are_numbers(values):
                 yield key, _kind(values[layer], values)
         for key, marks in self._marks.items():
-            # One of each type among the last, for what a layer shares is of its own type.
+            # Keep one of each type among the last layers, because a layer shares with layers of its type.
             yield key, marks[layer], *(self._types(layer) if key in sizes.TRAILING and any(marks) else ())
         yield "per_layer_config", layer in self._own_values
         for key, value in (self._own_values.get(layer) or {}).items():
@@ -97,12 +98,12 @@ class KeptLayers:
 
 
 def _are_numbers(values: Any) -> bool:
-    """Whether a list with an entry for each layer names each layer's own number."""
+    """Return True if a list with an entry per layer consists of the layers' numbers."""
     return list(values) == list(range(len(values)))
 
 
 def _kind(value: Any, values: Any) -> str:
-    """What a layer's value says about its kind: all of it, unless layers merely differ in size."""
+    """Return the part of a layer's value that determines its kind: all of it, unless layers only differ in size."""
     if isinstance(value, (int, float)) and len({repr(element) for element in values}) > MANY:
         return "some" if value else "none"
     return repr(value)

@@ -1,4 +1,4 @@
-"""Weights of multi-token prediction for tests: random tensors under the names that a model's checkpoints have."""
+"""Random weights of multi-token prediction for tests, under the names in a model's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TENSORS = {
     "mlp.experts.0.gate_proj.weight": ((4, 8), torch.float16),
     "shared_head.norm.weight": ((8,), torch.bfloat16),
 }
-"""What a layer holds: the names that most have, in several dtypes."""
+"""Tensors of an MTP layer: the common names, in several dtypes."""
 
 
 def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Random weights of as many MTP layers as the configuration announces, at least of one.
+    """Return random weights for the configured number of MTP layers, at least one.
 
     Args:
-        model: of an architecture whose checkpoints have some.
+        model: A model whose checkpoints have MTP weights.
     """
     names = MTPNames(model)
     layers = range(max(names.announced, 1))
@@ -38,10 +38,10 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def declares_mtp(model_class: type[PreTrainedModel]) -> bool:
-    """Whether checkpoints of a class have MTP weights, by what the class alone says."""
+    """Return True if a class declares that its checkpoints have MTP weights."""
     return any(map(MTPNames.is_pattern, model_class._keys_to_ignore_on_load_unexpected or ()))
 
 
 def literal(pattern: str) -> str:
-    """The shortest that a pattern matches, without a dot at its end."""
+    """Return the shortest match of a pattern, without a trailing dot."""
     return re.sub(r"\^|\(\^\|\\\.\)|\([^()]*\)\?|\.\*|\\", "", pattern).rstrip(".")

@@ -1,6 +1,6 @@
-"""The pytest plugin: `--nrl-family` chooses classes, `--nrl-results` records outcomes.
+"""The pytest plugin: `--nrl-family` selects classes, `--nrl-results` records outcomes.
 
-It is loaded wherever this package is installed, so it imports nothing heavy until a test asks for a family.
+pytest loads it in every environment with this package, so it has no heavy imports until a test requests a family.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 CHOSEN = pytest.StashKey[list[str]]()
-"""In a configuration's stash: the architectures that are tested where `--nrl-family` names none; by default all."""
+"""In a configuration's stash: architectures to test if `--nrl-family` names none. Default: all."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,10 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make `--nrl-family` alone collect the suite, and record results if asked."""
+    """Collect the suite if only `--nrl-family` is passed, and record results if requested."""
     config.addinivalue_line("markers", "xdist_group(name): tests for one worker, where pytest-xdist is installed")
     if config.getoption("--nrl-family"):
-        sys.path.insert(0, str(config.invocation_params.dir))  # a family may stand where pytest is started
+        sys.path.insert(0, str(config.invocation_params.dir))  # a family may be in pytest's start directory
         chosen = config.args_source is pytest.Config.ArgsSource.ARGS
         config.args = [*(config.args if chosen else []), str(SUITE)]
     if (file := config.getoption("--nrl-results")) and not hasattr(config, "workerinput"):
@@ -53,10 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each class that it applies to, or for each of `FAMILY_VARIANTS` of a module that has some.
+    """Create one test per class that it applies to, or per entry in the module's `FAMILY_VARIANTS`.
 
-    `FAMILY_VARIANTS` maps a name to a class, as `--nrl-family` takes it, and values for its tiny configuration: a
-    module that imports the suite's tests runs them on configurations the default one is not.
+    `FAMILY_VARIANTS` maps a name to a class, in the format of `--nrl-family`, and values for its tiny configuration. A
+    module that imports the suite's tests can run them on other configurations this way.
     """
     if "family_case" not in metafunc.fixturenames:
         return
@@ -75,19 +75,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 NONE = "#none"
-"""In place of a class where a test applies to none of them: pytest would make a skipped test of an empty list."""
+"""Placeholder if a test applies to no class, because pytest would create a skipped test for an empty list."""
 
 
 @cache
 def _meets(condition: Condition, name: str) -> bool:
-    """Whether a class meets a condition. Where that cannot be told, its tests are collected, and show why."""
+    """Return True if a class satisfies a condition. If that is unknown, its tests are collected, and show the error."""
     from nrl_models import registry
 
     if registry.unmet_requirement(_architecture(name)):
         return True
     try:
         return condition(_new_case(name))
-    except Exception:  # whatever importing the family leads to
+    except Exception:  # any error of importing the family
         return True
 
 
@@ -114,13 +114,13 @@ def _architecture(name: str) -> str:
 
 
 def class_under_test(item: pytest.Item) -> str | None:
-    """The class a test is of, as `--nrl-family` takes it; None of other tests."""
+    """Return the class under test in the format of `--nrl-family`; None for other tests."""
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("family_case") if callspec else None
 
 
 def _problem_with(name: str) -> str | None:
-    """Why a name given to `--nrl-family` is none of a family's class. Code that fails is left to the tests to show."""
+    """Return the problem if a name is not a family's class. Tests show errors of the family's code."""
     from nrl_models import registry
     from nrl_models.errors import did_you_mean
     from nrl_models.family import FamilyModel
@@ -145,7 +145,7 @@ def _problem_with(name: str) -> str | None:
     if found is None:
         return f"--nrl-family {name}: {module} has no {attribute}"
     if not (isinstance(found, type) and issubclass(found, FamilyModel)):
-        return f"--nrl-family {name}: expected a class that extends FamilyModel (CONTRIBUTING.md), not {found!r}"
+        return f"--nrl-family {name}: expected a class that extends FamilyModel (docs/add-a-family.md), not {found!r}"
     return None
 
 
@@ -179,7 +179,7 @@ class _Limit(NamedTuple):
     reason: str
 
 
-_shown: set[_Limit] = set()  # those of which a test has failed on both classes
+_shown: set[_Limit] = set()  # limits for which a test has failed on both classes
 _left: dict[_Limit, set[str]] = {}  # for each the tests that are still to run
 
 
@@ -220,7 +220,7 @@ def _failure(test: Callable[..., None], arguments: Mapping[str, Any]) -> Excepti
 
 
 def _described(error: Exception | None) -> str:
-    """An error's type and message; of a comparison the type alone, since two models differ in numbers."""
+    """Return an error's type and message. For a comparison only the type, because two models have other numbers."""
     if error is None:
         return "passes"
     name = type(error).__name__
@@ -272,11 +272,11 @@ def _new_case(name: str) -> FamilyCase:
 
 
 class ResultsRecorder:
-    """Collects the outcome of every test that has an architecture.
+    """Records the result of every test with an architecture.
 
-    The file holds `{"versions": {...}, "results": [{"architecture", "check", "outcome", "reason"}]}`, where a check is
-    a test's name, its dtype included, and an outcome is `passed`, `failed`, `skipped` (needs what is not installed) or
-    `limited` (fails as it does for transformers' class, as the family says).
+    The file has the form `{"versions": {...}, "results": [{"architecture", "check", "outcome", "reason"}]}`. A check is
+    a test's name with its dtype. An outcome is `passed`, `failed`, `skipped` (a requirement is not installed) or
+    `limited` (fails in the same way as transformers' class, as the family declares).
     """
 
     def __init__(self, file: Path) -> None:
@@ -310,6 +310,6 @@ class ResultsRecorder:
 
 
 def _crash(report: pytest.TestReport) -> str:
-    """What made a test fail, in a line."""
+    """Return the reason of a test's failure in a line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return crash.message.strip().splitlines()[0] if crash is not None and crash.message.strip() else ""

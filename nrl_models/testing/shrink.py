@@ -1,4 +1,4 @@
-"""Making a configuration small by rules: each value by its key, then the equations between them."""
+"""Make a configuration small by rules: first each value by its key, then the equations between them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ KEPT_AS_THEY_ARE = ("id2label", "label2id", "transformers_version", "architectur
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model class needs and the configuration it is given lacks.
+    """Values that a model class needs and its configuration lacks.
 
     Args:
-        keys: unset keys, in whatever part, that take the value `sizes.MISSING` has for them.
-        undeclared: keys that a configuration class does not have at all, likewise.
-        rope: what the rotary parameters need: nothing, `sections` for three kinds of positions, or a set of them for
-            each of the `layer types`.
+        keys: Unset keys, in any part of the configuration. They get their value in `sizes.MISSING`.
+        undeclared: Keys that a configuration class does not declare. They get their value in `sizes.MISSING`.
+        rope: Missing rotary parameters: empty for none, `sections` for three kinds of positions, or `layer types` for
+            one set per layer type.
     """
 
     keys: tuple[str, ...] = ()
@@ -47,15 +47,15 @@ class Needs:
 
 
 def shrink(default: PreTrainedConfig, overrides: Values, needs: Needs) -> PreTrainedConfig:
-    """A small configuration of `default`'s class that says what `default` says.
+    """Return a small configuration of `default`'s class with the same features as `default`.
 
     Args:
-        default: the configuration; not changed.
-        overrides: values to use in place of what the rules give; a mapping for a nested configuration.
-        needs: what to add.
+        default: The configuration; not modified.
+        overrides: Values that replace those of the rules; a mapping for a nested configuration.
+        needs: Values to add.
 
     Raises:
-        Exception: whatever the class raises for values it does not allow.
+        Exception: Any error of the class for values that it does not allow.
     """
     return _Shrinking(_token_ids(default), needs).config(default, overrides)
 
@@ -70,12 +70,12 @@ class _Shrinking:
         old = {key: value for key, value in own_values(default).items() if key not in KEPT_AS_THEY_ARE}
         parts = {key: value for key, value in old.items() if isinstance(value, PreTrainedConfig)}
         for key, part_class in config_class.sub_configs.items():
-            # AutoConfig is of no kind by itself: the class makes such a part of what it is given.
+            # AutoConfig has no fixed class: the parent class creates such a part from its values.
             wanted = isinstance(overrides.get(key), Mapping) and issubclass(part_class, PreTrainedConfig)
             if (wanted or key in self.needs.keys) and old.get(key, 0) is None:
                 parts[key] = part_class()
         new_parts = {key: self.config(part, overrides.get(key, {})) for key, part in parts.items()}
-        # What a parent gave its part, or a file a model, is in the description but not in the class's own default.
+        # Values that a parent set in its part, or a file in a model, differ from the class's defaults.
         given = default_values(config_class)
         own = {key: value for key, value in old.items() if key not in parts}
         values = {key: value for key, value in own.items() if key in given and not is_same_value(value, given[key])}
@@ -90,7 +90,7 @@ class _Shrinking:
         values |= {key: value for key, value in overrides.items() if key not in new_parts}
         values |= satisfy(config_class, {**old, **values}, overrides)
         config = config_class(**values)
-        config.classifier_dropout = 0.0  # token classifiers take 0.1 where a configuration says nothing
+        config.classifier_dropout = 0.0  # token classifiers use 0.1 if it is not set
         return config
 
     def _values(
@@ -134,7 +134,7 @@ class _Shrinking:
             return _each(value, lambda layer: max(-2, min(layer, 1)))  # of two layers, from either end
         if (size := _size(key, value, public)) is not None:
             return size
-        # A scalar that the class computes from others follows them by itself.
+        # A scalar that the class derives from others is updated automatically.
         if _is_large_width(key, value) and (isinstance(value, (list, tuple)) or not derived):
             return _in_form_of(value, sizes.WIDTH)
         return None
@@ -142,7 +142,7 @@ class _Shrinking:
     def _own_values_of_layer(
         self, values: Values, old: Values, new: Values, public: Mapping[str, str]
     ) -> dict[str, Any]:
-        """What one layer has in place of the model's values: as much more or less than those as it was."""
+        """Return the separate values of one layer, in the same proportion to the model's values as before."""
         model = {**old, **new}
         own: dict[str, Any] = {}
         for key, value in values.items():
@@ -181,12 +181,12 @@ class _Shrinking:
         return one(parameters)
 
 
-# What classes say about themselves
+# Information from configuration classes
 
 
 @cached
 def default_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """What the class's default holds; nothing for a class that has none."""
+    """Return the values of the class's default; empty if it cannot be created."""
     try:
         return own_values(config_class())
     except Exception:
@@ -195,7 +195,7 @@ def default_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 @cached
 def _given_by_default(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    """Keys with a default of their own; the others are computed, or unset."""
+    """Return keys with a default value; the others are computed or unset."""
     return frozenset(
         field.name
         for field in dataclasses.fields(config_class)
@@ -227,7 +227,7 @@ def _token_ids(root: PreTrainedConfig) -> dict[int, int]:
 
 
 def _size(key: str, value: Any, public: str) -> Any:
-    """What the tables say about a key or its public name; None if nothing."""
+    """Return the value in the tables for a key or its public name; None if there is none."""
     for name in (key, public):
         if name in sizes.SIZES:
             return _in_form_of(value, sizes.SIZES[name])
@@ -247,7 +247,7 @@ def _is_large_width(key: str, value: Any) -> bool:
 
 
 def _in_form_of(value: Any, size: float) -> Any:
-    """`size` as `value` is: of its type, a list of its length in its proportions, zero where it is zero."""
+    """Convert `size` to the form of `value`: its type; a list with its length and proportions; zero stays zero."""
     if not isinstance(value, (list, tuple)):
         return type(value)(size) if isinstance(value, (int, float)) and value else None
     if not value or not all(isinstance(element, (int, float)) for element in value):
@@ -259,20 +259,20 @@ def _in_form_of(value: Any, size: float) -> Any:
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """What becomes of a value; of a list what becomes of each in it."""
+    """Apply `change` to a value, or to each element of a list."""
     if isinstance(value, (list, tuple)):
         return type(value)(_each(element, change) for element in value)
     return change(value)
 
 
 def _shares(total: int, parts: tuple[int, ...] | list[int]) -> list[int]:
-    """`total` in whole shares as large to each other as `parts`; the last takes what is left."""
+    """Split `total` into integers in the ratio of `parts`; the last one gets the rest."""
     shares = [total * part // sum(parts) for part in parts]
     return [*shares[:-1], total - sum(shares[:-1])]
 
 
 def _equations(old: Values, new: Values) -> dict[str, Any]:
-    """What the equations that hold in `old`, and those that always hold, make of `new`."""
+    """Return the values of `new` that follow from equations that hold in `old`, and from those that always hold."""
     new = dict(new)
     result = {}
     for key, right, always in [*((*rule, False) for rule in sizes.RELATIONS), *((*rule, True) for rule in sizes.LAWS)]:

@@ -1,7 +1,7 @@
-"""What a tiny configuration holds, by configuration key: the data behind `tiny_config`.
+"""Values of a tiny configuration by key: the data of `tiny_config`.
 
-Keys are those configurations use; the public name of an attribute map counts too (`hidden_size` for `n_embd`). A family
-whose values the tables get wrong gives its own in `tiny`; a key that several models use belongs here.
+Keys are names in configurations, including public names of attribute maps (`hidden_size` for `n_embd`). If the tables
+give a wrong value for a family, it sets its own in `tiny`. Add keys of several models here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def _by_key(groups: Mapping[Any, str]) -> dict[str, Any]:
 # Sizes
 
 WIDTH = 256
-"""Every width that a projection reads or writes, in whatever part: so those that must be equal are."""
+"""Width of all inputs and outputs of projections in all parts, so that required equalities hold."""
 
 SIZES: dict[str, Any] = _by_key(
     {
-        # Words, special tokens (FIRST_SPECIAL and up), and some places that a head leaves out.
+        # Text tokens, special tokens (FIRST_SPECIAL and above), and some rows that a head omits.
         512: """vocab_size vocab_size_per_layer_input decoder_vocab_size encoder_hash_byte_group_vocab
             ngram_vocab_size_base""",
         504: "unpadded_vocab_size",
@@ -58,7 +58,7 @@ SIZES: dict[str, Any] = _by_key(
             output_logit_soft_cap mlp_gate_softcap mlp_up_softcap gate_soft_cap moe_router_logit_softcapping""",
     }
 )
-"""The value a key takes. A list keeps its length and proportions, and is never raised; zero stays: it means "none"."""
+"""Value of each key. Lists keep their length and proportions, and never grow. Zero is unchanged: it means "none"."""
 
 AT_MOST: dict[str, int] = _by_key(
     {
@@ -83,10 +83,10 @@ VALUES: dict[str, Any] = {
 """Whole values, for keys that are set."""
 
 DROPOUTS = ("dropout", "pdrop", "drop_path", "layerdrop")
-"""Set to zero, wherever a key has it: two models have to see the same numbers in training mode too."""
+"""Set to zero, because two models must compute the same values also in training mode."""
 
 WIDTH_SUFFIXES = ("_size", "_dim", "_dims", "_channels", "_width", "_rank", "hidden_sizes")
-"""What keys that are in no table end with when they are widths; large ones become WIDTH."""
+"""Endings of keys for widths that are in no table. Large values become WIDTH."""
 
 # Layers
 
@@ -98,13 +98,13 @@ LAYERS = (
 """Numbers of layers."""
 
 LEADING = ("first_k_dense_replace", "num_dense_layers", "loop_layer_index_start", "loop_layer_index_end")
-"""How many of the first layers are of another kind than the rest, or where such a stretch of layers begins or ends."""
+"""Number of first layers of another kind, or bounds of such a range of layers."""
 
 TRAILING = ("num_kv_shared_layers",)
 """How many of the last layers are of another kind than the rest."""
 
 INDEX_SUFFIXES = ("_layers", "_indexes", "_indices", "_idxs", "_ids")
-"""What lists of layer numbers end with."""
+"""Suffixes of config keys that list layer numbers."""
 
 LAYER_REFERENCES = (
     "vision_feature_layer",
@@ -116,27 +116,27 @@ LAYER_REFERENCES = (
 """Numbers of layers of another part, counted from either end."""
 
 SHARED_BLOCKS = ("hybrid",)
-"""Types of layers that share one block between them, which shows only where there are two."""
+"""Types of layers that share one block, which requires at least two of them to be tested."""
 
 # Special tokens
 
 COMMON_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FIRST_SPECIAL = 480
-"""All other special tokens are numbered from here: equal ones equal, different ones different."""
+"""First id of other special tokens. Equal tokens stay equal, and different ones different."""
 
 
 def is_token(key: str) -> bool:
-    """Whether a key holds the id of a special token, or a list of them."""
+    """Return True if a key has the id of a special token, or a list of them."""
     return key.endswith(("_id", "token_ids", "token_index")) and "layer" not in key and "lang" not in key
 
 
 # Equations
 
 Equation = tuple[str, Callable[[SimpleNamespace], Any]]
-"""A key, and what it equals; parts of a configuration are there under their own names."""
+"""A key, and a function that returns its value. Parts of a configuration are attributes."""
 
 RELATIONS: tuple[Equation, ...] = (
-    # Latent attention: every head has keys of its own, and a head is a part with positions and one without.
+    # Latent attention: every head has separate keys, and a head has a part with positions and a part without.
     ("qk_nope_head_dim", lambda c: c.qk_rope_head_dim),
     ("num_key_value_heads", lambda c: c.kv_lora_rank and c.num_attention_heads),
     ("head_dim", lambda c: c.qk_rope_head_dim),
@@ -150,31 +150,31 @@ RELATIONS: tuple[Equation, ...] = (
     ("mamba_d_ssm", lambda c: c.mamba_n_heads * c.mamba_d_head),
     ("attention_hidden_size", lambda c: 2 * c.hidden_size),
     ("attention_head_dim", lambda c: 2 * c.hidden_size // c.num_attention_heads),
-    # Towers: what comes out is a patch, some patches, or some layers, side by side.
+    # Towers: the output is a patch, or several patches or layers concatenated.
     ("hidden_size", lambda c: c.base_channels * c.channel_multiplier[-1]),
     ("merged_hidden_size", lambda c: c.hidden_size * c.spatial_merge_size**2),
     ("out_hidden_size", lambda c: c.vision_config.hidden_size * c.vision_config.merge_size**2),
     ("vision_output_dim", lambda c: c.hidden_size * (1 + len(c.intermediate_layers_indices))),
 )
-"""Those that hold in the default configuration hold in the tiny one."""
+"""Equations that hold in the tiny configuration if they hold in the default one."""
 
 LAWS: tuple[Equation, ...] = (
-    # More experts in a group than are chosen, or there is no choice.
+    # A group needs more experts than are chosen, or there is no choice.
     ("n_routed_experts", lambda c: c.n_group and c.n_group > 1 and 6),
     ("num_experts", lambda c: c.n_group and c.n_group > 1 and 6),
-    # A pixel shuffle trades places for width.
+    # A pixel shuffle converts positions to width.
     ("intermediate_size", lambda c: int(c.hidden_size / c.pixel_shuffle_ratio**2)),
     ("vision_output_dim", lambda c: c.pixel_shuffle_ratio and c.projector_output_dim),
 )
-"""Those that hold in every model that has the keys, though the default configuration may break them."""
+"""Equations that hold in every model with these keys, even if the default configuration violates them."""
 
-# What default configurations leave out
+# Values that default configurations lack
 
 _IMAGE_TOKEN, _LINE_TOKEN, _CODES = 500, 503, range(64)
 
 
 def _vocabulary() -> dict[str, int]:
-    """The words that models with discrete image codes look up by name (Chameleon's and Emu3's spellings)."""
+    """Return the tokens that models with discrete image codes look up by name (spellings of Chameleon and Emu3)."""
     letters = {code: "".join(chr(ord("A") + int(digit)) for digit in str(code)) for code in _CODES}
     return {
         "<image>": _IMAGE_TOKEN,
@@ -213,12 +213,13 @@ MISSING: dict[str, Any] = _by_key(
     "deepstack_layer_map": [[-2, 0], [-1, 1]],
     "vocabulary_map": _vocabulary(),
 }
-"""Values for keys that a configuration leaves unset or does not have. Used only for a class that does not build or
-run without; a function is given what the key would hold."""
+"""Values for keys that a configuration leaves unset or does not have. Only used if a class does not build or run
+without
+them. Functions get the current value of the key."""
 
 
 def is_unset(key: str, value: Any) -> bool:
-    """Whether a value says nothing: none, off, empty, or layers without attention among them."""
+    """Return True if a value is unset: None, disabled, empty, or only layers without attention."""
     return (
         value is None or value is False or value == {} or (key == "layer_types" and set(value) == {"linear_attention"})
     )

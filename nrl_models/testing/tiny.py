@@ -1,4 +1,4 @@
-"""Tiny configurations: a few million parameters at most, yet large enough that a mistake shows."""
+"""Tiny configurations: at most a few million parameters, but large enough that errors are visible."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ STAGES = ("nothing", "configuration", "build", "inputs", "forward")
 def tiny_config(
     source: Source, overrides: Mapping[str, Any] | None = None, model_class: type[PreTrainedModel] | None = None
 ) -> PreTrainedConfig:
-    """A small configuration with everything in it that distinguishes the model.
+    """Return a small configuration with all features that distinguish the model.
 
-    Hidden size 256, 8 heads, 4 key-value heads wherever the model allows it; one layer of each kind that the given
-    configuration mixes; what it leaves off stays off.
+    Hidden size 256, 8 heads, and 4 key-value heads if the model allows it; one layer of each kind in the given
+    configuration. Features that it disables stay disabled.
 
     Args:
-        source: a configuration class, whose default is made small, or a configuration.
-        overrides: values the rules here cannot know; a mapping for a nested configuration.
-        model_class: the class it is for. If that does not build, or run, what the configuration leaves unset is filled.
+        source: A configuration, or a configuration class, whose default is used.
+        overrides: Values that the rules cannot derive; a mapping for a nested configuration.
+        model_class: The model class. If it does not build or run, unset values are filled in.
 
     Raises:
-        TinyModelError: no configuration that the class builds from.
+        TinyModelError: If the class cannot be built from any configuration.
     """
     found = find_tiny(source, overrides, model_class)
     if found.config is None or (model_class is not None and found.reached == "configuration"):
         name = (model_class or (source if isinstance(source, type) else type(source))).__name__
         raise TinyModelError(
             f"cannot build a tiny {name}: {one_line(found.failure) if found.failure else 'no configuration'}. "
-            "If it is a value that is wrong, give one by its key, in a family's `tiny`."
+            "If a value is wrong, set it by its key in a family's `tiny`."
         ) from found.failure
     return copy.deepcopy(found.config)
 
@@ -147,7 +147,7 @@ def _attempt(
 
 @contextmanager
 def silent_transformers() -> Iterator[None]:
-    """While open, transformers says nothing of what it makes, loads and saves, and shows no progress."""
+    """Context manager in which transformers logs nothing and shows no progress bars."""
     verbosity, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()

@@ -1,1 +1,1 @@
-"""Engines in a process of their own, which answer line by line: MLX, Megatron-Core, and another vLLM."""
+"""Engines in a subprocess that exchange JSON lines with it: MLX, Megatron-Core, and a vLLM of another environment."""

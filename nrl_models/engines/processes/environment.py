@@ -1,6 +1,6 @@
-"""vLLM in another Python environment: another version than this process could import.
+"""vLLM in another Python environment, for example another version than this environment's.
 
-`environment_worker.py` runs there, by that environment's interpreter, and needs nothing but vLLM in it.
+`environment_worker.py` runs with that environment's interpreter, and needs only vLLM there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nrl_models.engines.base import Engine, require_lengths, require_number
 from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm import KV_CACHE_BYTES
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -33,11 +33,11 @@ class EnvironmentEngine(Engine):
     """A running vLLM of another environment. It generates, and scores at temperature 1.
 
     Args:
-        python: the interpreter.
-        keywords: of its `vllm.LLM`.
+        python: Interpreter of the environment.
+        keywords: Keywords of `vllm.LLM`.
 
     Raises:
-        EngineError: there is no such interpreter, or vLLM does not start there.
+        EngineError: If the interpreter does not exist, or vLLM does not start.
     """
 
     name = "vllm"
@@ -49,7 +49,7 @@ class EnvironmentEngine(Engine):
             environment.setdefault(name, value)
         environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         who = f"vLLM of {python}"
-        # -I: neither PYTHONPATH nor this directory's modules are imported there.
+        # -I: do not import modules from PYTHONPATH or this directory.
         self.worker = WorkerProcess([str(python), "-I", str(WORKER)], who, environment)
         self._checked = Checked(who)
         try:
@@ -74,12 +74,12 @@ class EnvironmentEngine(Engine):
         """Start vLLM on a checkpoint.
 
         Args:
-            path, dtype, max_length, load_format, seed: as for `start_engine`; `max_length` is vLLM's `max_model_len`.
-            python: the environment: its interpreter, or its directory.
-            options: further keywords of `vllm.LLM`; their values have to be JSON.
+            path, dtype, max_length, load_format, seed: See `start_engine`. `max_length` is vLLM's `max_model_len`.
+            python: Interpreter of the environment, or its directory.
+            options: Further keywords of `vllm.LLM`, with values that JSON can represent.
 
         Raises:
-            EngineError: there is no such environment, or vLLM does not start in it.
+            EngineError: If the environment does not exist, or vLLM does not start in it.
         """
         require_number("max_length", max_length, int)
         keywords: dict[str, Any] = {
@@ -96,7 +96,7 @@ class EnvironmentEngine(Engine):
         return cls(interpreter_of(python), keywords | options)
 
     def capabilities(self) -> Capabilities:
-        """Generation, and scores at temperature 1; nothing that needs access to the process."""
+        """Return capabilities: generation, and scores at temperature 1."""
         return Capabilities(
             min_temperature=VLLM_TEMPERATURES[0],
             max_temperature=VLLM_TEMPERATURES[1],
@@ -117,7 +117,7 @@ class EnvironmentEngine(Engine):
     ) -> list[Sample]:
         if self.described["logprobs_mode"] != "processed_logprobs" and not (sampling.greedy or sampling.is_identity):
             raise EngineError(
-                f"vLLM {self.described['vllm']} gives log-probabilities from before the temperature: temperature 0 or 1"
+                f"vLLM {self.described['vllm']} returns log-probabilities without temperature: use temperature 0 or 1"
             )
         asked = asdict(sampling) | {"max_tokens": max_new_tokens, "logprobs": 0, "ignore_eos": ignore_end}
         if not ignore_end:
@@ -135,7 +135,7 @@ class EnvironmentEngine(Engine):
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`."""
         if not sampling.is_identity:
-            raise EngineError(f"vLLM of {self.python} scores given tokens at temperature 1 only, not at {sampling}")
+            raise EngineError(f"vLLM of {self.python} scores existing tokens at temperature 1 only, not at {sampling}")
         require_lengths(self, sequences, 1)
         asked = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
         return [
@@ -150,7 +150,7 @@ class EnvironmentEngine(Engine):
         self.worker.close()
 
     def _described(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """What the worker says about the engine it has started."""
+        """Validate the worker's description of its engine."""
         check = self._checked
         for name in ("max_model_len", "vocabulary"):
             check.whole(answer.get(name), name, 1)
@@ -162,7 +162,7 @@ class EnvironmentEngine(Engine):
     def _samples(
         self, prompts: Sequence[Tokens], sampling: dict[str, Any], seeds: Sequence[int | None]
     ) -> list[dict[str, Any]]:
-        """What the worker generated, one object for each prompt."""
+        """Return one object per prompt with the worker's completion."""
         request = {
             "prompts": [list(prompt) for prompt in prompts],
             "seeds": list(seeds),
@@ -173,14 +173,16 @@ class EnvironmentEngine(Engine):
 
 
 def interpreter_of(environment: str | Path) -> Path:
-    """The interpreter of an environment, which is given as that or as its directory.
+    """Return the interpreter of an environment, from its path or from the environment's directory.
 
     Raises:
-        EngineError: there is none.
+        EngineUnavailableError: If there is none.
     """
     path = Path(environment).expanduser()
     candidates = (path / "bin" / "python", path / "Scripts" / "python.exe") if path.is_dir() else (path,)
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise EngineError(f"no Python at {environment}: expected an interpreter, or the directory of a virtual environment")
+    raise EngineUnavailableError(
+        f"no Python at {environment}: expected an interpreter, or the directory of a virtual environment"
+    )

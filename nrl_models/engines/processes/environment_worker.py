@@ -1,9 +1,10 @@
-"""Runs a vLLM for `environment.py`, by the interpreter of its environment; imports nothing but that and the standard
-library, so that it runs beside any version.
+"""Subprocess of `environment.py`: runs vLLM with the interpreter of its environment.
 
-Every line of standard input is a request, every line of standard output the answer to it, both JSON. A request has a
-number, `id`, which its answer repeats. The first request has keywords of `vllm.LLM`, and its answer describes the
-engine. An answer with `error` says what vLLM raised. Ctrl-C in a terminal interrupts the parent process alone.
+Imports only vLLM and the standard library, so that it works with any version of them.
+
+Each line of standard input is a JSON request, and each line of standard output is the JSON answer to it. A request has
+a number, `id`, which its answer repeats. The first request has keywords of `vllm.LLM`; its answer describes the engine.
+If vLLM raises, the answer has the message in `error`. Ctrl-C in a terminal interrupts only the parent process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DISPENSABLE = ("kv_cache_memory_bytes", "logprobs_mode")
 
 
 def main() -> None:
-    """Start the engine, and answer until standard input ends."""
+    """Start the engine, then answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
@@ -33,7 +34,7 @@ def main() -> None:
     number = keywords.pop("id")
     try:
         llm, described = started(keywords)
-    except Exception as error:  # whatever vLLM and the model's code raise
+    except Exception as error:  # any error of vLLM and the model's code
         answer(number, {"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
     answer(number, described)
@@ -48,14 +49,14 @@ def main() -> None:
 
 
 def abort(llm: Any) -> None:
-    """Drop the requests that a failed call left behind, so that they are not part of the next answer."""
+    """Abort requests of a failed call, so that they are not part of the next answer."""
     with suppress(Exception):  # an engine that has died
         processor = llm.llm_engine.output_processor
         llm.llm_engine.abort_request(list(getattr(processor, "external_req_ids", processor.request_states)))
 
 
 def started(keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The engine, and what it says about itself."""
+    """Start the engine. Returns it and its description."""
     import torch
     import vllm
     from vllm.engine.arg_utils import EngineArgs
@@ -78,7 +79,7 @@ def started(keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def generated(llm: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tokens and log-probabilities of each prompt's continuation, and of the prompt if it was asked for."""
+    """Tokens and log-probabilities of each prompt's continuation, and of the prompt if requested."""
     import vllm
 
     seeds = request["seeds"]

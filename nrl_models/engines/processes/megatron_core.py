@@ -1,8 +1,7 @@
-"""Megatron-Core as an engine: its GPT model in a process of its own (extra `megatron`).
+"""Megatron-Core as an engine: its GPT model in a subprocess (extra `megatron`).
 
-It is a trainer and has no cache: it scores tokens as fast as others, and generates slowly. As the second trainer of a
-consistency check it is compared with the engine beside ours; as a witness it has a vote. `megatron_worker.py` is what
-runs in the process.
+Megatron-Core is a trainer without a cache: it scores tokens as fast as other engines but generates slowly. In a
+consistency check it can be the second trainer, or a witness that votes. The subprocess runs `megatron_worker.py`.
 """
 
 from __future__ import annotations

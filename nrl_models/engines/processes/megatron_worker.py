@@ -20,13 +20,13 @@ from nrl_models.megatron.gpt_model import device, load, logits, megatron_of, sta
 
 
 class Model(WorkerModel):
-    """Megatron's model of a checkpoint, and ours, whose weights it has and through whose layouts new ones go.
+    """Megatron's model of a checkpoint, and this library's model with the same weights, which maps new weights.
 
     Args:
-        path: the checkpoint's directory.
-        dtype: of the parameters; the checkpoint's if None.
-        weights: whether to read the weights; otherwise they are random.
-        seed: of random weights.
+        path: Directory of the checkpoint.
+        dtype: Dtype of the parameters; None uses the checkpoint's.
+        weights: Whether to load the weights. Otherwise they are random.
+        seed: Random seed of random weights.
     """
 
     def __init__(self, path: str, dtype: str | None, weights: bool, seed: int) -> None:
@@ -57,7 +57,7 @@ class Model(WorkerModel):
         return logits(self.model, torch.tensor([tokens], device=self.device))[0].float().cpu()
 
     def decoding(self) -> Step:
-        """A step that computes the whole sequence again."""
+        """Return a step that recomputes the complete sequence."""
         given: list[list[int]] = []
 
         @torch.no_grad()
@@ -74,7 +74,7 @@ class Model(WorkerModel):
 
     def receive(self, file: str, digests: bool) -> dict[str, Any]:
         """See `WorkerModel.receive`."""
-        new = {name: tensor.clone() for name, tensor in load_file(file).items()}  # before the file goes
+        new = {name: tensor.clone() for name, tensor in load_file(file).items()}  # before the file is deleted
         self.arrived |= new
         return {"digests": {name: tensor_digest(tensor) for name, tensor in new.items()} if digests else {}}
 
@@ -92,5 +92,5 @@ class Model(WorkerModel):
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)  # Megatron says at length what it does without
+    logging.disable(logging.WARNING)  # Megatron logs all missing optional packages
     serve(Model)

@@ -1,7 +1,7 @@
-"""MLX as an engine: its own array library, and mlx-lm's own models, in a process of its own (extra `mlx`).
+"""MLX as an engine: mlx-lm's models on MLX arrays, in a subprocess (extra `mlx`).
 
-A third implementation beside transformers' classes and vLLM's: where two of them disagree, it has a vote. It runs on
-Apple's GPUs, and on a CPU. `mlx_worker.py` is what runs in the process.
+MLX is a third implementation in addition to transformers and vLLM. If those two disagree, it votes. It runs on Apple
+GPUs and on CPUs. The subprocess runs `mlx_worker.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs an mlx-lm model for `mlx.py`."""
+"""Subprocess of `mlx.py`: runs an mlx-lm model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from nrl_models.errors import EngineError, listed
 from nrl_models.loading.read_config import read_config
 
 _SAME_BITS = {mx.bfloat16: (mx.uint16, torch.bfloat16)}
-"""Dtypes that NumPy lacks: one of the same size that it has, and torch's."""
+"""For dtypes that NumPy lacks: an MLX dtype of the same size, and torch's dtype."""
 
 
 class Model(WorkerModel):
     """An mlx-lm model.
 
     Args:
-        path: the checkpoint's directory.
-        dtype: of the parameters; the checkpoint's if None. Below fp32, those that mlx-lm keeps as they are stay so.
-        weights: whether to read the weights; otherwise they are random.
-        seed: of random weights.
+        path: Directory of the checkpoint.
+        dtype: Dtype of the parameters; None uses the checkpoint's. Below fp32, mlx-lm keeps some in another dtype.
+        weights: Whether to load the weights. Otherwise they are random.
+        seed: Random seed of random weights.
     """
 
     def __init__(self, path: str, dtype: str | None, weights: bool, seed: int) -> None:
@@ -40,9 +40,9 @@ class Model(WorkerModel):
         keys = with_older_keys(read_config(Path(path)).to_dict(), load_config(Path(path)))
         self.model, config = load_model(Path(path), lazy=True, model_config=keys)
         if not weights:
-            self._randomise()
+            self._randomize()
         if "quantization" in config or "quantization_config" in config:
-            raise ValueError("its weights are quantised, and mlx-lm would compute with other numbers: dequantise them")
+            raise ValueError("its weights are quantized, which changes mlx-lm's results: dequantize the checkpoint")
         if dtype is not None:
             wanted = getattr(mx, dtype)
             changes: Callable[[str], bool] = getattr(self.model, "cast_predicate", lambda name: True)
@@ -59,8 +59,8 @@ class Model(WorkerModel):
         mx.eval(self.model.parameters())
         self.arrived: dict[str, mx.array] = {}
 
-    def _randomise(self) -> None:
-        """Random weights in place of those that were found in the files, and not yet read."""
+    def _randomize(self) -> None:
+        """Replace the weights from the files, which are not read yet, with random ones."""
         self.model.update(
             tree_map(
                 lambda value: (
@@ -73,7 +73,7 @@ class Model(WorkerModel):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Versions, the model's class, its dtype (that of most parameters) and the number of its logits."""
+        """Return versions, the model's class, the dtype of most parameters, and the number of logits."""
         sizes: dict[mx.Dtype, int] = {}
         parameters: Any = tree_flatten(self.model.parameters())
         for _, value in parameters:
@@ -99,24 +99,24 @@ class Model(WorkerModel):
     # New weights
 
     def begin(self) -> dict[str, Any]:
-        """Begin to take new weights."""
+        """Start a transfer of new weights."""
         self.arrived = {}
         return {}
 
     def receive(self, file: str, digests: bool) -> dict[str, Any]:
         """Read some of them, and keep them."""
         new: Any = mx.load(file)
-        mx.eval(new)  # before the file goes
+        mx.eval(new)  # before the file is deleted
         self.arrived |= new
         return {"digests": {name: tensor_digest(as_stored(value)) for name, value in new.items()} if digests else {}}
 
     def apply(self) -> dict[str, Any]:
-        """Compute with what has arrived; where the model cannot take some of it, nothing has changed."""
+        """Load the received weights. If the model does not accept some of them, nothing changes."""
         arrived, self.arrived = self.arrived, {}
         own = dict(tree_flatten(self.model.parameters()))
         _require_tied(arrived, own)
         if hasattr(self.model, "sanitize"):
-            # By another of the class, of which nothing is computed: it may take the head from a model that ties, once.
+            # Use another instance of the class, which only sanitizes: a model with tied embeddings may drop the head.
             model_class: Any = type(self.model)
             args = self.model.args if hasattr(self.model, "args") else self.model.config
             arrived = model_class(args).sanitize(arrived)
@@ -145,10 +145,10 @@ def _torch_dtype(value: mx.array) -> torch.dtype:
 
 
 def _require_tied(arrived: dict[str, mx.array], own: Collection[str]) -> None:
-    """Require that a head which was sent to a model without one equals the embeddings: mlx-lm would drop it.
+    """Check that a head sent to a model without one equals the embeddings, because mlx-lm would drop it.
 
     Raises:
-        EngineError: it differs from all tensors of its shape that were sent.
+        EngineError: If it differs from all tensors of its shape in the refit.
     """
     for name, head in arrived.items():
         if name.endswith(HEAD) and not any(each.endswith(HEAD) for each in own):
@@ -158,14 +158,14 @@ def _require_tied(arrived: dict[str, mx.array], own: Collection[str]) -> None:
 
 
 def with_older_keys(config: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    """Values of a configuration as mlx-lm reads them: under the names that they had before transformers 5, too.
+    """Add the keys that configurations had before transformers 5, which mlx-lm still reads.
 
-    mlx-lm reads `rope_theta`, and where it is missing may take a default: a model that transformers 5 wrote, with
-    `rope_parameters`, would be rotated otherwise, without an error.
+    For example, mlx-lm reads `rope_theta`, and uses a default if it is missing. A model saved by transformers 5 has
+    `rope_parameters` instead, so mlx-lm would apply the wrong rotation without an error.
 
     Args:
-        config: everything that transformers knows of it.
-        stated: what the file says. Of what is None that alone is handed on: for the rest mlx-lm has defaults.
+        config: The configuration as transformers completes it.
+        stated: The keys in the file. A None is passed on only if the file has it; mlx-lm has defaults for the rest.
     """
     found: dict[str, Any] = {
         name: with_older_keys(value, stated.get(name) or {})
@@ -184,7 +184,7 @@ def with_older_keys(config: dict[str, Any], stated: dict[str, Any]) -> dict[str,
     if isinstance(words := found.get("text_config"), dict):
         if "vocab_size" in words:
             older["vocab_size"] = words["vocab_size"]
-        if "tie_word_embeddings" in stated:  # for transformers it is the whole model that ties
+        if "tie_word_embeddings" in stated:  # in transformers, this belongs to the complete model
             found["text_config"] = words | {"tie_word_embeddings": stated["tie_word_embeddings"]}
     older |= _older_rope(found.get("rope_parameters") or {})
     found |= _older_layers(found)
@@ -196,7 +196,7 @@ def with_older_keys(config: dict[str, Any], stated: dict[str, Any]) -> dict[str,
 
 
 def _older_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """What the older keys say of rotary embeddings."""
+    """Return older keys of rotary embeddings."""
     layered = "rope_theta" not in rope
     rope, local = (rope.get("full_attention") or {}, rope.get("sliding_attention") or {}) if layered else (rope, {})
     older = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
@@ -206,9 +206,9 @@ def _older_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _older_layers(found: dict[str, Any]) -> dict[str, Any]:
-    """What the older keys say of layers that differ: how often full attention comes, and what it has of its own.
+    """Older keys for models with different kinds of layers: the interval of full attention, and its separate sizes.
 
-    Where `layer_types` is there, transformers goes by it, and a key beside it may say something else.
+    If `layer_types` exists, transformers uses only it, so the older keys may contradict it.
     """
     kinds = found.get("layer_types") or []
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]

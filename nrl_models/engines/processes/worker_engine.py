@@ -1,4 +1,4 @@
-"""Engines whose model runs in a process of its own, see `worker_loop`."""
+"""Engines whose model runs in a subprocess, see `worker_loop`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine, require_lengths, require_number
 from nrl_models.engines.engine_types import Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.processes.worker_process import WorkerProcess
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -32,19 +32,19 @@ BUCKET_BYTES = 2**28
 
 
 class WorkerEngine(Engine):
-    """A running worker.
+    """An engine in a worker subprocess.
 
     Args:
-        worker: a process that runs `module`.
-        described: what it reports of the model it has loaded.
-        max_length: tokens of a sequence at most; None if unknown.
-        ends: end-of-text tokens.
+        worker: Process that runs `module`.
+        described: The worker's description of the model it has loaded.
+        max_length: Maximum number of tokens of a sequence; None if unknown.
+        ends: End-of-text token ids.
 
     Attributes:
-        module: what runs in the process.
-        who: what errors call it.
-        distribution: what has to be installed; the extra that brings it is called as the engine.
-        hint: more on installing it, for its error.
+        module: Module that the process runs.
+        who: Name of the engine in errors.
+        distribution: Package that has to be installed. The extra has the engine's name.
+        hint: Further installation advice for the error message.
     """
 
     bucket_bytes = BUCKET_BYTES
@@ -77,16 +77,16 @@ class WorkerEngine(Engine):
         """Load a checkpoint in a new process.
 
         Args:
-            path, dtype, max_length, load_format, seed: as for `start_engine`.
-            unknown: refused.
+            path, dtype, max_length, load_format, seed: See `start_engine`.
+            unknown: Raises an error if there are any.
 
         Raises:
-            EngineError: it is not installed, does not have the model, or does not load it; or an option that is
-                unknown or has an invalid value.
+            EngineError: If the package is not installed, lacks the model, or cannot load the checkpoint. Also if an
+                option is unknown or has an invalid value.
         """
         wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
         if wrong:
-            raise EngineError(f"{cls.name} does not know {', '.join(wrong)}: expected load_format=auto|dummy, seed")
+            raise EngineError(f"{cls.name} has no option {', '.join(wrong)}: expected load_format=auto|dummy, seed")
         require_number("max_length", max_length, int)
         cls.require_installed()
         folder = resolve_folder(path)
@@ -108,16 +108,16 @@ class WorkerEngine(Engine):
 
     @classmethod
     def require_installed(cls) -> None:
-        """Require the package that its process imports.
+        """Check that the package of the subprocess is installed.
 
         Raises:
-            EngineError: it is not installed.
+            EngineUnavailableError: If it is not.
         """
         try:
             version(cls.distribution)
         except PackageNotFoundError as error:
-            raise EngineError(
-                f"{cls.distribution} is not installed: pip install 'nrl_models[{cls.name}]'{cls.hint}"
+            raise EngineUnavailableError(
+                f"{cls.distribution} is not installed: pip install '.[{cls.name}]' in a checkout{cls.hint}"
             ) from error
 
     def capabilities(self) -> Capabilities:
@@ -160,7 +160,7 @@ class WorkerEngine(Engine):
         ]
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """Tensors go by files. The worker keeps them until all are there, and then takes all of them or none."""
+        """Send tensors through files. The worker keeps them until all have arrived, then applies all or none."""
         self.worker.ask({"call": "begin"})
         found: dict[str, str] = {}
         with tempfile.TemporaryDirectory(prefix=f"nrl-{self.name}-") as folder:
@@ -168,7 +168,7 @@ class WorkerEngine(Engine):
             for bucket in sent:
                 save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in bucket}, file)
                 found |= self.worker.ask({"call": "receive", "file": str(file), "digests": digests})["digests"]
-        self._changed = True  # if the call is interrupted, the worker takes them all the same
+        self._changed = True  # if the call is interrupted, the worker may still apply them
         try:
             unwritten = self.worker.ask({"call": "apply"})["unwritten"]
         except EngineError:

@@ -1,8 +1,9 @@
-"""What runs in an engine's own process: a model that answers requests, one a line.
+"""Main loop of an engine's subprocess: a model that answers requests, one per line.
 
-Every line of standard input is a request, every line of standard output the answer to it, both JSON. A request has a
-number, `id`, which its answer repeats. The first request says what to load, and its answer describes the model; later
-ones name a `call`. An answer with `error` says what failed. Ctrl-C in a terminal interrupts the parent process alone.
+Each line of standard input is a JSON request, and each line of standard output is the JSON answer to it. A request has
+a number, `id`, which its answer repeats. The first request has the load options; its answer describes the model. Later
+requests name a `call`. If a call fails, the answer has the message in `error`. Ctrl-C in a terminal interrupts only the
+parent process.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import torch
 from nrl_models.logprobs.sampling import Sampling, processed
 
 Step = Callable[[list[list[int]]], torch.Tensor]
-"""Takes the next tokens of each sequence, as many for each, and gives the logits after the last, `(sequences,
-vocabulary)` fp32."""
+"""Feed the next tokens of each sequence, the same number for each. Returns the logits after the last token,
+`(batch, vocab_size)` in fp32."""
 
 
 class WorkerModel(ABC):
-    """A model in a process of its own; its public methods are the calls."""
+    """A model in a subprocess. Requests can call its public methods."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Versions, the model's class, `dtype`, and `vocabulary`, the number of its logits."""
+        """Return versions, the model's class, `dtype`, and `vocabulary` (the number of logits)."""
 
     @abstractmethod
     def logits(self, tokens: list[int]) -> torch.Tensor:
@@ -39,19 +40,19 @@ class WorkerModel(ABC):
 
     @abstractmethod
     def decoding(self) -> Step:
-        """A new step of decoding, which keeps what it was given."""
+        """Return a new decoding step, which keeps the earlier tokens as state."""
 
     @abstractmethod
     def begin(self) -> dict[str, Any]:
-        """Begin to take new weights."""
+        """Start a transfer of new weights."""
 
     @abstractmethod
     def receive(self, file: str, digests: bool) -> dict[str, Any]:
-        """Read some of them from a safetensors file, and keep them; `digests` by name, if they are asked for."""
+        """Read some new weights from a safetensors file and keep them. Returns `digests` by name, if requested."""
 
     @abstractmethod
     def apply(self) -> dict[str, Any]:
-        """Compute with what has arrived, and name the `unwritten`; where some of it does not fit, change nothing."""
+        """Load the received weights and return the names of `unwritten` ones. If some do not fit, change nothing."""
 
     def generate(
         self,
@@ -61,7 +62,7 @@ class WorkerModel(ABC):
         seeds: list[int],
         ends: list[int],
     ) -> dict[str, Any]:
-        """Sample a continuation of each prompt; prompts of the same length are a batch, so nothing is padded."""
+        """Sample a continuation of each prompt. Prompts of equal length form a batch, so nothing is padded."""
         samples: dict[int, dict[str, Any]] = {}
         for indices in by_length(prompts):
             batch = [prompts[index] for index in indices]
@@ -98,7 +99,7 @@ class WorkerModel(ABC):
     def score(
         self, sequences: list[list[int]], sampling: dict[str, Any], last: int | None
     ) -> dict[str, list[list[float | None]]]:
-        """Log-probability of each token but the first; None where it was not asked for."""
+        """Log-probability of each token except the first; None where not requested."""
         scores = []
         for tokens in sequences:
             asked = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)
@@ -110,17 +111,17 @@ class WorkerModel(ABC):
 
 
 def serve(load: Callable[..., WorkerModel]) -> None:
-    """Load the model, and answer until standard input ends."""
+    """Load the model, then answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is no answer
+    os.dup2(2, 1)  # other code's prints must not mix with the answers
 
     def answer(line: str, give: Callable[..., dict[str, Any]]) -> bool:
         request = json.loads(line)
         number = request.pop("id")
         try:
             content = give(**request)
-        except Exception as error:  # whatever the engine and the model's code raise
+        except Exception as error:  # any error of the engine and the model's code
             content = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"id": number} | content), file=answers, flush=True)
         return "error" not in content
@@ -138,11 +139,11 @@ def serve(load: Callable[..., WorkerModel]) -> None:
 
 
 def by_length(rows: list[list[int]]) -> list[list[int]]:
-    """Indices of the rows, those of the same length together."""
+    """Group the indices of rows of equal length."""
     in_order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     return [list(group) for _, group in groupby(in_order, key=lambda index: len(rows[index]))]
 
 
 def finite(values: list[float]) -> list[float | None]:
-    """Log-probabilities as JSON has them: NaN is None, -inf what vLLM sends for it."""
+    """Convert log-probabilities for JSON: NaN becomes None, and -inf the value that vLLM sends for it."""
     return [None if math.isnan(value) else max(value, -9999.0) for value in values]

@@ -1,8 +1,8 @@
-"""An engine in a subprocess: one line of JSON is a request, one line of JSON is its answer.
+"""An engine in a subprocess. Requests and answers are lines of JSON.
 
-A request has a number (`id`), and its answer repeats it. A call that was interrupted leaves an answer behind, which the
-next call drops. An answer with `error` says what failed there. What the process prints otherwise is kept, and quoted if
-it dies.
+A request has a number (`id`), and its answer repeats it. If a call is interrupted, the next call discards its answer.
+If a request fails in the subprocess, the answer has the message in `error`. Other output of the subprocess is kept and
+quoted if it dies.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from nrl_models.engines.answers import Checked
 from nrl_models.errors import EngineError
 
 LAST_LINES = 12
-"""Lines of its output that are quoted if it dies: the last one first, which says most."""
+"""Number of output lines to quote if the process dies, starting with the last."""
 
 
 class WorkerProcess:
-    """A running worker.
+    """A worker subprocess.
 
     Args:
-        command: what runs it; the program first.
-        who: what errors call it.
-        environment: its environment variables.
+        command: Program and arguments.
+        who: Engine name shown in errors.
+        environment: Environment variables.
 
     Raises:
-        EngineError: the program does not run.
+        EngineError: If the program does not start.
     """
 
     def __init__(self, command: Sequence[str], who: str, environment: Mapping[str, str]) -> None:
@@ -52,8 +52,8 @@ class WorkerProcess:
         except OSError as error:
             self._errors.close()
             raise EngineError(f"{command[0]} does not run: {error.strerror}") from error
-        # An exception that interrupts a call is raised in the caller's thread. Threads of their own read and write
-        # whole lines, and go on reading the answer of an interrupted call, which the worker could not write otherwise.
+        # Two threads read and write complete lines, because an exception in the caller's thread may interrupt a call.
+        # The reader must still receive that call's answer, or the worker would block while it writes it.
         self._number = 0
         self._requests: SimpleQueue[str | None] = SimpleQueue()
         self._answers: SimpleQueue[str] = SimpleQueue()
@@ -67,7 +67,7 @@ class WorkerProcess:
         """Send a request, and wait for its answer. An exception in this thread leaves the worker usable.
 
         Raises:
-            EngineError: the worker reports an error, has died, or answers with something else than a JSON object.
+            EngineError: If the worker reports an error, dies, or answers with anything but a JSON object.
         """
         self._number += 1
         number = self._number
@@ -104,12 +104,12 @@ class WorkerProcess:
         self.process.wait()
         self._errors.seek(0)
         *before, last = self._errors.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:] or ["nothing"]
-        said = f"{self.who} died (exit status {self.process.returncode}), and said last: {last}"
+        said = f"{self.who} died (exit status {self.process.returncode}). Its last output: {last}"
         return EngineError(said, *(f"  {line}" for line in before))
 
 
 def _write(requests: SimpleQueue[str | None], pipe: IO[str]) -> None:
-    """Write the requests until there is None, and close the pipe."""
+    """Write requests until None arrives, then close the pipe."""
     with suppress(OSError), pipe:  # the process has died
         while (line := requests.get()) is not None:
             pipe.write(line)
@@ -117,7 +117,7 @@ def _write(requests: SimpleQueue[str | None], pipe: IO[str]) -> None:
 
 
 def _read(pipe: IO[str], answers: SimpleQueue[str]) -> None:
-    """Read answers, a line each; an empty string is their end."""
+    """Read answers, one per line. An empty string marks their end."""
     with pipe:
         for line in pipe:
             answers.put(line)

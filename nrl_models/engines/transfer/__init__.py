@@ -1,1 +1,1 @@
-"""New weights for a running vLLM: vLLM's own interfaces for it, shared memory, deltas, and whole versions only."""
+"""Send new weights to a running vLLM through its interfaces: shared memory, deltas, and complete versions only."""

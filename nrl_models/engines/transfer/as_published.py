@@ -1,8 +1,8 @@
-"""Weights as published checkpoints have them, which is what vLLM reads, where transformers saves them otherwise.
+"""Convert exported weights to the names and orientations of published checkpoints, which vLLM's loaders expect.
 
-transformers reads what is published, but of some models writes other names or orientations, which it reads too. An
-export of a model that was loaded from published files has their names; that of a new one has what transformers writes,
-and vLLM's loaders have no use for it.
+For some models, transformers reads several names or orientations of a tensor and saves a form that differs from the
+published one. The export of a model that was loaded from published files has the published names. The export of a new
+model has the form that transformers saves, which vLLM cannot load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.errors import EngineError
 
 DOUBLED = ".model.model."
-"""Written by transformers where it undoes the renaming of a base model inside another twice."""
+"""Part of names that transformers writes if it reverts the renaming of a nested base model twice."""
 
 TOWER, WRAPPED = "vision_tower.", "vision_model."
 """A vision tower that is wrapped in another module, as published: transformers leaves out the wrapper's name."""
@@ -26,14 +26,14 @@ STACKS = {".experts.gate_up_proj": 1, ".experts.down_proj": 2}
 
 
 def as_published(model: torch.nn.Module, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """The tensors, each under the name and in the orientation that a model of vLLM reads.
+    """Yield each tensor under the name and in the orientation that vLLM's model reads.
 
     Args:
-        model: vLLM's.
-        tensors: by hub name, as exported. Those that are as published already are passed on as they are.
+        model: vLLM's model.
+        tensors: Exported pairs of hub name and tensor. Tensors that already have the published form do not change.
 
     Raises:
-        EngineError: a stack of experts is as wide as it is long, so that nothing tells its orientation.
+        EngineError: If a stack of experts is square, so that its orientation is unknown.
     """
     modules = dict(model.named_modules())
     hidden = next(filter(None, map(_hidden_size, modules.values())), None)
@@ -50,14 +50,14 @@ def as_published(model: torch.nn.Module, tensors: Iterable[NamedTensor]) -> Iter
 
 
 def _hidden_size(module: Any) -> int | None:
-    """Of experts whose loader takes stacks as `(experts, in, out)`; None of any other module."""
+    """Return the hidden size if experts are loaded from stacks `(experts, in, out)`; None for other modules."""
     if not getattr(module, "is_fused_checkpoint_transposed", False):
         return None
     return int(module.moe_config.hidden_dim_unpadded)
 
 
 def _oriented(name: str, tensor: torch.Tensor, hidden: int) -> torch.Tensor:
-    """A stack of experts as `(experts, in, out)`; any other tensor as it is."""
+    """Return a stack of experts as `(experts, in, out)`; other tensors are unchanged."""
     dimension = next((place for ending, place in STACKS.items() if name.endswith(ending)), None)
     if dimension is None:
         return tensor

@@ -1,4 +1,4 @@
-"""What takes an update's announcements to a vLLM server: its routes."""
+"""Clients that announce an update to a vLLM server."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from nrl_models.engines.answers import Checked
 
 Request = Callable[[str, str, dict[str, Any] | None], dict[str, Any]]
-"""Method, path and body of a request; gives the JSON object that is the answer."""
+"""Function of method, path and body of a request. Returns the JSON object of the answer."""
 
 
 class ServerClient:
-    """A vLLM server's routes for new weights (0.32: where `VLLM_SERVER_DEV_MODE=1`).
+    """Client of a vLLM server's routes for new weights (vLLM 0.32 with `VLLM_SERVER_DEV_MODE=1`).
 
     Args:
-        request: asks the server; raises an EngineError for whatever is no success.
-        checked: reads its answers.
+        request: Sends a request; raises `EngineError` unless the status is a success.
+        checked: Validates the answers.
     """
 
     def __init__(self, request: Request, checked: Checked) -> None:
@@ -40,7 +40,7 @@ class ServerClient:
         self._request("POST", "/finish_weight_update", body)
 
     def weight_version(self) -> str:
-        """The version that the server says it has."""
+        """Return the version that the server reports."""
         answer = self._request("GET", "/weight_info", None)
         return self._checked.text(answer.get("weight_version"), "weight_version")
 
@@ -51,11 +51,11 @@ class ServerClient:
         return {name: self._checked.text(checksum, "a checksum") for name, checksum in listed.items()}
 
     def pause(self) -> None:
-        """Let what is being generated end, begin nothing, and drop what was computed for earlier prompts."""
+        """Wait for running requests, hold new ones, and clear the prefix cache."""
         self._request("POST", "/pause?mode=wait&clear_cache=true", None)
 
     def resume(self) -> None:
-        """Go on; before that drop what was computed for earlier prompts, and require that it was dropped."""
+        """Clear the prefix cache, verify that it is cleared, and continue with requests."""
         answer = self._request("POST", "/reset_prefix_cache", None)
         if answer.get("success") is not True:
             self._checked.wrong("success of /reset_prefix_cache", answer.get("success"), "True")

@@ -1,9 +1,8 @@
-"""What changed between two versions of the weights, exactly: positions and values of elements, or whole tensors.
+"""Exact changes between two versions of the weights: positions and values of elements, or complete tensors.
 
-Elements are compared and moved as bits: NaN, the sign of zero and every dtype come out as they went in. A position is
-sent as the number of elements since the one before, in 16 bits; where more lie between, an element that did not change
-is sent along. In bf16 a changed element takes 4 bytes, so that a hundredth of the weights takes a fiftieth of their
-size.
+Elements are compared and copied as bits, which preserves NaN, the sign of zero and every dtype. A position is sent as a
+16-bit distance from the previous position. If the distance is too long, unchanged elements in between are also sent. In
+bf16 a changed element takes 4 bytes: if 1% of the weights changed, the delta has 2% of their size.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _WHOLE, _STEPS, _VALUES, _SPARSE = "whole/", "steps", "values.", "sparse"
 
 
 class DeltaWriter:
-    """Gathers changes into one message.
+    """Collect changes into one message.
 
     Attributes:
-        nbytes: of what was gathered.
-        names: of the tensors that changed.
+        nbytes: Size of the collected changes.
+        names: Names of the changed tensors.
     """
 
     def __init__(self) -> None:
@@ -42,9 +41,9 @@ class DeltaWriter:
         self._values: dict[int, list[torch.Tensor]] = {}
 
     def add(self, name: str, old: torch.Tensor, new: torch.Tensor) -> bool:
-        """Add what differs between two tensors of one shape and dtype; returns whether anything does.
+        """Add the differences of two tensors with equal shape and dtype. Returns True if there are any.
 
-        Nothing of `new` is kept but copies.
+        Changed values are copied, so no reference to `new` is kept.
         """
         before, now = _bits(old), _bits(new)
         changed = (before != now).nonzero().flatten()
@@ -64,7 +63,7 @@ class DeltaWriter:
         return True
 
     def message(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """What was gathered: tensors, and text that goes with them."""
+        """Return the collected changes: tensors, and text metadata."""
         tensors = {_WHOLE + name: tensor for name, tensor in self._whole.items()}
         if self._sparse:
             tensors[_STEPS] = torch.cat(self._steps)
@@ -75,21 +74,21 @@ class DeltaWriter:
 def patched(
     old: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]
 ) -> Iterator[NamedTensor]:
-    """The tensors that a message changes, as they are afterwards; those of `old` stay as they are.
+    """Yield the tensors that a message changes, with the changes. `old` is not modified.
 
     Args:
-        old: what the message was made against, by name.
-        tensors, text: the message.
+        old: Tensors of the message's base version, by name.
+        tensors, text: The message.
 
     Raises:
-        EngineError: it does not fit `old`, or is damaged.
+        EngineError: If the message does not fit `old`, or is damaged.
     """
     for key, tensor in tensors.items():
         if key.startswith(_WHOLE):
             name = key.removeprefix(_WHOLE)
             before = old.get(name)
             if before is None or (before.shape, before.dtype) != (tensor.shape, tensor.dtype):
-                raise _damaged(f"it has {shown(name)} whole, which the last weights have not, or of another shape")
+                raise _damaged(f"it has a complete {shown(name)} that is not in the last weights, or of another shape")
             yield name, tensor
     steps, start = tensors.get(_STEPS, torch.empty(0)).to(torch.int64), 0
     starts = dict.fromkeys(_BITS, 0)
@@ -110,13 +109,13 @@ def patched(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in a row, on the CPU, as whole numbers of their size: a view where that can be had."""
+    """Return a tensor's elements on the CPU as flat integers of the same size: a view if possible."""
     value = tensor.detach().cpu().contiguous().reshape(-1)
     return value.view(_BITS[value.element_size()])
 
 
 def _steps(places: torch.Tensor) -> torch.Tensor:
-    """From each position to the next, the first from before the tensor; with more between where one is too far."""
+    """Return distances between positions, starting before the tensor. Inserts positions if a distance is too large."""
     steps = places.diff(prepend=places.new_tensor([-1]))
     extra = (steps - 1) // FARTHEST
     if not extra.any():
@@ -134,7 +133,7 @@ def _listed(text: Mapping[str, str]) -> list[tuple[str, int]]:
     except (KeyError, TypeError, ValueError, RecursionError):
         fits = False
     if not fits:
-        raise _damaged("it does not list what it changes")
+        raise _damaged("it has no list of its changes")
     return [(name, count) for name, count in listed]
 
 

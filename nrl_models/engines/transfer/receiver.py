@@ -1,7 +1,7 @@
-"""The engine's side of an update: it takes effect whole, or not at all, or the engine answers nothing.
+"""The engine's side of an update: it is applied completely or not at all; otherwise the engine raises on every call.
 
-An update is read and checked before anything of the model is touched: until then the trainer may die at any step, and
-the engine goes on with the version it has. Applying it needs nothing of the trainer any more.
+An update is read and verified before the model is modified. If the trainer dies before that, the engine continues with
+its current version. Applying the update needs nothing from the trainer.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from nrl_models.engines.transfer.updates import Update, Weights, made_of
 from nrl_models.errors import EngineError, MixedWeightsError, one_line
 
 Apply = Callable[[Mapping[str, torch.Tensor], Set[str]], None]
-"""Loads weights into a model, given all of them and the names of those that changed. Raises a MixedWeightsError if the
-model is left with some of them, and anything else if it is as it was."""
+"""Function that loads weights into a model, given all weights and the names of changed ones. It raises
+`MixedWeightsError` if only some were loaded, and any other error if the model did not change."""
 
 
 class Receiver:
-    """Takes updates for one model.
+    """Receives updates for one model.
 
     Args:
-        apply: loads weights into the model.
-        refuse: has the model answer nothing, with this message; None ends that.
+        apply: Loads weights into the model.
+        refuse: Makes the model raise an error with this message on each call; None stops that.
 
     Attributes:
-        keep: whether to keep the weights by hub name (in memory that is shared with the trainer, until they change),
-            which deltas need.
-        weights: the last version that took effect; None before the first.
-        mixed: whether the model has parts of two versions.
+        keep: Whether to keep the weights by hub name, which deltas need. They share memory with the trainer until they
+            change.
+        weights: The last applied version; None before the first.
+        mixed: Whether the model has parts of two versions.
     """
 
     def __init__(self, apply: Apply, refuse: Callable[[str | None], None]) -> None:
@@ -49,10 +49,10 @@ class Receiver:
         self._staged = None
 
     def stage(self, update: Update) -> None:
-        """Read and check an update. The model stays as it is.
+        """Read and verify an update. Does not modify the model.
 
         Raises:
-            EngineError: see `made_of`; or there is an update already.
+            EngineError: See `made_of`. Also if an update is already staged.
         """
         if self._staged is not None:
             self._staged = None
@@ -60,32 +60,32 @@ class Receiver:
         self._staged = made_of(update, self.weights)
 
     def finish(self) -> None:
-        """Have what was staged take effect; without anything staged, nothing happens.
+        """Apply the staged update, if there is one.
 
         Raises:
-            MixedWeightsError: the model took some of it. It answers nothing until another update, of all weights, takes
-                effect.
-            EngineError: the model took none of it, and has the version of before.
+            MixedWeightsError: If only some of the weights were applied. The engine then raises this error on every
+                call until an update of all weights succeeds.
+            EngineError: If nothing was applied. The engine keeps its previous version.
         """
         staged, self._staged = self._staged, None
         if staged is None:
             return
         weights, changed = staged
         try:
-            # Where parts of two versions are, what did not change may be missing, too.
+            # With weights of two versions, tensors without changes may also be missing.
             self._apply(weights.tensors, weights.tensors.keys() if self.mixed else changed)
         except MixedWeightsError as error:
             message = (
                 f"the engine has parts of version {self.version} of the weights and parts of version "
-                f"{weights.version!r}: {error}. It answers nothing until an update of all weights succeeds"
+                f"{weights.version!r}: {error}. It raises on every call until an update of all weights succeeds"
             )
             self.mixed = True
             self._refuse(message)
             raise MixedWeightsError(message) from error
         except Exception as error:
             raise EngineError(
-                f"version {weights.version!r} of the weights was refused, and the engine has version {self.version} as "
-                f"before: {one_line(error)}"
+                f"version {weights.version!r} of the weights could not be applied, and the engine keeps version "
+                f"{self.version}: {one_line(error)}"
             ) from error
         if self.mixed:
             self._refuse(None)

@@ -1,6 +1,6 @@
-"""A reload of a vLLM model's weights: vLLM's own layerwise reload, and what that leaves out.
+"""Reload the weights of a vLLM model: vLLM's layerwise reload, plus the steps that it omits.
 
-It uses nothing but what vLLM offers for the purpose: `load_weights`, and the layerwise reload.
+Uses only vLLM's interfaces for this purpose: `load_weights` and the layerwise reload.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from nrl_models.errors import EngineError, listed
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """What a reload left as it was, by the engine's names.
+    """Tensors that a reload did not write, by the engine's names.
 
     Args:
-        parameters: parameters that nothing was written to, and those of modules that lacked a part, each with what it
-            lacked: a fused projection without its key, experts without one of their matrices.
-        buffers: persistent buffers that nothing was written to.
+        parameters: Parameters without any write, and incomplete parameters with the missing part (a fused projection
+            without its key, experts without one of their matrices).
+        buffers: Persistent buffers without any write.
     """
 
     parameters: tuple[str, ...]
@@ -39,16 +39,17 @@ class Unwritten:
 
 
 HEAD_BIAS = "lm_head.bias"
-"""What vLLM, with transformers' classes, registers when it comes. In a layer whose weight is still awaited its reload
-then drops it, and safetensors, in which tensors reach another process, keeps no order: so it goes last."""
+"""vLLM with transformers' classes registers this parameter when it arrives. If the layer's weight has not arrived yet,
+its
+reload then drops it. safetensors does not keep the order of tensors in another process, so it is loaded last."""
 
 
 class WeightReload:
-    """One reload of a model's weights, from its start until `finish` or `abandon`.
+    """One reload of a model's weights, until `finish` or `abandon`.
 
     Args:
-        model: vLLM's, in its worker.
-        vllm_config: vLLM's.
+        model: vLLM's model in its worker.
+        vllm_config: Configuration of vLLM.
     """
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
@@ -58,7 +59,7 @@ class WeightReload:
         self._loaded: set[str] = set()
         self._given: set[str] = set()
         self._last: list[NamedTensor] = []
-        # Names with an underscore are vLLM's own constants (scales of a quantised cache), which no checkpoint has.
+        # Names with an underscore are vLLM's own constants (scales of a quantized cache), which are in no checkpoint.
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._buffers = _names(
             (name, buffer)
@@ -66,8 +67,8 @@ class WeightReload:
             if name not in parameters and not name.rpartition(".")[2].startswith("_")
         )
         self._tied = [] if is_off("engine-tied-head") else _tied_modules(model)
-        # vLLM packs experts for its CPU kernels only where it makes a kernel, which it does not on a reload: they would
-        # be left as they were sent, and read as if packed. So it is made to make the kernel again.
+        # vLLM packs experts for its CPU kernels only when it creates a kernel. A reload does not create one, so the
+        # experts would stay unpacked and be read as packed. Removing the kernel makes vLLM create it again.
         self._kernels: list[tuple[Any, Any]] = []
         if next(model.parameters()).device.type == "cpu" and not is_off("engine-experts-on-cpu"):
             for module in model.modules():
@@ -77,7 +78,7 @@ class WeightReload:
                     method.moe_kernel = None
         with self._loading():
             initialize_layerwise_reload(model)
-        # What is to be written: vLLM has now undone its processing of the weights (derived ones are gone), and untied.
+        # Tensors to write. By now, vLLM has undone its processing of the weights (derived ones are gone), and untied.
         tied = {id(parameter) for module in self._tied for parameter in module.parameters(recurse=False)}
         self._parameters = _names(
             (name, parameter)
@@ -95,7 +96,7 @@ class WeightReload:
         self._load(self._put_off(tensors))
 
     def _put_off(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """All but what goes last."""
+        """Yield all tensors except those to be loaded last."""
         for name, tensor in tensors:
             if name.endswith(HEAD_BIAS):
                 self._last.append((name, tensor.clone()))  # its memory may be the sender's, for the next bucket
@@ -108,7 +109,7 @@ class WeightReload:
             self._loaded |= set(self.model.load_weights(published) or ())
 
     def _noted(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """All but the head of a model that ties it to its embeddings, which has no place for it."""
+        """Yield all tensors except the head of a model with tied embeddings, which has no parameter for it."""
         for name, tensor in tensors:
             self._given.add(name)
             self.note_tied(name, tensor)
@@ -124,23 +125,23 @@ class WeightReload:
                 self._embeddings[fast_digest(tensor)] = name
 
     def require_tied(self) -> None:
-        """Require that a head which was given to a model that ties it equals the embeddings.
+        """Check that a head sent to a model with tied embeddings equals the embeddings.
 
         Raises:
-            EngineError: it differs from them, or they were not given.
+            EngineError: If it differs, or the embeddings were not sent.
         """
         if self._head is not None and self._head[1] not in self._embeddings:
             raise EngineError(tied_apart(self._head[0], listed(self._embeddings.values()) or "the embeddings"))
 
     @property
     def written(self) -> frozenset[str]:
-        """The model's tensors that its loader wrote, by the engine's names."""
+        """Names of the tensors that the model's loader wrote, by the engine's names."""
         return frozenset(self._loaded)
 
     def lacking(self) -> dict[str, str]:
-        """Parameters of which some elements were given so far and others not, each with what it lacks.
+        """Return incomplete parameters, each with a description of its missing elements.
 
-        What was put off is loaded first: it may be what a module is complete with.
+        Loads the deferred tensor first, because it may complete a module.
         """
         last, self._last = self._last, []
         if last:
@@ -155,7 +156,7 @@ class WeightReload:
         return lacking
 
     def _described(self, module: str, own: str, missing: int, total: int) -> str:
-        """What a parameter lacks: the tensors that vLLM fuses in it, by the ends of their hub names, and elements."""
+        """Describe the missing part of a parameter: hub names that vLLM fuses into it, and the number of elements."""
         owner, _, fused = module.rpartition(".")
         parts = (getattr(self.model, "packed_modules_mapping", None) or {}).get(fused, [])
         layer = ".".join(owner.split(".")[-3:])
@@ -164,12 +165,12 @@ class WeightReload:
         return f"{module}.{own} ({names}{missing:,} of {total:,} elements not sent)"
 
     def finish(self) -> Unwritten:
-        """Make the new weights take effect; returns what was not written. Modules that lack a part keep the old ones.
+        """Apply the new weights, and return the unwritten ones. Incomplete modules keep their old weights.
 
-        vLLM would make a layer that lacks a part of memory that nothing was written to.
+        Without this, vLLM would build an incomplete layer from uninitialized memory.
 
         Raises:
-            EngineError: see `require_tied`.
+            EngineError: See `require_tied`.
         """
         self.require_tied()
         lacking = self.lacking()
@@ -193,8 +194,8 @@ class WeightReload:
     def clean_cache(vllm_config: Any) -> None:
         """Zero cache memory that has NaN or infinite values.
 
-        Attention multiplies what is masked in a block by 0, which does not remove them: after weights that computed
-        them, the first generation with good weights would be NaN.
+        Attention multiplies masked entries of a block by 0, which keeps NaN. After weights that computed such values,
+        the first generation with valid weights would otherwise be NaN.
         """
         layers = vllm_config.compilation_config.static_forward_context.values()
         for tensor in tree_leaves([getattr(layer, "kv_cache", None) for layer in layers]):
@@ -202,7 +203,7 @@ class WeightReload:
                 tensor.zero_()
 
     def abandon(self) -> bool:
-        """End it: what was given all its weights keeps them, the rest has its old ones. Returns if anything changed."""
+        """Stop: complete modules get their new weights, others keep the old ones. Returns True if anything changed."""
         changed = False
         for module in self.model.modules():
             info = _info(module)
@@ -214,13 +215,13 @@ class WeightReload:
         return changed
 
     def _end(self) -> None:
-        """Have vLLM finish its layerwise reload, and prepare again what it leaves out."""
+        """Finish vLLM's layerwise reload, then repeat the processing steps that it omits."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with self._loading():
             finalize_layerwise_reload(self.model, self.vllm_config.model_config)
-            # vLLM prepares again (packs for its kernels) the modules that were given a weight. A tied output embedding
-            # that is a module of its own is given none, and would go on with what was packed from the old one.
+            # vLLM processes the weights again (packs them for its kernels) for modules that received a weight. A tied
+            # output embedding in a separate module receives none, so its packed copy would still be the old one.
             for module in self._tied:
                 if (method := getattr(module, "quant_method", None)) is not None:
                     method.process_weights_after_loading(module)
@@ -229,7 +230,7 @@ class WeightReload:
                 method.moe_kernel = kernel
 
     def _left(self, expected: Iterable[tuple[str, ...]], missed: Set[str] = frozenset()) -> tuple[str, ...]:
-        """The first name of each tensor that was not written under any of its names."""
+        """Return the first name of each tensor that was not written under any of its names."""
         return tuple(names[0] for names in expected if self._loaded.isdisjoint(names) or not missed.isdisjoint(names))
 
     @contextmanager
@@ -265,10 +266,10 @@ class _SameKind(TorchDispatchMode):
 
 
 def _holes(module: torch.nn.Module, info: Any) -> dict[str, tuple[int, int]]:
-    """Tensors of a module that the given weights write in part: how many elements are left out, of how many.
+    """Find tensors of a module that its new weights write only in part: number of missing elements, and the total.
 
-    The weights are loaded into a tensor of NaN (of a dtype without NaN into two, of 0 and of 1), as vLLM would load
-    them. Padding does not count: a loader overwrites it, or declares it (`weight_loader_numel`).
+    The weights are loaded into a tensor of NaN, as vLLM would load them. For dtypes without NaN, they are loaded into
+    zeros and into ones. Padding does not count, because a loader overwrites or declares it (`weight_loader_numel`).
     """
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
 
@@ -292,7 +293,7 @@ def _holes(module: torch.nn.Module, info: Any) -> dict[str, tuple[int, int]]:
 
 
 def _drop(info: Any) -> None:
-    """Forget the weights that a layer was given: vLLM restores the old weights of one that was given none."""
+    """Discard the new weights of a layer. vLLM then restores its old weights."""
     info.loaded_weights.clear()
     info.load_numel = 0
 
@@ -304,9 +305,9 @@ def _info(module: torch.nn.Module) -> Any:
 
 
 def _names(tensors: Iterable[NamedTensor]) -> list[tuple[str, ...]]:
-    """All names of each tensor: a model may hold a layer in two places, and its loader report only one of them."""
+    """Return all names of each tensor. A model may contain a layer twice, and its loader may report only one name."""
     names: dict[int, list[str]] = {}
-    kept = []  # so that no id is given away twice
+    kept = []  # keeps objects alive, so that ids are unique
     for name, tensor in tensors:
         kept.append(tensor)
         names.setdefault(id(tensor), []).append(name)

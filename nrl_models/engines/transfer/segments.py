@@ -1,8 +1,8 @@
-"""Tensors in memory that two processes of one machine share, in the format of safetensors.
+"""Tensors in memory shared between two processes of one machine, in the safetensors format.
 
-A segment has no name: it is a file in memory (`memfd_create(2)`) that another process opens as a descriptor of its
-writer, which the system allows to processes of the same user alone. It is sealed, so that nobody can change or cut it,
-and goes away with the last process that has it open or mapped, however processes end. Nothing is left to clean up.
+A segment is a file in memory (`memfd_create(2)`) without a name. Another process opens it through the writer's
+descriptor, which the system permits only to processes of the same user. Segments are sealed: nobody can modify or
+truncate them. The memory is freed when the last process closes or unmaps it, even after a crash.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TOKEN = "nrl_models"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where a segment is. It can be opened as long as its writer has not closed it.
+    """Location of a segment. It can be opened until its writer closes it.
 
     Args:
-        pid: the process that wrote it.
-        descriptor: the file's number there.
-        token: what its header says, so that no other file is taken for it.
-        nbytes: its size.
+        pid: Process that wrote it.
+        descriptor: File descriptor in that process.
+        token: Random token in its header, to recognize the right file.
+        nbytes: Size in bytes.
     """
 
     pid: int
@@ -44,14 +44,14 @@ class Segment:
 
     @staticmethod
     def write(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str] | None = None) -> Segment:
-        """Put tensors into a new segment of this process.
+        """Write tensors into a new segment of this process.
 
         Args:
-            tensors: by name, on any device.
-            text: what goes with them.
+            tensors: Tensors by name, on any device.
+            text: Metadata.
 
         Raises:
-            EngineError: no such memory here (it needs Linux), or not enough.
+            EngineError: If such memory is not available (it needs Linux), or not large enough.
         """
         if not hasattr(os, "memfd_create"):
             raise EngineError("weights cannot be shared in memory: this needs Linux (memfd_create)")
@@ -74,10 +74,10 @@ class Segment:
         return Segment(os.getpid(), descriptor, token, len(content))
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """What is in it: tensors, which are its pages and keep them, and the text that goes with them.
+        """Read the segment. Returns tensors that map its pages (and keep them alive), and its metadata.
 
         Raises:
-            EngineError: it cannot be opened, or is something else.
+            EngineError: If it cannot be opened, or is not a segment.
         """
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
         try:
@@ -94,7 +94,7 @@ class Segment:
                 text: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError) as error:
-            raise EngineError(f"{path} is no shared memory of a trainer: {one_line(error)}") from error
+            raise EngineError(f"{path} is not a trainer's shared memory: {one_line(error)}") from error
         finally:
             os.close(own)
         if not secrets.compare_digest(text.pop(_TOKEN, ""), self.token):
@@ -102,7 +102,7 @@ class Segment:
         return tensors, text
 
     def close(self) -> None:
-        """Close it in the process that wrote it: nobody can open it any more; who has mapped it keeps it."""
+        """Close it in the process that wrote it. It can no longer be opened, but existing mappings stay valid."""
         os.close(self.descriptor)
 
     def to_json(self) -> dict[str, Any]:
@@ -111,15 +111,15 @@ class Segment:
 
     @staticmethod
     def of_json(value: Any) -> Segment:
-        """What `to_json` gave.
+        """Parse the output of `to_json`.
 
         Raises:
-            EngineError: it is not that.
+            EngineError: If the value is invalid.
         """
         types = {"pid": int, "descriptor": int, "token": str, "nbytes": int}
         fits = isinstance(value, dict) and {key: type(found) for key, found in value.items()} == types
         if not fits or min(value["pid"], value["descriptor"], value["nbytes"]) < 0 or not value["token"].isascii():
-            raise EngineError(f"{shown(value)} is no segment of shared memory: expected {', '.join(types)}")
+            raise EngineError(f"{shown(value)} is not a segment of shared memory: expected {', '.join(types)}")
         return Segment(**value)
 
 

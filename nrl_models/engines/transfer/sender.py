@@ -1,4 +1,4 @@
-"""The trainer's side of an update: all weights, or what changed since the engine last had all of them."""
+"""The trainer's side of an update: send all weights, or only the changes since the engine's last version."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nrl_models.engines.transfer.updates import PROTOCOL, Kind, Update, Weights,
 from nrl_models.errors import EngineError, listed
 
 BUCKET_BYTES = 2**28
-"""Bytes that are copied at a time at most, beside tensors that are larger."""
+"""Maximum bytes per copy, unless a single tensor is larger."""
 
 ABANDON = {"abandon": True}
-"""The update that drops what was sent before it."""
+"""Update that discards the data sent before it."""
 
 
 class SyncClient(Protocol):
-    """vLLM's `VLLMWeightSyncClient`: what takes an update to the engine's workers."""
+    """Interface of vLLM's `VLLMWeightSyncClient`, which passes updates to the engine's workers."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Prepare the workers, once."""
@@ -39,15 +39,15 @@ class SyncClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One update.
+    """An update that was sent.
 
     Args:
-        version: its name.
-        kind: what was sent.
-        nbytes: size of what was sent.
-        dense_nbytes: size of all weights.
-        tensors: how many there are.
-        changed: names of those that changed since the version before; of a dense update all.
+        version: Name of the version.
+        kind: Whether all weights or only changes were sent.
+        nbytes: Bytes sent.
+        dense_nbytes: Size of all weights.
+        tensors: Number of tensors of the model.
+        changed: Names of tensors that changed since the previous version; all names in a dense update.
     """
 
     version: str
@@ -59,22 +59,22 @@ class Sent:
 
 
 class Sender:
-    """Sends versions of a model's weights to engines on this machine, through shared memory.
+    """Sends versions of a model's weights to engines on this machine through shared memory.
 
-    An engine that was sent a version is sent what changed since; before, and after any failure, it is sent everything.
+    The first update, and any update after a failure, has all weights. Other updates have only the changes.
 
     Args:
-        client: reaches the engine. Its backend of weight transfer has to be
+        client: Client of the engine, whose weight-transfer backend must be
             `nrl_models.engines.transfer.vllm_plugin.NAME`.
-        deltas: whether to send what changed alone. Trainer and engine then keep the last version, in memory that they
-            share as long as it is the first; otherwise neither keeps anything.
-        bucket_bytes: bytes that are copied at a time at most.
+        deltas: Whether to send only changes. Trainer and engine then keep the last version in memory, shared as long as
+            it is the first one. Without deltas, neither keeps a copy.
+        bucket_bytes: Maximum bytes per copy.
 
     Attributes:
-        version: how many updates there were, also those that failed: the name of the last.
-        last_version: the name of the version that the engine was sent last; None before, and after a failure.
-        in_doubt: whether the last update failed while it took effect: the engine may have either version, or parts of
-            both and answer nothing.
+        version: Number of updates, including failed ones. It is the name of the last update.
+        last_version: Name of the last version that was sent successfully; None if there is none.
+        in_doubt: Whether the last update failed while it was applied. The engine may then have either version, or parts
+            of both, in which case it raises on every call.
     """
 
     def __init__(self, client: SyncClient, *, deltas: bool = True, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -90,27 +90,30 @@ class Sender:
         self._last, self.last_version = None, None
 
     def prepare(self) -> None:
-        """Tell the engine what is going to come, if that has not been done.
+        """Announce the updates to the engine, unless already done.
 
         Raises:
-            EngineError, or whatever the client raises: the engine is out of reach, or has another backend.
+            EngineError, or any error of the client: If the engine cannot be reached, or has another backend.
         """
         if not self._is_ready:
             self.client.init_weight_transfer_engine({"protocol": PROTOCOL, "deltas": self.deltas})
             self._is_ready = True
 
     def send(self, tensors: Iterable[NamedTensor], version: str | None = None) -> Sent:
-        """Give the engine new weights. Afterwards it has all of them, or those of before, or it answers nothing.
+        """Send new weights to the engine.
+
+        Afterwards the engine has all new weights or all old weights. If neither is possible, it raises on every call.
 
         Args:
-            tensors: all weights by hub name, as `StateDictAdapter.iter_export` yields them.
-            version: its name; by default a number, counted up.
+            tensors: All weights, as pairs of hub name and tensor from `StateDictAdapter.iter_export`.
+            version: Name of the version. Default: a counter.
 
         Raises:
-            EngineError: the engine is no vLLM with this library's backend, is out of reach, or refuses the weights.
+            EngineError: If the engine is not a vLLM with this library's backend, cannot be reached, or rejects the
+                weights.
         """
         last = self._last
-        self.forget()  # whatever fails now, all weights are sent next
+        self.forget()  # if anything fails from here on, the next update sends all weights
         self.version += 1
         version = str(self.version) if version is None else version
         segments: list[Segment] = []
@@ -120,7 +123,7 @@ class Sender:
             else:
                 update, sent = self._delta(tensors, version, last, segments)
             if self.deltas:
-                # As the engine makes it, of the same memory.
+                # The same computation as in the engine, from the same memory.
                 last = made_of(update, last)[0]
             self._deliver(update)
         finally:
@@ -158,8 +161,8 @@ class Sender:
         for name, tensor in tensors:
             if last.specs.get(name) != (tensor.dtype, tuple(tensor.shape)):
                 raise EngineError(
-                    f"{name}, {tensor.dtype} {tuple(tensor.shape)}, is no tensor of the version sent before: another "
-                    "model needs another Sender. The next update of this one sends all weights"
+                    f"{name}, {tensor.dtype} {tuple(tensor.shape)}, is not a tensor of the version sent before: use "
+                    "another Sender for another model. The next update of this Sender sends all weights"
                 )
             seen.add(name)
             dense_size += tensor.nbytes
@@ -180,7 +183,7 @@ class Sender:
             self.client.start_weight_update()
         except Exception as refused:
             try:
-                self._drop()  # what another trainer, or this one, left open
+                self._drop()  # an unfinished update of this or another trainer
             except Exception:
                 raise refused from None
             self.client.start_weight_update()
@@ -200,6 +203,6 @@ class Sender:
 
 
 def consumed(tensors: Iterable[Any]) -> None:
-    """Read all of `tensors`, as ranks do that send nothing: gathering them is for all ranks together."""
+    """Exhaust `tensors` on ranks that do not send, because gathering involves all ranks."""
     for _ in tensors:
         pass

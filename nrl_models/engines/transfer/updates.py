@@ -1,6 +1,6 @@
-"""A version of the weights by hub name, and an update that makes the next one of it.
+"""A version of the weights by hub name, and an update that produces the next version.
 
-Trainer and engine make the next version by the same code, so that both have the same, bit for bit.
+Trainer and engine compute the next version with the same code, so both have identical bits.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from nrl_models.engines.transfer.segments import Segment
 from nrl_models.errors import EngineError, itemised, shown
 
 PROTOCOL = 1
-"""Of the messages between trainer and engine; another one is refused."""
+"""Version of the message format between trainer and engine. Other versions raise an error."""
 
 
 class Kind(StrEnum):
-    """What an update holds."""
+    """Contents of an update."""
 
     DENSE = auto()
     """All tensors."""
     DELTA = auto()
-    """What changed since the version before."""
+    """Only changes since the previous version."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What the trainer tells an engine of an update; the tensors are in the segments.
+    """Description of an update; its tensors are in the segments.
 
     Args:
-        kind: what is in the segments.
-        version: its name.
-        digest: of the weights as they are after it, see `Weights.digest`.
-        segments: where its tensors are.
-        base: the name of the version that a delta is made against.
-        base_digest: its digest.
+        kind: Contents of the segments.
+        version: Name of the version.
+        digest: Digest of the weights after the update, see `Weights.digest`.
+        segments: Locations of its tensors.
+        base: Name of the base version of a delta.
+        base_digest: Digest of the base version.
     """
 
     kind: Kind
@@ -60,17 +60,17 @@ class Update:
 
     @staticmethod
     def of_json(value: Mapping[str, Any]) -> Update:
-        """What `to_json` gave.
+        """Parse the output of `to_json`.
 
         Raises:
-            EngineError: it is not that.
+            EngineError: If the value is not an update.
         """
         texts = ("kind", "version", "digest", "base", "base_digest")
         fits = value.keys() == {*texts, "segments"} and all(isinstance(value[key], str) for key in texts)
         if not fits or value["kind"] not in tuple(Kind) or not isinstance(value["segments"], list):
             raise EngineError(
-                f"{shown(dict(value))} is no update of weights: expected {', '.join(texts)} and segments, with a kind "
-                f"of {', '.join(Kind)}, as a trainer with this library sends it"
+                f"{shown(dict(value))} is not an update of weights: expected {', '.join(texts)} and segments, with a "
+                f"kind of {', '.join(Kind)}, as sent by a trainer with this library"
             )
         segments = tuple(Segment.of_json(segment) for segment in value["segments"])
         return Update(Kind(value["kind"]), segments=segments, **{key: value[key] for key in texts[1:]})
@@ -81,10 +81,10 @@ class Weights:
     """All weights of one version.
 
     Args:
-        version: its name.
-        tensors: by hub name; without those that only their digests are kept of.
-        digests: of each tensor, with dtype and shape, by hub name.
-        specs: dtype and shape of each tensor, by hub name.
+        version: Name of the version.
+        tensors: Tensors by hub name. Empty if only digests are kept.
+        digests: Digest of each tensor with dtype and shape, by hub name.
+        specs: Dtype and shape of each tensor, by hub name.
     """
 
     version: str
@@ -94,18 +94,18 @@ class Weights:
 
     @staticmethod
     def of(version: str, tensors: Mapping[str, torch.Tensor]) -> Weights:
-        """Those of tensors on the CPU, which are kept and not copied."""
+        """Describe CPU tensors. The tensors are kept, not copied."""
         digests = {name: fast_digest(tensor) for name, tensor in tensors.items()}
         specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return Weights(version, tensors, digests, specs)
 
     @cached_property
     def digest(self) -> str:
-        """Of all names, dtypes, shapes and elements, in whatever order: 32 hexadecimal digits."""
+        """Digest of all names, dtypes, shapes and elements, in any order: 32 hexadecimal digits."""
         return digest_of(self.digests)
 
     def after(self, version: str, changed: Mapping[str, torch.Tensor]) -> Weights:
-        """The version that has other tensors in the place of some of these."""
+        """Return a new version with some tensors replaced."""
         digests = {name: fast_digest(tensor) for name, tensor in changed.items()}
         return Weights(version, {**self.tensors, **changed}, {**self.digests, **digests}, self.specs)
 
@@ -115,15 +115,15 @@ class Weights:
 
 
 def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[str]]:
-    """The version that an update makes, and the names of the tensors that it changes.
+    """Compute the version after an update, and the names of changed tensors.
 
     Args:
-        update: the update, whose segments are read.
-        last: the version before, with its tensors if the update is a delta; None if there is none.
+        update: The update. Its segments are read.
+        last: The previous version, with tensors if the update is a delta; None if there is none.
 
     Raises:
-        EngineError: a segment cannot be read; the update is against another version or damaged; its tensors are not
-            those of the version before. Lists all tensors that do not fit.
+        EngineError: If a segment cannot be read, the update has another base version or is damaged, or its tensors do
+            not match the previous version. Lists all mismatched tensors.
     """
     if update.kind is Kind.DENSE:
         tensors: dict[str, torch.Tensor] = {}
@@ -157,12 +157,12 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
 
 
 def fast_digest(tensor: torch.Tensor) -> str:
-    """The XXH3 (128 bits) of a tensor's dtype, shape and elements: finds what transport and software do to weights."""
+    """XXH3 hash (128 bits) of a tensor's dtype, shape and elements, to detect errors of transport and software."""
     return hashed(tensor, xxhash.xxh3_128())
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
-    """The digest of all tensors together."""
+    """Combined digest of all tensors."""
     digest = xxhash.xxh3_128()
     for name in sorted(digests):
         digest.update(f"{len(name)} {name} {digests[name]}\n".encode())

@@ -1,7 +1,7 @@
-"""Classes that vLLM's weight transfer is made of, for this library's backend. Importing this needs vLLM.
+"""Classes for vLLM's weight transfer with this library's backend. Importing this module needs vLLM.
 
-`AdapterSource` is for every backend of vLLM. With `nccl` and `ipc`, vLLM's own engines carry what it yields; that needs
-a GPU on both sides, and no test of this library has run it.
+`AdapterSource` works with every backend of vLLM. With `nccl` and `ipc`, vLLM's own engines send its tensors. That needs
+a GPU on both sides, and this library has no test for it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from nrl_models.errors import EngineError, MixedWeightsError, listed, one_line
 
 
 class AdapterSource(WeightSource):
-    """A model's weights under the hub's names, for any backend of vLLM's weight transfer.
+    """A model's weights under the hub's names, for all backends of vLLM's weight transfer.
 
-    vLLM's own `ModuleSource` sends `named_parameters()`: names in memory, which are not the hub's for stacked experts
-    and models of images, and no persistent buffers.
+    vLLM's `ModuleSource` sends `named_parameters()`. These names in memory differ from the hub's for stacked experts
+    and image models, and persistent buffers are missing.
 
     Args:
-        model: one of this library's, sharded or not. Of a sharded model every rank iterates. Adapters of PEFT in or
-            around it are merged (`export_adapter`).
-        max_bytes: see `StateDictAdapter.iter_export`; None yields live views.
+        model: A model of this library, sharded or not. If it is sharded, every rank has to iterate. PEFT adapters are
+            merged (`export_adapter`).
+        max_bytes: See `StateDictAdapter.iter_export`. None yields views.
     """
 
     def __init__(self, model: Any, max_bytes: int | None = None) -> None:
         self.model, self.max_bytes = model, max_bytes
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and shape of each tensor, in the order of iteration; nothing is read."""
+        """Return name, dtype and shape of each tensor, in order of iteration, without reading them."""
         plan = export_adapter(self.model).export_plan()
         return [ParamMeta(name, dtype, tuple(shape)) for name, shape, dtype in plan]
 
@@ -63,11 +63,11 @@ class AdapterSource(WeightSource):
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """What a `Sender` says first.
+    """First message of a `Sender`.
 
     Args:
-        protocol: `PROTOCOL` of its version of this library.
-        deltas: whether it sends what changed alone, for which the engine keeps the last weights by hub name.
+        protocol: `PROTOCOL` of the trainer's version of this library.
+        deltas: Whether the trainer sends deltas. The engine then keeps the last weights by hub name.
     """
 
     protocol: int
@@ -76,17 +76,17 @@ class SharedMemoryInit(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):
-    """An update, or None: what was sent before is dropped."""
+    """An update, or None to discard the data sent before."""
 
     update: Update | None
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    """Takes weights from a trainer on this machine, whole versions only: see `Receiver`.
+    """Receives weights from a trainer on this machine, in complete versions only: see `Receiver`.
 
-    An update that the model took in part leaves it refusing: a step of it raises a MixedWeightsError, which ends an
-    engine in a process of its own. A trainer that paused it before the update does not resume it, so that it waits,
-    paused, for an update of all weights.
+    After an update that was applied only in part, every step of the model raises `MixedWeightsError`, which ends an
+    engine that runs in a subprocess. If the trainer paused the engine before the update, it does not resume it: the
+    engine stays paused until an update of all weights.
     """
 
     init_info_cls = SharedMemoryInit
@@ -102,7 +102,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         """See `SharedMemoryInit`.
 
         Raises:
-            EngineError: the trainer speaks another protocol.
+            EngineError: If the trainer uses another protocol version.
         """
         if init_info.protocol != PROTOCOL or type(init_info.deltas) is not bool:
             raise EngineError(
@@ -115,16 +115,16 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         """See `WeightTransferEngine`.
 
         Raises:
-            EngineError: it is no update.
+            EngineError: If the value is not an update.
         """
         return SharedMemoryUpdate(None if update_dict == ABANDON else Update.of_json(update_dict))
 
     def start_weight_update(self) -> None:
-        """See `Receiver.start`; the model stays as it is."""
+        """See `Receiver.start`. Does not modify the model."""
         self.receiver.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Read and check an update; the model stays as it is, so there is nothing to wait for on the device."""
+        """Read and verify an update. Does not modify the model, so the device need not be synchronized."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
@@ -141,24 +141,24 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
             torch.accelerator.synchronize()
 
     def shutdown(self) -> None:
-        """Drop an update that was not finished."""
+        """Discard an unfinished update."""
         self.receiver.start()
 
     def _apply(self, tensors: Mapping[str, torch.Tensor], changed: Set[str]) -> None:
-        """Load the layers in which something changed, and the others, too, if that is not enough."""
+        """Reload the layers that changed. If a module is then incomplete, reload the other layers as well."""
         if not changed:
             return
         groups = [group for group in layerwise_groups(list(tensors)) if not changed.isdisjoint(group)]
         some = [name for group in groups for name in group]
         reload = WeightReload(self.model, self.vllm_config)
         try:
-            for name, tensor in tensors.items():  # also of a head whose embeddings alone changed
+            for name, tensor in tensors.items():  # also note the head if only its embeddings changed
                 reload.note_tied(name, tensor)
             reload.require_tied()
             reload.load((name, tensors[name]) for name in some)
             whole = len(some) == len(tensors)
             if not whole and reload.lacking():
-                # A module of vLLM's is made of tensors of several layers.
+                # A module of vLLM consists of tensors of several layers.
                 loaded = set(some)
                 reload.load((name, tensor) for name, tensor in tensors.items() if name not in loaded)
                 whole = True
@@ -174,7 +174,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
             raise MixedWeightsError(f"{len(missing)} tensors were left unwritten: {listed(missing)}")
 
     def _refuse(self, message: str | None) -> None:
-        """Have the model raise wherever vLLM computes with it; with None, no more."""
+        """Make every step of the model raise `message`; None removes this again."""
         model: Any = self.model
         if self._refusing is not None:
             self._refusing.remove()
@@ -186,7 +186,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
                 raise MixedWeightsError(message)
 
             self._refusing = model.register_forward_pre_hook(refuse)
-            model.__dict__["compute_logits"] = refuse  # where a recorded graph runs in the place of the model
+            model.__dict__["compute_logits"] = refuse  # also raises if a captured graph runs instead of the forward
 
 
 # The trainer's side
@@ -194,10 +194,10 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
 
 @dataclass
 class SharedMemoryTrainerInit(TrainerInitInfo):
-    """For `WeightTransferTrainerFactory.trainer_init`: this library's backend.
+    """Options of this library's backend for `WeightTransferTrainerFactory.trainer_init`.
 
     Args:
-        deltas, bucket_bytes: see `Sender`.
+        deltas, bucket_bytes: See `Sender`.
     """
 
     backend: ClassVar[str] = NAME
@@ -207,10 +207,10 @@ class SharedMemoryTrainerInit(TrainerInitInfo):
 
 
 class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
-    """vLLM's interface for a `Sender`.
+    """vLLM's trainer interface for a `Sender`.
 
     Attributes:
-        sent: the last update; None before the first, and on ranks other than 0.
+        sent: The last update; None before the first, and on ranks other than 0.
     """
 
     init_info_cls = SharedMemoryTrainerInit
@@ -225,10 +225,10 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """On every rank; rank 0 reaches the engine.
+        """Initialize the trainer. Every rank calls this; rank 0 connects to the engine.
 
         Raises:
-            EngineError: no source; or the engine has another backend, or is out of reach.
+            EngineError: If there is no source, or the engine has another backend or cannot be reached.
         """
         if source is None:
             raise EngineError("a source of weights is needed: AdapterSource(model)")

@@ -1,7 +1,7 @@
-"""Makes vLLM know this library's backend of weight transfer, in each of its processes.
+"""Register this library's weight-transfer backend in each process of vLLM.
 
-vLLM calls `register` itself: it is an entry point of the group `vllm.general_plugins`. Where `VLLM_PLUGINS` lists
-plugins, `nrl_models` has to be among them.
+vLLM calls `register`, an entry point of the group `vllm.general_plugins`. If `VLLM_PLUGINS` is set, it must include
+`nrl_models`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CLASSES = "nrl_models.engines.transfer.vllm_engines"
 
 
 def register() -> None:
-    """Register the backend's two sides with vLLM's factories; nothing happens if they are registered."""
+    """Register both sides of the backend with vLLM's factories, unless they are registered."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     if NAME not in WeightTransferEngineFactory._registry:

@@ -8,24 +8,24 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, PreTrainedConfig
 
 BAICHUAN2_VOCAB_SIZE = 125696
-"""By its vocabulary a published configuration is known to be of Baichuan 2; nothing else in it says so."""
+"""Vocabulary size of Baichuan 2. It is the only difference in published configurations that identifies Baichuan 2."""
 
 
 @strict
 class BaichuanConfig(PreTrainedConfig):
     """Baichuan 1 and 2, 7B (rotary positions) and 13B (ALiBi). Defaults are those of Baichuan2-7B.
 
-    The hub's four configurations share one `model_type` and differ in what they leave out; what they
-    imply is said outright here, and saved.
+    The four configurations on the hub share one `model_type` and omit different keys. This class sets the implied
+    values explicitly, and saves them.
 
     Attributes:
-        max_position_embeddings: length of the rotary table. The 13B models' configurations have none.
-        model_max_length: length the model was trained for.
-        position_embedding_type: `rotary` or `alibi`; None is `rotary` where there are `max_position_embeddings`.
-        normalize_head: whether logits are products with rows of unit length (`NormHead`); None is
-            whether the vocabulary is Baichuan 2's.
-        z_loss_weight: of the squared largest logit, in the loss.
-        rope_parameters: of rotary positions; None is the plain kind with base 10,000.
+        max_position_embeddings: Length of the rotary table. Configurations of the 13B models have none.
+        model_max_length: Sequence length of training.
+        position_embedding_type: `rotary` or `alibi`. None is `rotary` if `max_position_embeddings` is set.
+        normalize_head: Whether to normalize the rows of the output embedding (`NormHead`). None enables it for the
+            vocabulary size of Baichuan 2.
+        z_loss_weight: Weight of the squared largest logit in the loss.
+        rope_parameters: Rotary parameters. None is the default type with base 10,000.
     """
 
     model_type = "baichuan"
@@ -55,13 +55,13 @@ class BaichuanConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Say what the published configurations imply."""
+        """Set the values that published configurations imply."""
         if self.position_embedding_type is None:
             self.position_embedding_type = "alibi" if self.max_position_embeddings is None else "rotary"
         if self.normalize_head is None:
             self.normalize_head = self.vocab_size == BAICHUAN2_VOCAB_SIZE
         if self.position_embedding_type == "alibi":
-            # Each head has a slope of its own, which nothing divides: attention stays whole.
+            # Each head has a separate slope, and no plan shards slopes, so attention is not sharded.
             plan = {name: by for name, by in (self.base_model_tp_plan or {}).items() if ".mlp." in name}
             self.base_model_tp_plan = plan  # type: ignore[misc]
         elif self.rope_parameters is None:
@@ -69,7 +69,7 @@ class BaichuanConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Refuse what no Baichuan is; transformers calls this."""
+        """Check values that no Baichuan model has. transformers calls this."""
         if self.position_embedding_type not in ("rotary", "alibi"):
             raise ValueError(
                 f"position_embedding_type={self.position_embedding_type!r}: expected 'rotary' (7B) or 'alibi' (13B)"
@@ -78,7 +78,7 @@ class BaichuanConfig(PreTrainedConfig):
             raise ValueError("rotary positions need max_position_embeddings, the length they were trained for")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} is no multiple of num_attention_heads={self.num_attention_heads}"
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
             )
 
     @property

@@ -6,7 +6,7 @@ from nrl_models.family import FamilyModel
 
 
 class BaichuanFamily(FamilyModel):
-    """What every Baichuan model shares."""
+    """Declarations shared by all Baichuan models."""
 
     rewrites = {hf.BaichuanAttention: CombinedQKV, hf.MistralMLP: CombinedGateUp}
     tiny = {"position_embedding_type": "alibi", "max_position_embeddings": None, "normalize_head": True}

@@ -1,7 +1,7 @@
-"""Baichuan in transformers' style: Llama's block, rotary positions or ALiBi, and a head that may be normalised.
+"""Baichuan in transformers' style: Llama's block, rotary positions or ALiBi, and a head that may be normalized.
 
-transformers has no Baichuan. This is the plain, uncombined model that the family's tests compare with; the
-hub packs its queries, keys and values (`W_pack`), and a conversion registered here says so to transformers.
+transformers has no Baichuan. This is the reference model with separate linears that the family's tests compare with.
+The hub packs queries, keys and values (`W_pack`), and a conversion registered here declares that to transformers.
 Follows Baichuan 2 (arXiv 2309.10305), RoPE (arXiv 2104.09864) and ALiBi (arXiv 2108.12409).
 
 Shape suffixes: `B` batch, `H` heads, `Q` queries, `K` keys.
@@ -39,9 +39,9 @@ from nrl_models.families.baichuan.configuration import BaichuanConfig
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slope of each of `heads` heads: a geometric sequence for a power of two.
+    """Return the slope of each of `heads` heads: a geometric sequence if `heads` is a power of two.
 
-    For another number: the sequence of the power below, then every second one of the power above.
+    Otherwise: the sequence of the next lower power, followed by every second slope of the next higher one.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -117,10 +117,10 @@ class BaichuanDecoderLayer(GradientCheckpointingLayer):
 
 
 class BaichuanNormHead(nn.Linear):
-    """Output embeddings whose rows count by their direction only.
+    """Output embeddings with normalized rows.
 
-    The remote code overwrites the weight with its normalised rows at the first evaluation; here the weight
-    stays as it was trained, and logits are the same.
+    The remote code overwrites the weight with its normalized rows at the first evaluation. Here, the weight stays as
+    trained, and logits are the same.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class BaichuanNormHead(nn.Linear):
 
 
 class BaichuanPreTrainedModel(llama.LlamaPreTrainedModel):
-    """What all Baichuan models share."""
+    """Base of all Baichuan models."""
 
     config_class = BaichuanConfig
     _no_split_modules = ["BaichuanDecoderLayer"]
@@ -141,7 +141,7 @@ class BaichuanModel(BaichuanPreTrainedModel):
     """The decoder without a head.
 
     Raises:
-        ValueError: ALiBi with an attention implementation that takes no biases.
+        ValueError: If ALiBi is used with an attention implementation that does not support biases.
     """
 
     def __init__(self, config: BaichuanConfig) -> None:
@@ -167,9 +167,9 @@ class BaichuanModel(BaichuanPreTrainedModel):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states `(B, Q, hidden)`. Arguments are those of every decoder in transformers.
+        """Return hidden states `(B, Q, hidden_size)`. Arguments are those of decoders in transformers.
 
-        The cache comes as `past_key_values` from transformers before 5.24.
+        transformers before 5.24 passes the cache as `past_key_values`.
         """
         cache = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
@@ -208,10 +208,10 @@ class BaichuanModel(BaichuanPreTrainedModel):
         return BaseModelOutputWithPast(**output)
 
     def _alibi_mask(self, seen: int | torch.Tensor, mask_inputs: dict[str, Any]) -> torch.Tensor:
-        """The causal mask with each head's penalty on distance, `(B, H, Q, K)`, to be added to the scores.
+        """Return the causal mask plus each head's distance penalty, `(B, H, Q, K)`, to be added to the scores.
 
-        Distance is counted in places, so that it is right within a document wherever it lies: packed,
-        padded on either side, or partly in a cache.
+        Distances are differences of indices, so they are right for packed documents, padding on either side, and
+        caches.
         """
         implementation = self.config._attn_implementation
         if implementation not in ("eager", "sdpa"):
@@ -220,12 +220,12 @@ class BaichuanModel(BaichuanPreTrainedModel):
                 "load the model with 'sdpa' or 'eager'"
             )
         config = copy.copy(self.config)
-        config._attn_implementation_internal = "eager"  # whose masks are added, and never left out
+        config._attn_implementation_internal = "eager"  # its masks are additive, and are never skipped
         mask: Any = create_causal_mask(config, **mask_inputs)
         queries = torch.arange(mask.shape[-2], device=mask.device) + seen
         distance = torch.arange(mask.shape[-1], device=mask.device) - queries[:, None]
         slopes = torch.tensor(alibi_slopes(self.config.num_attention_heads), device=mask.device)
-        # What is masked stays at the dtype's lowest value, which a penalty would take to infinity.
+        # Masked entries keep the dtype's lowest value, because adding a penalty would make them infinite.
         return mask + (slopes[:, None, None] * distance).to(mask.dtype).masked_fill(mask < 0, 0)
 
 
@@ -258,11 +258,11 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
 
 
 class BaiChuanForCausalLM(BaichuanForCausalLM):
-    """The same under the name that Baichuan-7B's configuration gives it."""
+    """Same class under the name in Baichuan-7B's configuration."""
 
 
 class BaichuanForSequenceClassification(GenericForSequenceClassification, BaichuanPreTrainedModel):
-    """Baichuan with one score, or several, for a whole sequence."""
+    """Baichuan with one or several scores per sequence."""
 
 
 class BaichuanForTokenClassification(GenericForTokenClassification, BaichuanPreTrainedModel):

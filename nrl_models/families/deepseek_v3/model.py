@@ -9,15 +9,15 @@ from nrl_models.family import FamilyModel
 
 
 class DeepseekV3Family(FamilyModel):
-    """What every DeepseekV3 model shares."""
+    """Declarations shared by all DeepseekV3 models."""
 
     rewrites = {
-        # Down-projections to the latents; without query compression `q_proj` takes the place of `q_a_proj`.
+        # Down-projections to the latents. Without query compression, `q_proj` replaces `q_a_proj`.
         hf.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),
         hf.DeepseekV3MLP: CombinedGateUp,
     }
     mtp_form = MTPForm.NUMBERED
-    # Keys of published configurations that describe the only routing there is.
+    # Keys of published configurations that describe the only supported routing.
     config_values = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     tensor_parallel = {
         "model.layers.*.self_attn.q_proj": "colwise",

@@ -9,7 +9,7 @@ from nrl_models.family import FamilyModel
 
 
 class Gemma2Family(FamilyModel):
-    """What every Gemma2 model shares."""
+    """Declarations shared by all Gemma2 models."""
 
     rewrites = {hf.Gemma2Attention: CombinedQKV, hf.Gemma2MLP: CombinedGateUp}
     # Former names of the activation and of the window.

@@ -1,4 +1,4 @@
-"""Gemma 3: q/k norms, five sliding-window layers to each full one; text alone or with a SigLIP vision tower."""
+"""Gemma 3: q/k norms, five sliding-window layers per full-attention layer; text-only or with a SigLIP vision tower."""
 
 from nrl_models.families.facts import Family
 

@@ -1,4 +1,4 @@
-"""Gemma 3: q/k norms, five sliding-window layers to each full one; text alone or with a SigLIP vision tower."""
+"""Gemma 3: q/k norms, five sliding-window layers per full-attention layer; text-only or with a SigLIP vision tower."""
 
 from transformers.models.gemma3 import modeling_gemma3 as hf
 from transformers.models.siglip import modeling_siglip as siglip
@@ -11,7 +11,7 @@ from nrl_models.family import FamilyModel
 
 
 class Gemma3Family(FamilyModel):
-    """What every Gemma3 model shares."""
+    """Declarations shared by all Gemma3 models."""
 
     rewrites = {hf.Gemma3Attention: CombinedQKV, hf.Gemma3MLP: CombinedGateUp, siglip.SiglipAttention: CombinedQKV}
     flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO

@@ -3,7 +3,7 @@
 from nrl_models.families.facts import Family
 
 SHARED = "transformers>=5.6"
-"""Before, layers that share keys and values had projections of their own for them."""
+"""In older versions, layers that share keys and values also had separate projections for them."""
 
 FAMILY = Family(
     ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),

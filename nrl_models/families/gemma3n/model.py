@@ -10,7 +10,7 @@ from nrl_models.family import FamilyModel
 
 
 class Gemma3nFamily(SharedKeyValues, FamilyModel):
-    """What every Gemma 3n model shares."""
+    """Declarations shared by all Gemma 3n models."""
 
     rewrites = {
         hf.Gemma3nTextAttention: CombinedQKV,  # Q only in layers that share keys and values

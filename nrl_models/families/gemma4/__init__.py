@@ -6,6 +6,6 @@ ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 
 FAMILY = Family(
     ARCHITECTURES,
-    # In the others, layers that share keys and values have projections of their own for them.
+    # In other versions, layers that share keys and values also have separate projections for them.
     requires=dict.fromkeys(ARCHITECTURES, ("transformers>=5.6,!=5.14.*",)),
 )

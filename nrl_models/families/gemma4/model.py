@@ -3,16 +3,16 @@
 from transformers.models.gemma4 import modeling_gemma4 as hf
 
 from nrl_models.common.forward.kv_sharing import SharedKeyValues
-from nrl_models.common.forward.token_types import with_token_types
+from nrl_models.common.forward.token_types import MULTIMODAL, with_token_types
 from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.family import FamilyModel
 
 
 class Gemma4Family(SharedKeyValues, FamilyModel):
-    """What every Gemma 4 model shares."""
+    """Declarations shared by all Gemma 4 models."""
 
     rewrites = {
-        # Q and K only where keys serve as values (`attention_k_eq_v`), Q only where both are shared.
+        # Only Q and K if keys are also used as values (`attention_k_eq_v`), only Q if both are shared.
         hf.Gemma4TextAttention: CombinedQKV,
         hf.Gemma4TextMLP: CombinedGateUp,
     }
@@ -24,7 +24,7 @@ Gemma4ForConditionalGeneration = Gemma4Family.head(
     forward=with_token_types(
         hf.Gemma4ForConditionalGeneration.forward,
         "mm_token_type_ids",
-        {"image_token_id": 1, "video_token_id": 2, "audio_token_id": 3},
+        MULTIMODAL,
     ),
     # An audio tower exists only with an audio configuration, as in E2B and E4B.
     tiny={"audio_config": {}},

@@ -41,10 +41,10 @@ class GptOssModel(hf.GptOssModel):
 
 
 class GptOssFamily(FamilyModel):
-    """What every GptOss model shares."""
+    """Declarations shared by all GptOss models."""
 
     rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
-    # Read by OpenAI's reference implementation; other keys say the same.
+    # Only OpenAI's reference implementation reads these; other keys have the same values.
     ignored_config_keys = ("experts_per_token", "initial_context_length")
     # Older classes lack the key and use this value.
     config_values = {} if "swiglu_limit" in declared_keys(hf.GptOssConfig) else {"swiglu_limit": (7.0,)}

@@ -10,12 +10,12 @@ from transformers import DeepseekV3Config, PreTrainedConfig
 
 @strict
 class MoonViTConfig(PreTrainedConfig):
-    """MoonViT: a vision transformer for images of any size, packed one after the other.
+    """MoonViT: a vision transformer for images of any size, which are packed.
 
     Attributes:
-        init_pos_emb_height: rows of the learned table of positions, which is interpolated to an image's.
-        init_pos_emb_width: its columns.
-        merge_kernel_size: rows and columns of patches that become one token.
+        init_pos_emb_height: Rows of the learned position table, which is interpolated to the image's size.
+        init_pos_emb_width: Columns of that table.
+        merge_kernel_size: Rows and columns of patches that form one token.
     """
 
     model_type = "moonvit"
@@ -40,10 +40,10 @@ class KimiVLConfig(PreTrainedConfig):
     """Kimi-VL: MoonViT, a projector and DeepSeek-V3. Defaults are those of Kimi-VL-A3B.
 
     Attributes:
-        vision_config: of the vision tower.
-        text_config: of the language model.
-        media_placeholder_token_id: the token whose embeddings a piece of an image takes the place of.
-        ignore_index: label of tokens without a loss.
+        vision_config: Configuration of the vision tower.
+        text_config: Configuration of the language model.
+        media_placeholder_token_id: Token id whose embeddings are replaced by image features.
+        ignore_index: Label index ignored by the loss.
     """
 
     model_type = "kimi_vl"
@@ -59,7 +59,7 @@ class KimiVLConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Make the parts' configurations of what was given for them."""
+        """Convert dictionaries of the sub-configurations to configuration objects."""
         for name, kind, default in (("vision_config", MoonViTConfig, {}), ("text_config", DeepseekV3Config, A3B)):
             given = getattr(self, name)
             if given is None or isinstance(given, dict):

@@ -8,13 +8,13 @@ from nrl_models.family import FamilyModel
 
 
 class KimiVLFamily(FamilyModel):
-    """What every Kimi-VL model shares."""
+    """Declarations shared by all Kimi-VL models."""
 
     config_values = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
-        # Without query compression only one of the combined linears would have a bias.
+        # Without query compression, only one of the fused linears would have a bias.
         "attention_bias": (False,),
     }
     rewrites = {

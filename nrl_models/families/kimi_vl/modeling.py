@@ -1,10 +1,10 @@
 """Kimi-VL in transformers' style: MoonViT, a projector, and transformers' DeepSeek-V3.
 
-transformers has no Kimi-VL. This is the plain model that the family's tests compare with; its modules have the
-hub's names. Follows the Kimi-VL report (arXiv 2504.07491); rotary positions in two dimensions as in VisionLLaMA
+transformers has no Kimi-VL. This is the reference model that the family's tests compare with. Its modules have the
+hub's names. Follows the Kimi-VL report (arXiv 2504.07491). Two-dimensional rotary positions as in VisionLLaMA
 (arXiv 2403.00522), positions interpolated as in NaViT (arXiv 2307.06304).
 
-Shape suffixes: `P` patches of all images, `N` images, `T` tokens of all images, `D` width of a head.
+Shape suffixes: `P` patches of all images, `N` images, `T` tokens of all images, `D` head size.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def rotary_angles(grid: list[list[int]], head_dim: int, theta: float, device: to
 
 
 def rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """`states` `(P, heads, D)`, each pair of neighbouring numbers turned by its angle; computed in fp32."""
+    """`states` `(P, heads, D)`, each pair of neighboring numbers turned by its angle; computed in fp32."""
     first, second = states.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles[:, None].cos(), angles[:, None].sin()
     turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
@@ -102,9 +102,9 @@ class MoonViTMLP(nn.Module):
 
 
 class MoonViTEncoderLayer(GradientCheckpointingLayer):
-    """Attention within each image, then an MLP, each behind a norm and with a residual.
+    """Attention within each image, then an MLP, each with a preceding norm and a residual.
 
-    Attention's linears are the layer's own, as on the hub; those of queries, keys and values are one there already.
+    As on the hub, the attention's linears belong to the layer, and queries, keys and values have a single linear.
     """
 
     def __init__(self, config: MoonViTConfig) -> None:
@@ -196,18 +196,18 @@ class MoonViTModel(KimiVLPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, image_grid_hws: torch.Tensor, **kwargs: Any) -> BaseModelOutput:
-        """Patches of images, packed.
+        """Encode packed patches of images.
 
         Args:
-            pixel_values: `(P, channels, patch, patch)`.
-            image_grid_hws: `(N, 2)`, rows and columns of patches of each image.
-            kwargs: none is used.
+            pixel_values: `(P, channels, patch_size, patch_size)`.
+            image_grid_hws: Rows and columns of patches of each image, `(N, 2)`.
+            kwargs: Not used.
 
         Returns:
-            `last_hidden_state` `(T, merged patches, hidden)`, the rows of patches of each token one after the other.
+            `last_hidden_state` `(T, merged_patches, hidden_size)`, with the patches of each token in row order.
 
         Raises:
-            ValueError: the grids are not those of the patches, or no multiple of `merge_kernel_size`.
+            ValueError: If the grids do not match the patches, or are not multiples of `merge_kernel_size`.
         """
         grid = image_grid_hws.tolist()
         down, across = self.config.merge_kernel_size
@@ -232,7 +232,7 @@ class MoonViTModel(KimiVLPreTrainedModel):
         return BaseModelOutput(last_hidden_state=torch.cat(merged))
 
 
-# The whole
+# The complete model
 
 
 class KimiVLMultiModalProjector(nn.Module):
@@ -280,7 +280,7 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         self.language_model.set_output_embeddings(value)
 
     def get_image_features(self, pixel_values: torch.Tensor, image_grid_hws: torch.Tensor) -> torch.Tensor:
-        """Embeddings `(T, hidden)` of images; arguments are those of `MoonViTModel.forward`."""
+        """Return embeddings of images, `(T, hidden_size)`. For arguments, see `MoonViTModel.forward`."""
         patches = self.vision_tower(pixel_values.to(self.dtype), image_grid_hws).last_hidden_state
         return self.multi_modal_projector(patches)
 
@@ -300,16 +300,16 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> KimiVLCausalLMOutputWithPast:
-        """Logits, and the loss for `labels`.
+        """Return logits, and the loss for `labels`.
 
         Args:
-            input_ids: `(batch, tokens)`, `config.media_placeholder_token_id` where a piece of an image is.
-            pixel_values: `(P, channels, patch, patch)`, patches of all images, in the order of their tokens.
-            image_grid_hws: `(N, 2)`, rows and columns of patches of each image.
-            attention_mask: as of every causal model, and so are the others.
+            input_ids: `(batch, seq_len)`, with `config.media_placeholder_token_id` at image tokens.
+            pixel_values: Patches of all images in the order of their tokens, `(P, channels, patch_size, patch_size)`.
+            image_grid_hws: Rows and columns of patches of each image, `(N, 2)`.
+            attention_mask: This and all others are as in any causal model.
 
         Raises:
-            ValueError: images without their sizes, or not as many tokens as `input_ids` has places for.
+            ValueError: If images have no sizes, or the number of image tokens does not match `input_ids`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")

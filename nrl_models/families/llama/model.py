@@ -8,7 +8,7 @@ from nrl_models.family import FamilyModel
 
 
 class LlamaFamily(FamilyModel):
-    """What every Llama model shares."""
+    """Declarations shared by all Llama models."""
 
     rewrites = {hf.LlamaAttention: CombinedQKV, hf.LlamaMLP: CombinedGateUp}
 

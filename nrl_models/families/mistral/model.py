@@ -8,7 +8,7 @@ from nrl_models.family import FamilyModel
 
 
 class MistralFamily(FamilyModel):
-    """What every Mistral model shares."""
+    """Declarations shared by all Mistral models."""
 
     rewrites = {hf.MistralAttention: CombinedQKV, hf.MistralMLP: CombinedGateUp}
 

@@ -10,7 +10,7 @@ from nrl_models.family import FamilyModel
 
 
 class NemotronHFamily(FamilyModel):
-    """What every Nemotron-H model shares."""
+    """Declarations shared by all Nemotron-H models."""
 
     rewrites = {
         hf.NemotronHAttention: CombinedQKV,  # mixers have one projection, and MLPs no gate

@@ -8,7 +8,7 @@ from nrl_models.family import FamilyModel
 
 
 class Qwen2Family(FamilyModel):
-    """What every Qwen2 model shares."""
+    """Declarations shared by all Qwen2 models."""
 
     rewrites = {hf.Qwen2Attention: CombinedQKV, hf.Qwen2MLP: CombinedGateUp}
 

@@ -9,7 +9,7 @@ from nrl_models.family import FamilyModel
 
 
 class Qwen2VLFamily(FamilyModel):
-    """What every Qwen2-VL model shares."""
+    """Declarations shared by all Qwen2-VL models."""
 
     handles_quirks = ("tower-names",)  # published checkpoints name the tower outside the inner model
     # The tower's sizes under former names.

@@ -8,7 +8,7 @@ from nrl_models.family import FamilyModel
 
 
 class Qwen3Family(FamilyModel):
-    """What every Qwen3 model shares."""
+    """Declarations shared by all Qwen3 models."""
 
     rewrites = {hf.Qwen3Attention: CombinedQKV, hf.Qwen3MLP: CombinedGateUp}
 

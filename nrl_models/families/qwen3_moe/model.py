@@ -8,9 +8,9 @@ from nrl_models.family import FamilyModel
 
 
 class Qwen3MoeFamily(FamilyModel):
-    """What every Qwen3Moe model shares."""
+    """Declarations shared by all Qwen3Moe models."""
 
-    ignored_config_keys = ("max_window_layers",)  # there are no windows, or they are in every layer
+    ignored_config_keys = ("max_window_layers",)  # either no layer or every layer has a window
     rewrites = {hf.Qwen3MoeAttention: CombinedQKV, hf.Qwen3MoeMLP: CombinedGateUp}
     tiny = {"mlp_only_layers": [0]}  # one dense layer, one sparse
 

@@ -1,7 +1,9 @@
-"""Families that need nothing but a row: which linears of which layers read one input, in files by kind of model."""
+"""Families that only need a row: groups of linears with a common input, in files by kind of model."""
 
 from nrl_models.families.table import dense, encoders, hybrids, mixtures, multimodal, speech
 from nrl_models.families.table.row import Row
+
+__all__ = ["TABLE"]
 
 TABLE: dict[str, Row] = dict(
     sorted((dense.ROWS | mixtures.ROWS | hybrids.ROWS | multimodal.ROWS | speech.ROWS | encoders.ROWS).items())

@@ -1,6 +1,6 @@
-"""The classes of the table's families, made from their rows on first use.
+"""Classes of the table's families, created from their rows on first use.
 
-`AfmoeForCausalLM` is an attribute of this module, its rewritten layers are attributes of their package's name:
+`AfmoeForCausalLM` is an attribute of this module. Its rewritten layers are attributes of the package's name, such as
 `nrl_models.families.table.classes.afmoe.AfmoeAttention`. Pickle finds both there.
 """
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.cached import cached
 from nrl_models.common.forward.image_outputs import with_image_outputs
+from nrl_models.common.forward.token_types import with_multimodal_types, with_required_types
 from nrl_models.common.projections import combine_groups
 from nrl_models.common.upstream import has_reached
 from nrl_models.families import folders, module_of
@@ -24,19 +25,21 @@ from nrl_models.family import MIXINS, FamilyModel, rewritten
 
 REPAIRS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]] = {
     "image outputs": with_image_outputs,
+    "token types": with_multimodal_types,
+    "token types required": with_required_types,
 }
-"""For `Row.repairs`: each returns a subclass that runs, or its argument where the installed version runs as it is."""
+"""Functions for `Row.repairs`. Each returns a fixed subclass, or its argument if the installed version needs no fix."""
 
 
 class TableModel(FamilyModel):
-    """A transformers model in which every layer is rewritten that any family declares.
+    """A transformers model in which all layers are rewritten that any family declares.
 
-    Any family, because a vision-language model takes its decoder and tower from other packages, by configuration.
+    Any family, because the configuration of a vision-language model may select decoder and tower of other packages.
     """
 
     @classmethod
     def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:
-        """The class that replaces a layer class, of whichever family."""
+        """Return the class that replaces a layer class, from any family."""
         return rewritten_layer(layer)
 
 
@@ -77,7 +80,7 @@ def _package_of(layer: type[nn.Module]) -> str:
 
 def __getattr__(name: str) -> Any:
     if name in TABLE:
-        # A class, because pickle finds attributes of nothing else in a module under its older protocols.
+        # A class, because older pickle protocols only find attributes of modules and classes.
         layers = {layer.__name__: layer for layer in _layers_of(name)}
         made: Any = type(name, (), {"__module__": __name__, "__doc__": f"The rewritten layers of {name}."} | layers)
     else:
@@ -86,7 +89,7 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         row = TABLE[package]
         upstream = getattr(import_module(row.module(package)), name)
-        repair = row.repairs.get(name.removeprefix(row.prefix))
+        repair = row.repairs.get(name)
         made = TableModel.head(
             REPAIRS[repair](upstream) if repair else upstream,
             tiny=row.tiny,

@@ -1,63 +1,101 @@
 """Encoders that serve as decoders, and the decoders of encoder-decoder models."""
 
-from typing import Any
+from collections.abc import Mapping
 
 from nrl_models.families.limits import CACHED, LEFT, PACKED, READS_APART, RIGHT, lacks
-from nrl_models.families.table.row import CAUSAL, CAUSAL_AND_SEQUENCE, QKV, Row
+from nrl_models.families.table.row import QKV, Row
 
-BERT: dict[str, Any] = {
-    "layers": {"SelfAttention": "query key value"},
-    "mixins": {"Model": "DecoderByDocument"},
-    "tiny": {"is_decoder": True},
-    # Older configurations name their kind of positions; transformers 5 dropped the others (`relative_key`).
-    "config_values": {"position_embedding_type": ("absolute",)},
-}
-"""BERT and its descendants: whether they serve as a decoder or not, their masks know of no positions."""
-COUNTS_FROM_PADDING: dict[str, Any] = BERT | {"limits": lacks(LEFT, RIGHT)}
-"""Those whose positions begin behind that of padding, so that positions from zero are not theirs."""
-BART: dict[str, Any] = {"limits": lacks(LEFT), "mixins": {"Decoder": "DecoderByDocument"}}
-"""Decoders that count positions themselves, from a row's beginning."""
+
+def _bert(
+    heads: str,
+    model: str,
+    layers: Mapping[str, str],
+    limits: Mapping[str, str] | None = None,
+    modeling: str = "",
+) -> Row:
+    """BERT or a descendant of it. Its masks ignore positions, whether it serves as a decoder or not."""
+    return Row(
+        heads,
+        layers,
+        limits or {},
+        mixins={model: "DecoderByDocument"},
+        tiny={"is_decoder": True},
+        # Older configurations state their kind of positions; transformers 5 dropped the others (`relative_key`).
+        config_values={"position_embedding_type": ("absolute",)},
+        modeling=modeling,
+    )
+
+
+def _bart(heads: str, decoder: str, layers: Mapping[str, str]) -> Row:
+    """A decoder that counts positions itself, from the beginning of a sequence."""
+    return Row(heads, layers, lacks(LEFT), mixins={decoder: "DecoderByDocument"})
+
+
+BERT = "query key value"
+COUNTS_FROM_PADDING = lacks(LEFT, RIGHT)
+"""Limits of models whose positions start after the padding position, instead of at zero."""
 
 ROWS: dict[str, Row] = {
-    "bart": Row(
-        "Bart", CAUSAL, {"Attention": "q_proj k_proj v_proj @ self_attn, k_proj v_proj @ encoder_attn"}, **BART
+    "bart": _bart(
+        "BartForCausalLM",
+        "BartDecoder",
+        {"BartAttention": "q_proj k_proj v_proj @ self_attn, k_proj v_proj @ encoder_attn"},
     ),
-    "bert": Row("Bert", ("LMHeadModel",), **(BERT | {"layers": BERT["layers"] | {"CrossAttention": "key value"}})),
-    "bert_generation": Row("BertGeneration", ("Decoder",), **(BERT | {"mixins": {"Encoder": "DecoderByDocument"}})),
-    "bigbird_pegasus": Row("BigBirdPegasus", CAUSAL, {"DecoderAttention": QKV}, **BART),
-    "blenderbot": Row("Blenderbot", CAUSAL, {"Attention": QKV}, **BART),
-    "blenderbot_small": Row("BlenderbotSmall", CAUSAL, {"Attention": QKV}, **BART),
-    "camembert": Row("Camembert", CAUSAL, **COUNTS_FROM_PADDING),
-    "data2vec": Row("Data2VecText", CAUSAL, modeling="modeling_data2vec_text", **COUNTS_FROM_PADDING),
-    "electra": Row("Electra", CAUSAL, **BERT),
-    "ernie": Row("Ernie", CAUSAL, **BERT),
-    "marian": Row("Marian", CAUSAL, {"Attention": QKV}, **BART),
-    "mbart": Row("MBart", CAUSAL, {"Attention": QKV}, **BART),
-    "megatron_bert": Row("MegatronBert", CAUSAL, **BERT),
-    "mvp": Row("Mvp", CAUSAL, {"Attention": QKV}, **BART),
-    "pegasus": Row("Pegasus", CAUSAL, {"Attention": QKV}, **BART),
-    "plbart": Row("PLBart", CAUSAL, {"Attention": QKV}, **BART),
+    "bert": _bert("BertLMHeadModel", "BertModel", {"BertSelfAttention": BERT, "BertCrossAttention": "key value"}),
+    "bert_generation": _bert("BertGenerationDecoder", "BertGenerationEncoder", {"BertGenerationSelfAttention": BERT}),
+    "bigbird_pegasus": _bart(
+        "BigBirdPegasusForCausalLM", "BigBirdPegasusDecoder", {"BigBirdPegasusDecoderAttention": QKV}
+    ),
+    "blenderbot": _bart("BlenderbotForCausalLM", "BlenderbotDecoder", {"BlenderbotAttention": QKV}),
+    "blenderbot_small": _bart(
+        "BlenderbotSmallForCausalLM", "BlenderbotSmallDecoder", {"BlenderbotSmallAttention": QKV}
+    ),
+    "camembert": _bert("CamembertForCausalLM", "CamembertModel", {"CamembertSelfAttention": BERT}, COUNTS_FROM_PADDING),
+    "data2vec": _bert(
+        "Data2VecTextForCausalLM",
+        "Data2VecTextModel",
+        {"Data2VecTextSelfAttention": BERT},
+        COUNTS_FROM_PADDING,
+        modeling="modeling_data2vec_text",
+    ),
+    "electra": _bert("ElectraForCausalLM", "ElectraModel", {"ElectraSelfAttention": BERT}),
+    "ernie": _bert("ErnieForCausalLM", "ErnieModel", {"ErnieSelfAttention": BERT}),
+    "marian": _bart("MarianForCausalLM", "MarianDecoder", {"MarianAttention": QKV}),
+    "mbart": _bart("MBartForCausalLM", "MBartDecoder", {"MBartAttention": QKV}),
+    "megatron_bert": _bert("MegatronBertForCausalLM", "MegatronBertModel", {"MegatronBertSelfAttention": BERT}),
+    "mvp": _bart("MvpForCausalLM", "MvpDecoder", {"MvpAttention": QKV}),
+    "pegasus": _bart("PegasusForCausalLM", "PegasusDecoder", {"PegasusAttention": QKV}),
+    "plbart": _bart("PLBartForCausalLM", "PLBartDecoder", {"PLBartAttention": QKV}),
     "prophetnet": Row(
-        "ProphetNet",
-        CAUSAL,
-        {"NgramSelfAttention": "query_proj key_proj value_proj"},
+        "ProphetNetForCausalLM",
+        {"ProphetNetNgramSelfAttention": "query_proj key_proj value_proj"},
         lacks(LEFT, RIGHT, PACKED, CACHED),
     ),
-    "rembert": Row("RemBert", CAUSAL, **BERT),
-    "roberta": Row("Roberta", CAUSAL, **COUNTS_FROM_PADDING),
-    "roberta_prelayernorm": Row("RobertaPreLayerNorm", CAUSAL, **COUNTS_FROM_PADDING),
-    "roc_bert": Row("RoCBert", CAUSAL_AND_SEQUENCE, **BERT),
-    "roformer": Row("RoFormer", CAUSAL, **BERT),
-    "trocr": Row("TrOCR", CAUSAL, {"Attention": "q_proj k_proj v_proj @ self_attn"}, **BART),
-    "vision_encoder_decoder": Row("", ("VisionEncoderDecoderModel",), {}, READS_APART, since="5.23"),
+    "rembert": _bert("RemBertForCausalLM", "RemBertModel", {"RemBertSelfAttention": BERT}),
+    "roberta": _bert("RobertaForCausalLM", "RobertaModel", {"RobertaSelfAttention": BERT}, COUNTS_FROM_PADDING),
+    "roberta_prelayernorm": _bert(
+        "RobertaPreLayerNormForCausalLM",
+        "RobertaPreLayerNormModel",
+        {"RobertaPreLayerNormSelfAttention": BERT},
+        COUNTS_FROM_PADDING,
+    ),
+    "roc_bert": _bert(
+        "RoCBertForCausalLM RoCBertForSequenceClassification", "RoCBertModel", {"RoCBertSelfAttention": BERT}
+    ),
+    "roformer": _bert("RoFormerForCausalLM", "RoFormerModel", {"RoFormerSelfAttention": BERT}),
+    "trocr": _bart("TrOCRForCausalLM", "TrOCRDecoder", {"TrOCRAttention": "q_proj k_proj v_proj @ self_attn"}),
+    "vision_encoder_decoder": Row("VisionEncoderDecoderModel", {}, READS_APART, since="5.23"),
     "xlm": Row(
-        "",
-        ("XLMWithLMHeadModel",),
+        "XLMWithLMHeadModel",
         {"MultiHeadAttention": "q_lin k_lin v_lin"},
         lacks("activation checkpointing", CACHED),
         mixins={"XLMModel": "DecoderByDocument"},
     ),
-    "xlm_roberta": Row("XLMRoberta", CAUSAL, **COUNTS_FROM_PADDING),
-    "xlm_roberta_xl": Row("XLMRobertaXL", CAUSAL, **COUNTS_FROM_PADDING),
-    "xmod": Row("Xmod", CAUSAL, **COUNTS_FROM_PADDING),
+    "xlm_roberta": _bert(
+        "XLMRobertaForCausalLM", "XLMRobertaModel", {"XLMRobertaSelfAttention": BERT}, COUNTS_FROM_PADDING
+    ),
+    "xlm_roberta_xl": _bert(
+        "XLMRobertaXLForCausalLM", "XLMRobertaXLModel", {"XLMRobertaXLSelfAttention": BERT}, COUNTS_FROM_PADDING
+    ),
+    "xmod": _bert("XmodForCausalLM", "XmodModel", {"XmodSelfAttention": BERT}, COUNTS_FROM_PADDING),
 }

@@ -1,4 +1,4 @@
-"""What the generated tests mean by close, by the same, and by a matrix product."""
+"""Assertions of the generated tests: closeness, equal outcomes, and detection of matmuls."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype
 def assert_close(
     actual: Any, expected: Any, dtype: torch.dtype = torch.float32, scale: float = 1.0, message: str = ""
 ) -> None:
-    """Equal to the dtype's tolerance, absolute and relative, times `scale`; `message` says what, where it is not."""
+    """Assert equality within the dtype's tolerance, absolute and relative, times `scale`."""
     tolerance = TOLERANCE[dtype] * scale
     say = (lambda found: f"{message}: {found}") if message else None
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, msg=say)
 
 
 def assert_same_outcome(actual: Callable[[], Any], expected: Callable[[], Any], scale: float = 1.0) -> None:
-    """What `actual` returns is close to what `expected` does; or it raises the same error, where that raises one."""
+    """Assert that `actual` returns values close to those of `expected`, or raises the same error if that raises."""
     try:
         result = expected()
     except Exception as error:
@@ -69,9 +69,9 @@ MATMULS = ("addmm", "baddbmm", "bmm", "linear", "mm")
 
 
 def count_matmuls(layer: nn.Module, call: Call) -> int:
-    """How many matrix products one forward of `layer` runs in training.
+    """Count the matmuls of one forward of `layer` in training.
 
-    The layer itself runs, not a copy: in a copy, groups that were separated may be joined again.
+    Runs the layer itself, because groups that were separated may be fused again in a copy.
     """
     args, kwargs = copy.deepcopy((call.args, call.kwargs))
     with torch.enable_grad(), _OperatorCounter() as counter:

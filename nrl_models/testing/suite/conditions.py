@@ -1,4 +1,4 @@
-"""Which classes a generated test applies to, from what is declared: no model is built while tests are collected."""
+"""Conditions that select classes for a generated test by their declarations, without building models."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nrl_models.testing.mtp_weights import declares_mtp
 
 
 def scores_every_token(case: FamilyCase) -> bool:
-    """Whether logits have a row for each token; a sequence classifier's have one for each sequence."""
+    """Whether logits have a row per token, unlike those of a sequence classifier."""
     return not case.reference_class.__name__.endswith("SequenceClassification")
 
 
 def takes_text(case: FamilyCase) -> bool:
-    """Whether the class takes `input_ids`; some read an image alone."""
+    """Whether the class accepts `input_ids`, unlike some image-only models."""
     return _takes(case, "input_ids")
 
 
 def reads_what_it_writes(case: FamilyCase) -> bool:
-    """Whether prompt and completion are one sequence, which they are not where an encoder reads the prompt."""
+    """Whether prompt and completion are one sequence, unlike in encoder-decoder models."""
     return not (_takes(case, "decoder_input_ids") and has_encoder(case.config_class()))
 
 
@@ -44,7 +44,7 @@ def ties_embeddings(case: FamilyCase) -> bool:
 
 
 def chooses_experts(case: FamilyCase) -> bool:
-    """Whether the configuration says how many experts there are, or how many are chosen, of a mixture that is on."""
+    """Whether the configuration has an enabled mixture, with a number of experts or of chosen experts."""
     values = dict(all_values(case.config_class(**case.tiny_values)))
     counts = [key for key in values if "expert" in key or "topk" in key]
     is_on = all(values[key] is not False for key in values if key in MIXTURE_SWITCHES)
@@ -57,7 +57,7 @@ def has_mtp(case: FamilyCase) -> bool:
 
 
 MIXTURE_SWITCHES = ("enable_moe_block", "is_moe")
-"""Keys that switch a mixture of experts off, whatever is said of its experts."""
+"""Keys that disable a mixture of experts, even if other keys describe its experts."""
 
 
 def _takes(case: FamilyCase, argument: str) -> bool:

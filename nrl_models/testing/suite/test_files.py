@@ -1,4 +1,4 @@
-"""Files: what transformers writes loads here, and what is written here is what transformers writes."""
+"""Tests of files: checkpoints of transformers load here, and files written here equal those of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from nrl_models.common import upstream
 from nrl_models.common.modules import predicts_words
 from nrl_models.errors import CheckpointError
-from nrl_models.testing.case import SEED, FamilyCase, randomise
+from nrl_models.testing.case import SEED, FamilyCase, randomize
 from nrl_models.testing.features import applies_to, proves
 from nrl_models.testing.mtp_weights import mtp_tensors
 from nrl_models.testing.suite.asserts import all_tensors, assert_same_tensors
@@ -21,9 +21,9 @@ from nrl_models.testing.suite.conditions import has_mtp
 
 @proves("files")
 def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
-    """A sharded checkpoint written by transformers loads here, exactly, buffers included, and frozen where it was."""
+    """A sharded checkpoint written by transformers loads exactly, including buffers and frozen parameters."""
     reference = family_case.reference_class._from_config(family_case.config, dtype=torch.bfloat16)
-    randomise(reference)
+    randomize(reference)
     frozen = {name for name, parameter in reference.named_parameters() if not parameter.requires_grad}
     reference.save_pretrained(tmp_path, max_shard_size="700KB")
     reference = family_case.reference_class.from_pretrained(tmp_path)
@@ -33,7 +33,7 @@ def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None
     )
     assert_same_tensors(dict(model.named_buffers()), dict(reference.named_buffers()))
     assert not model.training
-    # Of what transformers' class freezes when it is built; loaded by transformers it would train.
+    # Parameters that transformers' class freezes when it is built. transformers' loading unfreezes them.
     tensors = model.state_dict_adapter.transformers
     own = {parameter for name in frozen for parameter in tensors[name].parameters}
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == own
@@ -41,7 +41,7 @@ def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None
 
 @proves("files")
 def test_load_in_another_dtype(family_case: FamilyCase, tmp_path: Path) -> None:
-    """A checkpoint in bf16 loads in fp32 if asked, as in transformers."""
+    """A checkpoint in bf16 loads in fp32 if requested, as in transformers."""
     family_case.reference(torch.bfloat16).save_pretrained(tmp_path)
     reference = family_case.reference_class.from_pretrained(tmp_path, dtype=torch.float32)
     model = family_case.model_class.from_pretrained(tmp_path, dtype=torch.float32)
@@ -51,7 +51,7 @@ def test_load_in_another_dtype(family_case: FamilyCase, tmp_path: Path) -> None:
 
 @proves("files")
 def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
-    """What is saved here is what transformers saves, tensor for tensor, and it loads in both."""
+    """Saved tensors equal those that transformers saves, and load in both."""
     family_case.reference(torch.bfloat16).save_pretrained(tmp_path / "first")
     model = family_case.model_class.from_pretrained(tmp_path / "first")
     reference = family_case.reference_class.from_pretrained(tmp_path / "first")
@@ -71,7 +71,7 @@ def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> No
 
 @proves("files")
 def test_new_model_saves_as_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
-    """A model that was never loaded saves in the layout transformers gives a new one."""
+    """A new model is saved in the same layout as in transformers."""
     for directory, build in (
         ("a", family_case.reference_class._from_config),
         ("b", family_case.model_class.from_config),
@@ -84,7 +84,7 @@ def test_new_model_saves_as_transformers(family_case: FamilyCase, tmp_path: Path
 @proves("files")
 @applies_to(has_mtp)
 def test_mtp_weights_are_kept(family_case: FamilyCase, tmp_path: Path) -> None:
-    """Weights of multi-token prediction are saved and exported as they were stored; or dropped, if asked."""
+    """MTP weights are saved and exported unchanged, or dropped if requested."""
     published, file = tmp_path / "published", tmp_path / "published" / "model.safetensors"
     family_case.reference(torch.bfloat16).save_pretrained(published)
     plain = family_case.model_class.from_pretrained(published)

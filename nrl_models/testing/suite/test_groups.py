@@ -1,4 +1,4 @@
-"""Groups of projections: one matmul where nobody can tell the difference, and Hugging Face's parameters to everyone."""
+"""Tests of fused groups: one matmul with unchanged results and Hugging Face's parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nrl_models.testing.suite.asserts import assert_close
 
 @proves("layers")
 def test_groups_run_as_one_matmul(family_case: FamilyCase) -> None:
-    """Every declared group is joined, and each parameter has a storage of its own, of its own size."""
+    """All declared groups are fused, and each parameter has a separate storage of its size."""
     model = family_case.model()
     assert not [group for group in report(model) if not group.joined]
     for name, parameter in model.named_parameters():
@@ -30,7 +30,7 @@ def test_groups_run_as_one_matmul(family_case: FamilyCase) -> None:
 
 @proves("gradients")
 def test_names_are_transformers(family_case: FamilyCase) -> None:
-    """Parameters, modules, state dict, optimizer state, what distributed checkpoints hold: all as in transformers."""
+    """Parameters, modules, state dict, optimizer state and distributed checkpoints are as in transformers."""
     seen: list[Any] = []
     for model in family_case.new_pair():
         torch.manual_seed(SEED)  # some routers draw lots in training
@@ -52,12 +52,12 @@ def test_names_are_transformers(family_case: FamilyCase) -> None:
 
 @proves("layers")
 def test_called_twice(family_case: FamilyCase) -> None:
-    """A layer that is called again on the same tensor, with other weights, remembers nothing of the first time."""
+    """A second call of a layer with the same tensor and other weights uses the new weights."""
     for layer, original, call in _layers_with_groups(family_case):
         found = []
         for module in (layer, original):
             gradients = []
-            module.requires_grad_(True)  # some classes freeze theirs
+            module.requires_grad_(True)  # some classes freeze their parameters
             weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
             for _ in range(2):
                 # The same tensors each time, but a cache among the arguments does not grow.
@@ -84,12 +84,13 @@ def test_called_twice(family_case: FamilyCase) -> None:
 
 @proves("gradients")
 def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
-    """A part whose output nobody uses has no gradient, as if it had not been called, and not one of zeros."""
+    """A linear whose output is unused has no gradient, rather than zeros, as if it had not been called."""
     _, model = family_case.new_pair()
     of_each_kind = {(type(model.get_submodule(owner)), name): (owner, group) for owner, name, group in groups_of(model)}
     for owner, group in of_each_kind.values():
         first, *others = (part.requires_grad_(True) for part in group.linears.values())
-        output, *_ = group(torch.randn(3, first.in_features, generator=torch.Generator().manual_seed(SEED)))
+        inputs = torch.randn(3, first.in_features, generator=torch.Generator().manual_seed(SEED))
+        output, *_ = group(inputs.to(family_case.device))
         output.sum().backward()
         assert first.weight.grad is not None, owner
         assert all(part.weight.grad is None for part in others), owner
@@ -105,7 +106,7 @@ def _flip(tensor: torch.Tensor, how: str) -> None:
 
 @proves("layers")
 def test_edits_while_running(family_case: FamilyCase) -> None:
-    """What changes after the first part was called, the input or the others' weights, the others compute with."""
+    """Edit the input or a weight after the first call of a group: later calls use the new values."""
     for layer, original, call in _layers_with_groups(family_case):
         for names in _own_groups(layer):
             for what, how in itertools.product(("input", "weights"), ("in place", "data")):
@@ -114,9 +115,9 @@ def test_edits_while_running(family_case: FamilyCase) -> None:
 
 
 def _run_edited(owner: nn.Module, names: tuple[str, ...], what: str, how: str, call: Call) -> list[torch.Tensor]:
-    """What a layer computes when, after the first of these parts is called, their input or the others' weights change.
+    """Run a layer, and change the input or other weights after the first of these linears is called.
 
-    Its weights are then as before, and where they were.
+    Afterwards, the weights have their previous values and location.
     """
     parts = [getattr(owner, name) for name in names]
     before = [part.weight.data for part in parts]
@@ -147,7 +148,7 @@ def test_replaced_weights(family_case: FamilyCase) -> None:
     for name, call in calls.items():
         layers = model.get_submodule(name), reference.get_submodule(name)
         groups = _own_groups(layers[0])
-        for place in (0, -1):  # one after the other, since the memory of a group goes with the last weight in it
+        for place in (0, -1):  # one at a time, because a group's memory is freed with its last weight
             for layer in layers:
                 for part in [getattr(layer, names[place]) for names in groups]:
                     if place == 0:
@@ -160,12 +161,12 @@ def test_replaced_weights(family_case: FamilyCase) -> None:
 
 
 def _own_groups(layer: nn.Module) -> list[tuple[str, ...]]:
-    """Names of the parts of each group of a layer, without those of modules in it."""
+    """Return the names of the linears of each group of a layer, without those of submodules."""
     return [tuple(group.linears) for owner, _, group in groups_of(layer) if not owner]
 
 
 def _calls(case: FamilyCase) -> dict[str, Call]:
-    """A call of one layer of each kind that has groups of its own, on random numbers."""
+    """Return a call with random inputs of one layer of each kind that has groups."""
     reference, model = case.reference(), case.model()
     owners = {owner for owner, _, _ in groups_of(model)}
     kinds = {type(reference.get_submodule(owner)) for owner in owners}

@@ -1,4 +1,4 @@
-"""Each rewritten layer against the layer it replaces, and what is combined against what is true."""
+"""Tests of layers: compare each rewritten layer with the original, and declared groups with traced ones."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from nrl_models.testing.suite.asserts import TOLERANCE, assert_close, count_matm
 
 @proves("layers")
 def test_declaration_matches_trace(family_case: FamilyCase) -> None:
-    """The groups a family combines are exactly the linears that read one input in the Hugging Face model.
+    """Declared groups are exactly the linears with a common input in the Hugging Face model.
 
-    A layer that was not called (a tower for videos, for audio) says nothing, if others of its class were called or the
-    class is another package's, whose own models are tested.
+    Layers that are not called (video or audio towers) are ignored, if other layers of the class are called or the class
+    belongs to another package with its own tests.
     """
     reference, model = family_case.reference(), family_case.model()
     with record_calls(reference) as called:
@@ -52,7 +52,7 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
     rewrites = {}
     for name, original in list(reference.named_modules())[1:]:
         rewritten = family_case.model_class.rewrite_of(type(original))
-        # torch makes a class for each parametrized module.
+        # torch creates a class for each parametrized module.
         kinds = _class_of(model.get_submodule(name)), type_before_parametrizations(original)
         assert kinds[0] is (rewritten or kinds[1]), name
         if rewritten is not None:
@@ -78,7 +78,7 @@ def _class_of(module: nn.Module) -> Any:
 
 
 def _rounding(original: nn.Module, call: Call, expected: list[torch.Tensor]) -> float:
-    """How many tolerances of fp32 rounding alone moves what a whole model, of many layers, returns; at least one."""
+    """Return how much fp32 rounding changes the output of a complete model, in tolerances; at least one."""
     with rounded_otherwise(original):
         pairs = zip(run_layer(original, call), expected, strict=True)
         noise = max((moved.double() - before.double()).abs().max().item() for moved, before in pairs)

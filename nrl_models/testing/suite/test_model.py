@@ -1,4 +1,4 @@
-"""The whole model: logits, gradients, training, copies, adapters."""
+"""Tests of the complete model: logits, gradients, training, copies, adapters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from nrl_models.parity.noise import gradients, limit, logits_and_routing, logits
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import applies_to, proves
 from nrl_models.testing.suite.asserts import all_tensors, assert_close, assert_same_tensors, dtypes
-from nrl_models.testing.suite.conditions import ties_embeddings
+from nrl_models.testing.suite.conditions import reads_what_it_writes, scores_every_token, takes_text, ties_embeddings
 
 
 @proves("logits")
 def test_forward_shape(family_case: FamilyCase) -> None:
-    """Logits have a row for each token (or sequence) and a column for each word (or label).
+    """Logits have one row per token (or sequence) and one column per vocabulary entry (or label).
 
-    An image that no tokens stand for comes before the words.
+    An image without tokens adds rows before those of the text.
     """
     inputs, config = family_case.inputs(), family_case.config
     batch, length = decoder_ids(inputs).shape
@@ -49,7 +49,7 @@ def test_forward_shape(family_case: FamilyCase) -> None:
 @proves("logits")
 @dtypes
 def test_logits_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
-    """The whole model equals the reference; below fp32, to what rounding makes of it, on the same experts."""
+    """The model's logits equal the reference's. Below fp32, they may differ by rounding, with the same experts."""
     model, reference, inputs = family_case.model(dtype), family_case.reference(dtype), family_case.inputs()
     expected, routing = logits_and_routing(reference, inputs)
     if dtype == torch.float32:
@@ -63,7 +63,7 @@ def test_logits_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None
 
 @proves("logits")
 def test_uncombined(family_case: FamilyCase) -> None:
-    """`combine=False` forms no groups, and gives the reference's logits bit for bit."""
+    """`combine=False` forms no groups, and its logits are bitwise equal to the reference's."""
     model = family_case.model_class.from_config(family_case.config, combine=False, device=family_case.device).eval()
     reference = family_case.reference()
     assert not list(groups_of(model))
@@ -74,13 +74,53 @@ def test_uncombined(family_case: FamilyCase) -> None:
 
 @proves("logits")
 def test_from_config_is_bit_exact(family_case: FamilyCase) -> None:
-    """Under a seed, new weights are bit for bit those of transformers."""
+    """With a given seed, new weights are bitwise equal to those of transformers."""
     tensors = []
     for build in (family_case.reference_class._from_config, family_case.model_class.from_config):
         torch.manual_seed(SEED)
         tensors.append(build(family_case.config))
     expected, model = tensors
     assert_same_tensors(model.state_dict(), expected.state_dict())
+
+
+@proves("logits")
+@applies_to(takes_text, scores_every_token, reads_what_it_writes)
+def test_embeddings_in_place_of_tokens(family_case: FamilyCase) -> None:
+    """Embeddings in place of tokens give the logits of the tokens where they do so in the reference.
+
+    Without token types, which transformers' processors add, the model finds images and audio by their embeddings.
+    """
+    model, reference, inputs = family_case.model(), family_case.reference(), family_case.inputs()
+    embeddings = reference.get_input_embeddings()(inputs["input_ids"]).detach()
+    rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+    expected = logits_of(reference, inputs)
+    try:  # some classes scale the embeddings in place
+        actual = logits_of(reference, rest | {"inputs_embeds": embeddings.clone()})
+        is_supported = torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    except Exception:  # any: the reference takes no embeddings, or not with these inputs
+        is_supported = False
+    if not is_supported:
+        pytest.skip("transformers' class does not compute the same from embeddings")
+    assert_close(logits_of(model, rest | {"inputs_embeds": embeddings.clone()}), expected)
+    if "token-types" in getattr(type(model).forward, "handles_quirks", ()):
+        untyped = {name: value for name, value in rest.items() if not name.endswith("token_type_ids")}
+        assert_close(logits_of(model, untyped | {"inputs_embeds": embeddings.clone()}), expected)
+
+
+@proves("logits")
+@applies_to(takes_text, scores_every_token)
+def test_images_without_token_types(family_case: FamilyCase) -> None:
+    """Without `mm_token_type_ids`, images give the same logits, or the reference requires the types."""
+    inputs = family_case.inputs()
+    if "mm_token_type_ids" not in inputs or image_token(family_case.config) is None:
+        pytest.skip("the class takes no types of image tokens")
+    untyped = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
+    try:
+        actual = logits_of(family_case.model(), untyped)
+    except ValueError as error:
+        assert "mm_token_type_ids" in str(error)  # noqa: PT017
+        return
+    assert_close(actual, logits_of(family_case.reference(), inputs))
 
 
 @proves("gradients")
@@ -93,16 +133,16 @@ def test_gradient_equivalence(family_case: FamilyCase) -> None:
 
 @proves("gradients")
 def test_training_loss_decreases(family_case: FamilyCase) -> None:
-    """A few optimiser steps lower the loss, and as they do in the reference.
+    """A few optimizer steps lower the loss, by the same amounts as in the reference.
 
-    In fp64 where the reference computes in it. In fp32 a rounding that changes which experts, or which blocks of keys,
-    are chosen grows from step to step, and another machine rounds otherwise.
+    Runs in fp64 if the reference supports it. In fp32, rounding may change the choice of experts or key blocks. The
+    effect grows from step to step, and differs between machines.
     """
     inputs, dtype = family_case.inputs(labels=True), torch.float64
     reference, model = family_case.new_pair(dtype)
     try:
         expected = _training_losses(reference, inputs)
-    except RuntimeError:  # it creates fp32 tensors of its own, or fills with limits of fp32
+    except RuntimeError:  # the reference creates fp32 tensors, or fills with limits of fp32
         dtype = torch.float32
         reference, model = family_case.new_pair(dtype)
         expected = _training_losses(reference, inputs)
@@ -145,15 +185,15 @@ def _gradients(model: nn.Module, case: FamilyCase) -> dict[str, torch.Tensor]:
 @proves("tied weights")
 @applies_to(ties_embeddings)
 def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> None:
-    """What the configuration ties is one storage: built, loaded, copied, written once; what it does not tie is not."""
+    """Tied tensors share one storage when built, loaded and copied, and are saved once. Others do not share."""
     names, ties = {}, {}
     for tie in (True, False):
         config = family_case.config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tie
-        built = family_case.model_class.from_config(config)
+        built: Any = family_case.model_class.from_config(config)
         built.save_pretrained(tmp_path / str(tie))
         names[tie], ties[tie] = len(all_tensors(tmp_path / str(tie))), len(built.all_tied_weights_keys)
-        loaded = family_case.model_class.from_pretrained(tmp_path / str(tie))
+        loaded: Any = family_case.model_class.from_pretrained(tmp_path / str(tie))
         for model in (built, loaded, copy.deepcopy(loaded)):
             assert model.config.tie_word_embeddings is tie
             if (output := model.get_output_embeddings()) is not None:
@@ -163,9 +203,9 @@ def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> 
 
 @proves("copies")
 def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
-    """`deepcopy`, pickling and `torch.save` give models that are joined as the original is, and apart from it.
+    """Models from `deepcopy`, pickle and `torch.save` are fused like the original, and share no memory with it.
 
-    torch does not pickle parametrized modules (weight norm); models with some are only deep-copied.
+    torch cannot pickle parametrized modules (weight norm); such models are only deep-copied.
     """
     # Rebuilt, because transformers' hooks on inner outputs, which some forwards install, cannot be pickled.
     model = family_case.model_class.from_config(family_case.config, device=family_case.device)
@@ -187,7 +227,7 @@ def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
 
 @proves("LoRA")
 def test_lora(family_case: FamilyCase) -> None:
-    """A PEFT adapter for the linears of the Hugging Face model loads here as it does there, and merges, equally."""
+    """A PEFT adapter for linears of the Hugging Face model has the same results here, loaded and merged."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     inputs, targets = family_case.inputs(), linears_for_lora(family_case.reference())
     logits: list[Any] = []
@@ -195,17 +235,17 @@ def test_lora(family_case: FamilyCase) -> None:
     unexpected: list[Any] = []
     for model in family_case.new_pair():
         torch.manual_seed(SEED)
-        # Not initialised as PEFT does, which would make B zero and hide a lost adapter.
+        # Not initialized as PEFT does, which would make B zero and hide a lost adapter.
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
         with_lora = peft.get_peft_model(model, config).eval()
         if not adapters:
             adapters.append(peft.get_peft_model_state_dict(with_lora))
         loaded = peft.set_peft_model_state_dict(with_lora, adapters[0])
-        unexpected.append(sorted(loaded.unexpected_keys))  # PEFT renames some keys to what no model has
+        unexpected.append(sorted(loaded.unexpected_keys))  # PEFT renames some keys to names that no model has
         adapters.append(peft.get_peft_model_state_dict(with_lora))
         with torch.no_grad():
             logits.append(with_lora(**inputs).logits)
-            with_lora.merge_adapter()  # adds to the weights in place; what comes next puts others in their place
+            with_lora.merge_adapter()  # adds to the weights in place; merge_and_unload below replaces them
             logits.append(with_lora(**inputs).logits)
             with_lora.unmerge_adapter()
             logits.append(with_lora.merge_and_unload(safe_merge=True)(**inputs).logits)
@@ -213,18 +253,18 @@ def test_lora(family_case: FamilyCase) -> None:
     assert unexpected[1] == unexpected[0]
     assert_same_tensors(adapters[2], adapters[0])
     assert not torch.allclose(reference, family_case.reference()(**inputs).logits, atol=1e-2)
-    # Adapters this large make logits large; and merged weights multiply other numbers.
+    # Adapters this large produce large logits, and merged weights round differently.
     assert_close(actual, reference, scale=10)
     assert_close([first_merged, second_merged], reference_merged, scale=10)
 
 
 def linears_for_lora(model: Any) -> list[str]:
-    """Names of the linears that PEFT adapts: `nn.Linear` and `Conv1D`, else subclasses of `nn.Linear` (Falcon's).
+    """Return names of linears that PEFT adapts: `nn.Linear` and `Conv1D`, or else subclasses of `nn.Linear` (Falcon's).
 
-    PEFT also adapts routers and grouped linears, which compute something else than a linear. It refuses linears whose
-    weights a kernel reads directly (`out_proj` of a Mamba mixer).
+    Routers and grouped linears, which PEFT also adapts, are left out, because they compute more than a linear. PEFT
+    rejects linears whose weights a kernel reads directly (`out_proj` of a Mamba mixer).
     """
-    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # the only place where it says which
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # has the only list of them
 
     def refused(name: str) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Sequences: padded, packed, reordered, decoded one by one."""
+"""Tests of sequences: padded, packed, reordered, and decoded one by one."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from nrl_models.testing.suite.conditions import (
 @proves("left padding")
 @applies_to(scores_every_token, reads_what_it_writes)
 def test_left_padding(family_case: FamilyCase) -> None:
-    """A sequence has the same logits alone and padded in a batch, on the left."""
+    """A sequence has the same logits when run separately and in a left-padded batch."""
     check_padding(family_case, lambda room, length: slice(room - length, None))
 
 
 @proves("right padding")
 @applies_to(reads_what_it_writes)
 def test_right_padding(family_case: FamilyCase) -> None:
-    """A sequence has the same logits alone and padded in a batch, on the right."""
+    """A sequence has the same logits when run separately and in a right-padded batch."""
     check_padding(family_case, lambda room, length: slice(length))
 
 
 def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
-    """Compare documents in one padded batch, each at its `place(room, length)`, with each alone."""
+    """Compare documents in one padded batch, each at `place(room, length)`, with separate runs."""
     model, documents = case.model(), documents_of(case)
     room = max(len(document) for document in documents)
     input_ids = torch.zeros(len(documents), room, dtype=torch.long, device=case.device)
@@ -66,9 +66,9 @@ def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
 @proves("logits")
 @applies_to(takes_text)
 def test_padded_batch(family_case: FamilyCase) -> None:
-    """A padded batch has the reference's logits, on whichever side it is padded, with positions and without.
+    """A padded batch has the reference's logits, with padding on either side, with and without position ids.
 
-    Where transformers' class does not run on text alone, it fails as that does.
+    If transformers' class does not run on text only, it fails in the same way.
     """
     batches = padded_batches(family_case)
     if "position_ids" in inspect.signature(family_case.reference_class.forward).parameters:
@@ -82,7 +82,7 @@ def test_padded_batch(family_case: FamilyCase) -> None:
 
 @torch.no_grad()
 def logits_of_words(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Logits without those of padding."""
+    """Return logits without those of padding."""
     logits, words = model(**inputs).logits, inputs["attention_mask"].bool()
     return logits[words] if logits.shape[:2] == words.shape and logits.ndim == 3 else logits
 
@@ -102,10 +102,9 @@ def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
 @applies_to(scores_every_token, reads_what_it_writes)
 @pytest.mark.parametrize("mask", [None, "ones", "padded"])
 def test_packing(family_case: FamilyCase, mask: str | None) -> None:
-    """Sequences packed into one row, told apart by their positions, have the logits they have alone.
+    """Sequences packed into one row with restarting positions have the same logits as in separate runs.
 
-    With a 2-D mask too, whether it says nothing or that rows end in padding, of which there are two then, and whatever
-    is asked of a cache.
+    Also with a 2-D mask (of ones, or with padding at the end of two rows), and with or without a cache.
     """
     packed = pack(family_case, rows=2 if mask == "padded" else 1)
     words = packed["attention_mask"].bool()
@@ -140,7 +139,7 @@ def _takes_positions(model: nn.Module) -> bool:
 @proves("packed sequences")
 @applies_to(scores_every_token, reads_what_it_writes)
 def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> None:
-    """What is lost on one document of a packed row moves no embedding of another, also where layers run again."""
+    """The loss of one document in a packed row has no gradient in another's embeddings, also with checkpointing."""
     model, packed = family_case.model(), pack(family_case)
     last = len(documents_of(family_case)[-1])
     with recomputed(family_case), embeddings_of(model) as embedded:
@@ -155,9 +154,9 @@ def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> N
 
 @contextmanager
 def embeddings_of(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """While open, what the model embeds is added to a list, `(batch, tokens, hidden)`, and gets a gradient.
+    """Context manager that adds the model's embeddings to a list, `(batch, seq_len, hidden_size)`, with gradients.
 
-    Some models take no embeddings from outside, and some embed each document by itself.
+    Hooks the embedding layer, because some models accept no `inputs_embeds`, and some embed each document separately.
     """
     embedded: list[torch.Tensor] = []
 
@@ -181,7 +180,7 @@ def recomputed(case: FamilyCase) -> Iterator[None]:
         return
     model.gradient_checkpointing_enable()
     for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
-        layer.training = True  # in training whole models ask for more, and drop some out
+        layer.training = True  # only these: complete models in training mode need more inputs, and use dropout
     try:
         yield
     finally:
@@ -212,14 +211,14 @@ def documents_of(case: FamilyCase) -> list[torch.Tensor]:
 
 
 def logits_alone(case: FamilyCase, documents: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The logits of each document by itself."""
+    """Return the logits of each document in a separate run."""
     with torch.no_grad():
         return [case.model()(input_ids=document[None], use_cache=False).logits[0] for document in documents]
 
 
 @proves("batch order")
 def test_batch_order(family_case: FamilyCase) -> None:
-    """Rows of a batch in another order give the same rows of logits, in that order."""
+    """Reordering the rows of a batch reorders the logits."""
     inputs = family_case.inputs(batch=3)
     order = torch.tensor([2, 0, 1])
     with torch.no_grad():
@@ -231,7 +230,7 @@ def test_batch_order(family_case: FamilyCase) -> None:
 @proves("router replay")
 @applies_to(chooses_experts)
 def test_router_replay(family_case: FamilyCase) -> None:
-    """Replaying the experts that were chosen changes nothing; other choices give other logits."""
+    """Replaying the chosen experts changes nothing; other choices change the logits."""
     model, inputs = family_case.model(), family_case.inputs()
     expected, routing = logits_and_routing(model, inputs)
     assert routing, "no choice of experts was recorded"
@@ -245,7 +244,7 @@ def test_router_replay(family_case: FamilyCase) -> None:
 @proves("cached decoding")
 @applies_to(generates, reads_what_it_writes)
 def test_cached_decode(family_case: FamilyCase) -> None:
-    """Decoding token by token with a cache gives the logits of one full forward."""
+    """Decoding token by token with a cache gives the logits of one complete forward."""
     model = family_case.model()
     input_ids = family_case.inputs(length=14, images=False)["input_ids"]
     with torch.no_grad():
@@ -262,9 +261,9 @@ def test_cached_decode(family_case: FamilyCase) -> None:
 @proves("generate")
 @applies_to(generates)
 def test_decoded_steps(family_case: FamilyCase) -> None:
-    """Each step with a cache has the reference's logits, after images too, and where an encoder reads another sequence.
+    """Each step with a cache has the reference's logits, also after images and with encoders.
 
-    Where transformers' class takes no steps with a cache, it fails as that does.
+    If transformers' class does not support steps with a cache, it fails in the same way.
     """
     inputs = family_case.inputs(length=12)
     assert_same_outcome(
@@ -276,9 +275,9 @@ def test_decoded_steps(family_case: FamilyCase) -> None:
 
 @torch.no_grad()
 def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], steps: int = 3) -> list[torch.Tensor]:
-    """Logits of a first forward, and of single words after it that see it through its cache alone."""
+    """Return logits of a first forward, and of single tokens after it that use its cache."""
     prefix = "decoder_" if "decoder_input_ids" in inputs else ""
-    # An encoder's sequence is read again, and what its keys and values are is in the cache.
+    # The encoder runs again, but the cache has its keys and values.
     again = {name: value for name, value in inputs.items() if not name.startswith(prefix)} if prefix else {}
     output = model(**inputs, use_cache=True)
     logits = [output.logits]
@@ -301,9 +300,9 @@ def test_greedy_generation(family_case: FamilyCase) -> None:
 @proves("generate")
 @applies_to(generates, takes_text)
 def test_padded_generation(family_case: FamilyCase) -> None:
-    """`generate` picks the reference's tokens for sequences of different length, padded on the left.
+    """`generate` selects the reference's tokens for left-padded sequences of different lengths.
 
-    Where transformers' class does not generate from text alone, it fails as that does.
+    If transformers' class cannot generate from text only, it fails in the same way.
     """
     inputs = padded_batches(family_case)[0]
     assert_same_outcome(
@@ -312,7 +311,7 @@ def test_padded_generation(family_case: FamilyCase) -> None:
 
 
 def generated(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> torch.Tensor:
-    """`count` tokens picked greedily, after whatever the model repeats of its input."""
+    """Return `count` greedily generated tokens, after tokens of the input that the model repeats."""
     tokens = model.generate(**inputs, max_new_tokens=count, do_sample=False, min_new_tokens=count)
     assert tokens.shape[1] >= count
     return tokens

@@ -1,4 +1,4 @@
-"""Names, shapes and views: the way between own tensors and Hugging Face's."""
+"""Tests of names, shapes and views: conversion between own tensors and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def test_views_partition_parameters(family_case: FamilyCase) -> None:
 
 @proves("state dict")
 def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
-    """At published sizes, on meta: names, shapes and order are those of transformers, in both layouts.
+    """On meta, at published sizes: names, shapes and order are those of transformers, in both layouts.
 
-    At the tiny size where no published one is named and transformers' default configuration is of no model. A family
-    that ties its embeddings at all sizes says so.
+    Uses the tiny size if there is no published size, and transformers' default configuration describes no model. Also
+    checks the flag of families that tie embeddings at all sizes.
     """
     full, tied = family_case.full_configs, []
     for size, config in (full or {"tiny": family_case.config}).items():
@@ -93,9 +93,9 @@ def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
 
 @proves("refit")
 def test_single_tensor_export(family_case: FamilyCase) -> None:
-    """Exporting tensor by tensor gives what exporting all at once gives, sharing storage wherever strides can.
+    """Exporting one tensor at a time has the same result as exporting all, sharing storage if strides allow it.
 
-    Where the hub has one tensor for several own ones (of layers apart), exporting one of them alone is refused.
+    If a hub tensor consists of several own tensors (of different layers), exporting a single one of them raises.
     """
     model = family_case.model()
     adapter = model.state_dict_adapter
@@ -113,7 +113,7 @@ def test_single_tensor_export(family_case: FamilyCase) -> None:
     parts_of_joint = {tensor.name for key in joint for tensor in adapter.tensors_in(key, "hub")}
     assert_same_tensors(one_by_one, {key: all_at_once[key] for key in all_at_once.keys() - parts_of_joint})
     storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
-    # Rows in another order (rotary weights) and padded tensors are not views; nothing else may be copied.
+    # Reordered rows (rotary weights) and padded tensors are not views; all others may not be copied.
     copied = {
         name
         for name in one_by_one
