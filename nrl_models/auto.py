@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Unpack, overload
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,19 +19,21 @@ from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
+from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
 from nrl_models.loading.read_config import part_for, read_config
 from nrl_models.loading.shared_classes import shared_class_note, shared_classes
+from nrl_models.loading.source import Source, with_source
 
 logger = get_logger(__name__)
 
 
 class _AutoModel:
-    """Chooses the class for a checkpoint or a configuration.
+    """Base class of the auto classes, which select the class for a checkpoint or a configuration.
 
     Attributes:
-        kind: what its models are called in messages.
+        kind: Name of the kind of models in messages.
         upstream: transformers' auto class of the same name.
-        suffixes: of the names of such architectures.
+        suffixes: Suffixes of the architectures' names.
     """
 
     kind: ClassVar[str]
@@ -41,52 +43,74 @@ class _AutoModel:
     def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} is not instantiated: use from_pretrained(path) or from_config(config)")
 
+    @overload
     @classmethod
-    def from_pretrained(cls, path_or_id: str | Path | None = None, **options: Any) -> FamilyModel:
-        """Load a checkpoint; the model is in evaluation mode.
+    def from_pretrained(cls, path_or_id: PathOrId | None = None, **options: Unpack[LoadKeywords]) -> FamilyModel: ...
 
-        An unregistered architecture loads as transformers' own class, with the same adapter and one warning.
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls, path_or_id: PathOrId | None = None, *, output_loading_info: Literal[True], **options: Unpack[LoadKeywords]
+    ) -> tuple[FamilyModel, dict[str, Any]]: ...
+
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls, path_or_id: PathOrId | None = None, *, output_loading_info: bool, **options: Unpack[LoadKeywords]
+    ) -> Any: ...
+
+    @classmethod
+    def from_pretrained(cls, path_or_id: PathOrId | None = None, **options: Any) -> Any:
+        """Load a checkpoint. The model is in evaluation mode.
+
+        Unregistered architectures fall back to the transformers class, with the same adapter and one warning.
 
         Args:
-            path_or_id: a directory, or the name of a hub repository; also as `pretrained_model_name_or_path`.
-            options: see `nrl_models.loading.options.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...);
-                anything else is a value of the configuration.
+            path_or_id: A directory or a Hub repository ID. Also accepted as `pretrained_model_name_or_path`.
+            options: See `nrl_models.loading.options.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...). Other
+                keywords override values of the configuration. Type checkers accept `LoadKeywords`, which documents how
+                to pass other values of the configuration.
 
         Returns:
-            The model; with `output_loading_info` it and what was missing or not used.
+            The model. With `output_loading_info`, a tuple of the model and the missing and unused tensors.
 
         Raises:
-            CheckpointError: files that are missing, damaged, unsafe, or do not fit the model; all problems are listed.
-            ConfigurationError: misspelt keys, or values that the model does not honour; all of them.
-            UnknownArchitectureError: the architecture is unknown or not of this kind.
-            FamilyImportError: the family does not import or needs another version of a package.
-            RemoteCodeError: the checkpoint needs its own code.
-            ShardingError: mesh or plan do not fit the model, or ranks failed or disagree; on every rank.
-            UnknownArgumentError: a keyword is neither an option nor in the configuration, or has a value that means
-                nothing.
-            DeviceError: the destination is meta, or is not there.
+            CheckpointError: If files are missing, damaged, unsafe, or do not fit the model. Lists all problems.
+            ConfigurationError: If keys are misspelled, or the model does not support values. Lists all problems.
+            UnknownArchitectureError: If the architecture is unknown or not of this kind.
+            FamilyImportError: If the family cannot be imported, or needs another version of a package.
+            RemoteCodeError: If the checkpoint needs its own code.
+            ShardingError: On every rank, if mesh or plan do not fit the model, or ranks failed or disagree.
+            UnknownArgumentError: If a keyword is neither an option nor in the configuration, or has an invalid value.
+            DeviceError: If the device is meta or does not exist.
         """
         registry.register_custom_configs()
-        for attempt in pretrained.attempts(path_or_id, options):
-            with attempt, pretrained.open_source(path_or_id, options) as source:
-                with agreed(source.options.mesh, "choose the model's class"):
-                    model_class = cls._class_for(source.config, source.folder, source.options.trust_remote_code)
-                loaded: Any = pretrained.load(model_class, source)
+        loaded: Any = with_source(path_or_id, options, cls._load)
         _with_adapter(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
     @classmethod
-    def from_config(cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> FamilyModel:
-        """A model with new weights, in training mode: for a given seed, bit-identical to transformers'.
+    def _load(cls, source: Source) -> Any:
+        """Select the class for a checkpoint, and load it."""
+        with agreed(source.options.mesh, "choose the model's class"):
+            model_class = cls._class_for(source.config, source.folder, source.options.trust_remote_code)
+        return pretrained.load(model_class, source)
+
+    @classmethod
+    def from_config(
+        cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Unpack[NewModelKeywords]
+    ) -> FamilyModel:
+        """Create a model with new weights, in training mode. With a given seed, they are bitwise equal to
+        transformers'.
 
         Args:
-            config: left unchanged.
-            trust_remote_code: as in `from_pretrained`.
+            config: The configuration; not modified.
+            trust_remote_code: See `from_pretrained`.
             options: `dtype`, `device`, `combine`, `backend` and `ignore_config_keys`, see
                 `nrl_models.loading.pretrained.from_config`.
 
         Raises:
-            ConfigurationError, UnknownArchitectureError, FamilyImportError, RemoteCodeError: as in `from_pretrained`.
+            ConfigurationError, UnknownArchitectureError, FamilyImportError, RemoteCodeError: See `from_pretrained`.
         """
         registry.register_custom_configs()
         model_class = cls._class_for(config, None, trust_remote_code)
@@ -110,15 +134,15 @@ class _AutoModel:
 
     @classmethod
     def serves(cls, architecture: str) -> bool:
-        """Whether an architecture's name is that of a model of this kind."""
+        """Return True if an architecture's name is that of a model of this kind."""
         return architecture.endswith(cls.suffixes)
 
     @classmethod
     def architecture(cls, config: PreTrainedConfig) -> str | None:
-        """The architecture of this kind that `config` names; None if only the checkpoint's own code has it.
+        """Return the architecture of this kind in `config`; None if only the checkpoint's own code has it.
 
         Raises:
-            UnknownArchitectureError: it names none of this kind, or an unknown one.
+            UnknownArchitectureError: If it has none of this kind, or an unknown one.
         """
         named = list(config.architectures or [])
         registered = set(registry.architectures())
@@ -210,7 +234,7 @@ class AutoModel(_AutoModel):
 
     @classmethod
     def serves(cls, architecture: str) -> bool:
-        """Whether an architecture's name is that of a base model."""
+        """Return True if an architecture's name is that of a base model."""
         heads = tuple(suffix for auto_class in AUTO_CLASSES if auto_class is not cls for suffix in auto_class.suffixes)
         if architecture.endswith(heads) or any(architecture in names for names in registry.FAMILIES.values()):
             return False
@@ -240,10 +264,10 @@ def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
 
 
 def auto_class_for(folder: str | Path) -> type[_AutoModel]:
-    """The auto class for the checkpoint in a directory.
+    """Return the auto class for the checkpoint in a directory.
 
     Raises:
-        CheckpointError, UnknownArchitectureError, RemoteCodeError: the configuration cannot be read.
+        CheckpointError, UnknownArchitectureError, RemoteCodeError: If the configuration cannot be read.
     """
     registry.register_custom_configs()
     return auto_class_of(read_config(resolve_folder(folder)))
@@ -254,7 +278,7 @@ def _class_names(classes: Sequence[type]) -> list[str]:
 
 
 def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
-    """Whether transformers' class of this name takes another configuration class than those in `config`."""
+    """Return True if transformers' class of this name has another configuration class than those in `config`."""
     upstream = getattr(transformers, architecture, None)
     if upstream is None:
         return False
@@ -267,7 +291,7 @@ def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) 
     return (
         f"{config.name_or_path or type(config).__name__} names the architecture {', '.join(named)}, which neither "
         f"transformers {transformers.__version__} nor a registered family has. {hint} Correct `architectures` in its "
-        "config.json, or pass architectures=[...]; an architecture of your own needs a family (CONTRIBUTING.md)."
+        "config.json, or pass architectures=[...]; an architecture of your own needs a family (docs/add-a-family.md)."
     )
 
 
@@ -278,7 +302,7 @@ def _kinds_of(config: PreTrainedConfig) -> str:
     if fitting:
         heads = [auto_class.__name__ for auto_class in fitting if auto_class is not AutoModel]
         return f"Use {' or '.join(heads or [AutoModel.__name__])}."
-    return "No auto class serves it; a family can (CONTRIBUTING.md)."
+    return "No auto class serves it; a family can (docs/add-a-family.md)."
 
 
 def _shared_classes_of(config: PreTrainedConfig) -> str:
@@ -287,7 +311,7 @@ def _shared_classes_of(config: PreTrainedConfig) -> str:
 
 
 def _with_adapter(model: Any) -> FamilyModel:
-    """Attach the adapter that a family's model has to a plain Hugging Face model."""
+    """Attach the same adapter as that of families to a regular Hugging Face model."""
     if not isinstance(model, FamilyModel):
         model.state_dict_adapter = StateDictAdapter(model)
         if model.state_dict_adapter.kept:

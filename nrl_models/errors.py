@@ -1,4 +1,4 @@
-"""Error types. Every message says what was wrong, what was expected and what to do."""
+"""Error types. Each message has the cause, the expected value and a remedy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LONGEST = 2_000
 
 
 def visible(text: str) -> str:
-    """`text` on one line, with everything escaped that a terminal would act on or not show, and cut off if very long.
+    """Return `text` in one line, with control characters escaped, and truncated if it is very long.
 
-    Names of tensors and files are whatever their writer chose: an escape sequence clears a screen or forges a line.
+    Names of tensors and files are untrusted: an escape sequence could clear the screen or forge a line.
     """
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
@@ -31,7 +31,7 @@ def shown(value: object) -> str:
 
 
 def listed(names: Iterable[str], limit: int = 4) -> str:
-    """Names with commas between them, and how many more there are beyond the first `limit`."""
+    """Join names with commas, and add the number of names beyond the first `limit`."""
     names = list(names)
     more = f", and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
@@ -42,22 +42,22 @@ MOST_ITEMS = 20
 
 
 def itemised(problems: Sequence[str]) -> list[str]:
-    """A line of a message for each problem, and how many more there are beyond the first `MOST_ITEMS`."""
+    """Return one message line per problem, and the number of problems beyond the first `MOST_ITEMS`."""
     more = [f"  - and {len(problems) - MOST_ITEMS} more"] if len(problems) > MOST_ITEMS else []
     return [*(f"  - {problem}" for problem in problems[:MOST_ITEMS]), *more]
 
 
 def did_you_mean(name: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
-    """` (did you mean ...?)` with the `count` names that are closest; nothing if none is close."""
+    """Return ` (did you mean ...?)` with the `count` most similar names, or an empty string if none is similar."""
     close = get_close_matches(str(name), list(known), n=count, cutoff=cutoff)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 class NRLModelsError(Exception):
-    """Base of every error this library raises on purpose.
+    """Base class of all errors that this library raises intentionally.
 
     Args:
-        lines: of the message; what a terminal would act on is escaped in each, see `visible`.
+        lines: Lines of the message. Control characters are escaped, see `visible`.
     """
 
     def __init__(self, *lines: object) -> None:
@@ -69,12 +69,12 @@ class NRLModelsError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """A foreign error on one line, to quote in a message of our own."""
+    """Return another library's error in one line, to quote it in a message."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
 class ProblemKind(StrEnum):
-    """What kind of problem it is."""
+    """Kind of a problem."""
 
     MISSING = auto()
     UNEXPECTED = auto()
@@ -90,27 +90,27 @@ class ProblemKind(StrEnum):
     FORMAT = auto()
     CONFIG = auto()
     UNKNOWN = auto()
-    """A configuration key that nothing reads, and that looks like one that something reads."""
+    """A configuration key that no code reads, and that is similar to a known one."""
     UNSUPPORTED = auto()
-    """A configuration value that the model does not honour."""
+    """A configuration value that the model does not honor."""
     MESH = auto()
     PLAN = auto()
     DIVIDE = auto()
     """A size that is not divisible by the number of ranks."""
     RANK = auto()
-    """What a rank has, or the error it met, is not what the others have."""
+    """A rank has different facts than the others, or an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a checkpoint, a state dict, a configuration or a mesh.
+    """A single problem of a checkpoint, a state dict, a configuration or a mesh.
 
     Args:
-        kind: what kind of problem it is.
-        subject: the key, file or rank at fault.
-        detail: what was found and what was expected.
-        file: the file it was found in, where there is one.
-        advice: what to do about it; an error lists each advice once.
+        kind: Kind of the problem.
+        subject: The key, file or rank that has the problem.
+        detail: Found and expected values.
+        file: The file that has the problem, if there is one.
+        advice: A remedy. If several problems share it, an error lists it once.
     """
 
     kind: ProblemKind
@@ -130,7 +130,7 @@ class StateDictError(NRLModelsError, ValueError, RuntimeError):
     Also a `RuntimeError`, which torch and transformers raise for mismatched shapes.
 
     Attributes:
-        problems: all of them, not only the first.
+        problems: All problems, not only the first.
     """
 
     def __init__(self, summary: str, problems: Iterable[Problem], advice: Sequence[str] = ()) -> None:
@@ -158,11 +158,11 @@ class SaveError(NRLModelsError, OSError):
 
 
 class ConfigurationError(StateDictError):
-    """A configuration has misspelt keys, or values that the model does not honour."""
+    """A configuration has misspelled keys, or values that the model does not honor."""
 
 
 class RecipeError(StateDictError):
-    """A recipe has keys that nothing reads, lacks some, or has values that mean nothing. Nothing has been started."""
+    """A recipe has unknown keys, lacks required ones, or has invalid values. Nothing was started."""
 
 
 class UnknownArchitectureError(NRLModelsError, ValueError):
@@ -205,16 +205,16 @@ Option = TypeVar("Option", bound=StrEnum)
 
 
 def parse_option(kind: type[Option], value: object, name: str, also: str = "") -> Option:
-    """Return the member of an enum that a string names.
+    """Return the member of an enum for a string.
 
     Args:
-        kind: the enum.
-        value: a member, or its value.
-        name: the option, for the error.
-        also: what else the option takes, for the error.
+        kind: The enum.
+        value: A member or its value.
+        name: Name of the option, for the error.
+        also: Other accepted values, for the error.
 
     Raises:
-        UnknownOptionError: there is no such member.
+        UnknownOptionError: If there is no such member.
     """
     if isinstance(value, str) and value in list(kind):
         return kind(value)
@@ -232,7 +232,7 @@ class ShardingError(StateDictError):
 
 
 class DeviceError(NRLModelsError, RuntimeError):
-    """Weights cannot be loaded to a device: meta, or one that is not there."""
+    """Weights cannot be loaded to a device, because it is meta or does not exist."""
 
 
 class HeadError(NRLModelsError, ValueError):
@@ -244,11 +244,15 @@ class DownloadError(NRLModelsError, RuntimeError):
 
 
 class EngineError(NRLModelsError, RuntimeError):
-    """An inference engine is missing, refused a request, returned no log-probabilities, timed out or died."""
+    """An inference engine is missing, rejected a request, returned no log-probabilities, timed out or died."""
+
+
+class EngineUnavailableError(EngineError):
+    """An inference engine's package is not installed, or its server cannot be reached."""
 
 
 class MixedWeightsError(EngineError):
-    """An inference engine has parts of two versions of the weights: it answers nothing until it is refitted whole."""
+    """An inference engine has weights of two versions. It raises on every call until a complete refit succeeds."""
 
 
 class SamplingError(NRLModelsError, ValueError):
@@ -257,3 +261,20 @@ class SamplingError(NRLModelsError, ValueError):
 
 class ConsistencyError(NRLModelsError, ValueError):
     """A consistency check cannot run as requested: lengths, tokens, text or earlier results do not fit."""
+
+
+class CapsuleError(NRLModelsError, ValueError):
+    """A capsule is damaged, has another format version, or lacks a measurement."""
+
+
+class DriftError(NRLModelsError, RuntimeError):
+    """During training, trainer and engine are no longer the same model.
+
+    Args:
+        message: step and version of the weights.
+        findings: causes with evidence (`nrl_models.watch.Finding`).
+    """
+
+    def __init__(self, message: str, findings: Sequence[Any]) -> None:
+        super().__init__(message, *itemised([str(finding) for finding in findings]))
+        self.findings = tuple(findings)

@@ -1,18 +1,20 @@
-"""The base of every family's models: a Hugging Face model with some layers rewritten."""
+"""Base class of all family models: a Hugging Face model with some layers replaced."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Unpack, overload
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.writing import staged
+from nrl_models.common.dtypes import warn_of_rounding
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
 from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
@@ -22,19 +24,26 @@ from nrl_models.common.forward.packing import (
     keep_documents_apart,
 )
 from nrl_models.common.forward.soft_cap import drops_soft_cap
-from nrl_models.common.projections import CombinedProjections
+from nrl_models.common.projections import CombinedProjections, groups_of
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
 from nrl_models.common.upstream import have_peft_name_references, record_as, require_peft
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
+from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
+from nrl_models.loading.source import with_source
 from nrl_models.loading.weights import accept_hub_names
 
 if TYPE_CHECKING:
+    from transformers import GenerationMixin
 
-    class Upstream(WrapsReplacedForward, PreTrainedModel):
-        """Every class made here is one."""
+    class Upstream(WrapsReplacedForward, PreTrainedModel, GenerationMixin):
+        """Base of every model class for type checkers, because transformers' wrappers hide these signatures."""
+
+        to: Callable[..., Self]  # type: ignore[assignment]
+        cuda: Callable[..., Self]  # type: ignore[assignment]
+        eval: Callable[..., Self]
 else:
     Upstream = WrapsReplacedForward
 
@@ -47,36 +56,37 @@ class FamilyModel(Upstream):
 
         LlamaForCausalLM = ModelClass = LlamaFamily.head(hf.LlamaForCausalLM)
 
-    A model class may also be written out, with this base before the Hugging Face class. The model is built exactly as
-    transformers builds it; then each module whose class is in `rewrites` becomes an instance of the rewritten class,
-    in place. So initial weights, names, hooks and attributes stay as they are, and the result is a `PreTrainedModel`
-    like any other.
+    A model class may also be defined explicitly, with this base before the Hugging Face class. The model is built in
+    the same way as in transformers. Then each module whose class is in `rewrites` changes its class to the rewritten
+    one, in place. So initial weights, names, hooks and attributes are unchanged, and the result is a regular
+    `PreTrainedModel`.
 
     Args:
-        config: the configuration.
-        combine: whether to form groups of projections, which run as one matmul.
+        config: The configuration.
+        combine: Whether to form groups of projections, which run as one matmul.
 
     Attributes:
-        rewrites: by Hugging Face layer class the subclass that replaces it, or a `CombinedProjections` (`CombinedQKV`,
-            `combine(...)`) from which such a subclass is made, under upstream's name in the family's module.
-        flags: what a trainer has to know, see `ModelFlag`; what follows from the configurations is added.
-        limits: features that the family lacks (`nrl_models.testing.features`, or others), each with the reason.
-        tiny: configuration values for the generated tests that the general rules for tiny models get wrong.
-        published: configuration values of published models by name, for the generated tests at full size; the
-            configuration class's defaults may be left out.
-        tensor_parallel: corrections to transformers' `base_model_tp_plan`, in its vocabulary, by module name (`*` for
-            a number). Where that plan is wrong altogether, `limits["tensor parallelism"]` says why, and sharding is
-            refused.
-        sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
-        keeps_unused: patterns of checkpoint tensors that the model does not use and transformers drops; they are
-            saved again unchanged.
-        mtp_form: how its layer of multi-token prediction is made, where that is a decoder layer of its own; None where
-            there is none, or it is made otherwise.
-        handles_quirks: names of entries in the quirk catalogue that these models handle; rewritten layers declare
-            theirs in the same way.
-        ignored_config_keys: keys of published configurations that have no effect, whatever their value.
-        config_values: the supported values of keys that are honoured at some values only; others are refused.
-        combine: whether groups of projections were formed.
+        rewrites: For each Hugging Face layer class, the subclass that replaces it, or a `CombinedProjections`
+            (`CombinedQKV`, `combine(...)`) from which such a subclass is made, under upstream's name in the family's
+            module.
+        flags: Properties that trainers need, see `ModelFlag`. Properties that follow from the configurations are
+            added.
+        limits: Unsupported features (`nrl_models.testing.features`, or others), each with the reason.
+        tiny: Configuration values for the generated tests where the general rules for tiny models do not work.
+        published: Configuration values of published models by name, for the generated tests at full size. Defaults of
+            the configuration class may be left out.
+        tensor_parallel: Corrections to transformers' `base_model_tp_plan`, in its vocabulary, by module name (`*` for
+            a number). If that plan is wrong altogether, `limits["tensor parallelism"]` says why, and sharding raises.
+        sharding: How the model is sharded (`nrl_models.distributed`); None if it is not.
+        keeps_unused: Patterns of checkpoint tensors that the model does not use and transformers drops. They are saved
+            unchanged.
+        mtp_form: Structure of its layer of multi-token prediction, if that is a separate decoder layer; None if there
+            is none, or it has another structure.
+        handles_quirks: Names of quirks that these models handle. Rewritten layers declare theirs in the same way.
+        ignored_config_keys: Keys of published configurations that have no effect at any value.
+        config_values: Supported values of keys that work only at some values. Other values raise.
+        combine: Projections are fused.
+        has_default_dtype: Loaded without a `dtype`, and not put into training mode yet.
     """
 
     rewrites: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {}
@@ -91,6 +101,7 @@ class FamilyModel(Upstream):
     ignored_config_keys: ClassVar[tuple[str, ...]] = ()
     config_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     sharding: Any = None
+    has_default_dtype: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -116,15 +127,15 @@ class FamilyModel(Upstream):
         return cls.rewrites.get(layer)
 
     @classmethod
-    def head(cls, upstream: type[PreTrainedModel], **attributes: Any) -> type[Any]:
-        """This family's class for a Hugging Face model class, under the same name.
+    def head(cls, upstream: type[PreTrainedModel], **attributes: Any) -> type[Self]:
+        """Create this family's class for a Hugging Face model class, with the same name.
 
-        Checkpoints name upstream's architecture, whatever name the class is assigned to. The family's module also gets
-        the class under upstream's name, where pickle looks for it.
+        Checkpoints name the Hugging Face architecture, whatever name the class is assigned to. The family's module also
+        gets the class under the Hugging Face name, where pickle looks for it.
 
         Args:
-            upstream: the Hugging Face class.
-            attributes: what differs from the rest of the family (`limits`, `tiny`, ...).
+            upstream: The Hugging Face class.
+            attributes: Class attributes that differ from the rest of the family (`limits`, `tiny`, ...).
         """
         stated = {"__module__": cls.__module__, "__doc__": f"`{upstream.__name__}` of transformers, rewritten."}
         metaclass: Any = type(upstream)
@@ -134,11 +145,11 @@ class FamilyModel(Upstream):
 
     @classmethod
     def base_model_class(cls, upstream: type[PreTrainedModel], module: str) -> type[Any]:
-        """The class of this model's family for a base model: the same layers, without a head.
+        """Return this family's class for a base model: the same layers without a head.
 
         Args:
-            upstream: the Hugging Face class.
-            module: the name of the module that has the class, for pickle.
+            upstream: The Hugging Face class.
+            module: Name of the module that contains the returned class, for pickle.
         """
         family: Any = next(
             base for base in cls.__mro__ if issubclass(base, FamilyModel) and not issubclass(base, PreTrainedModel)
@@ -146,7 +157,7 @@ class FamilyModel(Upstream):
         stated = ("tiny", "limits", "config_values", "ignored_config_keys", "rewrites")
         prefix = f"{upstream.base_model_prefix}."
         return family.head(
-            cls.rewrite_of(upstream) or upstream,  # which some families rewrite, too
+            cls.rewrite_of(upstream) or upstream,  # some families also rewrite the base model
             __module__=module,
             reference_class=classmethod(lambda _: upstream),
             tensor_parallel={name.removeprefix(prefix): rule for name, rule in cls.tensor_parallel.items()},
@@ -176,24 +187,50 @@ class FamilyModel(Upstream):
     def _can_set_experts_implementation(cls) -> bool:
         return cls.reference_class()._can_set_experts_implementation()
 
+    @overload  # type: ignore[override]
     @classmethod
-    def from_pretrained(cls, path_or_id: str | Path | None = None, **options: Any) -> Any:  # type: ignore[override]
+    def from_pretrained(cls, path_or_id: PathOrId | None = None, **options: Unpack[LoadKeywords]) -> Self: ...
+
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls, path_or_id: PathOrId | None = None, *, output_loading_info: Literal[True], **options: Unpack[LoadKeywords]
+    ) -> tuple[Self, dict[str, Any]]: ...
+
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls, path_or_id: PathOrId | None = None, *, output_loading_info: bool, **options: Unpack[LoadKeywords]
+    ) -> Any: ...
+
+    @classmethod
+    def from_pretrained(cls, path_or_id: PathOrId | None = None, **options: Any) -> Any:
         """Load a checkpoint into this class.
 
-        Takes and raises what `nrl_models.AutoModelForCausalLM.from_pretrained` does.
+        Arguments and errors are those of `nrl_models.AutoModelForCausalLM.from_pretrained`.
         """
-        for attempt in pretrained.attempts(path_or_id, options):
-            with attempt, pretrained.open_source(path_or_id, options) as source:
-                loaded = pretrained.load(cls, source)
-        return loaded
+        return with_source(path_or_id, options, lambda source: pretrained.load(cls, source))
 
     @classmethod
-    def from_config(cls, config: PreTrainedConfig, **options: Any) -> Any:
-        """A model of this class with new weights.
+    def from_config(cls, config: PreTrainedConfig, **options: Unpack[NewModelKeywords]) -> Self:
+        """Create a model of this class with new weights.
 
-        Takes what `nrl_models.AutoModelForCausalLM.from_config` does.
+        Arguments are those of `nrl_models.AutoModelForCausalLM.from_config`.
         """
         return pretrained.from_config(cls, config, **options)
+
+    def extra_repr(self) -> str:
+        """Return the fused projections for `print(model)`."""
+        fused = Counter(" + ".join(group.linears) for _, _, group in groups_of(self))
+        text = ", ".join(f"{count} x {names}" for names, count in fused.items())
+        return "\n".join(filter(None, [super().extra_repr(), text and f"fused projections: {text}"]))
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the model into training mode, as in torch. Warn once if a default 16-bit dtype rounds steps away."""
+        if mode and self.has_default_dtype:
+            self.has_default_dtype = False
+            warn_of_rounding(self)
+        return super().train(mode)
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Add a PEFT adapter, as in transformers.
@@ -215,9 +252,9 @@ class FamilyModel(Upstream):
 
     @property
     def state_dict_adapter(self) -> StateDictAdapter:
-        """Maps this model's parameters to the hub's tensors; made once and kept until the structure changes.
+        """Adapter between this model's parameters and the hub's tensors. Cached until the structure changes.
 
-        A sharded model keeps the adapter that was made when it was sharded, with what is tied now.
+        A sharded model keeps the adapter from when it was sharded, updated with the current ties.
         """
         sharding = getattr(self, "sharding", None)
         return sharding.adapter.retied(self) if sharding is not None else adapter_of(self)
@@ -244,22 +281,22 @@ class FamilyModel(Upstream):
         save_original_format: bool = True,
         **options: Any,
     ) -> None:
-        """Write what transformers' `save_pretrained` writes for the same model, tensor for tensor.
+        """Save the same tensors and files as transformers' `save_pretrained`.
 
-        Files are staged and then moved into place: an interrupted save leaves the previous checkpoint intact. For a
-        sharded model every rank makes the call; the first rank writes, gathering one file at a time.
+        Files are staged and then moved into place, so an interrupted save leaves the previous checkpoint intact. For a
+        sharded model, every rank has to call this; the first rank writes, gathering one file at a time.
 
         Args:
-            save_directory: created if needed.
-            state_dict: tensors under the model's own names, to write in place of the model's (a gathered copy, say).
-            max_shard_size: maximum file size, unless a single tensor is larger.
-            save_original_format: True writes the names and shapes of the original checkpoint, or of the hub; False
-                those that transformers has in memory (stacked experts, ...).
-            options: passed on to transformers' `save_pretrained` (`push_to_hub`, `is_main_process`, ...).
+            save_directory: Directory to write; created if necessary.
+            state_dict: Tensors under the model's own names to write instead of the model's (such as a gathered copy).
+            max_shard_size: Maximum file size, unless a single tensor is larger.
+            save_original_format: True writes the names and shapes of the original checkpoint, or of the hub. False
+                writes those in transformers' memory (stacked experts, ...).
+            options: Passed on to transformers' `save_pretrained` (`push_to_hub`, `is_main_process`, ...).
 
         Raises:
-            StateDictError: `state_dict` does not fit the model.
-            CheckpointError: the configuration and the model disagree about tied embeddings.
+            StateDictError: If `state_dict` does not fit the model.
+            CheckpointError: If configuration and model disagree about tied embeddings.
         """
         adapter = getattr(self, "_hf_peft_config_loaded", False)  # transformers then writes the adapter only
         if self.sharding is not None and state_dict is None and not adapter:
@@ -285,20 +322,20 @@ class FamilyModel(Upstream):
 
 
 MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions, ByDocument, DecoderByDocument)
-"""Mixins that `rewrites` may name: a subclass of the Hugging Face class is made from them."""
+"""Mixins for `rewrites`. A subclass of the Hugging Face class is created with them."""
 
 
 def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, within: str = "") -> type[nn.Module]:
-    """The class that replaces `original`: `by` itself if it is a subclass, else one made from both.
+    """Return the class that replaces `original`: `by` if it is a subclass, else a new class from both.
 
     Args:
-        original: a Hugging Face layer class.
-        by: a subclass of it, or one of `MIXINS`.
-        module: name of the module that gets the new class, under upstream's name.
-        within: the attribute of that module that holds the class; empty puts it into the module itself.
+        original: A Hugging Face layer class.
+        by: A subclass of it, or one of `MIXINS`.
+        module: Name of the module that gets the new class, under the Hugging Face name.
+        within: Attribute of that module to store the class in; empty stores it in the module itself.
 
     Raises:
-        TypeError: `by` is neither a subclass nor one of `MIXINS`; transformers finds layers by `isinstance`.
+        TypeError: If `by` is neither a subclass nor one of `MIXINS`, because transformers finds layers by `isinstance`.
     """
     if issubclass(by, original):
         return by
@@ -319,13 +356,13 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
 
 
 def _answers_of(original: type[nn.Module]) -> dict[str, Any]:
-    """What transformers asks a model's class of its source: a decoder that is rewritten is no custom code either."""
+    """Return class attributes that transformers derives from source code: a rewritten decoder is not custom code."""
     asked = ("is_custom_code", "_can_set_attn_implementation", "_can_set_experts_implementation")
     return {name: staticmethod(getattr(original, name)) for name in asked if hasattr(original, name)}
 
 
 def _forward_like(upstream: Callable[..., Any], mixin: Any) -> Callable[..., Any]:
-    """The mixin's forward, which takes anything, with the signature of `upstream`, which transformers inspects."""
+    """Return the mixin's forward with the signature of `upstream`, which transformers inspects."""
 
     @functools.wraps(upstream)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -337,7 +374,7 @@ def _forward_like(upstream: Callable[..., Any], mixin: Any) -> Callable[..., Any
 def adopt_rewrites(
     model: nn.Module, rewrite_of: Callable[[type[nn.Module]], type[nn.Module] | None], combine: bool
 ) -> None:
-    """Change each module of `model` whose class is rewritten to the rewritten class, in place."""
+    """Change the class of each module of `model` to its rewritten class, in place."""
     for name, module in list(model.named_modules()):
         rewritten_class = rewrite_of(type(module))
         if rewritten_class is None:

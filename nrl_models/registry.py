@@ -1,4 +1,4 @@
-"""The registry: which class serves which architecture, and how families outside this repository join."""
+"""The registry of architectures: the class for each, and entry points of families outside this repository."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import FrameType
@@ -17,9 +17,7 @@ from nrl_models import families
 from nrl_models.errors import (
     FamilyImportError,
     RegistrationError,
-    UnknownArchitectureError,
     UnmetRequirementError,
-    did_you_mean,
 )
 from nrl_models.families.facts import Family
 from nrl_models.families.table import TABLE
@@ -48,7 +46,7 @@ MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
 MODEL_ARCH_MAPPING.update((alias, MODEL_ARCH_MAPPING[name]) for alias, name in ALIASES.items())
 """Module and class for each architecture (`config.architectures`), imported on first use.
 
-A base model (`LlamaModel`) is added when it is first asked for.
+A base model (`LlamaModel`) is added on its first use.
 """
 
 _BASE_MODELS = f"{families.__name__}.base_models"
@@ -89,15 +87,15 @@ def register_architecture(
     """Register a class from outside this repository.
 
     Args:
-        architecture: as `config.architectures` names it.
-        target: the class, or `"package.module:Class"` to import it on first use.
-        config: configuration classes by `model_type`, for those that transformers lacks, in either form.
-        requires: checked before the import, e.g. `"transformers>=5.20"`.
-        exist_ok: replace an existing registration.
+        architecture: Name as in `config.architectures`.
+        target: The class, or `"package.module:Class"` to import it on first use.
+        config: Configuration classes by `model_type` that transformers lacks, in either form.
+        requires: Requirement to check before the import, such as `"transformers>=5.20"`.
+        exist_ok: Whether to replace an existing registration.
 
     Raises:
-        RegistrationError: the target or requirement is malformed, or the name is taken.
-        FamilyImportError: a configuration does not import. In both cases nothing is registered.
+        RegistrationError: If the target or requirement is malformed, or the name is taken.
+        FamilyImportError: If a configuration cannot be imported. In both cases, nothing is registered.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -124,12 +122,12 @@ def register_architecture(
 
 
 def model_class(architecture: str) -> type | None:
-    """The class for `architecture`, imported now; None if it is not registered.
+    """Import and return the class for `architecture`; None if it is not registered.
 
     Raises:
-        FamilyImportError: the family does not import.
-        UnmetRequirementError: a package is missing, or not of a version that the family needs.
-        RegistrationError: two families claim the architecture.
+        FamilyImportError: If the family cannot be imported.
+        UnmetRequirementError: If a package is missing, or does not have a version that the family needs.
+        RegistrationError: If two families claim the architecture.
     """
     _read_entry_points()
     if architecture in _shadowing:
@@ -156,7 +154,7 @@ def unmet_requirement(architecture: str) -> str | None:
 
 
 def unmet(requirement: Requirement) -> str | None:
-    """What is wanted and what is there instead, as text; None if the requirement is met."""
+    """Return text with the required and the installed version; None if the requirement is met."""
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:
@@ -167,24 +165,13 @@ def unmet(requirement: Requirement) -> str | None:
 
 
 def architectures(*, aliases: bool = True) -> list[str]:
-    """All registered architectures, those of installed packages included; aliases only if asked for.
+    """Return all registered architectures, including those of installed packages, and optionally aliases.
 
-    Base models (`LlamaModel`) are not among them: they follow from the heads of their families.
+    Base models (`LlamaModel`) are not included, because they follow from the heads of their families.
     """
     _read_entry_points()
     heads = [name for name, (module, _) in MODEL_ARCH_MAPPING.items() if module != _BASE_MODELS]
     return [name for name in heads if aliases or name not in ALIASES]
-
-
-def require_served(names: Iterable[str], *, aliases: bool = True) -> None:
-    """Make sure that there are families for these names.
-
-    Raises:
-        UnknownArchitectureError: those for which there is none, with the nearest that there is.
-    """
-    known = architectures(aliases=aliases)
-    if unknown := [f"{name}{did_you_mean(name, known)}" for name in names if name not in known]:
-        raise UnknownArchitectureError(f"no family serves {', '.join(unknown)}")
 
 
 def register_custom_configs() -> None:
@@ -285,7 +272,8 @@ def warn_unregistered(architecture: str) -> None:
         _warned.add(architecture)
         warnings.warn(
             f"{architecture} is not registered: it loads as transformers' own class, with the identity "
-            "adapter. Parity, consistency and export work; to combine its projections, add a family (CONTRIBUTING.md).",
+            "adapter. Parity, consistency and export work. `nrl-models new` tells whether a family would fuse its "
+            "projections (docs/add-a-family.md).",
             stacklevel=_frames_of_this_package() + 1,
         )
 

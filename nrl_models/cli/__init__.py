@@ -1,33 +1,36 @@
-"""`nrl-models`: the library from the command line. Imports nothing heavy before a command runs."""
+"""The command line `nrl-models`. Has no heavy imports until a command runs."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Annotated
 
 import typer
 
 from nrl_models import __version__
-from nrl_models.cli import checking, console, contributing, diagnose, train, using
+from nrl_models.cli import certifying, checking, console, contributing, diagnose, replaying, train, using
+
+__all__ = ["app"]
 
 PANELS = {
     "Use": (using.demo, using.inspect, using.convert, using.plan, using.quirks, train.train),
-    "Check": (checking.parity, checking.consistency, checking.refit_check),
+    "Check": (certifying.certify, checking.parity, checking.consistency, replaying.replay, checking.refit_check),
     "Contribute": (contributing.new,),
 }
-"""The commands, in the order of the help text; `diagnose` is a group of commands."""
+"""Commands in the order of the help text. `diagnose` is a group of commands."""
 
 app = typer.Typer(
     cls=console.Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Prepares Hugging Face models for RL post-training and verifies that nothing changed.",
+    help="Prepare Hugging Face models for RL post-training, and verify that nothing changed.",
 )
 for panel, commands in PANELS.items():
     for command in commands:
-        app.command(rich_help_panel=panel)(command)
+        app.command(cls=console.Command, rich_help_panel=panel)(command)
 app.add_typer(diagnose.app, name="diagnose", rich_help_panel="Check")
 
 
@@ -41,17 +44,20 @@ def _print_version(wanted: bool) -> None:
 def main(
     context: typer.Context,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print errors only; the exit status says whether checks passed.")
+        bool, typer.Option("--quiet", "-q", help="Print only errors. The exit status is 0 if checks passed.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What holds for every command."""
-    # Threads that wait would spin, on cores that an engine and a trainer share: generating took six times as long.
+    """Apply the options of all commands."""
+    # By default OpenMP threads spin while they wait. With an engine on the same cores, generation took 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console.output.quiet, console.output.json_only = quiet, False
+    console.show_warnings()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if quiet:
         os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
         logger = logging.getLogger("nrl_models")

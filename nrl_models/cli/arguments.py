@@ -1,10 +1,12 @@
-"""Arguments that several commands take. They are checked before torch is imported, so that a mistake shows at once."""
+"""Arguments shared by several commands. Parsers run before torch is imported, so mistakes are reported at once."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, overload
 
 import typer
 
@@ -18,41 +20,49 @@ from nrl_models.errors import CheckpointError, EngineError, ShardingError, visib
 if TYPE_CHECKING:
     import torch
 
-DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
+INT, FLOAT, TEXT, FILE, DIR, DTYPE, DEVICE = "INT", "FLOAT", "TEXT", "FILE", "DIR", "DTYPE", "DEVICE"
+"""Metavars in help texts."""
+
+ENGINE, TRAINER, MATRIX, SAMPLING = "Engine", "Trainer", "Matrix (options are repeatable)", "Sampling"
+BOUNDS, INPUT, OUTPUT = "Bounds", "Input", "Output"
+"""Panels in help texts."""
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+"""Dtypes and their short names, as `from_pretrained` accepts them."""
 
 
 class EngineOption(NamedTuple):
-    """A `KEY=VALUE` that an engine takes."""
+    """A `KEY=VALUE` option of an engine."""
 
     key: str
     value: Any
 
 
 def checkpoint_path(text: str) -> Path:
-    """A checkpoint's directory, a GGUF file, or the name of a hub repository.
+    """Parse a checkpoint directory, a GGUF file, or a hub repository ID.
 
     Raises:
-        typer.BadParameter: there is no such directory, or its `config.json` is missing or damaged.
+        typer.BadParameter: The directory does not exist, or its `config.json` is missing or damaged.
     """
     path = Path(text).expanduser()
     if path.is_file():
         if is_gguf(path):
             return path
-        raise typer.BadParameter(f"{text} is a file, expected a checkpoint's directory or a GGUF file")
+        raise typer.BadParameter(f"{text} is a file, expected a checkpoint directory or a GGUF file")
     if not is_local(text):
         return path
     if not path.is_dir():
-        raise typer.BadParameter(f"no such directory: {text}")
+        raise typer.BadParameter(f"no such directory: {text}{did_you_mean(path.name, _siblings(path))}")
     if (path / CONFIG_NAME).exists():
         _check_config(path / CONFIG_NAME)
     elif not (path / ADAPTER_CONFIG_NAME).exists() and not any(map(is_gguf, path.iterdir())):
-        # of which loading has more to say
-        raise typer.BadParameter(f"{text}: config.json is missing; expected a checkpoint's directory")
+        # Loading reports adapter directories and GGUF files in more detail.
+        raise typer.BadParameter(f"{text}: config.json is missing; expected a checkpoint directory")
     return path
 
 
 def config_path(text: str) -> Path:
-    """As `checkpoint_path`, or a configuration's file."""
+    """Parse a checkpoint as `checkpoint_path` does, or a `config.json` file."""
     path = Path(text).expanduser()
     if path.is_file() and not is_gguf(path):
         _check_config(path)
@@ -61,10 +71,23 @@ def config_path(text: str) -> Path:
 
 
 def local_config_path(text: str) -> Path:
-    """As `config_path`, but no hub repository."""
-    if not Path(text).expanduser().exists():
-        raise typer.BadParameter(f"no such file or directory: {text}")
+    """Parse a path as `config_path` does, but raise for hub repositories."""
+    if not (path := Path(text).expanduser()).exists():
+        raise typer.BadParameter(f"no such file or directory: {text}{did_you_mean(path.name, _siblings(path))}")
     return config_path(text)
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """Return a question with the closest name, to be appended to a message; empty if no name is close."""
+    close = get_close_matches(text, names, n=1)
+    return f". Did you mean {close[0]}?" if close else ""
+
+
+def _siblings(path: Path) -> list[str]:
+    try:
+        return [sibling.name for sibling in path.parent.iterdir()]
+    except OSError:
+        return []
 
 
 def _check_config(file: Path) -> None:
@@ -72,11 +95,11 @@ def _check_config(file: Path) -> None:
         read_object(file)
     except CheckpointError as error:
         detail = "; ".join(problem.detail for problem in error.problems)
-        raise typer.BadParameter(visible(f"{file} {detail}: expected a model's configuration")) from error
+        raise typer.BadParameter(visible(f"{file} {detail}: expected a model configuration")) from error
 
 
 def writable(file: Path | None) -> Path | None:
-    """Make sure that a result can be written, before time is spent on it."""
+    """Raise if `file` cannot be written, before the command computes anything."""
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,14 +113,14 @@ def writable(file: Path | None) -> Path | None:
 
 
 def saved_to(folder: Path | None) -> Path | None:
-    """Make sure that a model can be saved, before time is spent on it."""
+    """Raise if a model cannot be saved to `folder`, before the command computes anything."""
     if folder is not None:
         writable(folder / "config.json")
     return folder
 
 
 def json_target(file: Path | None) -> Path | None:
-    """As `writable`, or standard output, on which nothing else is printed then."""
+    """Check a file as `writable` does. For `-`, reserve standard output for JSON."""
     if file == STANDARD_OUTPUT:
         output.json_only = True
         return file
@@ -105,17 +128,50 @@ def json_target(file: Path | None) -> Path | None:
 
 
 def mesh_sizes(text: str) -> str:
-    """A mesh such as `fsdp=16,tp=8`, as it is."""
+    """Check a mesh such as `fsdp=16,tp=8`, and return it unchanged."""
     try:
         parse_mesh(text)
     except ShardingError as error:
-        found = (f"{problem.subject}: {problem.detail}; {problem.advice}" for problem in error.problems)
-        raise typer.BadParameter("\n".join(found)) from error
+        problems = (f"{problem.subject}: {problem.detail}; {problem.advice}" for problem in error.problems)
+        raise typer.BadParameter("\n".join(problems)) from error
     return text
 
 
+def dtype_name(text: str) -> str:
+    """Parse a dtype: `float32` or `fp32`, and so on. Returns torch's name.
+
+    Raises:
+        typer.BadParameter: An unknown dtype.
+    """
+    for name, short in DTYPES.items():
+        if text in (name, short):
+            return name
+    expected = ", ".join(f"{name} ({short})" for name, short in DTYPES.items())
+    raise typer.BadParameter(f"unknown dtype {text!r}: expected one of {expected}")
+
+
+def dtype_or_auto(text: str) -> str:
+    """Parse a dtype, or `auto` for the dtype of the checkpoint."""
+    return text if text == "auto" else dtype_name(text)
+
+
+def complete_dtype(incomplete: str) -> list[str]:
+    """Complete the name of a dtype in a shell."""
+    return [name for name in DTYPES if name.startswith(incomplete)]
+
+
+def dtype_argument(text: str, *, panel: str | None = None, parser: Callable[[str], str] = dtype_name) -> Any:
+    """Return a typer option for a dtype, with this help text."""
+    return typer.Option(parser=parser, autocompletion=complete_dtype, metavar=DTYPE, help=text, rich_help_panel=panel)
+
+
+def input_size(text: str, *, least: int = 1) -> Any:
+    """Return a typer option for a number of prompts or tokens, with this help text."""
+    return typer.Option(metavar=INT, help=text, min=least, rich_help_panel=INPUT)
+
+
 def engine_name(name: str) -> str:
-    """The name of an engine, or the address of a server."""
+    """Parse the name of an engine, or the URL of a server."""
     try:
         require_engine(name)
     except EngineError as error:
@@ -124,12 +180,12 @@ def engine_name(name: str) -> str:
 
 
 def engine_option(text: str) -> EngineOption:
-    """`KEY=VALUE`, the value read as JSON where it is JSON."""
+    """Parse `KEY=VALUE`. The value is parsed as JSON if it is JSON."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise typer.BadParameter(f"{text!r}: expected KEY=VALUE")
     if is_secret(key):
-        return EngineOption(key, value)  # as it is, though it may look like a number
+        return EngineOption(key, value)  # never parsed: a key may look like a number
     try:
         return EngineOption(key, json.loads(value))
     except ValueError:
@@ -145,65 +201,82 @@ def ignored_keys(context: typer.Context, keys: list[str] | None) -> list[str] | 
 
 
 CheckpointPath = Annotated[
-    Path, typer.Argument(parser=checkpoint_path, metavar="PATH", help="A checkpoint's directory, or a hub repository.")
+    Path, typer.Argument(parser=checkpoint_path, metavar="PATH", help="Checkpoint directory or hub repository.")
 ]
 IgnoredConfigKeys = Annotated[
     list[str] | None,
     typer.Option(
         "--ignore-config-key",
         metavar="KEY",
-        help="A key of config.json, by name or path, that may ask for what the model does not do; repeatable.",
+        help="Accept this config.json key although no code implements it. Repeatable.",
         callback=ignored_keys,
+        rich_help_panel=INPUT,
     ),
 ]
-"""For every command that builds a model; the callback does it all."""
+"""An option of every command that builds a model. Its callback applies it."""
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the result as JSON, too; - is stdout.", callback=json_target),
-]
-Device = Annotated[str, typer.Option(help="Where the trainer runs, e.g. cuda:0.")]
-EngineName = Annotated[
-    str,
     typer.Option(
-        "--engine",
-        parser=engine_name,
-        metavar="NAME",
-        help="vllm, vllm-transformers, mlx, megatron, hf-generate, or a server's address.",
+        "--json",
+        metavar=FILE,
+        help="Write the result as JSON. - writes to stdout.",
+        callback=json_target,
+        rich_help_panel=OUTPUT,
     ),
 ]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show every check, not only failures.", rich_help_panel=OUTPUT)
+]
+Device = Annotated[
+    str, typer.Option(metavar=DEVICE, help="Device of the trainer, e.g. cuda:0.", rich_help_panel=TRAINER)
+]
+_ENGINE_NAME = typer.Option(
+    "--engine",
+    parser=engine_name,
+    metavar="NAME",
+    help="vllm, vllm-transformers, mlx, megatron, hf-generate, or a server URL.",
+    rich_help_panel=ENGINE,
+)
+EngineName = Annotated[str, _ENGINE_NAME]
+OptionalEngineName = Annotated[str | None, _ENGINE_NAME]
 EngineOptions = Annotated[
     list[EngineOption] | None,
     typer.Option(
         "--engine-option",
         parser=engine_option,
         metavar="KEY=VALUE",
-        help="What the engine itself takes, such as tensor_parallel_size=2; repeatable. Values are JSON, or text.",
+        help="Option passed to the engine, e.g. tensor_parallel_size=2. Repeatable. The value is JSON or text.",
+        rich_help_panel=ENGINE,
     ),
 ]
 Dtype = Annotated[
-    DtypeName | None,
-    typer.Option(help="What the engine computes in, or a server was started with; the checkpoint's by default."),
+    str | None, dtype_argument("Compute dtype of the engine. \\[default: the checkpoint's]", panel=ENGINE)
 ]
-TrainerDtype = Annotated[DtypeName | None, typer.Option(help="What the trainer computes in; the engine's by default.")]
-Threshold = Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")]
+TrainerDtype = Annotated[
+    str | None, dtype_argument("Compute dtype of the trainer. \\[default: the engine's]", panel=TRAINER)
+]
+Threshold = Annotated[
+    float,
+    typer.Option(metavar=FLOAT, help="Largest token_mult_prob_error that passes.", rich_help_panel=BOUNDS),
+]
 
 
 @overload
-def torch_dtype(name: DtypeName) -> torch.dtype: ...
+def torch_dtype(name: str) -> torch.dtype: ...
 @overload
-def torch_dtype(name: DtypeName | None) -> torch.dtype | None: ...
-def torch_dtype(name: DtypeName | None) -> torch.dtype | None:
-    """The dtype of that name."""
+def torch_dtype(name: str | None) -> torch.dtype | None: ...
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype that torch calls `name`; None for None."""
     import torch
 
     return None if name is None else getattr(torch, name)
 
 
 def check_device(name: str) -> None:
-    """Make sure that torch can put a tensor on a device.
+    """Raise if torch cannot create a tensor on a device.
 
     Raises:
-        typer.BadParameter: it cannot.
+        typer.BadParameter: It cannot.
     """
     import torch
 

@@ -1,103 +1,135 @@
-"""What every command prints and writes, and how it fails: with a message, never with a traceback."""
+"""Output of all commands: results, progress, warnings, and errors without tracebacks."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from nrl_models.errors import NRLModelsError, visible
+from nrl_models.errors import DriftError, NRLModelsError, visible
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
+
+    from nrl_models.parity.parity_report import ParityReport
 
 PROGRESS_SECONDS = 5.0
-"""Where there is no terminal, how long to wait between two lines about the same step."""
+"""Seconds between two progress lines if standard error is not a terminal."""
 
 STANDARD_OUTPUT = Path("-")
-"""What `--json` takes for standard output."""
+"""Value of `--json` for standard output."""
 
 
 UNEXPECTED = (
-    "nrl_models did not expect this error. If the checkpoint and its config.json are in order, please report it, with "
-    "what the same command prints with --traceback."
+    "nrl_models did not expect this error. If the checkpoint and its config.json are valid, please report it with the "
+    "output of the same command with --traceback."
 )
 
 
 class PlainConsole(Console):
-    """A console that shows control characters in what it prints, a tensor's name say, escaped."""
+    """A console that escapes control characters, which may occur in tensor names."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """The text to print for a string or a table's cell."""
+        """Render a string or a table cell."""
         return super().render_str("\n".join(map(visible, text.split("\n"))), **options)
 
 
 @dataclass
 class Output:
-    """Where this run of the command prints.
+    """Where a command prints.
 
     Args:
-        quiet: whether nothing but errors and the JSON of `--json -` is printed.
-        json_only: whether standard output is for JSON alone; tables and messages then go to standard error.
+        quiet: Print only errors and the JSON of `--json -`.
+        json_only: Reserve standard output for JSON. Tables and messages go to standard error.
     """
 
     quiet: bool = False
     json_only: bool = False
 
     def console(self, *, stderr: bool = False) -> PlainConsole:
-        """The console for results or, with `stderr`, for progress."""
+        """Return the console for results or, with `stderr`, for progress."""
         console = PlainConsole(stderr=stderr or self.json_only, quiet=self.quiet)
         if not console.is_terminal and "COLUMNS" not in os.environ:
-            console.width = 160  # a pipe or a log: wide enough that a table's rows stay one line each
+            console.width = 160  # In a pipe or a log file, rows of a table stay on one line.
         return console
 
 
 output = Output()
 
 
-class Commands(TyperGroup):
-    """Commands whose errors are printed as messages: a mistake of the user's is answered without a traceback."""
+def _without_types(params: list[Any]) -> list[Any]:
+    """Return parameters without the Python types that typer shows for flags and arguments (`<bool>`, `<Path>`)."""
+    for param in params:
+        if param.param_type_name == "argument" or param.is_flag:
+            param.display_type_rich = lambda ctx: None
+    return params
+
+
+class Command(TyperCommand):
+    """A command whose help text has no Python types, and wraps paragraphs at the width of the terminal."""
+
+    def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
+        paragraphs = (help or "").split("\n\n")
+        super().__init__(*args, help="\n\n".join(text.replace("\n", " ") for text in paragraphs), **options)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, and `--help`."""
+        return _without_types(super().get_params(ctx))
+
+
+class CommandGroup(TyperGroup):
+    """A group of commands whose help text has no Python types."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, and `--help`."""
+        return _without_types(super().get_params(ctx))
+
+
+class Commands(CommandGroup):
+    """Commands that print errors as messages, without a traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the options of every command behind its name, too."""
+        """Accept the options of all commands also after the command name."""
         common = [argument for argument in args if argument in ("--quiet", "-q", "--traceback")]
         return super().parse_args(ctx, [*common, *(argument for argument in args if argument not in common)])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; exit with 2 if it failed."""
+        """Run a command. Exit with status 2 if it raises, with 1 if a check stopped a training run."""
         try:
             return super().invoke(ctx)
-        except (typer.Abort, BrokenPipeError):  # Ctrl-C, and a reader of the output who has gone
+        except (typer.Abort, BrokenPipeError):  # Ctrl-C, and a closed pipe
             raise
         except Exception as error:
-            if ctx.params["traceback"] or hasattr(error, "exit_code"):  # which typer's own errors have
+            if ctx.params["traceback"] or hasattr(error, "exit_code"):  # typer's own errors
                 raise
             console = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
             console.print(f"[bold red]error:[/bold red] {type(error).__name__}")
             console.print(str(error), markup=False)
             if not isinstance(error, (NRLModelsError, OSError)):
                 console.print(UNEXPECTED)
-            raise typer.Exit(2) from error
+            raise typer.Exit(1 if isinstance(error, DriftError) else 2) from error
 
 
-def show(result: Table | str) -> None:
-    """Print a table, whose cells may have markup, or a line as it is."""
+def show(result: RenderableType) -> None:
+    """Print a renderable, whose cells may have markup, or a line unchanged."""
     is_line = isinstance(result, str)
     output.console().print(result, highlight=False, markup=not is_line, soft_wrap=is_line)
 
 
 def write_json(file: Path | None, content: Any) -> None:
-    """Write what `--json` asks for, if it was given."""
+    """Write the file of `--json`, if the option was used."""
     text = json.dumps(content, indent=2)
     if file == STANDARD_OUTPUT:
         typer.echo(text)
@@ -107,8 +139,37 @@ def write_json(file: Path | None, content: Any) -> None:
         write_whole(file, text + "\n")
 
 
+def show_warnings() -> None:
+    """Print warnings of this process as `warning: MESSAGE` on standard error, without a source line."""
+
+    def print_warning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        console = output.console(stderr=True)
+        console.print(f"[yellow]warning:[/yellow] {escape(str(message))}", highlight=False, soft_wrap=True)
+
+    warnings.showwarning = print_warning
+
+
+def show_checks(report: ParityReport, json_file: Path | None, *, verbose: bool) -> None:
+    """Print the summary of a report, then its failures, or every check with `verbose`; write it as JSON."""
+    show(report.summary)
+    if verbose:
+        show(report.table())
+    else:
+        if report.failed:
+            show(report.failures())
+        show("--verbose shows every check.")
+    write_json(json_file, report.to_json())
+
+
 def show_report(report: Any, json_file: Path | None) -> None:
-    """Print a report's table, write it as JSON where that is asked for, and exit with 1 if it did not pass."""
+    """Print the table of a report, write its JSON, and exit with status 1 if it did not pass."""
     show(report.table())
     write_json(json_file, report.to_json())
     if not report.passed:
@@ -117,10 +178,10 @@ def show_report(report: Any, json_file: Path | None) -> None:
 
 @contextmanager
 def status(message: str) -> Iterator[Callable[[str], None]]:
-    """Tell on standard error what runs: beside a spinner in a terminal, else as lines, one in some seconds.
+    """Show progress on standard error: a spinner in a terminal, else a line every few seconds.
 
     Yields:
-        What tells of the next step.
+        A function that shows the next step.
     """
     console = output.console(stderr=True)
     if console.is_terminal:

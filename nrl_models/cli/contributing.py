@@ -1,4 +1,4 @@
-"""The command that adds a family."""
+"""The command that onboards an architecture."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Annotated
 
 import typer
 
-from nrl_models.cli.arguments import local_config_path
+from nrl_models.cli.arguments import DIR, local_config_path
 from nrl_models.cli.console import show
 
 
 def new(
     source: Annotated[
         Path,
-        typer.Argument(
-            parser=local_config_path, metavar="PATH_OR_CONFIG", help="A checkpoint's directory, or a config.json."
-        ),
+        typer.Argument(parser=local_config_path, metavar="PATH_OR_CONFIG", help="Checkpoint directory or config.json."),
     ],
-    name: Annotated[str | None, typer.Option(help="Of the package; else the model_type.")] = None,
-    out_of_tree: Annotated[Path | None, typer.Option(help="Write an installable package to this directory.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="With --out-of-tree, also what is served already.")] = False,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Package name. \\[default: the model_type]")] = None,
+    out_of_tree: Annotated[Path | None, typer.Option(metavar=DIR, help="Write an installable package to DIR.")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --out-of-tree: also architectures that are registered already.")
+    ] = False,
 ) -> None:
-    """Make a family: find out what combines, write it, run the generated tests, say what is left to decide."""
+    """Onboard a new architecture: detect fusable projections, generate the family, test it, list open decisions."""
     from rich.table import Table
 
     from nrl_models.onboarding.new import new_family
@@ -45,6 +45,6 @@ def new(
         table.add_row("to decide", undecided)
     show(table)
     if not made.ok:
-        show("The family is written; a person has to go on from here.")
+        show("The family is written, but not all generated tests pass. Continue by hand.")
         raise typer.Exit(1)
     show("All generated tests pass.")

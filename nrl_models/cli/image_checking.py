@@ -1,0 +1,59 @@
+"""Image checks of the `consistency` command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nrl_models.cli.console import show_report, status
+
+if TYPE_CHECKING:
+    from nrl_models.logprobs.sampling import Sampling
+
+APPLIES = {
+    *("path", "engine", "engine_option", "images", "image_prompt", "new_tokens", "temperature", "top_k", "top_p"),
+    *("seed", "threshold", "noise_factor", "dtype", "ignore_config_key", "verbose", "json_file"),
+}
+"""Parameters of `consistency` that also apply to images."""
+
+
+def check_image_files(
+    context: typer.Context, files: Sequence[Path], text: str, *, sampling: Sampling, **options: Any
+) -> None:
+    """Compare vLLM and the trainer on image files. Exit with status 1 if they differ.
+
+    Args:
+        context: Context of the `consistency` command.
+        files: Image files, each for a prompt.
+        text: The text after each image.
+        sampling: How the engine samples.
+        options: Further keywords of `check_images`.
+
+    Raises:
+        typer.BadParameter: Another engine, or an option that does not apply to images.
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in APPLIES and source is not None and source.name != "DEFAULT":
+            raise typer.BadParameter(f"{parameter.opts[0]} does not apply to --images")
+    path, engine = context.params["path"], context.params["engine"]
+    if engine != "vllm" or "python" in options["engine_options"]:
+        raise typer.BadParameter("--images needs --engine vllm in this environment, without --engine-option python")
+
+    from transformers import AutoProcessor
+
+    from nrl_models.common.checkpoint.files import resolve_folder
+    from nrl_models.common.checkpoint.generations import require_links_inside
+    from nrl_models.consistency.vision.image_check import check_images
+    from nrl_models.consistency.vision.image_files import ImageReport, file_prompt
+
+    folder = resolve_folder(path)
+    require_links_inside(folder)
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    prompts = [file_prompt(processor, file, text) for file in files]
+    with status("comparing images"):
+        comparisons = check_images(folder, prompts, sampling=sampling, **options)
+    show_report(ImageReport(path, files, comparisons), context.params["json_file"])
