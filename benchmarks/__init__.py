@@ -1,1 +1,1 @@
-"""Benchmarks: each prints ratios against a peer or a limit measured in the same run."""
+"""Benchmarks. Each prints ratios to a baseline or a limit measured in the same run."""

@@ -1,6 +1,6 @@
-"""Combined against separate projections: one forward, or a forward and backward, of the same model on the same input.
+"""Compare combined with separate projections: a forward, or a forward and backward, of one model on one input.
 
-A ratio below one says that combining is faster. Pairs run in turn; the median of the pairs' ratios counts.
+A ratio below one means that combining is faster. Pairs of runs alternate, and the median of the pairs' ratios counts.
 `combine="auto"` follows these figures.
 """
 
@@ -16,14 +16,14 @@ from benchmarks.reporting import Row, arguments, publish
 from nrl_models import AutoModelForCausalLM
 
 SIZES = {"256": (256, 704, 8), "1024": (1024, 2816, 4), "2048": (2048, 8192, 2)}
-"""Hidden size, intermediate size, layers."""
+"""Hidden size, intermediate size, number of layers."""
 
 WORKLOADS = {"decode 1 token": (1, 1, False), "prefill 512": (1, 512, False), "train 4 x 128": (4, 128, True)}
-"""Batch, length, and whether to run a backward."""
+"""Batch size, sequence length, and whether to run a backward."""
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=9)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[Row] = []
@@ -48,12 +48,12 @@ def main() -> None:
                 pairs = [[step(model, inputs, train) for model in models] for _ in range(options.runs + 2)][2:]
                 row[workload] = median(combined / separate for combined, separate in pairs)
             rows.append(row)
-    title = f"Combined / separate, Llama layers on {device.type}"
-    publish("combine", title, rows, options.out, [" ".join((__doc__ or "").split())])
+    title = f"Fused and separate projections, Llama layers on {device.type}"
+    publish("combine", title, rows, options.out)
 
 
 def step(model: torch.nn.Module, input_ids: torch.Tensor, train: bool) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one step."""
     if input_ids.is_cuda:
         torch.cuda.synchronize()
     started = time.perf_counter()

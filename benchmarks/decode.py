@@ -1,11 +1,13 @@
-"""Greedy decoding, combined and separate, against transformers: groups may not cost what a single row cannot repay.
+"""Compare greedy decoding of combined and separate models with transformers, for a batch of one sequence.
 
-The shape is SmolLM2-135M's, weights are random, 64 tokens are decoded from a prompt of 16. In each of several new
-processes all contenders hold the same weights, decode the same tokens and take turns; ratios are medians over all
-turns. Each process makes the models in another order, because where weights happen to lie in memory makes a model some
-percent faster or slower for as long as it lives. The second transformers model is compared with the first: how far two
-models that are the same differ is what the other ratios mean nothing below. CPU seconds of one thread are compared on a
-CPU, because it may be shared; on a GPU seconds.
+The model has the shape of SmolLM2-135M and random weights. It decodes 64 tokens from a prompt of 16. Each of several
+subprocesses builds every contender with the same weights, and the contenders take turns decoding the same tokens.
+Ratios are medians over all turns.
+
+The memory addresses of the weights make a model some percent faster or slower for the lifetime of the process.
+Therefore each process builds the models in another order. A second transformers model is compared with the first:
+their ratio is the noise of the measurement. On a CPU, which may be shared, the benchmark compares CPU seconds of one
+thread. On a GPU it compares wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from benchmarks.reporting import Row, arguments, child, publish
 NAMES = ("transformers", "combined", "separate", "transformers again")
 
 PROMPT, NEW = 16, 64
-"""Tokens."""
+"""Number of tokens."""
 
 MEASURE = f"""
 import json, sys, time
@@ -55,7 +57,7 @@ print(json.dumps([{{name: seconds(model) for name, model in models.items()}} for
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=4)
     import torch
 
@@ -71,7 +73,7 @@ def main() -> None:
             row[f"{name} / transformers"] = median(turn[name] / turn["transformers"] for turn in turns)
         rows.append(row)
     title = f"Greedy decoding of {NEW} tokens, SmolLM2's shape, on {device}"
-    publish("decode", title, rows, options.out, [" ".join((__doc__ or "").split())])
+    publish("decode", title, rows, options.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starting up: `import nrl_models` and `nrl-models --help` as whole processes, beside an empty Python and torch."""
+"""Measure startup: `import nrl_models` and `nrl-models --help` as complete processes, next to bare Python and torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ COMMANDS: dict[str, tuple[list[str], float | None]] = {
     "nrl-models --help": (["-m", "nrl_models", "--help"], 0.3),
     "import torch": (["-c", "import torch"], None),
 }
-"""What is started, and the limit it should keep, in seconds."""
+"""The code to start, and its time limit in seconds."""
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=15)
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(options.runs + 1):
@@ -37,7 +37,7 @@ def main() -> None:
         }
         for name, (_, limit) in COMMANDS.items()
     ]
-    publish("import_time", "Starting up", rows, options.out, [" ".join((__doc__ or "").split())])
+    publish("import_time", "Starting up", rows, options.out)
 
 
 if __name__ == "__main__":

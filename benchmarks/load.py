@@ -1,7 +1,7 @@
-"""Loading a checkpoint, against transformers' own `from_pretrained` and against a bare read and copy.
+"""Compare loading a checkpoint with transformers' `from_pretrained` and with a bare read and copy.
 
-Each measurement is the first load in a new process, with warm file caches; imports do not count. Peak memory is
-anonymous memory (what is not backed by the files) above what the process had before.
+Each measurement is the first load in a new process with warm file caches. Imports do not count. Peak memory is the
+increase in anonymous memory (memory without a file behind it).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ print(json.dumps({"load": time.perf_counter() - started}))
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=7)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ def main() -> None:
             path = str(Path(folder) / kind)
             size = child(MAKE, kind, path)["bytes"]
             measured: dict[str, list[Row]] = {"nrl_models": [], "transformers": [], "copy": []}
-            for run in range(options.runs + 1):  # in turn, so that a slow minute slows all; the first warms the cache
+            for run in range(options.runs + 1):  # alternate, so that a slow minute slows all; the first warms the cache
                 for which in ("nrl_models", "transformers"):
                     measured[which].append(child(LOAD, which, path))
                 measured["copy"].append(child(COPY, path))
@@ -113,7 +113,7 @@ def main() -> None:
                     "transformers' / model": median(theirs, "anonymous") / size,
                 }
             )
-    publish("load", "Loading bf16 checkpoints on a CPU", rows, options.out, [" ".join((__doc__ or "").split())])
+    publish("load", "Loading bf16 checkpoints on a CPU", rows, options.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Loading a checkpoint over two ranks, against transformers' own sharded loading (`DistributedConfig`).
+"""Compare loading a checkpoint over two ranks with transformers' sharded loading (`DistributedConfig`).
 
-Each measurement is two new processes with warm file caches and one thread each; imports do not count. The slower rank
-counts, and the larger peak. Peak memory is anonymous memory (what no file backs) above what was there before loading;
-bytes read are those of the slices a rank copied. Some of transformers' parameters stay in the files' pages, which are
-then read in the first forward; ours never do, so the figures with that forward are those to compare.
+Each measurement starts two new processes with warm file caches and one thread each. Imports do not count. The slower
+rank's time and the larger peak count. Peak memory is the increase in anonymous memory (memory without a file behind
+it). Bytes read are those of the slices that a rank copies.
+
+transformers leaves some parameters in memory-mapped pages, which the first forward reads. nrl_models does not.
+Compare the figures that include the first forward.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ CONTENDERS = ("nrl_models", "transformers")
 
 
 def load(which: str, layout: str, path: str) -> None:
-    """One measurement. Prints the larger figures of the two ranks."""
+    """Measure once. Print the larger figures of the two ranks."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
@@ -71,11 +73,11 @@ def _load_rank(rank: int, which: str, layout: str, path: str, folder: str) -> No
     found = {"load": took, "both": both, "anonymous": peak.rise, "read": read}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
-    os._exit(0)  # tearing gloo down takes seconds
+    os._exit(0)  # destroying the gloo process group takes seconds
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=3)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +86,7 @@ def main() -> None:
             size = child(MAKE, kind, path)["bytes"]
             for layout in ("tp", "fsdp"):
                 measured: dict[str, list[Row]] = {name: [] for name in CONTENDERS}
-                for run in range(options.runs + 1):  # in turn, so that a slow minute slows both; the first warms up
+                for run in range(options.runs + 1):  # alternate, so that a slow minute slows both; the first warms up
                     for name in CONTENDERS:
                         code = f"from benchmarks.load_sharded import load; load({name!r}, {layout!r}, {path!r})"
                         found = child(code)
@@ -105,8 +107,7 @@ def main() -> None:
                         "transformers' / model": median(theirs, "anonymous") / size,
                     }
                 )
-    notes = [" ".join((__doc__ or "").split())]
-    publish("load_sharded", "Loading bf16 checkpoints over two ranks of a CPU", rows, options.out, notes)
+    publish("load_sharded", "Loading bf16 checkpoints over two ranks of a CPU", rows, options.out)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,25 @@
-"""Log-probabilities of 4,096 tokens over a vocabulary of 128,256, from hidden states: memory and time of one pass.
+"""Measure memory and time of log-probabilities: 4,096 tokens, a vocabulary of 128,256, one pass from hidden states.
 
-`full logits` is a log-softmax over all logits in fp32, as one writes it, and again: how far two equal ways differ;
-`nrl_models, loss` knows the loss beforehand (`token_logprobs(..., loss=...)`); `transformers` is its loss; `TRL` its
-`selective_log_softmax`, if it is installed. Extra memory is the peak above what was there before, gradients included.
-Ratios are against full logits; those of time are medians over runs in turn. Limits: a tenth of the memory, 1.05 times
-the time of a forward, and of a forward and a backward where the loss is known; else 1.3 times.
+`full logits` computes a log-softmax over all logits in fp32. It runs twice, and the second run shows the noise.
+`nrl_models, loss` receives the loss beforehand (`token_logprobs(..., loss=...)`). `transformers` is its loss function.
+`TRL` is its `selective_log_softmax`, if TRL is installed. Extra memory is the increase at the peak, gradients included.
+Ratios are relative to full logits. Time ratios are medians over alternating runs. Limits: a tenth of the memory;
+1.05 times the time of a forward, and of a forward and backward if the loss is passed; otherwise 1.3 times.
 """
 
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from statistics import median
 
-import psutil
 import torch
 from torch import nn
 
 from benchmarks.reporting import Row, arguments, publish
+from benchmarks.train_step import Peak
 from nrl_models.logprobs.chunked import chunked_statistics
 from nrl_models.logprobs.head import OutputHead
 from nrl_models.logprobs.logit_buffers import TokenStatistics
@@ -33,21 +32,37 @@ Way = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = compare(device, torch.float32, options.runs)
+    notes = [f"{options.runs} run{'s' if options.runs > 1 else ''} of each."]
+    publish("logprobs", f"Log-probabilities on {device.type}", rows, options.out, notes)
+
+
+def compare(
+    device: torch.device,
+    dtype: torch.dtype,
+    runs: int,
+    tokens: int = TOKENS,
+    vocabulary: int = VOCABULARY,
+    hidden_size: int = HIDDEN,
+    warm_up: int = 0,
+) -> list[Row]:
+    """Measure each way, forward and forward with backward. The first `warm_up` runs do not count."""
     torch.manual_seed(0)
-    head = nn.Linear(HIDDEN, VOCABULARY, bias=False, device=device)
-    hidden = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
-    tokens = torch.randint(VOCABULARY, (TOKENS,), device=device)
+    head = nn.Linear(hidden_size, vocabulary, bias=False, device=device, dtype=dtype)
+    hidden = torch.randn(tokens, hidden_size, device=device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,), device=device)
     rows: list[Row] = []
-    found: dict[tuple[str, bool], tuple[float, list[float]]] = {}
+    found: dict[tuple[str, bool], tuple[int, list[float]]] = {}
     for backward in (False, True):
-        for _ in range(options.runs):
+        for run in range(warm_up + runs):
             for name, way in ways(backward).items():
-                peak, seconds = measure(way, hidden, head, tokens, backward)
-                before = found.get((name, backward), (0.0, []))
-                found[name, backward] = max(before[0], peak), [*before[1], seconds]
+                rise, took = measure(way, hidden, head, labels, backward)
+                if run >= warm_up:
+                    before = found.get((name, backward), (0, []))
+                    found[name, backward] = max(before[0], rise), [*before[1], took]
     for (name, backward), (peak, seconds) in found.items():
         base_peak, base_seconds = found["full logits", backward]
         rows.append(
@@ -55,17 +70,16 @@ def main() -> None:
                 "way": name,
                 "pass": "forward and backward" if backward else "forward",
                 "extra memory, MB": peak / 1e6,
-                "memory, ratio": peak / base_peak,
+                "memory, ratio": peak / base_peak if base_peak else "",
                 "seconds": median(seconds),
                 "time, ratio": median(took / other for took, other in zip(seconds, base_seconds, strict=True)),
             }
         )
-    notes = [" ".join((__doc__ or "").split()), f"{options.runs} run{'s' if options.runs > 1 else ''} of each."]
-    publish("logprobs", f"Log-probabilities on {device.type}", rows, options.out, notes)
+    return rows
 
 
 def ways(backward: bool) -> dict[str, Way]:
-    """Ways to the same numbers; a loss is their mean, negated."""
+    """Return the functions to compare. Each loss is the negative mean of the log-probabilities."""
     found: dict[str, Way] = {"full logits": full_logits, "full logits again": full_logits, "nrl_models": ours}
     if backward:
         found["nrl_models, loss"] = ours_with_loss
@@ -76,17 +90,17 @@ def ways(backward: bool) -> dict[str, Way]:
 
 
 def full_logits(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits, log-softmax, the wanted entries."""
+    """Compute logits, take the log-softmax and gather the labels."""
     return head(hidden).float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def ours(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
-    """What `token_logprobs` does behind the model's last layer."""
+    """Run the part of `token_logprobs` that follows the model's last layer."""
     return chunked_statistics(hidden, OutputHead(head), tokens, Sampling()).logprobs
 
 
 def ours_with_loss(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
-    """The same with the loss, whose derivatives autograd finds for each pass, as `token_logprobs` has it."""
+    """Run `token_logprobs` with its loss, so that autograd differentiates the loss in each chunk."""
 
     def derivatives(found: TokenStatistics) -> Derivatives:
         with torch.enable_grad():
@@ -97,7 +111,7 @@ def ours_with_loss(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) 
 
 
 def of_transformers(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss of a causal language model, a number in place of one for each token."""
+    """Compute transformers' causal LM loss, a scalar instead of one value per token."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     logits = head(hidden)[None]
@@ -105,19 +119,17 @@ def of_transformers(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor)
 
 
 def of_trl(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
-    """What TRL's trainers call."""
+    """Call the function that TRL's trainers call."""
     from trl.trainer.utils import selective_log_softmax
 
     return selective_log_softmax(head(hidden)[None], tokens[None])[0]
 
 
-def measure(
-    way: Way, hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor, backward: bool
-) -> tuple[float, float]:
-    """Peak of the extra memory in bytes, and seconds."""
+def measure(way: Way, hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor, backward: bool) -> tuple[int, float]:
+    """Return the peak of the extra memory in bytes, and the seconds."""
     hidden.grad = head.weight.grad = None
     gc.collect()
-    with Peak(hidden.device) as peak, torch.set_grad_enabled(backward):
+    with Peak() as peak, torch.set_grad_enabled(backward):
         started = time.perf_counter()
         result = -way(hidden, head, tokens).mean()
         if backward:
@@ -125,37 +137,7 @@ def measure(
         if hidden.is_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    return peak.bytes, seconds
-
-
-class Peak:
-    """The most memory in use while open, above what was in use before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.bytes = device, 0.0
-
-    def __enter__(self) -> Peak:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-            return self
-        self.process = psutil.Process()
-        self.before, self.open = self.process.memory_info().rss, True
-        self.watcher = threading.Thread(target=self._watch)
-        self.watcher.start()
-        return self
-
-    def _watch(self) -> None:
-        while self.open:
-            self.bytes = max(self.bytes, self.process.memory_info().rss - self.before)
-            time.sleep(0.002)
-
-    def __exit__(self, *_: object) -> None:
-        if self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated() - self.before
-            return
-        self.open = False
-        self.watcher.join()
+    return peak.rise, seconds
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A checkpoint of 45,395 tensors in 163 files, named as DeepSeek-V3's: what handling names costs.
+"""Measure the cost of tensor names: a checkpoint of 45,395 tensors in 163 files, named like DeepSeek-V3's.
 
-The configuration is that of the published model (61 layers, 256 experts, MLA) with small widths, so that next to no
-time goes into values. Each measurement is CPU seconds in a new process, imports aside, in turn with transformers' of
-the same work; the null ratio is the median ratio of transformers' measurements to its own of the next round, which
-would be 1 on a machine without noise. `plan` is that of the published widths.
+The configuration is that of the published model (61 layers, 256 experts, MLA) with small widths, so that copying
+values takes almost no time. Each measurement is CPU seconds in a new process, without imports. Runs alternate with
+transformers doing the same work. The null ratio is the median ratio of each transformers measurement to the next one.
+It would be 1 on a machine without noise. `plan` uses the published widths.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ print(json.dumps(figures))
 """
 
 LIMITS: dict[str, float] = {"export": 1.0, "inspect": 3.0, "plan": 10.0}
-"""CPU seconds of what transformers does not do."""
+"""CPU seconds of commands that transformers does not have."""
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=3)
     measured: dict[str, list[Row]] = {"nrl_models": [], "transformers": [], "inspect": [], "plan": []}
     with tempfile.TemporaryDirectory() as folder:
         made = child(MAKE, folder)
-        for run in range(options.runs + 1):  # in turn, so that a slow minute slows all; the first warms the caches
+        for run in range(options.runs + 1):  # alternate, so that a slow minute slows all; the first warms the caches
             for which, results in measured.items():
                 figures = child(MEASURE, which, folder)
                 if run:
@@ -122,11 +122,11 @@ def main() -> None:
         figures = measured.get(what, ours)
         row = {"what": names[what], "CPU s": median(figures, what), "transformers, CPU s": ""}
         rows.append(row | {"ours / transformers": "", "null ratio": "", "limit, CPU s": limit})
-    publish("many_keys", "Handling 45,395 names", rows, options.out, [" ".join((__doc__ or "").split())])
+    publish("many_keys", "Handling 45,395 names", rows, options.out)
 
 
 def _null_ratio(figures: Sequence[float]) -> float:
-    """The median ratio of measurements of one thing to the next ones."""
+    """Return the median ratio of each measurement to the next one."""
     return median_of(first / second for first, second in zip(figures, [*figures[1:], figures[0]], strict=True))
 
 

@@ -1,7 +1,7 @@
-"""How long `nrl-models new` takes: the command itself, its generated tests included, on architectures drawn at random.
+"""Measure how long `nrl-models new` takes, its generated tests included, on randomly drawn architectures.
 
-Each is made from the configuration that its class has by default, into a new folder. Figures of earlier runs are kept,
-and those of the same architectures replaced.
+Each architecture starts from the default configuration of its class and writes to a new folder. Results of earlier
+runs remain, except those of the architectures that run again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nrl_models.onboarding.detect import detect
 from tests.onboarding_reach import decoders
 
 TIMEOUT = 1800.0
-"""Seconds after which an onboarding is given up."""
+"""Timeout of one onboarding in seconds."""
 
 
 def main() -> None:
-    """Draw, measure, print, write."""
+    """Draw architectures, measure, print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=8, help="how many architectures to draw")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def drawn(classes: Iterable[type[PreTrainedModel]], seed: int = 0) -> Iterator[type[PreTrainedModel]]:
-    """The classes in random order, without those that have nothing to combine, or do not run."""
+    """Return the classes in random order, without those that have nothing to combine or do not run."""
     classes = list(classes)
     for model_class in random.Random(seed).sample(classes, k=len(classes)):
         found = detect(model_class)
@@ -47,7 +47,7 @@ def drawn(classes: Iterable[type[PreTrainedModel]], seed: int = 0) -> Iterator[t
 
 
 def measure(classes: Iterable[type[PreTrainedModel]], out: Path) -> None:
-    """Time the classes one by one, and publish after each what there is by then."""
+    """Time the classes one by one. Save the results after each."""
     file = out / "onboarding.json"
     rows: list[Row] = json.loads(file.read_text())["rows"] if file.is_file() else []
     timed = {row["architecture"]: row for row in rows}
@@ -58,7 +58,7 @@ def measure(classes: Iterable[type[PreTrainedModel]], out: Path) -> None:
 
 
 def time_one(model_class: type[PreTrainedModel]) -> Row:
-    """The command's wall and CPU seconds for one class, the machine's load before, and whether it came out green."""
+    """Return wall and CPU seconds of the command for one class, the machine's load before, and whether it succeeded."""
     with tempfile.TemporaryDirectory() as folder:
         config = model_class.config_class()
         config.architectures = [model_class.__name__]
@@ -80,14 +80,12 @@ def time_one(model_class: type[PreTrainedModel]) -> Row:
 
 
 def in_words(rows: list[Row]) -> str:
-    """The medians, in a sentence."""
+    """Summarize the medians in a sentence."""
     wall, cpu, load = (median(rows, key) for key in ("seconds", "CPU seconds", "load"))
     green = sum(row["nothing left to decide"] == "yes" for row in rows)
     return (
-        f"`nrl-models new` was timed on {len(rows)} decoders of transformers, drawn at random, each from the "
-        "configuration its class has by default into a new folder, its generated tests included: a median of "
-        f"{wall:.0f} s by the clock and {cpu:.0f} s of CPU time (median load of the machine then: {load:.1f}); "
-        f"{green} of {len(rows)} came out with nothing left to decide."
+        f"{len(rows)} decoders of transformers, drawn at random. Median: {wall:.0f} s wall-clock time, {cpu:.0f} s CPU "
+        f"time, machine load {load:.1f}. {green} of {len(rows)} had nothing left to decide."
     )
 
 

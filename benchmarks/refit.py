@@ -1,7 +1,7 @@
-"""Streaming every weight of a 1.4 GB model to a consumer that copies it, against one copy of as much memory.
+"""Compare streaming every weight of a 1.4 GB model with one copy of as much memory.
 
-The consumer copies each tensor into memory of its own, as an engine does. `one copy` copies one tensor of the same size
-into memory that is there. Limit: 1.2 times.
+The consumer copies each tensor into separate memory, as an engine does. `one copy` copies a single tensor of the same
+total size into allocated memory. Limit: 1.2 times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG = LlamaConfig(
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=7)
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16, device="cpu")
     adapter = model.state_dict_adapter
@@ -62,12 +62,12 @@ def main() -> None:
                 "ratio": median(ours / theirs for ours, theirs in pairs),
             }
         )
-    publish("refit", "Streaming weights to a consumer", rows, options.out, [" ".join((__doc__ or "").split())])
+    publish("refit", "Streaming weights to a consumer", rows, options.out)
 
 
 @torch.no_grad()
 def stream(model: torch.nn.Module, received: dict[str, torch.Tensor], max_bytes: int | None) -> None:
-    """Send everything once."""
+    """Stream all weights once."""
     for name, tensor in model.state_dict_adapter.iter_export(model, max_bytes=max_bytes):
         received[name].copy_(tensor)
 

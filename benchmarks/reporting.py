@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: a table to read, and JSON beside it."""
+"""Shared output of the benchmarks: print a table and write the figures as JSON."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 RESULTS = Path(__file__).parent / "results"
-"""Figures of the last run of each benchmark, which `run.py` writes into docs/benchmarks.md."""
+"""Results of the last run of each benchmark. `run.py` writes them into docs/benchmarks.md."""
 
 Row = dict[str, Any]
 
 
 def arguments(description: str, runs: int, sizes: Sequence[str] = ()) -> argparse.Namespace:
-    """The options every benchmark has, and `--size` if there are several, the first by default."""
+    """Parse the options of every benchmark, and `--size` if there are several sizes. The first is the default."""
     parser = argparse.ArgumentParser(description=description)
     if sizes:
         parser.add_argument("--size", choices=sizes, default=sizes[0], help="how much is measured")
@@ -34,24 +32,27 @@ def arguments(description: str, runs: int, sizes: Sequence[str] = ()) -> argpars
 
 
 def child(code: str, *arguments: str) -> Row:
-    """Run Python code in a new process; it prints one JSON object in its last line."""
+    """Run Python code in a new process, and parse the JSON object in the last line of its output."""
     command = [sys.executable, "-c", code, *arguments]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
 def median(rows: Sequence[Row], key: str) -> float:
-    """The median of one figure."""
+    """Return the median of one column."""
     return statistics.median(row[key] for row in rows)
 
 
 def publish(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[str] = ()) -> None:
-    """Print `rows` as a table, and write them to `<name>.json` with what they were measured on."""
+    """Print `rows` as a table, and write them to `<name>.json` together with a description of the machine."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
+        table.add_row(*(cell(value) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for note in notes:
         Console().print(note, highlight=False)
@@ -60,17 +61,19 @@ def publish(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[s
     (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _text(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Return a value as tables show it."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """Describe the machine."""
     import torch
 
     return {
+        "date": date.today().isoformat(),
         "processor": f"{_processor()}, {os.cpu_count()} cores",
-        "load": f"{os.getloadavg()[0]:.1f}",  # more than cores: other work ran beside this
+        "load": f"{os.getloadavg()[0]:.1f}",  # more than cores: other processes were running
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "torch": version("torch"),

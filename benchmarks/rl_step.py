@@ -1,16 +1,18 @@
-"""The loss step of RL, forward and backward, on rollouts whose lengths have a long tail.
+"""Measure the loss step of RL, forward and backward, on rollouts whose lengths have a long tail.
 
-Random weights in fp32; prompts of 48 tokens, completions of log-normal lengths with a median of 100, up to 512. The
-loss is that of a policy gradient, on completions. `transformers` computes a rollout at a time, padded to the longest
-of the batch as TRL's trainers do, logits of completions alone and TRL's `selective_log_softmax` (what it computes, if
-TRL is not installed); `again` is the same once more, whose ratio would be 1 on a machine without noise; `all at once`
-runs the whole batch padded. Ours is `token_logprobs` with the loss, a rollout at a time, and `rollout_logprobs`, which
-packs. All ways give the same loss and gradient, and take turns in one process; ratios are medians over the turns.
-Memory is the largest rise during the first step of a process, gradients being there before. `tokens/s` counts
-tokens of rollouts, no padding. The share of the machine's speed is that of the fastest matmul in the same process, at
-six operations for each of these tokens and active parameters, the head's for completions alone; what attention
-computes, and what is computed twice, does not count. Growth is the time for each token, against that of the fewest
-rollouts: 1 is linear.
+Weights are random, in fp32. Prompts have 48 tokens. Completions have log-normal lengths with a median of 100 and a
+maximum of 512. The loss is a policy gradient on the completions.
+
+`transformers` runs one rollout per forward, padded to the longest of the batch as in TRL's trainers. It computes logits
+of the completions and TRL's `selective_log_softmax`, or the same formula if TRL is not installed. `again` repeats it:
+its ratio would be 1 on a machine without noise. `all at once` runs the complete batch padded. The nrl_models rows are
+`token_logprobs` with the loss, one rollout per call, and `rollout_logprobs`, which packs. All variants give the same
+loss and gradient. They take turns in one process, and ratios are medians over the turns.
+
+Memory is the largest increase during the first step of a process, after gradients are allocated. `tokens/s` counts
+tokens of rollouts without padding. The share of the machine's speed is relative to the fastest matmul in the same
+process. It counts six operations per token and active parameter, with the head on completions only, and excludes
+attention and recomputation. Growth is the time per token relative to the smallest number of rollouts: 1 is linear.
 """
 
 from __future__ import annotations
@@ -55,15 +57,15 @@ SMALL = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 2048,
 }  # fmt: skip
-"""What a small run changes; a hybrid keeps one layer of each kind."""
+"""Changes to the shapes in a small run. A hybrid keeps one layer of each kind."""
 
 PROMPT, MEDIAN, LONGEST = 48, 100, 512
 
 DRAWS = {12: (9185, 0.55), 24: (9091, 0.7), 64: (3912, 0.7)}
-"""By number of rollouts the seed and the spread of their lengths: 1,705, 4,274 and 11,000 tokens."""
+"""By number of rollouts: the seed and the spread of their lengths (1,705, 4,274 and 11,000 tokens)."""
 
 AT_ONCE = 12
-"""Rollouts at most for which the whole batch is padded: 24 take 30 GB."""
+"""Largest number of rollouts to run as one padded batch, because 24 take 30 GB."""
 
 BASE, AGAIN = "transformers", "transformers, again"
 
@@ -72,11 +74,11 @@ CASES: dict[str, dict[str, tuple[int, ...]]] = {
     "long": {"SmolLM2-135M": (12, 24, 64), "MoE, 16 experts": (12, 24), "hybrid, LFM2": (12, 24)},
     "small": {"SmolLM2-135M": (12,), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,)},
 }
-"""By size, the numbers of rollouts of each shape."""
+"""By size: the numbers of rollouts of each shape."""
 
 
 def lengths_of(rollouts: int) -> list[int]:
-    """Tokens of each rollout, its prompt included."""
+    """Return the length of each rollout in tokens, prompt included."""
     seed, spread = DRAWS[rollouts]
     draw = random.Random(seed)
     drawn = (math.exp(draw.gauss(math.log(MEDIAN), spread)) for _ in range(rollouts))
@@ -84,7 +86,7 @@ def lengths_of(rollouts: int) -> list[int]:
 
 
 def config_of(shape: str, size: str) -> Any:
-    """The configuration of a shape."""
+    """Return the configuration of a shape."""
     import transformers
 
     values = dict(SHAPES[shape])
@@ -97,7 +99,7 @@ def config_of(shape: str, size: str) -> Any:
 
 
 def build(shape: str, size: str, theirs: bool) -> Any:
-    """A model with the same weights each time, and zeros for gradients."""
+    """Build a model with the same weights on every call, and with gradients allocated as zeros."""
     import transformers
 
     from nrl_models import AutoModelForCausalLM
@@ -116,7 +118,7 @@ def build(shape: str, size: str, theirs: bool) -> Any:
 
 @dataclass(eq=False)
 class Rollouts:
-    """A batch: its sequences, an advantage for each, and the ways to the gradient of the loss."""
+    """A batch of sequences with their advantages, and the variants that compute the gradient of the loss."""
 
     lengths: list[int]
     sequences: list[torch.Tensor]
@@ -124,7 +126,7 @@ class Rollouts:
 
     @classmethod
     def of(cls, rollouts: int, model: Any) -> Rollouts:
-        """Random tokens and advantages."""
+        """Draw random tokens and advantages."""
         lengths, generator = lengths_of(rollouts), torch.Generator().manual_seed(0)
         vocabulary = model.config.vocab_size
         sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
@@ -132,7 +134,7 @@ class Rollouts:
         return cls(lengths, [ids.to(model.device) for ids in sequences], advantages.to(model.device))
 
     def shortest(self) -> Rollouts:
-        """The two shortest rollouts, for a step that warms up."""
+        """Return the two shortest rollouts, for a warm-up step."""
         rows = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)[:2]
         return Rollouts(
             [self.lengths[row] for row in rows], [self.sequences[row] for row in rows], self.advantages[rows]
@@ -140,11 +142,11 @@ class Rollouts:
 
     @property
     def scored(self) -> int:
-        """Tokens of completions."""
+        """Return the number of completion tokens."""
         return sum(self.lengths) - PROMPT * len(self.lengths)
 
     def of_rows(self, model: Any, rows: slice) -> torch.Tensor:
-        """Some rollouts, padded to the longest of all, with transformers' class."""
+        """Run the rollouts of `rows` with transformers' class, padded to the longest of the batch."""
         ids = pad_sequence(self.sequences, batch_first=True)[rows]
         there = pad_sequence([torch.ones_like(row) for row in self.sequences], batch_first=True)[rows]
         kept = ids.shape[1] - PROMPT
@@ -155,16 +157,16 @@ class Rollouts:
         return loss.detach()
 
     def padded(self, model: Any) -> torch.Tensor:
-        """A rollout at a time."""
+        """Run one padded rollout per forward."""
         losses = [self.of_rows(model, slice(row, row + 1)) for row in range(len(self.lengths))]
         return torch.stack(losses).sum()
 
     def at_once(self, model: Any) -> torch.Tensor:
-        """All rollouts in one batch."""
+        """Run all rollouts in one batch."""
         return self.of_rows(model, slice(None))
 
     def alone(self, model: Any) -> torch.Tensor:
-        """Ours, a rollout at a time."""
+        """Run `token_logprobs`, one rollout per call."""
         from nrl_models.logprobs import TokenLogprobs, token_logprobs
 
         losses = []
@@ -181,7 +183,7 @@ class Rollouts:
         return torch.stack(losses).sum()
 
     def packed(self, model: Any) -> torch.Tensor:
-        """Ours, in one call."""
+        """Run `rollout_logprobs`, all rollouts in one call."""
         from nrl_models.logprobs import TokenLogprobs, rollout_logprobs
 
         def loss(found: TokenLogprobs) -> torch.Tensor:
@@ -205,12 +207,12 @@ WAYS: dict[str, Step] = {
 
 
 def ways_of(rollouts: int) -> dict[str, Step]:
-    """Those that find room."""
+    """Return the variants that fit into memory."""
     return {name: step for name, step in WAYS.items() if step is not Rollouts.at_once or rollouts <= AT_ONCE}
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """TRL's, or what it computes in fp32: the wanted logits less the log of the sum, row by row."""
+    """Call TRL's `selective_log_softmax`, or compute the same in fp32: the label's logit minus the log-sum-exp."""
     try:
         from trl.trainer.utils import selective_log_softmax as of_trl
     except ImportError:
@@ -220,7 +222,7 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Te
 
 
 def run(step: Step, batch: Rollouts, model: Any) -> tuple[float, int, tuple[float, float]]:
-    """Seconds of a step, its memory in bytes, its loss and the norm of its gradient."""
+    """Return the seconds of a step, its memory in bytes, its loss and its gradient norm."""
     model.zero_grad(set_to_none=False)
     gc.collect()
     with Peak() as peak:
@@ -234,7 +236,7 @@ def run(step: Step, batch: Rollouts, model: Any) -> tuple[float, int, tuple[floa
 
 
 def times(shape: str, size: str, rollouts: int, runs: int) -> None:
-    """Print the seconds of each way, in turns after a short batch that does not count, and what a share needs."""
+    """Print the seconds of each variant and the inputs of the speed share. A short warm-up batch does not count."""
     models = {theirs: build(shape, size, theirs) for theirs in (True, False)}
     batch, ways = Rollouts.of(rollouts, models[True]), ways_of(rollouts)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -254,13 +256,13 @@ def times(shape: str, size: str, rollouts: int, runs: int) -> None:
 
 
 def memory(shape: str, size: str, rollouts: int, way: str) -> None:
-    """Print the memory of a way's first step: the next would take what the first had, which the process keeps."""
+    """Print the memory of a variant's first step. Later steps reuse memory that the process keeps."""
     model = build(shape, size, way.startswith("transformers"))
     print(json.dumps({"bytes": run(WAYS[way], Rollouts.of(rollouts, model), model)[1]}))
 
 
 def measure(shape: str, size: str, rollouts: int, runs: int) -> list[Row]:
-    """A row for each way, without its growth."""
+    """Return one row per variant, without its growth."""
     head, case = "from benchmarks.rl_step import memory, times; ", f"{shape!r}, {size!r}, {rollouts}"
     found = child(f"{head}times({case}, {runs})")
     seconds, lengths = found["seconds"], lengths_of(rollouts)
@@ -285,19 +287,19 @@ def measure(shape: str, size: str, rollouts: int, runs: int) -> list[Row]:
 
 
 def grown(rows: list[Row]) -> list[Row]:
-    """The rows with their growth: seconds for each token, against the first row of the same shape and way."""
+    """Add the growth to each row: seconds per token relative to the first row of the same shape and variant."""
     first: dict[tuple[str, str], float] = {}
     speeds = [first.setdefault((row["shape"], row["way"]), row["tokens/s"]) for row in rows]
     return [row | {"growth": speed / row["tokens/s"]} for row, speed in zip(rows, speeds, strict=True)]
 
 
 def main() -> None:
-    """Measure, print, write: a small run not among the results."""
+    """Measure, print and save the results. A small run is not saved among them."""
     options = arguments(__doc__ or "", runs=3, sizes=tuple(CASES))
     cases = [(shape, rollouts) for shape, numbers in CASES[options.size].items() for rollouts in numbers]
     rows = grown([row for shape, rollouts in cases for row in measure(shape, options.size, rollouts, options.runs)])
     small = options.size == "small"
-    notes = [" ".join((__doc__ or "").split()), f"{options.runs} runs of each."]
+    notes = [f"{options.runs} runs of each."]
     if small:
         notes.append(
             "A small run: two narrow layers and a small vocabulary. It shows that everything runs, and no speed."

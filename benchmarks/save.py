@@ -1,12 +1,13 @@
-"""Saving a model, and a checkpoint to resume from, with and without waiting for the disk.
+"""Measure saving a model and a resumable checkpoint, with and without fsync.
 
-The peers are `save_pretrained` of transformers, and `torch.save` of the model's and the optimiser's state. Neither
-waits for the disk, nor keeps the last checkpoint whole until the new one is. Each measurement is seconds by the clock
-in a new process, in the current directory, of a save over an older one (of a tiny model, the median of 21 saves);
-imports and the first save do not count.
-`NRL_MODELS_FSYNC=0` is ours without waiting. With `--against DIRECTORY`, another checkout of nrl_models is measured
-beside, as it saves without waiting. The null ratio is that of the peer's measurements to its own of the next round,
-which would be 1 on a machine without noise.
+The baselines are transformers' `save_pretrained`, and `torch.save` of the model's and the optimizer's state. Neither
+calls fsync, and neither keeps the last checkpoint intact until the new one is complete. Each measurement is wall-clock
+seconds in a new process, in the current directory, of a save over an older one (for a tiny model, the median of 21
+saves). Imports and the first save do not count.
+
+`NRL_MODELS_FSYNC=0` turns fsync off in nrl_models. `--against DIRECTORY` also measures another checkout of nrl_models,
+without fsync. The null ratio compares each measurement of the baseline with its next one. It would be 1 on a machine
+without noise.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ NAMES = {"model": "`save_pretrained`", "resume": "`save_checkpoint`, with AdamW'
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="measurements of each; the median counts")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
-    parser.add_argument("--against", type=Path, help="another checkout of nrl_models to measure beside")
+    parser.add_argument("--against", type=Path, help="another checkout of nrl_models to also measure")
     options = parser.parse_args()
-    # Who saves, with which checkout, and whether it waits.
+    # (contender, checkout, whether it calls fsync)
     contenders = {"peer": ("peer", "", "0"), "ours": ("ours", "", "0"), "waiting": ("ours", "", "1")}
     if options.against:
         contenders["against"] = ("ours", str(options.against.resolve()), "0")
@@ -94,7 +95,7 @@ def main() -> None:
     for what, name in NAMES.items():
         for size in ("large", "tiny"):
             measured: dict[str, list[Row]] = {contender: [] for contender in contenders}
-            for run in range(options.runs + 1):  # in turn, so that a slow minute slows all; the first warms up
+            for run in range(options.runs + 1):  # alternate, so that a slow minute slows all; the first warms up
                 for contender, (who, others, waits) in contenders.items():
                     os.environ["NRL_MODELS_FSYNC"] = waits
                     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -102,7 +103,7 @@ def main() -> None:
                     if run:
                         measured[contender].append(found)
             rows.append(_row(f"{name}, {_text(measured['ours'][0]['bytes'])}", measured))
-    publish("save", "Saving", rows, options.out, [" ".join((__doc__ or "").split())])
+    publish("save", "Saving", rows, options.out)
 
 
 def _row(what: str, measured: dict[str, list[Row]]) -> Row:

@@ -1,7 +1,7 @@
-"""What published models take on every rank, as `nrl-models plan` estimates it: writes the table in docs/scaling.md.
+"""Write the table in docs/memory.md: memory of published models per rank, as `nrl-models plan` estimates it.
 
-Estimates, not measurements: from configurations on meta. How near they come to what ranks hold is tested on small
-meshes (tests/distributed/test_estimate.py).
+The figures are estimates from configurations on the meta device. tests/distributed/test_estimate.py compares such
+estimates with measured memory on small meshes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
 BEGIN, END = "<!-- begin: python -m benchmarks.scaling -->\n", "<!-- end -->\n"
 MEMORY = 80
-"""GiB of a device."""
+"""Memory of a device in GiB."""
 
 
 def _decoder(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int, **more: Any) -> Any:
@@ -26,7 +26,7 @@ def _decoder(vocab: int, hidden: int, intermediate: int, layers: int, heads: int
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a published model, by its sizes, over a mesh."""
+    """One row: a published model, given by its sizes, on a mesh."""
 
     model: str
     kind: str
@@ -59,17 +59,18 @@ CASES = [
     Case("DeepSeek-V3 (671B)", "DeepseekV3", {}, "fsdp=32,ep=8"),
     Case("DeepSeek-V3 (671B)", "DeepseekV3", {}, "fsdp=32,ep=16"),
 ]
-"""`DeepseekV3Config`'s own values are those of the published model."""
+"""The default values of `DeepseekV3Config` are those of the published model."""
 
 HEAD = "| model | mesh | tokens | parameters, gradients, states | gathered | activations | total | sent in a step | |"
 
 
 def row(case: Case) -> str:
-    """A case as a line of the table, in GiB on a rank."""
+    """Format a case as a line of the table, in GiB per rank."""
     import transformers
 
     from nrl_models.common.mesh_sizes import parse_mesh
-    from nrl_models.onboarding.estimate import GIB, Setting, estimate
+    from nrl_models.onboarding.estimate import Setting, estimate
+    from nrl_models.onboarding.plan_table import GIB
 
     config = getattr(transformers, f"{case.kind}Config")(**case.values, architectures=[f"{case.kind}ForCausalLM"])
     found = estimate(config, Setting(parse_mesh(case.mesh), seq_len=case.seq_len))
@@ -81,7 +82,7 @@ def row(case: Case) -> str:
 
 
 def main() -> None:
-    """Estimate, and write the table into the page."""
+    """Estimate all cases, and write the table into the page."""
     rows = []
     for case in CASES:
         rows.append(row(case))

@@ -1,11 +1,13 @@
-"""A training step (forward, backward, optimiser), against transformers and, where installed, Liger and NeMo Automodel.
+"""Compare a training step (forward, backward, optimizer) with transformers and, if installed, Liger and NeMo Automodel.
 
-In one process, and under FSDP2 over two: all contenders hold the same weights, see the same tokens and take turns, step
-by step, so that a slow second slows all. Times and memory are medians, ratios medians over the turns; MFU is against
-the fastest matmul measured in the same process. Each shape has the widths of the named size, one layer and a
-small vocabulary. On a CPU a step is one sequence of 128 tokens in fp32 with SGD, so that all contenders find room and
-time: there it says how combined compares with separate, not how fast anything trains. On a GPU it is 4096 tokens in
-bf16 with AdamW. Liger and NeMo Automodel run on a GPU only.
+Runs in one process, and with FSDP2 over two. All contenders hold the same weights, receive the same tokens and
+alternate step by step, so that a slow second slows all. Times and memory are medians, and ratios are medians over the
+turns. MFU is relative to the fastest matmul in the same process. Each shape has the widths of the named size, one layer
+and a small vocabulary.
+
+On a CPU a step is one sequence of 128 tokens in fp32 with SGD, to limit memory and time. The CPU figures compare
+combined with separate projections; they do not show training speed. On a GPU a step is 4096 tokens in bf16 with AdamW.
+Liger and NeMo Automodel run only on a GPU.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 TOKENS = {"cpu": 128, "cuda": 4096}
-"""Of one sequence."""
+"""Length of one sequence."""
 
 
 def config_of(shape: str) -> Any:
-    """The configuration of a shape."""
+    """Return the configuration of a shape."""
     import transformers
 
     values = dict(SHAPES[shape])
@@ -54,7 +56,7 @@ def config_of(shape: str) -> Any:
 
 
 def contenders(shape: str, compiled: bool) -> dict[str, Callable[[], Any]]:
-    """What builds each model, by name."""
+    """Return a function that builds each model, by name."""
     import torch
     import transformers
 
@@ -90,7 +92,7 @@ def contenders(shape: str, compiled: bool) -> dict[str, Callable[[], Any]]:
 
 
 def absent(package: str) -> str:
-    """Why a peer that runs on GPUs does not take part; nothing if it does."""
+    """Return the reason to skip a peer that requires a GPU, or an empty string."""
     import torch
 
     if find_spec(package) is None:
@@ -99,7 +101,7 @@ def absent(package: str) -> str:
 
 
 class Peak:
-    """The largest rise of memory while open, in bytes."""
+    """Record the largest increase in memory within a `with` block, in bytes."""
 
     def __enter__(self) -> Peak:
         import torch
@@ -131,7 +133,7 @@ class Peak:
 
     @property
     def rise(self) -> int:
-        """Bytes."""
+        """Return the increase in bytes."""
         return self.peak - self.base
 
 
@@ -141,7 +143,7 @@ def _anonymous() -> int:
 
 
 def fastest_matmul(device: Any, dtype: Any) -> float:
-    """Floating-point operations a second of the largest of a few matmuls."""
+    """Return the floating-point operations per second of the largest of a few matmuls."""
     import torch
 
     best = 0.0
@@ -157,7 +159,7 @@ def fastest_matmul(device: Any, dtype: Any) -> float:
 
 
 def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[str, Row]:
-    """Steps of every model in turn; each one's tokens a second, MFU, largest memory, and time against `base`'s."""
+    """Time alternating steps of all models. Return tokens per second, MFU, peak memory and time relative to `base`."""
     import torch
 
     make = torch.optim.AdamW if tokens.is_cuda else torch.optim.SGD
@@ -166,7 +168,7 @@ def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[s
     memory: dict[str, int] = dict.fromkeys(models, 0)
     losses: dict[str, float] = {}
     for run in range(runs + 2):  # the first two warm up, and compile
-        # Each goes first as often: what comes after a step of another finds other caches.
+        # Every model goes first equally often: a model that runs after another one finds different caches.
         order = list(models.items())[:: 1 if run % 2 else -1]
         for name, model in order:
             gc.collect()
@@ -192,6 +194,7 @@ def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[s
         name: {
             "tokens": tokens.numel() / statistics.median(took),
             "mfu": operations / statistics.median(took) / peak,
+            "matmul": peak,
             "memory": memory[name],
             "ratio": statistics.median(seconds / other for seconds, other in zip(took, times[base], strict=True)),
         }
@@ -200,7 +203,7 @@ def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[s
 
 
 def build(makers: dict[str, Callable[[], Any]], device: Any) -> dict[str, Any]:
-    """Every model, with the weights of the first."""
+    """Build every model with the weights of the first."""
     models: dict[str, Any] = {}
     weights: dict[str, Any] = {}
     for name, make in makers.items():
@@ -216,7 +219,7 @@ def build(makers: dict[str, Callable[[], Any]], device: Any) -> dict[str, Any]:
 
 
 def single(shape: str, runs: int) -> None:
-    """One process. Prints a row for each contender."""
+    """Measure in one process. Print a row for each contender."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -226,12 +229,12 @@ def single(shape: str, runs: int) -> None:
 
 
 def active_parameters(model: Any) -> int:
-    """Parameters a token meets in a matmul: of a stack of experts its share; of embeddings the output's alone."""
+    """Return the number of matmul parameters per token: active experts, and the output embedding only."""
     config, head = model.config, model.get_output_embeddings().weight
     total = 0
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
-            if (chosen := getattr(config, "num_experts_per_tok", None)) is not None:  # else a convolution's
+            if (chosen := getattr(config, "num_experts_per_tok", None)) is not None:  # None for a convolution
                 total += parameter.numel() * chosen // parameter.shape[0]
         elif parameter.ndim == 2 and ("embed_tokens" not in name or parameter is head):
             total += parameter.numel()
@@ -239,7 +242,7 @@ def active_parameters(model: Any) -> int:
 
 
 def sharded(shape: str, runs: int) -> None:
-    """FSDP2 over two processes, combined and not. Prints a row for each, of the slower rank."""
+    """Measure FSDP2 over two processes, combined and separate. Print a row for each, from the slower rank."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
@@ -286,7 +289,7 @@ def _row(shape: str, model: str, ranks: str, measured: Row, tokens: float | str)
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save the results."""
     options = arguments(__doc__ or "", runs=4)
     rows: list[Row] = []
     for shape in SHAPES:
@@ -297,7 +300,6 @@ def main() -> None:
     peers = {"transformers with Liger": "liger_kernel", "NeMo Automodel": "nemo_automodel"}
     rows += [_row("any", name, "1", {}, why) for name, package in peers.items() if (why := absent(package))]
     notes = [
-        " ".join((__doc__ or "").split()),
         "The last column is the time against that of transformers; under FSDP2 against that of separate projections.",
     ]
     publish("train_step", "Training step", rows, options.out, notes)

@@ -1,0 +1,128 @@
+"""One sentence for each benchmark, computed from its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from benchmarks.reporting import Row, median
+
+
+def span(values: Iterable[float], digits: int = 2) -> str:
+    """Format the range of ratios: `0.24 to 1.09`, or one number if both are equal."""
+    numbers = sorted(values)
+    low, high = f"{numbers[0]:.{digits}f}", f"{numbers[-1]:.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def percent(values: Iterable[float]) -> str:
+    """Format the range of ratios in percent: `24 to 52 %`."""
+    return f"{span((100 * value for value in values), 0)} %"
+
+
+def of(rows: Sequence[Row], column: str, **wanted: str) -> list[float]:
+    """Return a column's numbers from the rows whose other columns contain the texts in `wanted`."""
+    return [
+        row[column]
+        for row in rows
+        if isinstance(row[column], float) and all(text in str(row[name]) for name, text in wanted.items())
+    ]
+
+
+def load(rows: Sequence[Row]) -> str:
+    dense = [1 / row["transformers / ours"] for row in rows if row["checkpoint"].startswith("dense")]
+    experts = [1 / row["transformers / ours"] for row in rows if not row["checkpoint"].startswith("dense")]
+    return f"MoE checkpoints load in {percent(experts)} of transformers' time, dense ones in {percent(dense)}."
+
+
+def many_keys(rows: Sequence[Row]) -> str:
+    loading, saving = (of(rows, "ours / transformers", what=what) for what in ("load", "save"))
+    return f"45,395 tensors load in {span(loading)} times and save in {span(saving)} times transformers' CPU time."
+
+
+def load_sharded(rows: Sequence[Row]) -> str:
+    dense = [1 / ratio for ratio in of(rows, "transformers' / ours", checkpoint="dense")]
+    experts = [1 / ratio for ratio in of(rows, "transformers' / ours", checkpoint="Mixtral")]
+    return (
+        f"Over two ranks, loading and the first forward take {span(dense)} times transformers' time for a dense model, "
+        f"and {span(experts)} times for a MoE model."
+    )
+
+
+def save(rows: Sequence[Row]) -> str:
+    regular, resume = (of(rows, "waiting / peer", what=name) for name in ("save_pretrained", "save_checkpoint"))
+    return (
+        f"With fsync, `save_pretrained` takes {span(regular)} times transformers' time, and `save_checkpoint` "
+        f"{span(resume)} times that of `torch.save`."
+    )
+
+
+def import_time(rows: Sequence[Row]) -> str:
+    seconds = {row["command"]: row["seconds"] for row in rows}
+    return (
+        f"`import nrl_models` takes {1000 * seconds['import nrl_models']:.0f} ms, `nrl-models --help` "
+        f"{1000 * seconds['nrl-models --help']:.0f} ms, and `import torch` {1000 * seconds['import torch']:.0f} ms."
+    )
+
+
+def combine(rows: Sequence[Row]) -> str:
+    ratios = [x for name in ("decode 1 token", "prefill 512", "train 4 x 128") for x in of(rows, name)]
+    return f"Fused projections take {span(ratios)} times the time of separate ones."
+
+
+def decode(rows: Sequence[Row]) -> str:
+    fused, again = ([1 / x for x in of(rows, name)] for name in ("combined / transformers", AGAIN))
+    return f"Decoding takes {span(fused)} times transformers' time; two equal models differ by {span(again)} times."
+
+
+AGAIN = "transformers again / transformers"
+
+
+def logprobs(rows: Sequence[Row]) -> str:
+    memory = of(rows, "memory, ratio", way="nrl_models")
+    known = of(rows, "time, ratio", way="nrl_models, loss")
+    other = [row["time, ratio"] for row in rows if row["way"] == "nrl_models"]
+    return (
+        f"`token_logprobs` needs {percent(memory)} of the memory of full logits, {span(known)} times the time with the "
+        f"loss passed, and {span(other)} times without."
+    )
+
+
+def refit(rows: Sequence[Row]) -> str:
+    ratios = {row["way"]: row["ratio"] for row in rows}
+    (bucketed,) = (name for name in ratios if name.startswith("iter_export,"))
+    size = bucketed.removeprefix("iter_export, ").removesuffix(" at a time")
+    return (
+        f"`iter_export` takes {ratios['iter_export']:.2f} times one copy of the weights, "
+        f"and {ratios[bucketed]:.1f} times in buckets of {size}."
+    )
+
+
+def train_step(rows: Sequence[Row]) -> str:
+    ratios = of(rows, "time, ratio", model="combined")
+    return f"A training step with fused projections takes {span(ratios)} times the time of the compared step."
+
+
+def rl_step(rows: Sequence[Row]) -> str:
+    time, memory = (of(rows, name, way="ours, packed") for name in ("time, ratio", "memory, ratio"))
+    return (
+        f"`rollout_logprobs` takes {percent(time)} of the time and {span(memory)} times the memory of transformers, "
+        "one padded rollout at a time as in TRL."
+    )
+
+
+def onboarding(rows: Sequence[Row]) -> str:
+    done = sum(row["nothing left to decide"] == "yes" for row in rows)
+    return (
+        f"`nrl-models new` takes {median(rows, 'seconds'):.0f} s (median), with generated tests; {done} of {len(rows)} "
+        "architectures need no further decision."
+    )
+
+
+CONCLUSIONS: dict[str, Callable[[Sequence[Row]], str]] = {
+    function.__name__: function
+    for function in (
+        *(load, many_keys, load_sharded, save, import_time, combine),
+        *(decode, logprobs, refit, train_step, rl_step, onboarding),
+    )
+}
+"""The sentence of each benchmark, by its name."""
