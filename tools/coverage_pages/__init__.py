@@ -1,1 +1,1 @@
-"""The model coverage pages, written from the recorded outcomes of every architecture."""
+"""Model coverage pages, generated from the recorded outcomes of every architecture."""

@@ -33,7 +33,7 @@ def coverage(
         list[str] | None, typer.Option(help="... and with this feature, e.g. TP; or TP=refused.")
     ] = None,
 ) -> None:
-    """Write the model coverage pages from recorded outcomes, or print architectures of a kind or with a feature."""
+    """Write the model coverage pages from recorded outcomes, or print the architectures of a kind or with a feature."""
     if kind or feature:
         found, names = overview.chosen(overview_rows(read_records(out)), kind or (), feature or ())
         show(overview.as_table(found, names))

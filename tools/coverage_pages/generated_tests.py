@@ -1,4 +1,4 @@
-"""The outcomes of the generated tests: run, recorded by architecture, and what they say of each feature."""
+"""Run the generated tests, record their outcomes by architecture, and derive a verdict for each feature."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nrl_models import registry
 from nrl_models.onboarding.inspect import kinds_of
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import FEATURES, SUITE, generated_tests
+from tools.architectures import require_registered
 from tools.coverage_pages.errors import CoverageError
 from tools.coverage_pages.overview import Verdict
 from tools.coverage_pages.results import Kind, Record, Records, grouped, write_record
@@ -29,12 +30,12 @@ class GeneratedTests:
     """The outcomes of the generated tests of one architecture.
 
     Args:
-        model_type: what `config.json` calls its configuration.
-        kinds: see `nrl_models.onboarding.inspect.kinds_of`.
-        passed: how many passed.
-        features: for each verdict the features that have it; the others are not applicable.
-        failed: for each test that failed the reason.
-        skipped: for each reason why a test does not apply how many it was said of.
+        model_type: `model_type` of its configuration.
+        kinds: See `nrl_models.onboarding.inspect.kinds_of`.
+        passed: Number of tests that passed.
+        features: By verdict, the features that have it. All other features are not applicable.
+        failed: By name of a failed test, the reason.
+        skipped: By reason for skipping, the number of tests skipped for it.
     """
 
     model_type: str
@@ -46,7 +47,7 @@ class GeneratedTests:
 
     @classmethod
     def of(cls, architecture: str, rows: Sequence[Row]) -> GeneratedTests:
-        """The outcomes of a run that tried an architecture."""
+        """Collect the outcomes of a run that tested an architecture."""
         config = FamilyCase(registry.model_class(architecture)).config  # type: ignore[arg-type]
         features = grouped((verdict_of(rows, feature), feature) for feature in FEATURES)
         features.pop(Verdict.NOT_APPLICABLE, None)
@@ -60,13 +61,13 @@ class GeneratedTests:
         )
 
     def verdicts(self) -> dict[str, Verdict]:
-        """For each feature its verdict."""
+        """Return the verdict of each feature."""
         found = {feature: Verdict(verdict) for verdict, features in self.features.items() for feature in features}
         return {feature: found.get(feature, Verdict.NOT_APPLICABLE) for feature in FEATURES}
 
 
 def verdict_of(rows: Iterable[Row], feature: str) -> Verdict:
-    """Whether the tests behind a feature passed: the worst of their outcomes."""
+    """Return the verdict of a feature: the worst outcome of its tests."""
     proofs = generated_tests()
     outcomes = {row["outcome"] for row in rows if proofs.get(row["check"].split("[")[0]) == feature}
     worst_first = {"failed": Verdict.FAILS, "limited": Verdict.LIMITED, "passed": Verdict.YES}
@@ -74,7 +75,7 @@ def verdict_of(rows: Iterable[Row], feature: str) -> Verdict:
 
 
 def read_generated_tests(records: Records) -> dict[str, GeneratedTests]:
-    """What is recorded of the generated tests, by architecture."""
+    """Read the recorded outcomes of the generated tests, by architecture."""
     return {name: GeneratedTests(**record.outcome) for name, record in records[Kind.TESTS].items()}
 
 
@@ -82,14 +83,14 @@ def run_generated_tests(architectures: Sequence[str], results: Path) -> None:
     """Run the generated tests and write the outcome of each to a file.
 
     Args:
-        architectures: of which, or classes as MODULE:CLASS; of every registered one if there are none.
-        results: the file.
+        architectures: Registered names, or classes as MODULE:CLASS. If empty, every registered architecture.
+        results: The file.
 
     Raises:
-        UnknownArchitectureError: names that no family serves.
-        CoverageError: pytest could not run them. Failed tests are results, not errors.
+        UnknownArchitectureError: A name is not registered.
+        CoverageError: pytest could not run the tests. Failed tests are results, not errors.
     """
-    registry.require_served(name for name in architectures if ":" not in name)
+    require_registered(name for name in architectures if ":" not in name)
     parallel = ["-n", "auto", "--dist", "loadgroup"] if find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, f"--nrl-results={results}"]
     chosen = [f"--nrl-family={name}" for name in architectures] or [str(SUITE)]
@@ -99,19 +100,19 @@ def run_generated_tests(architectures: Sequence[str], results: Path) -> None:
 
 
 def record_generated_tests(results: Path, pages: Path) -> list[str]:
-    """Record the outcomes of those architectures that a run of the generated tests tried.
+    """Record the outcomes of the architectures that a run of the generated tests covered.
 
-    What was skipped whole, because it needs what is not installed, was not tried: what is recorded of it stays.
+    An architecture whose tests are all skipped, because a package is not installed, keeps its previous record.
 
     Args:
-        results: what `pytest --nrl-results` wrote.
-        pages: the folder of the coverage pages.
+        results: The file that `pytest --nrl-results` wrote.
+        pages: The folder of the coverage pages.
 
     Returns:
-        The architectures.
+        The recorded architectures.
 
     Raises:
-        CoverageError: the file is not there, or holds something else.
+        CoverageError: The file does not exist, or has other contents.
     """
     try:
         content = json.loads(results.read_text())

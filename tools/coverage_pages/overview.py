@@ -1,4 +1,4 @@
-"""The overview of what is recorded: a row for each architecture, and the rows that a reader asks for."""
+"""The overview of recorded outcomes: one row per architecture, and filters by kind and feature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nrl_models.errors import NRLModelsError
 
 
 class Verdict(StrEnum):
-    """What the pages say of a feature of an architecture."""
+    """The verdict of a feature for one architecture, as the pages show it."""
 
     YES = "yes"
     LIMITED = "limited"
@@ -24,7 +24,7 @@ class Verdict(StrEnum):
 
 
 class OverviewError(NRLModelsError):
-    """Nothing that is recorded is called so."""
+    """No recorded kind, feature or verdict has this name."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Row:
     """One architecture.
 
     Args:
-        family: its page.
-        architecture: its name.
-        model_type: what `config.json` calls its configuration; nothing if it was not tested.
-        kinds: see `nrl_models.onboarding.inspect.kinds_of`; none if it was not tested.
-        features: for each feature its verdict.
-        passed: how many generated tests passed.
+        family: The family whose page lists it.
+        architecture: Its name.
+        model_type: `model_type` of its configuration. Empty if it was not tested.
+        kinds: See `nrl_models.onboarding.inspect.kinds_of`. Empty if it was not tested.
+        features: The verdict of each feature.
+        passed: Number of generated tests that passed.
     """
 
     family: str
@@ -48,16 +48,16 @@ class Row:
     passed: int
 
     def with_verdict(self, *verdicts: Verdict) -> list[str]:
-        """The features that have one of some verdicts."""
+        """Return the features that have one of the verdicts."""
         return [feature for feature, verdict in self.features.items() if verdict in verdicts]
 
 
 def overview_table(rows: Iterable[Row], trains_with: Sequence[str]) -> list[str]:
-    """A line of Markdown for each architecture: what it is, what it lacks, what trains it.
+    """Format a Markdown table with one line per architecture: its kinds, missing features and trainers.
 
     Args:
-        rows: the architectures.
-        trains_with: the features that stand in a column of their own where the verdict is yes.
+        rows: The architectures.
+        trains_with: Features to list in a separate column if their verdict is yes.
     """
     headings = ("architecture", "model type", "kind", "limited", "trains with", "tests passed")
     cells = []
@@ -71,20 +71,20 @@ def overview_table(rows: Iterable[Row], trains_with: Sequence[str]) -> list[str]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table as lines of Markdown."""
+    """Format a table as lines of Markdown."""
     return [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def chosen(rows: Sequence[Row], kinds: Sequence[str], features: Sequence[str]) -> tuple[list[Row], list[str]]:
-    """The rows that are of every kind given and have every feature given, and the features' names.
+    """Filter rows by kinds and features. Return the rows that match all of them, and the full names of the features.
 
     Args:
-        rows: all.
-        kinds: as they are in rows.
-        features: names, in any case; `name=verdict` for another verdict than `yes`.
+        rows: All rows.
+        kinds: Kinds, as in the rows.
+        features: Feature names, case-insensitive. `name=verdict` selects another verdict than `yes`.
 
     Raises:
-        OverviewError: no row knows the kind, the feature, or the verdict; with those there are.
+        OverviewError: No row has the kind, the feature or the verdict. The message lists the existing ones.
     """
     known_kinds = sorted({kind for row in rows for kind in row.kinds})
     known = {name.lower(): name for row in rows for name in row.features}
@@ -110,7 +110,7 @@ def chosen(rows: Sequence[Row], kinds: Sequence[str], features: Sequence[str]) -
 
 
 def as_table(rows: Sequence[Row], features: Sequence[str]) -> Table:
-    """Rows for the terminal, with some of their features."""
+    """Format rows for the terminal, with some of their features."""
     count = f"{len(rows)} architecture{'' if len(rows) == 1 else 's'}"
     table = Table(title=count, title_justify="left")
     for name in ("family", "architecture", "model type", "kind", *features):

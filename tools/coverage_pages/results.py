@@ -1,8 +1,8 @@
-"""What was recorded of every architecture, each outcome with the versions it was obtained with.
+"""The recorded outcomes of every architecture, with the package versions of each outcome.
 
-One file a family, `docs/model-coverage/results/<family>.json`: `{architecture: {kind: {"versions": {...}, ...}}}`.
-An outcome is replaced by a run of its own kind on its own architecture, and by nothing else: the outcomes of other
-architectures, of other kinds and of other versions stay as they are.
+Each family has a file `docs/model-coverage/results/<family>.json`: `{architecture: {kind: {"versions": {...}, ...}}}`.
+A run replaces only the outcome of the same kind and architecture. Outcomes of other architectures, kinds and versions
+remain unchanged.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from nrl_models.common.checkpoint.writing import write_whole
 from tools.coverage_pages.errors import CoverageError
 
 FOLDER = "results"
-"""The folder of the recorded outcomes, beside the pages."""
+"""The folder of the recorded outcomes, inside the folder of the pages."""
 
 WIDTH = 110
-"""Characters of a line in which a value is written whole."""
+"""Maximum line width for a JSON value on one line."""
 
 Value = TypeVar("Value")
 
 
 class Kind(StrEnum):
-    """What was tried of an architecture."""
+    """The kind of a recorded outcome."""
 
     TESTS = "generated tests"
     MUTANTS = "mutants"
     FSDP = "fsdp"
     TP = "tp"
     EP = "ep"
+    COMPILED = "compiled"
     PP = "pp"
     QLORA = "qlora"
     ENGINE = "engine"
@@ -47,8 +48,8 @@ class Record:
     """One outcome.
 
     Args:
-        versions: of the packages that decide it, by name.
-        outcome: what came out, as JSON.
+        versions: Versions of the packages that influence it, by name.
+        outcome: The result, as JSON.
     """
 
     versions: Mapping[str, str]
@@ -56,14 +57,14 @@ class Record:
 
 
 Records = Mapping[Kind, Mapping[str, Record]]
-"""What is recorded, by kind and architecture."""
+"""Recorded outcomes, by kind and architecture."""
 
 
 def family_of(architecture: str) -> str:
-    """The family in this repository that serves an architecture, which may be an alias.
+    """Return the family in this repository that serves an architecture. The architecture may be an alias.
 
     Raises:
-        CoverageError: none does.
+        CoverageError: No family serves it.
     """
     name = registry.ALIASES.get(architecture, architecture)
     for family, architectures in registry.FAMILIES.items():
@@ -73,13 +74,13 @@ def family_of(architecture: str) -> str:
 
 
 def read_records(pages: Path) -> Records:
-    """What is recorded beside the pages.
+    """Read all recorded outcomes.
 
     Args:
-        pages: the folder of the pages.
+        pages: The folder of the pages.
 
     Raises:
-        CoverageError: a file holds something else.
+        CoverageError: A file has other contents.
     """
     records: dict[Kind, dict[str, Record]] = {kind: {} for kind in Kind}
     for file in sorted((pages / FOLDER).glob("*.json")):
@@ -91,13 +92,13 @@ def read_records(pages: Path) -> Records:
 
 
 def write_record(pages: Path, kind: Kind, architecture: str, record: Record) -> None:
-    """Record an outcome in place of the one of its kind and architecture; everything else stays.
+    """Replace the outcome of one kind and architecture. All other outcomes remain.
 
     Args:
-        pages: the folder of the pages.
-        kind: what was tried.
-        architecture: of what.
-        record: the outcome.
+        pages: The folder of the pages.
+        kind: The kind of the outcome.
+        architecture: The architecture.
+        record: The outcome.
     """
     file = pages / FOLDER / f"{family_of(architecture)}.json"
     content = _content(file) if file.is_file() else {}
@@ -119,7 +120,7 @@ def _content(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def as_json(content: Any, depth: int = 0) -> str:
-    """JSON in which what fits into a line stands in one, so that differences of two versions are short."""
+    """Format JSON with each value on one line if it fits, to keep diffs short."""
     line = json.dumps(content)
     if (depth and len(line) + depth <= WIDTH) or not content or not isinstance(content, (dict, list)):
         return line
@@ -134,22 +135,23 @@ def as_json(content: Any, depth: int = 0) -> str:
 
 
 def versions_text(versions: Mapping[str, str]) -> str:
-    """Versions as text, without this package's own."""
+    """Format versions as text, without the version of nrl_models."""
     return ", ".join(f"{package} {number}" for package, number in versions.items() if package != "nrl_models")
 
 
 def by_versions(records: Mapping[str, Record]) -> dict[str, list[str]]:
-    """The architectures of recorded outcomes by the versions of these, as text; those of most architectures first."""
+    """Group the architectures of recorded outcomes by versions, as text. The largest group comes first."""
     found = grouped((versions_text(record.versions), name) for name, record in records.items())
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 def versions_summary(records: Mapping[str, Record], *, names: bool = False) -> str:
-    """The versions of recorded outcomes; where they differ, of how many architectures each is, or of which.
+    """Format the versions of recorded outcomes. If they differ, add the number or the names of the architectures of
+    each.
 
     Args:
-        records: the outcomes, by architecture.
-        names: whether to name the architectures.
+        records: The outcomes by architecture.
+        names: Whether to list the architectures by name.
     """
     versions = by_versions(records)
     if len(versions) == 1:
@@ -160,7 +162,7 @@ def versions_summary(records: Mapping[str, Record], *, names: bool = False) -> s
 
 
 def grouped(pairs: Iterable[tuple[str, Value]]) -> dict[str, list[Value]]:
-    """The second of each pair by the first, in their order."""
+    """Group the second items of pairs by the first items, in their order."""
     found: dict[str, list[Value]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)

@@ -1,4 +1,4 @@
-"""The outcomes of architectures sharded over processes, or trained in 4 bits (`make distributed-coverage`)."""
+"""Outcomes of architectures sharded over processes, or trained in 4 bits (`make distributed-coverage`)."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from tools.coverage_pages.overview import Verdict
+from tools.coverage_pages.overview import Verdict, table
 from tools.coverage_pages.results import Kind, Record, Records, grouped, versions_summary
 
 FEATURES = {
     Kind.FSDP: "FSDP2",
     Kind.TP: "TP",
     Kind.EP: "EP",
+    Kind.COMPILED: "compiled",
     Kind.PP: "PP",
     Kind.QLORA: "QLoRA",
 }
-"""What is tried of an architecture, and what the pages call it."""
+"""The sharding features that are tested, with the name of each on the pages."""
 
-_MEANING = (
-    'FSDP2, TP and EP stand for loading over two processes with `plan="auto"`: exported weights bit for bit those of '
-    "the checkpoint, loss and gradients of a step those of one process. `refused` is refused before anything is read, "
-    "for the reason on the family's page; EP is for models with experts. PP stands for a step over two stages under "
-    "1F1B, its loss and gradients those of one process, of models that generate. QLoRA stands for training adapters on "
-    "a checkpoint in 4 bits, against transformers' own class."
-)
+MEANINGS = {
+    Kind.FSDP: "loads over two processes; exported weights, and loss and gradients of a step, equal one process",
+    Kind.TP: "the same under tensor parallelism",
+    Kind.EP: "the same under expert parallelism; only models with experts",
+    Kind.COMPILED: "a step with compiled layers over EP and over TP equals one process; only models with experts",
+    Kind.PP: "a step over two pipeline stages (1F1B) equals one process; only models that generate",
+    Kind.QLORA: "training adapters on a 4-bit checkpoint equals transformers' class",
+}
+"""The meaning of the verdict `yes` of each feature."""
 
 MOST = 400
-"""Characters of a reason that a page shows; the record has all."""
+"""Maximum length of a reason on a page. The record has the complete text."""
 
 
 class Status(StrEnum):
-    """How a try ended, best first."""
+    """The status of a test, best first."""
 
     AGREES = "agrees"
     REFUSED = "refused"
@@ -42,7 +45,7 @@ class Status(StrEnum):
 
     @property
     def verdict(self) -> Verdict:
-        """What the pages call it."""
+        """The verdict on the pages."""
         return {
             Status.AGREES: Verdict.YES,
             Status.REFUSED: Verdict.REFUSED,
@@ -50,19 +53,19 @@ class Status(StrEnum):
         }.get(self, Verdict.FAILS)
 
     def is_worse_than(self, other: Status) -> bool:
-        """Whether it is further from `AGREES`."""
+        """Return True if this status is further from `AGREES` than the other one."""
         order = list(Status)
         return order.index(self) > order.index(other)
 
 
 @dataclass(frozen=True)
 class ShardingOutcome:
-    """What came out of one try.
+    """The outcome of one test.
 
     Args:
-        status: how it ended.
-        reason: the problems of a refusal, the message of an error, why transformers' own class cannot do it either, or
-            what differs.
+        status: Its status.
+        reason: The problems that the validation reports, the message of an error, why transformers' own class also
+            fails, or the difference.
     """
 
     status: Status
@@ -70,27 +73,27 @@ class ShardingOutcome:
 
     @classmethod
     def of(cls, record: Record) -> ShardingOutcome:
-        """What is recorded."""
+        """Read a recorded outcome."""
         return cls(Status(record.outcome["status"]), record.outcome["reason"])
 
     def recorded_with(self, versions: Mapping[str, str]) -> Record:
-        """The record of it."""
+        """Return the record of this outcome."""
         return Record(versions, asdict(self))
 
     @property
     def summary(self) -> str:
-        """The reason on one line, cut off if it is long."""
+        """The reason on one line, truncated if it is long."""
         text = " ".join(self.reason.split())
         return text if len(text) <= MOST else f"{text[:MOST]} …"
 
 
 def verdicts(records: Records, architecture: str) -> dict[str, Verdict]:
-    """For each feature of sharding its verdict."""
+    """Return the verdict of each sharding feature."""
     tried = {
         kind: ShardingOutcome.of(records[kind][architecture]) for kind in FEATURES if architecture in records[kind]
     }
-    # Expert parallelism is not tried of models without experts, stages of those that do not generate.
-    untried = dict.fromkeys((Kind.EP, Kind.PP), Verdict.NOT_APPLICABLE) if tried else {}
+    # Expert parallelism is not tested without experts, and pipeline stages only for models that generate.
+    untried = dict.fromkeys((Kind.EP, Kind.COMPILED, Kind.PP), Verdict.NOT_APPLICABLE) if tried else {}
     return {
         feature: tried[kind].status.verdict if kind in tried else untried.get(kind, Verdict.NOT_TESTED)
         for kind, feature in FEATURES.items()
@@ -98,7 +101,7 @@ def verdicts(records: Records, architecture: str) -> dict[str, Verdict]:
 
 
 def reasons(records: Records, architectures: Iterable[str]) -> list[str]:
-    """Whatever is not a plain yes, with the reason: a line each, with the architectures it is said of."""
+    """List every verdict other than a plain yes with its reason, a line each, with the affected architectures."""
     tried = (
         (feature, name, ShardingOutcome.of(records[kind][name]))
         for name in architectures
@@ -114,12 +117,12 @@ def reasons(records: Records, architectures: Iterable[str]) -> list[str]:
 
 
 def summary(records: Records) -> list[str]:
-    """The outcomes of all architectures, as lines of Markdown; none without outcomes."""
-    lines = []
+    """Summarize the outcomes of all architectures as lines of Markdown. Empty without outcomes."""
+    shown = (Verdict.YES, Verdict.REFUSED, Verdict.LIMITED, Verdict.FAILS)
+    rows = []
     for kind, feature in FEATURES.items():
         counts = Counter(ShardingOutcome.of(record).status.verdict for record in records[kind].values())
-        shown = (Verdict.YES, Verdict.REFUSED, Verdict.LIMITED, Verdict.FAILS)
-        numbers = ", ".join(f"{counts[verdict]} {verdict}" for verdict in shown)
         if records[kind]:
-            lines.append(f"- {feature}: {numbers}; with {versions_summary(records[kind])}")
-    return [_MEANING, "", *lines, ""] if lines else []
+            numbers = [str(counts[verdict]) for verdict in shown]
+            rows.append((feature, *numbers, MEANINGS[kind], versions_summary(records[kind])))
+    return [*table(("feature", *shown, "yes means", "tested with"), rows), ""] if rows else []

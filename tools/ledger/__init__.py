@@ -1,1 +1,1 @@
-"""The ledger: for each key of a registered architecture's configuration, what a differential test found it to do."""
+"""The ledger: the effect of each configuration key of a registered architecture, measured by a differential test."""

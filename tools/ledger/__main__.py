@@ -1,4 +1,4 @@
-"""Record what configuration keys do: `python -m tools.ledger`."""
+"""Record the effects of configuration keys: `python -m tools.ledger`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ledger(
     again: Annotated[bool, typer.Option("--again", help="Also those that are recorded already.")] = False,
     survey: Annotated[bool, typer.Option("--survey", help="Only say which keys nothing reads; try none.")] = False,
 ) -> None:
-    """Change each key of each configuration, here and in transformers, and record what it does in the ledger."""
+    """Change each key of each configuration, here and in transformers, and record its effect in the ledger."""
     recorded, differs = 0, False
     for name, found in record.write_ledger(architectures or (), again=again, survey=survey):
         recorded += 1

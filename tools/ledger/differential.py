@@ -1,4 +1,4 @@
-"""What becomes of a model when one key of its configuration changes, here and in the class it must equal."""
+"""Compare the effect of one changed configuration key on a model and on its transformers reference class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nrl_models.common.config.keys import (
 from nrl_models.common.config.walk import walk
 from nrl_models.errors import NRLModelsError
 from nrl_models.inputs.model_inputs import Inputs, inputs_for
-from nrl_models.testing.case import SEED, FamilyCase, randomise
+from nrl_models.testing.case import SEED, FamilyCase, randomize
 from nrl_models.testing.shrink import default_values
 from tools.ledger.ledger import KeyKind
 from tools.ledger.perturbations import perturbed
@@ -34,22 +34,22 @@ Tensors = dict[str, torch.Tensor]
 
 
 Reads = set[tuple[str, str]]
-"""Keys that were read: the name of a configuration class, and a key's own name in it."""
+"""Keys that were read: the name of the configuration class, and the key's name in that class."""
 
 
 @dataclass
-class Behaviour:
-    """What a model of one configuration does.
+class Behavior:
+    """The behavior of a model with one configuration.
 
     Args:
-        config: the configuration.
-        model: the model; None if it is not built.
-        refused: at which stage it stopped and with which error; empty if it did not.
-        weights: new weights under a seed, under transformers' names.
-        outputs: what a forward returns, by place.
-        training: what a forward in training mode returns, by place.
-        other_inputs: whether it needed other inputs than the model of the unchanged configuration.
-        read: the keys that were read meanwhile.
+        config: The configuration.
+        model: The model. None if it could not be built.
+        refused: The stage and the error that stopped it. Empty without an error.
+        weights: Newly initialized weights under a fixed seed, by transformers' names.
+        outputs: The tensors that a forward returns, by position.
+        training: The tensors that a forward in training mode returns, by position.
+        other_inputs: Whether it needed other inputs than the model with the unchanged configuration.
+        read: The keys read during the build and the forward.
     """
 
     config: PreTrainedConfig
@@ -63,17 +63,17 @@ class Behaviour:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The parameters' names and shapes."""
+        """Shapes of the parameters by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found out about a key.
+    """The result for one key.
 
     Args:
-        kind: what the key does; never `DEFAULT_ONLY` or `UNTRIED`.
-        difference: how the model under test moved otherwise than its reference; empty if it did not.
+        kind: The effect of the key. Never `DEFAULT_ONLY` or `UNTRIED`.
+        difference: How the model under test changed differently from its reference. Empty if it did not.
     """
 
     kind: KeyKind
@@ -81,17 +81,18 @@ class Finding:
 
 
 ENOUGH = 2
-"""After so many other values of a key that moved nothing, no more are tried."""
+"""Stop after this many values of a key without an effect."""
 
 
 class Differential:
-    """Tries other values for each key of a case's tiny configuration, on both sides.
+    """Try other values for each key of a tiny configuration, in the model and in its reference.
 
-    A key that nothing reads, neither when a model is built nor when it runs, cannot move it; only the others are tried.
-    What is read only once another key has changed (a window, when windows are switched on) is tried on top of that.
+    A key that is not read when a model is built or run has no effect, so only the other keys are tried. Some keys are
+    read only after another key changes: a window, for example, if windows are switched on. Such keys are tried on top
+    of that change.
 
     Args:
-        case: the class under test.
+        case: The class under test.
     """
 
     def __init__(self, case: FamilyCase) -> None:
@@ -102,11 +103,11 @@ class Differential:
         self._opened: dict[tuple[str, str], PreTrainedConfig] = {}
 
     def keys(self) -> list[str]:
-        """The paths of all keys."""
+        """Return the paths of all keys."""
         return ledger_keys(self._base.config)
 
     def run(self) -> dict[str, Finding]:
-        """What was found out about each key, by its path."""
+        """Return the finding for each key, by its path."""
         found = {path: self.try_key(path) for path in self.keys()}
         for path, finding in found.items():
             config = self._opened.get(_place(self._base.config, path))
@@ -115,7 +116,7 @@ class Differential:
         return found
 
     def survey(self) -> dict[str, KeyKind]:
-        """What is known of each key before any is tried: whether it is inert, since nothing reads it, or untried."""
+        """Return the kind of each key before any value is tried: inert if nothing reads the key, otherwise untried."""
         return {
             path: KeyKind.UNTRIED
             if any(
@@ -127,26 +128,26 @@ class Differential:
         }
 
     def try_key(self, path: str) -> Finding:
-        """Change one key to other values until something moves."""
+        """Change one key to other values until one has an effect."""
         return self._try_values(self._base, path)
 
-    def _based_on(self, config: PreTrainedConfig, near: Behaviour | None) -> Behaviour:
-        """What changed configurations are compared with."""
+    def _based_on(self, config: PreTrainedConfig, near: Behavior | None) -> Behavior:
+        """Build the reference with which changed configurations are compared."""
         base = self._reference(config, near, training=True)
         if base.refused:
             raise RuntimeError(f"the tiny {self.case.architecture} itself is refused: {base.refused}")
         return base
 
     def _read_here(self) -> Reads:
-        """What the model under test reads; not through `from_config`, which looks at every key to check it."""
-        found = Behaviour(_copy(self._base.config))
+        """Return the keys that the model under test reads, without the reads of the validation in `from_config`."""
+        found = Behavior(_copy(self._base.config))
         with keys_that_are_read() as read:
             found.model = self.case.model_class._from_config(found.config, dtype=torch.float32)
             for training in (False, True):
                 self._run(found, training=training)
         return read
 
-    def _try_values(self, base: Behaviour, path: str) -> Finding:
+    def _try_values(self, base: Behavior, path: str) -> Finding:
         kinds: list[KeyKind] = []
         for config in perturbed(base.config, path):
             if isinstance(config, Exception):
@@ -162,15 +163,15 @@ class Differential:
                 break
         return Finding(KeyKind.REFUSED if set(kinds) == {KeyKind.REFUSED} else KeyKind.INERT)
 
-    def _can_matter(self, base: Behaviour, config: PreTrainedConfig, path: str) -> bool:
-        """Whether something reads the key, or the configuration makes something else of it."""
+    def _can_matter(self, base: Behavior, config: PreTrainedConfig, path: str) -> bool:
+        """Return True if the key is read, or if the configuration class derives other values from it."""
         if _place(base.config, path) in base.read:
             return True
         before = {name: value for name, _, _, value in walk(base.config)}
         after = {name: value for name, _, _, value in walk(config)}
         return {**before, path: None} != {**after, path: None}
 
-    def _try(self, base: Behaviour, config: PreTrainedConfig) -> Finding:
+    def _try(self, base: Behavior, config: PreTrainedConfig) -> Finding:
         expected = self._reference(config, base)
         if not (expected.refused or expected.other_inputs):
             for place in expected.read - base.read:
@@ -187,7 +188,7 @@ class Differential:
             kind = KeyKind.INERT if _same(expected.weights, base.weights) else KeyKind.WEIGHTS
         difference = _difference(actual, expected)
         if difference and run:
-            # On other weights: where a rounding had chosen another expert or word, they do not differ at all.
+            # Repeat with other weights. A difference from rounding (another expert or token chosen) then disappears.
             expected = self._reference(config, None, seed=SEED + 1)
             actual = self._model(expected)
             if trains and not (expected.refused or actual.refused):
@@ -197,10 +198,10 @@ class Differential:
         return Finding(kind, difference)
 
     def _reference(
-        self, config: PreTrainedConfig, near: Behaviour | None, training: bool = False, seed: int = SEED
-    ) -> Behaviour:
-        """The reference, on the weights of `near` where they fit, else on random ones."""
-        found, copied = Behaviour(config), _copy(config)
+        self, config: PreTrainedConfig, near: Behavior | None, training: bool = False, seed: int = SEED
+    ) -> Behavior:
+        """Run the reference with the weights of `near` if their shapes match, otherwise with random weights."""
+        found, copied = Behavior(config), _copy(config)
         with keys_that_are_read() as found.read:
             with _refusal(found, "build"):
                 torch.manual_seed(SEED)
@@ -210,18 +211,18 @@ class Differential:
                     found.model.load_state_dict(near.model.state_dict())
                 else:
                     torch.manual_seed(seed)
-                    randomise(found.model)
+                    randomize(found.model)
             self._run(found)
             if training:
                 self._run(found, training=True)
         return found
 
-    def _model(self, expected: Behaviour) -> Behaviour:
-        """The model under test, on the reference's weights."""
-        found = Behaviour(expected.config)
+    def _model(self, expected: Behavior) -> Behavior:
+        """Run the model under test with the reference's weights."""
+        found = Behavior(expected.config)
         with _refusal(found, "build"):
             torch.manual_seed(SEED)
-            allowed = {key for _, _, key, _ in walk(found.config)}  # what is refused to users is to be seen here
+            allowed = {key for _, _, key, _ in walk(found.config)}  # test values that validation rejects
             found.model = self.case.model_class.from_config(
                 _copy(found.config), dtype=torch.float32, ignore_config_keys=allowed
             )
@@ -234,8 +235,8 @@ class Differential:
             self._run(found)
         return found
 
-    def _run(self, found: Behaviour, *, training: bool = False) -> None:
-        """A forward, where nothing was refused: in training mode with labels, else without."""
+    def _run(self, found: Behavior, *, training: bool = False) -> None:
+        """Run a forward unless an earlier stage failed. Training mode passes labels, evaluation mode does not."""
         model = found.model
         if found.refused or model is None:
             return
@@ -250,14 +251,14 @@ class Differential:
             model.train(training)
             try:
                 result = forward(self._inputs)
-            except Exception:  # the key may be about inputs: try those of the present configuration
+            except Exception:  # the key may change the inputs: retry with inputs for the present configuration
                 found.other_inputs = True
                 result = forward(inputs_for(model, labels=True))
             setattr(found, "training" if training else "outputs", result)
 
 
 def ledger_keys(config: PreTrainedConfig) -> list[str]:
-    """The paths of the keys that a ledger holds: all but those that say nothing about the model, or are undeclared."""
+    """Return the paths of the keys in a ledger. Excludes undeclared keys and keys that do not describe the model."""
     return [
         path
         for path, part, key, _ in walk(config)
@@ -267,9 +268,9 @@ def ledger_keys(config: PreTrainedConfig) -> list[str]:
 
 
 def keys_at_default_only(case: FamilyCase) -> list[str]:
-    """The paths of switches and activations that no code reads: neither the model's, nor the configuration's own.
+    """Return the paths of switches and activations that neither the model nor the configuration reads.
 
-    A configuration that sets one otherwise asks for something that nobody computes.
+    Another value than the default would request a computation that no code performs.
     """
     config = case.config
     read = keys_in_model(case.reference_class, config)
@@ -292,7 +293,7 @@ def _place(config: PreTrainedConfig, path: str) -> tuple[str, str]:
 
 @contextmanager
 def keys_that_are_read() -> Iterator[Reads]:
-    """While open, note which keys are read from any configuration."""
+    """Record the keys that are read from any configuration within a `with` block."""
     read: Reads = set()
     original = PreTrainedConfig.__getattribute__
 
@@ -306,11 +307,11 @@ def keys_that_are_read() -> Iterator[Reads]:
 
 
 @contextmanager
-def _refusal(found: Behaviour, stage: str) -> Iterator[None]:
+def _refusal(found: Behavior, stage: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever a model raises for a value
-        raised = error.__cause__ if isinstance(error, NRLModelsError) and error.__cause__ else error  # by its own code
+    except Exception as error:  # models raise any exception for a bad value
+        raised = error.__cause__ if isinstance(error, NRLModelsError) and error.__cause__ else error  # the model's
         found.refused = f"{stage}: {type(raised).__name__}: {raised}"
 
 
@@ -319,7 +320,7 @@ def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in what a model returns, its cache included."""
+    """Yield every tensor in a model's output, its cache included."""
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, Mapping):
@@ -339,24 +340,24 @@ def _same(actual: Tensors, expected: Tensors) -> bool:
     return not _far(actual, expected, tolerance=0.0)
 
 
-def _moved(behaviour: Behaviour, base: Behaviour) -> KeyKind | None:
-    """What differs between the behaviours of two configurations; None if nothing that ran does."""
-    if behaviour.refused:
+def _moved(behavior: Behavior, base: Behavior) -> KeyKind | None:
+    """Return the kind of difference between two behaviors, or None if they agree."""
+    if behavior.refused:
         return KeyKind.REFUSED
-    if behaviour.shapes != base.shapes:
+    if behavior.shapes != base.shapes:
         return KeyKind.SHAPES
-    if not _same(behaviour.outputs, base.outputs):
+    if not _same(behavior.outputs, base.outputs):
         return KeyKind.OUTPUTS
-    if behaviour.training and not _same(behaviour.training, base.training):
+    if behavior.training and not _same(behavior.training, base.training):
         return KeyKind.TRAINING
     return None
 
 
-def _difference(actual: Behaviour, expected: Behaviour) -> str:
-    """How one behaviour departs from the other; empty if it does not."""
+def _difference(actual: Behavior, expected: Behavior) -> str:
+    """Describe the difference between two behaviors. Empty if they agree."""
     if bool(actual.refused) != bool(expected.refused):
         return f"refused with {actual.refused or 'nothing'!r}, the reference with {expected.refused or 'nothing'!r}"
-    if expected.refused:  # each at its own stage
+    if expected.refused:  # each fails at its own stage
         return ""
     if expected.weights and actual.shapes != expected.shapes:
         names = sorted(set(actual.shapes.items()) ^ set(expected.shapes.items()))
@@ -370,7 +371,7 @@ def _difference(actual: Behaviour, expected: Behaviour) -> str:
 
 
 def _far(actual: Tensors, expected: Tensors, tolerance: float = TOLERANCE) -> str:
-    """How tensors depart from others by more than a tolerance; empty if none does."""
+    """Describe how tensors differ by more than a tolerance. Empty if they agree."""
     if actual.keys() != expected.keys():
         return f"returns {sorted(set(actual) ^ set(expected))[:4]} on one side only"
     for name, wanted in expected.items():

@@ -1,4 +1,4 @@
-"""The ledger: for each key of a registered architecture's configuration, what a differential test found it to do."""
+"""The ledger: the effect of each configuration key of a registered architecture, measured by a differential test."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).with_name("recorded")
-"""The recorded ledgers, a file for each family: `{architecture: ledger}`. `python -m tools.ledger` writes them."""
+"""The recorded ledgers, one file per family: `{architecture: ledger}`. `python -m tools.ledger` writes them."""
 
 
 class KeyKind(StrEnum):
-    """What a key of a configuration does: the first of these that applies, here exactly as in transformers.
+    """The effect of a configuration key: the first kind that applies, in nrl_models exactly as in transformers.
 
-    From `SHAPES` to `REFUSED` it is consumed.
+    Keys of the kinds from `SHAPES` to `REFUSED` are consumed.
     """
 
     SHAPES = "shapes"
-    """It changes the parameters."""
+    """Changes the parameters."""
     OUTPUTS = "outputs"
-    """It changes what a forward returns."""
+    """Changes the output of a forward."""
     TRAINING = "training"
-    """It changes what a forward in training mode returns, the loss included."""
+    """Changes the output of a forward in training mode, the loss included."""
     WEIGHTS = "weights"
-    """It changes how new weights are drawn."""
+    """Changes how new weights are initialized."""
     REFUSED = "refused"
-    """Every other value that was tried is refused."""
+    """Every other value that was tried raises an error."""
     INERT = "inert"
-    """It changes nothing."""
+    """Has no effect."""
     DEFAULT_ONLY = "default only"
-    """Another value than the default asks for something that no code does, or that the family does not do
-    (`FamilyModel.config_values`). It is refused (`nrl_models.common.config.validate`)."""
+    """Only the default is supported, because no code or not this family implements another value
+    (`FamilyModel.config_values`). Other values raise an error (`nrl_models.common.config.validate`).
+    """
     UNTRIED = "untried"
-    """Something reads it, and no other value was tried yet."""
+    """Is read, but no other value has been tried."""
 
     @property
     def is_consumed(self) -> bool:
@@ -46,14 +47,13 @@ class KeyKind(StrEnum):
 
 @dataclass(frozen=True)
 class Ledger:
-    """What is recorded of one architecture.
+    """The record of one architecture.
 
     Args:
-        kinds: for each key of the tiny configuration, by its path (`text_config.hidden_size`), what it does.
-        supported: for each key that is supported at its default only, that default.
-        departures: for each key with which the model changes differently from transformers', how; empty unless
-            something is wrong.
-        transformers: the version it was found with.
+        kinds: The kind of each key of the tiny configuration, by path (`text_config.hidden_size`).
+        supported: The default of each key that is supported only at its default.
+        departures: For each key whose effect differs from transformers, the difference. Empty unless there is a bug.
+        transformers: The transformers version of the test.
     """
 
     kinds: Mapping[str, KeyKind]
@@ -62,17 +62,17 @@ class Ledger:
     transformers: str = field(kw_only=True)
 
     def count(self, kind: KeyKind) -> int:
-        """How many keys are of a kind."""
+        """Return the number of keys of a kind."""
         return sum(found == kind for found in self.kinds.values())
 
     @property
     def consumed(self) -> int:
-        """How many keys have an effect."""
+        """Return the number of keys with an effect."""
         return sum(kind.is_consumed for kind in self.kinds.values())
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Ledger:
-        """As it is recorded: the paths by kind, with spaces between; with their defaults where only these do."""
+        """Read a recorded ledger: paths by kind, separated by spaces, and the defaults of `DEFAULT_ONLY` keys."""
         supported = content.get(KeyKind.DEFAULT_ONLY, {})
         kinds = {key: kind for kind in KeyKind if kind in content for key in _paths(content[kind])}
         return cls(kinds, supported, content.get("departures", {}), transformers=content["transformers"])
@@ -84,11 +84,11 @@ def _paths(listed: str | Mapping[str, Any]) -> list[str]:
 
 @cache
 def recorded() -> Mapping[str, Ledger]:
-    """The ledgers of the repository, by architecture."""
+    """Return the ledgers of the repository, by architecture."""
     return read_ledgers(FOLDER)
 
 
 def read_ledgers(folder: Path) -> dict[str, Ledger]:
-    """The ledgers in the files of a folder, by architecture; none if it is not there."""
+    """Read the ledgers in a folder, by architecture. Empty if the folder does not exist."""
     contents = (json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
     return {name: Ledger.from_json(ledger) for content in contents for name, ledger in content.items()}

@@ -1,4 +1,4 @@
-"""The table of the ledger that loading needs, which is in the package."""
+"""The table derived from the ledger that loading uses. It is part of the package."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tools.ledger.ledger import KeyKind, Ledger
 
 
 def loading_table(ledgers: Mapping[str, Ledger]) -> dict[str, Any]:
-    """What `nrl_models.common.config.recorded_keys` reads."""
+    """Return the table that `nrl_models.common.config.recorded_keys` reads."""
     supported = {name: dict(sorted(ledger.supported.items())) for name, ledger in ledgers.items() if ledger.supported}
     return {"outputs": dict(sorted(_outputs(ledgers).items())), "supported": dict(sorted(supported.items()))}
 
 
 def _outputs(ledgers: Mapping[str, Ledger]) -> dict[str, str]:
-    """For each key that changes outputs and nothing else, an architecture whose outputs it changes."""
+    """Map each key that only changes outputs to an architecture whose outputs it changes."""
     found: dict[str, dict[KeyKind, str]] = {}
     for architecture, ledger in ledgers.items():
         for path, kind in ledger.kinds.items():

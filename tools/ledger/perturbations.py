@@ -1,4 +1,4 @@
-"""Other values for a configuration's keys: what a differential test changes, one key at a time."""
+"""Other values for configuration keys. The differential test changes one key at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Values = dict[str, Any]
 
 
 def perturbed(config: PreTrainedConfig, path: str) -> Iterator[PreTrainedConfig | Exception]:
-    """Configurations that differ from `config` in the key at `path`, as a `config.json` that has it so would be read.
+    """Yield configurations that differ from `config` in the key at `path`, as read from a `config.json` with that
+    value.
 
-    Lists with an entry for each layer follow a changed number of layers. In place of a value that the configuration
-    class refuses comes the error.
+    Lists with one entry per layer follow a changed number of layers. If the configuration class raises an error for a
+    value, the error is yielded instead.
     """
     *parents, key = path.split(".")
     part = reduce(getattr, parents, config)
@@ -35,18 +36,18 @@ def perturbed(config: PreTrainedConfig, path: str) -> Iterator[PreTrainedConfig 
             values = with_value_at(values, ".".join((*parents, name)), changed)
         try:
             yield type(config).from_dict(values)
-        except Exception as error:  # whatever a configuration class raises
+        except Exception as error:  # configuration classes raise any exception
             yield error
 
 
 def with_value_at(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of nested `values` with another value at `path`."""
+    """Return a copy of nested `values` with another value at `path`."""
     key, _, rest = path.partition(".")
     return {**values, key: with_value_at(values[key], rest, value) if rest else value}
 
 
 def other_values(config_class: type[PreTrainedConfig], key: str, value: Any) -> list[Any]:
-    """Values to try in place of `value`, the likeliest to be legal first."""
+    """Return values to try in place of `value`, the likeliest valid ones first."""
     annotated = _annotation(config_class, key)
     found = [*_choices(annotated), *_by_type(key, value)]
     if value is None:
@@ -100,7 +101,7 @@ def _lists(key: str, value: list[Any]) -> list[Any]:
 
 
 def _rope(value: Values) -> list[Values]:
-    """Rotary parameters with another base and twice the wavelengths; or with one of the two."""
+    """Return rotary parameters with another base and twice the wavelengths, or with only one of these changes."""
     if nested := {key: inner for key, inner in value.items() if isinstance(inner, dict)}:
         changed = {key: _rope(inner) for key, inner in nested.items()}
         return [{**value, **{key: others[place] for key, others in changed.items()}} for place in range(3)]
@@ -118,7 +119,7 @@ def _dicts(key: str, value: Values) -> list[Any]:
 
 
 def _of_unset(key: str, annotated: Any) -> list[Any]:
-    """Values for a key that has none: what tiny models get where theirs needs one, else what its annotation allows."""
+    """Return values for an unset key: the value that tiny models need, or values that its annotation allows."""
     found = []
     if key in sizes.MISSING and not callable(sizes.MISSING[key]):
         found.append(sizes.MISSING[key])
@@ -143,12 +144,12 @@ def _choices(annotated: Any) -> list[Any]:
 
 
 def _annotation(config_class: type[PreTrainedConfig], key: str) -> Any:
-    """What a class says of a key; strings as what they mean in the module of the class; None if that is not known."""
+    """Return a class's annotation of a key, with string annotations resolved. None if it is unknown."""
     annotated = next((field.type for field in dataclasses.fields(config_class) if field.name == key), None)
     if not isinstance(annotated, str):
         return annotated
     owner = next(base for base in config_class.__mro__ if key in vars(base).get("__annotations__", ()))
     try:
         return eval(annotated, vars(sys.modules[owner.__module__]))
-    except (NameError, TypeError):  # of a name that is there for type checkers only
+    except (NameError, TypeError):  # a name that is imported only for type checkers
         return None

@@ -1,4 +1,4 @@
-"""Writing the ledger: the differential test of every key of every registered architecture."""
+"""Write the ledger: test every key of every registered architecture."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from nrl_models import registry
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.config.keys import value_at
 from nrl_models.testing.case import FamilyCase
+from tools.architectures import require_registered
 from tools.coverage_pages.results import as_json, family_of
 from tools.ledger.differential import Differential, keys_at_default_only
 from tools.ledger.ledger import FOLDER, KeyKind, Ledger, read_ledgers
 
 
 def ledger_of(case: FamilyCase, *, survey: bool = False) -> Ledger:
-    """What each key of a class's tiny configuration does: every one is changed, on both sides.
+    """Return the ledger of a class's tiny configuration. Every key is changed, in the model and in its reference.
 
     Args:
-        case: the class.
-        survey: whether to say only which keys nothing reads, and to leave the others untried.
+        case: The class.
+        survey: Only find out which keys are not read, and record the others as untried.
     """
     differential = Differential(case)
     found = {} if survey else differential.run()
@@ -40,21 +41,21 @@ def ledger_of(case: FamilyCase, *, survey: bool = False) -> Ledger:
 def write_ledger(
     names: Iterable[str] = (), *, again: bool = False, survey: bool = False, folder: Path = FOLDER
 ) -> Iterator[tuple[str, Ledger]]:
-    """Find out what is not recorded with the installed transformers, and record it, architecture by architecture.
+    """Test and record architectures that have no record for the installed transformers, one after the other.
 
     Args:
-        names: architectures; all registered ones if there are none.
-        again: whether to find out also what is recorded.
-        survey: whether to say only which keys nothing reads, of architectures that are not recorded at all.
-        folder: where the ledgers are. Those of other architectures stay as they are, whatever their version.
+        names: Architectures. If empty, all registered ones.
+        again: Also test architectures that are recorded.
+        survey: Only find out which keys are not read, for architectures without any record.
+        folder: The folder of the ledgers. Ledgers of other architectures do not change, whatever their version.
 
     Yields:
-        Each architecture and its ledger when it is found.
+        Each architecture with its ledger.
 
     Raises:
-        UnknownArchitectureError: a name that no family serves.
+        UnknownArchitectureError: A name is not registered.
     """
-    registry.require_served(names, aliases=False)
+    require_registered(names, aliases=False)
     before, installed = read_ledgers(folder), version("transformers")
     for name in list(names) or registry.architectures(aliases=False):
         if registry.unmet_requirement(name):
@@ -72,7 +73,7 @@ def write_ledger(
 
 
 def record(architecture: str, ledger: Ledger, folder: Path = FOLDER) -> None:
-    """Write the ledger of an architecture in place of the one that is recorded; the others of its family stay."""
+    """Replace the recorded ledger of an architecture. The other ledgers of its family remain."""
     file = folder / f"{family_of(architecture)}.json"
     content = json.loads(file.read_text()) if file.is_file() else {}
     content[architecture] = to_json(ledger)
@@ -81,7 +82,7 @@ def record(architecture: str, ledger: Ledger, folder: Path = FOLDER) -> None:
 
 
 def to_json(ledger: Ledger) -> dict[str, Any]:
-    """What `Ledger.from_json` reads."""
+    """Format a ledger for `Ledger.from_json`."""
     paths = {kind: sorted(path for path, found in ledger.kinds.items() if found == kind) for kind in KeyKind}
     written: dict[str, Any] = {"transformers": ledger.transformers}
     written |= {str(kind): " ".join(found) for kind, found in paths.items() if found}

@@ -18,7 +18,7 @@ def mutate(
     out: Annotated[Path, typer.Option(help="Folder of the coverage pages, with results/.")] = PAGES,
     again: Annotated[bool, typer.Option("--again", help="Also try those that are recorded.")] = False,
 ) -> None:
-    """Plant bugs into every architecture, one by one, and see that the generated tests find each."""
+    """Plant bugs into every architecture, one by one, and check that the generated tests find each."""
     killed = applicable = tried = 0
     for architecture, outcome in run_mutants(architectures_in_order(architectures), out, again=again):
         tried, killed, applicable = tried + 1, killed + len(outcome.killed), applicable + outcome.applicable

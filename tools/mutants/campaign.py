@@ -1,6 +1,6 @@
 """The mutation run: plant each bug into an architecture, and run the generated tests until one fails.
 
-The tests are called as they are, without a session of pytest for each bug, which would take longer than most of them.
+The tests are called directly. A pytest session for each bug would take longer than most of the tests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from nrl_models import registry
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies, suite
 from nrl_models.testing.tiny import silent_transformers
+from tools.architectures import require_registered
 from tools.coverage_pages.results import Kind, Record, Records, grouped, read_records, write_record
-from tools.mutants import CATALOGUE, Mutant
+from tools.mutants import CATALOG, Mutant
 from tools.mutants.probe import probe
 
 
@@ -32,9 +33,9 @@ class Check:
     """One generated test with its parameters.
 
     Args:
-        name: as pytest names it, without the architecture.
-        test: the function.
-        arguments: its parameters, without fixtures.
+        name: The pytest name, without the architecture.
+        test: The function.
+        arguments: Its parameters, without fixtures.
     """
 
     name: str
@@ -51,7 +52,7 @@ SLOW = ("test_full_size_names_and_shapes",)
 
 
 def checks() -> list[Check]:
-    """Every generated test with every set of parameters, in the order of the files; those that take long last."""
+    """Return every generated test with every set of parameters, in file order. Slow tests come last."""
     found = []
     for name, test in suite().items():
         marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
@@ -64,13 +65,13 @@ def checks() -> list[Check]:
 
 @dataclass
 class Outcome:
-    """The outcomes of the mutants of one architecture, by their names.
+    """The outcomes of the mutants of one architecture, by name.
 
     Attributes:
-        killed: for each mutant that a test found the test.
-        survived: those that none found.
-        inert: those that change nothing in this model.
-        impossible: those of something that this model does not have.
+        killed: For each mutant that a test found, the test.
+        survived: Mutants that no test found.
+        inert: Mutants without an effect on this model.
+        impossible: Mutants that need a structure this model does not have.
     """
 
     killed: dict[str, str] = field(default_factory=dict)
@@ -80,29 +81,29 @@ class Outcome:
 
     @property
     def applicable(self) -> int:
-        """How many mutants the architecture can have."""
+        """Return the number of mutants that the architecture can have."""
         return len(self.killed) + len(self.survived)
 
     @property
     def not_run(self) -> list[str]:
-        """Those that the catalogue has got since."""
+        """Return the mutants that were added to the catalog after this run."""
         tried = {*self.killed, *self.survived, *self.inert, *self.impossible}
-        return [mutant.name for mutant in CATALOGUE if mutant.name not in tried]
+        return [mutant.name for mutant in CATALOG if mutant.name not in tried]
 
     def followed_by(self, other: Outcome) -> Outcome:
-        """This outcome, and that of other mutants: of its survivors, and of those that were not run."""
+        """Merge this outcome with a later one of its survivors and of mutants that had not run."""
         return Outcome(
             self.killed | other.killed, other.survived, self.inert + other.inert, self.impossible + other.impossible
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As it is recorded: mutants by the test that found them."""
+        """Format the record: mutants by the test that found them."""
         return asdict(self) | {"killed": grouped((test, mutant) for mutant, test in self.killed.items())}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Outcome:
-        """As it was recorded, without the mutants that left the catalogue."""
-        known = {mutant.name for mutant in CATALOGUE}
+        """Read a record, without mutants that are no longer in the catalog."""
+        known = {mutant.name for mutant in CATALOG}
         lists = {
             key: [mutant for mutant in content[key] if mutant in known] for key in ("survived", "inert", "impossible")
         }
@@ -111,17 +112,17 @@ class Outcome:
 
 
 class Hunt:
-    """The generated tests against the mutants of one case.
+    """Run the generated tests against the mutants of one case.
 
     Args:
-        case: the class under test, without a bug.
-        only: names of the generated tests to run; all if None.
+        case: The class under test, without a bug.
+        only: Names of the generated tests to run. All if None.
     """
 
     def __init__(self, case: FamilyCase, only: Sequence[str] | None = None) -> None:
         self.case = case
         limits = case.model_class.limits
-        # Those of what a family lacks fail anyhow.
+        # Tests of features that a family does not support fail without a bug.
         self._checks = [
             check
             for check in checks()
@@ -131,8 +132,8 @@ class Hunt:
         ]
         self._passes: dict[Check, bool] = {}
 
-    def run(self, mutants: Iterable[Mutant] = CATALOGUE) -> Outcome:
-        """Plant one after the other."""
+    def run(self, mutants: Iterable[Mutant] = CATALOG) -> Outcome:
+        """Plant one mutant after the other."""
         outcome = Outcome()
         for mutant in mutants:
             if not mutant.bug.is_possible(self.case):
@@ -150,9 +151,9 @@ class Hunt:
         return outcome
 
     def killer(self, mutant: Mutant, among: Iterable[Check]) -> str | None:
-        """The first test that passes without the bug and fails with it."""
+        """Return the first test that passes without the bug and fails with it."""
         for check in among:
-            # First without: so that whatever the case keeps is built right.
+            # Run without the bug first, so that the objects the case caches are correct.
             if not self._passes_clean(check):
                 continue
             with mutant.bug.planted(self.case) as mutated:
@@ -173,12 +174,12 @@ class Hunt:
 
 
 def failure_of(check: Check, case: FamilyCase, *, skipped: bool = False) -> BaseException | None:
-    """What a test raises for a case; None if it passes.
+    """Return the exception that a test raises for a case, or None if it passes.
 
     Args:
-        check: the test.
-        case: what to run it on.
-        skipped: whether skipping counts as failing.
+        check: The test.
+        case: The case to run it on.
+        skipped: Whether a skipped test counts as failed.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
@@ -188,33 +189,33 @@ def failure_of(check: Check, case: FamilyCase, *, skipped: bool = False) -> Base
     except pytest.skip.Exception as error:
         return error if skipped else None
     except (Exception, pytest.fail.Exception) as error:
-        return error.with_traceback(None)  # whose frames would keep models
+        return error.with_traceback(None)  # the traceback's frames would keep models alive
     return None
 
 
 def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
-    """The given architectures, or every registered one: first one of each family, then the others.
+    """Return the architectures, or all registered ones: first one of each family, then the others.
 
     Raises:
-        UnknownArchitectureError: names that no family serves.
+        UnknownArchitectureError: A name is not registered.
     """
     if chosen:
-        registry.require_served(chosen)
+        require_registered(chosen)
         return list(chosen)
     families = [[name for name in names if name not in registry.ALIASES] for names in registry.FAMILIES.values()]
     return [*(names[0] for names in families if names), *(name for names in families for name in names[1:])]
 
 
 def run_mutants(architectures: Iterable[str], pages: Path, *, again: bool = False) -> Iterator[tuple[str, Outcome]]:
-    """Run the catalogue on architectures one after the other, and record each outcome.
+    """Run the catalog on architectures one after the other, and record each outcome.
 
-    A run that was cut short goes on where it was: of architectures that are recorded with the installed versions only
-    those mutants are run that survived, or that the catalogue has got since.
+    An interrupted run resumes. For architectures recorded with the installed versions, only survivors and new mutants
+    run.
 
     Args:
-        architectures: names in the registry; those that need a package that is not installed are left out.
-        pages: the folder of the coverage pages, beside which outcomes are recorded.
-        again: run what is recorded, too.
+        architectures: Registered names. Architectures whose packages are not installed are skipped.
+        pages: The folder of the coverage pages, which contains the outcomes.
+        again: Also run mutants with a recorded outcome.
 
     Yields:
         Each architecture with its outcome.
@@ -226,7 +227,7 @@ def run_mutants(architectures: Iterable[str], pages: Path, *, again: bool = Fals
             continue
         record = records.get(architecture)
         known = Outcome.from_json(record.outcome) if record and record.versions == versions and not again else None
-        missing = [mutant for mutant in CATALOGUE if known is None or mutant.name in (*known.survived, *known.not_run)]
+        missing = [mutant for mutant in CATALOG if known is None or mutant.name in (*known.survived, *known.not_run)]
         outcome = known or Outcome()
         if missing:
             with silent_transformers():
@@ -237,5 +238,5 @@ def run_mutants(architectures: Iterable[str], pages: Path, *, again: bool = Fals
 
 
 def read_outcomes(records: Records) -> dict[str, Outcome]:
-    """What is recorded of mutants, by architecture."""
+    """Read the recorded outcomes of mutants, by architecture."""
     return {name: Outcome.from_json(record.outcome) for name, record in records[Kind.MUTANTS].items()}

@@ -1,4 +1,4 @@
-"""Bugs in reading the configuration: a key that a family takes for another value, or does not look at."""
+"""Bugs in reading the configuration: a family misreads a key or ignores it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _number(value: Any) -> bool:
 
 
 def _keys(pattern: str, change: Callable[[Any], Any], unless: str = "") -> Bug:
-    """Numbers under keys that match are read otherwise, and no others."""
+    """Change how numbers under matching keys are read. Other keys are unaffected."""
 
     def read(key: str, value: Any) -> Any:
         is_meant = re.search(pattern, key) and not (unless and re.search(unless, key))
@@ -30,7 +30,7 @@ def _flag(pattern: str) -> Bug:
 
 
 def _no_factor(value: float) -> float:
-    """A factor left out; where there is none, one too many."""
+    """Remove a factor by reading it as 1. Double it if it is 1 already."""
     return type(value)(1) if value != 1 else value * 2
 
 
@@ -112,7 +112,7 @@ MUTANTS = (
         _keys(r"^topk_group$", lambda count: count + 1),
     ),
     Mutant(
-        "routing weights not normalised",
+        "routing weights not normalized",
         "norm_topk_prob not read",
         _flag(r"norm_top_?k|top_?k_norm|^route_norm$|renormali[sz]e"),
     ),
@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "residual scale dropped",
-        "a multiplier of what a layer adds, or of depth, left out",
+        "the multiplier of residual branches or depth ignored",
         _keys(r"^(residual_multiplier|scale_depth|residual_scale|resid_multiplier|layer_scale_factor)$", _no_factor),
     ),
     Mutant(

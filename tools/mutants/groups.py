@@ -1,4 +1,4 @@
-"""Bugs in groups of projections: whose rows, whose gradient, of which weights and which input, in which copy."""
+"""Bugs in groups of projections: wrong rows, gradients, weights, inputs or copies."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ COPIES = ("test_copies_keep_one_storage",)
 
 QUERY, KEY, VALUE = ("q_proj", "query", "q"), ("k_proj", "key", "k"), ("v_proj", "value", "v")
 GATE, UP = ("gate_proj", "w1"), ("up_proj", "w3")
-"""What linears are called that do one thing."""
+"""Names of linears with the same role."""
 
 Outputs = tuple[torch.Tensor, ...]
 
 
 def groups_in(case: FamilyCase) -> Iterator[LinearGroup]:
-    """The model's groups."""
+    """Yield the model's groups."""
     return (found for _, _, found in groups_of(case.model()))
 
 
 def combines(case: FamilyCase) -> bool:
-    """Whether anything is combined."""
+    """Return True if the model has a group."""
     return any(True for _ in groups_in(case))
 
 
 def _pair_of(group: LinearGroup, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[int, int] | None:
-    """The numbers of two parts of equal size, by what they are called."""
+    """Return the indices of two linears of equal size, given their possible names."""
     names = list(group.linears)
     left, right = ([at for at, name in enumerate(names) if name in wanted] for wanted in (first, second))
     if not (left and right) or len({group.linears[names[at]].out_features for at in (left[0], right[0])}) > 1:
@@ -71,7 +71,7 @@ def _exchanged(name: str, stands_for: str, first: tuple[str, ...], second: tuple
 def _outputs_as(
     wrong: Callable[[LinearGroup, Outputs], Outputs], where: Callable[[FamilyCase], bool] = combines
 ) -> Bug:
-    """A group's outputs are changed."""
+    """Change a group's outputs."""
 
     def changed(outputs_with: Callable[..., Outputs], self: LinearGroup, *given: Any) -> Outputs:
         return wrong(self, outputs_with(self, *given))
@@ -97,7 +97,7 @@ def _without_last_bias(joined_linear: Callable[..., Outputs], *given: Any) -> Ou
 
 
 def _is_laid(tensor: torch.Tensor, *place: Any) -> bool:
-    """Wherever it is now."""
+    """Return True for every tensor."""
     return True
 
 
@@ -112,7 +112,7 @@ def _versions_ignored(
     take: Callable[..., torch.Tensor | None], self: Run, number: int, input: torch.Tensor
 ) -> torch.Tensor | None:
     if self.left and input is self.input:
-        self.remember(input)  # what was computed from an earlier version passes for computed from this one
+        self.remember(input)  # reuse an output that was computed from an earlier version of the input
     return take(self, number, input)
 
 
@@ -129,7 +129,7 @@ def _is_checkpointed(case: FamilyCase) -> bool:
 
 
 def _alike(case: FamilyCase) -> bool:
-    """Whether some group has two parts of one shape."""
+    """Return True if some group has two linears of the same size."""
     sizes = [[part.out_features for part in found.linears.values()] for found in groups_in(case)]
     return any(len(set(group)) < len(group) for group in sizes)
 
@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "outputs remembered past the forward",
-        "a memo that is told by its input alone, and never cleared",
+        "a cache keyed by the input alone, and never cleared",
         in_code(combines, lambda case: [(Run, "take", _remembered)]),
         ("test_called_twice",),
     ),
@@ -199,7 +199,7 @@ MUTANTS = (
     ),
     Mutant(
         "a weight elsewhere in memory ignored",
-        "`weight.data = ...`, or another parameter: what was the neighbour computes on",
+        "`weight.data = ...`, or another parameter: what was the neighbor computes on",
         in_code(combines, lambda case: [(group_memory, "_is_at", _is_laid)]),
         ("test_replaced_weights",),
     ),
@@ -246,7 +246,7 @@ MUTANTS = (
         COPIES,
     ),
     Mutant(
-        "neighbours share a storage",
+        "neighbors share a storage",
         "slices of one storage, which accelerate, safetensors and transformers take for tied weights and drop",
         in_code(combines, lambda case: [(memory, "own_storage", lambda tensor: tensor)]),
         COPIES,

@@ -1,4 +1,4 @@
-"""Bugs in layers: as a family would have them that rewrote a norm, an attention, a router or an embedding badly."""
+"""Bugs in layers: a family rewrites a norm, an attention, a router or an embedding incorrectly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ACTIVATIONS: Any = tuple({entry[0] if isinstance(entry, tuple) else entry for en
 
 
 def _has(*names: str, kind: str = "") -> Callable[[str, nn.Module], bool]:
-    """Modules with one of these attributes of their own, and with `kind` in their class's name."""
+    """Match modules that hold one of these attributes themselves and have `kind` in their class name."""
     return lambda name, module: kind in type(module).__name__ and any(_held(module, held) is not None for held in names)
 
 
@@ -51,7 +51,7 @@ def _held(module: nn.Module, name: str) -> Any:
 
 
 def _reads(names: tuple[str, ...], change: Callable[[Any], Any]) -> Callable[[nn.Module], Mapping[str, Any]]:
-    """Those of `names` that the module has read otherwise."""
+    """Override the attributes in `names` that the module has, so that reading them returns a changed value."""
     return lambda module: {name: reads(name, change) for name in names if _held(module, name) is not None}
 
 
@@ -60,7 +60,7 @@ def _is_norm(name: str, module: nn.Module) -> bool:
 
 
 def _returns(change: Callable[[nn.Module, Any, Any], Any]) -> Callable[[nn.Module], Mapping[str, Any]]:
-    """A forward whose result is `change(module, first input, right result)`."""
+    """Return a forward whose result is `change(module, first input, correct result)`."""
 
     def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -70,19 +70,19 @@ def _returns(change: Callable[[nn.Module, Any, Any], Any]) -> Callable[[nn.Modul
 
 
 def _attends(*arguments: str) -> Callable[[str, nn.Module], bool]:
-    """Attentions whose forward takes these arguments."""
+    """Match attention modules whose forward takes these arguments."""
     return lambda name, module: (
         "Attention" in type(module).__name__ and set(arguments) <= set(parameters_of(type(module)))
     )
 
 
 def _uses_cache(name: str, module: nn.Module) -> bool:
-    """Attention modules whose forward takes a key-value cache."""
+    """Match attention modules whose forward takes a key-value cache."""
     return any(_attends(argument)(name, module) for argument in CACHE_NAMES)
 
 
 def _without(*arguments: str) -> Callable[[nn.Module], Mapping[str, Any]]:
-    """A forward that is given None for some of its arguments."""
+    """Return a forward that passes None for some of its arguments."""
     forward = called_with(lambda layer, given: given | {name: None for name in arguments if name in given})
     return lambda module: {"forward": around(type(module).forward, forward)}
 
@@ -115,7 +115,7 @@ def _is_router(name: str, module: nn.Module) -> bool:
 
 
 def _scale_of_embedding(case: FamilyCase) -> float | None:
-    """What the first layer gets over what the table holds, where that is one number other than 1."""
+    """Return the ratio of the first layer's input to the embedding weights, if it is one number other than 1."""
     model = case.model()
     embeddings = model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
@@ -131,7 +131,7 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     try:
         with torch.no_grad(), record_calls(model, names, copy=True) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    except Exception:  # whatever its code raises for want of an image, or of a decoder's words
+    except Exception:  # any exception, for example without an image or without decoder tokens
         return None
     seen = [call.inputs[0] for call in calls.values() if call.inputs and call.inputs[0].shape == rows.shape]
     if not seen:

@@ -1,8 +1,8 @@
-"""Planting a bug into our models and our code, for as long as a `with` lasts; the reference stays right.
+"""Plant a bug into our models and code within a `with` block. The reference stays correct.
 
-A bug is one of three kinds. `in_code`: one of our functions is replaced by a wrong one. `in_modules`: modules of our
-models are of a wrong class, as if a family had rewritten them badly. `misread`: our model reads a value of the
-configuration differently from transformers, when it is built and when it runs.
+There are three kinds of bugs. `in_code` replaces one of our functions. `in_modules` changes the class of modules in our
+models, as an incorrect rewrite would. `misread` changes a configuration value that our model reads when it is built and
+when it runs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from nrl_models.testing.case import FamilyCase
 from tools.mutants.probe import probe, same
 
 Patch = tuple[Any, str, Any]
-"""An object (a class, a module), the name of one of its attributes, and what to put there."""
+"""An object (a class or module), the name of its attribute, and the replacement."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """What is planted.
+    """A bug that can be planted.
 
     Args:
-        is_possible: whether the tiny model has what the bug is about.
-        plant: puts it into a case, by patches that are taken back, and gives the case to test.
-        probed: whether it may be inert, and shows in a forward if it is not.
+        is_possible: Returns whether the tiny model has the structure that the bug needs.
+        plant: Plants the bug into a case with patches that are undone later, and returns the case to test.
+        probed: Whether the bug may be inert. If it is not, a forward shows it.
     """
 
     is_possible: Callable[[FamilyCase], bool]
@@ -45,19 +45,19 @@ class Bug:
 
     @contextmanager
     def planted(self, case: FamilyCase) -> Iterator[FamilyCase]:
-        """While open, the bug is in; gives the case to test."""
+        """Plant the bug within a `with` block. Yields the case to test."""
         with pytest.MonkeyPatch.context() as patch:
             yield self.plant(case, patch)
 
     def is_inert(self, case: FamilyCase, expected: Sequence[torch.Tensor]) -> bool:
-        """Whether nothing comes of it in this model: a value that is read and not used, say.
+        """Return True if the bug does not change this model, for example because a value is read and not used.
 
-        Decided by `probe`, whose inputs are longer and of more kinds than the suite's: the same there, to rounding.
-        Those that are not `probed` are not.
+        Compares the results of `probe`, which uses longer and more varied inputs than the suite. The bug is inert if
+        they agree up to rounding. Bugs that are not `probed` are never inert.
 
         Args:
-            case: without the bug.
-            expected: what `probe` gives for it.
+            case: The case without the bug.
+            expected: The result of `probe` for it.
         """
         if not self.probed:
             return False
@@ -68,12 +68,12 @@ class Bug:
 def in_code(
     where: Callable[[FamilyCase], bool], patches: Callable[[FamilyCase], Iterable[Patch]], *, probed: bool = False
 ) -> Bug:
-    """One or several of our functions are wrong.
+    """Replace one or several of our functions.
 
     Args:
-        where: whether a case has what they are for.
-        patches: what to replace for it.
-        probed: see `Bug`.
+        where: Returns whether a case has the structure the functions are for.
+        patches: Returns the patches for a case.
+        probed: See `Bug`.
     """
 
     def plant(case: FamilyCase, patch: pytest.MonkeyPatch) -> FamilyCase:
@@ -87,15 +87,15 @@ def in_code(
 def in_modules(
     wanted: Callable[[str, nn.Module], bool], wrong: Callable[[nn.Module], Mapping[str, Any]], *, probed: bool = True
 ) -> Bug:
-    """Modules of our models are of a class that is wrong in some attributes: those built by now, and meanwhile.
+    """Change the class of modules in our models, in existing models and in those built within the block.
 
-    Our own rewritten classes are made wrong where they are, because tests compare them with what a family declares:
-    then every instance is wrong, and attributes have to look at theirs if some are right.
+    Tests compare our rewritten classes with a family's declaration. Therefore those classes are patched in place, and
+    every instance has the bug. If some instances must stay correct, the attributes have to check the instance.
 
     Args:
-        wanted: which modules, by name and module.
-        wrong: for one of them the attributes (methods, properties) of the wrong class; none if it is no such module.
-        probed: see `Bug`.
+        wanted: Selects modules by name and module.
+        wrong: Returns the attributes (methods, properties) of the changed class for a module. May be empty.
+        probed: See `Bug`.
     """
 
     def is_possible(case: FamilyCase) -> bool:
@@ -133,7 +133,7 @@ def in_modules(
 
 
 def _keep_apart(model: nn.Module, right: Sequence[nn.Module]) -> None:
-    """Give `model` copies of modules that all models share (an activation that transformers makes once)."""
+    """Replace modules that all models share by copies. transformers creates some activations only once."""
     shared = {id(module) for module in right}
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
@@ -142,17 +142,17 @@ def _keep_apart(model: nn.Module, right: Sequence[nn.Module]) -> None:
 
 
 def misread(change: Callable[[str, Any], Any]) -> Bug:
-    """Our model takes a value of the configuration for another when it is built and when it runs; at rest it is right.
+    """Change a configuration value while our model is built and while it runs. It is correct at all other times.
 
     Args:
-        change: for a key (without those of the mappings it is in) and its value the value to read in its place; the
-            value itself for all other keys.
+        change: Takes a key (without its enclosing mappings) and its value, and returns the value to read instead,
+            which is the same value for all other keys.
     """
 
     def misreading(configs: Callable[..., list[PreTrainedConfig]]) -> Callable[..., Any]:
-        """A function in whose place to call the original with the configurations changed that are among its arguments.
+        """Return a function that calls the original with changed configurations in its arguments.
 
-        Past `__setattr__`, which would tell others of the change, and they keep it.
+        It bypasses `__setattr__`, which would propagate the change to objects that keep it.
         """
 
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def misread(change: Callable[[str, Any], Any]) -> Bug:
 def _changes(
     configs: Iterable[PreTrainedConfig], change: Callable[[str, Any], Any]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The mappings, keys and values to set, in configurations and all that is in them."""
+    """Yield the mappings, keys and values to set, in configurations and everything nested in them."""
     seen: set[int] = set()
     queue: list[dict[str, Any]] = [vars(config) for config in configs]
     while queue:
@@ -194,13 +194,13 @@ def _changes(
 
 
 def configurations_of(model: nn.Module) -> list[PreTrainedConfig]:
-    """Every configuration that some module of `model` keeps; copies too."""
+    """Return every configuration that a module of `model` holds, copies included."""
     configs = (vars(module).get("config") for module in model.modules())
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
 def around(original: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls `wrong(original, ...)` in the place of `original(...)`."""
+    """Return a function that calls `wrong(original, ...)` instead of `original(...)`."""
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -210,12 +210,12 @@ def around(original: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[
 
 
 def wrapped(owner: Any, name: str, wrong: Callable[..., Any]) -> Patch:
-    """A patch that puts `around` in the place of a function or method."""
+    """Return a patch that applies `around` to a function or method."""
     return owner, name, around(getattr(owner, name), wrong)
 
 
 def called_with(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
-    """A forward for `around` that makes other arguments, by name, of those it is given."""
+    """Return a forward for `around` that changes its arguments. `change` receives them by name."""
 
     def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         names = parameters_of(type(self))[1:]
@@ -226,7 +226,7 @@ def called_with(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -
 
 @cached
 def parameters_of(layer: type) -> list[str]:
-    """What a layer's forward takes, in order; of a rewritten one the layer it replaces, as its own takes anything."""
+    """Return the parameter names of a layer's forward, or of its base's if it only takes `*args, **kwargs`."""
     for base in layer.__mro__:
         if "forward" in vars(base):
             names = list(inspect.signature(vars(base)["forward"]).parameters)
@@ -239,7 +239,7 @@ _numbers = itertools.count()
 
 
 def _subclass(layer: type[nn.Module], attributes: Mapping[str, Any]) -> type[nn.Module]:
-    """A subclass of `layer`, of its name, with other `attributes`; held by this module, where pickle finds it."""
+    """Create a subclass of `layer` with other `attributes`, registered in this module so that pickle finds it."""
     made = type(layer.__name__, (layer,), {"__module__": __name__, "__doc__": layer.__doc__, **attributes})
     made.__qualname__ = f"{layer.__name__}_{next(_numbers)}"
     globals()[made.__qualname__] = made
@@ -247,28 +247,29 @@ def _subclass(layer: type[nn.Module], attributes: Mapping[str, Any]) -> type[nn.
 
 
 def reads(name: str, change: Callable[[Any], Any]) -> property:
-    """A property that gives what the instance has under `name`, changed; what it saves is as it was."""
+    """Return a property that reads the instance's value under `name`, changed. The stored value does not change."""
     return property(lambda module: change(own_attribute(module, name)))
 
 
 def own_attribute(module: nn.Module, name: str) -> Any:
-    """What a module itself holds under `name`: a value, a parameter, a buffer or a module.
+    """Return the value, parameter, buffer or module that a module itself holds under `name`.
 
     Raises:
-        AttributeError: nothing.
+        AttributeError: The module holds nothing under this name.
     """
     return vars(module)[name] if name in vars(module) else nn.Module.__getattr__(module, name)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug with a name, which the generated tests have to find.
+    """A named bug that the generated tests must find.
 
     Args:
-        name: what is wrong, in a few words; unique.
-        stands_for: the mistake of the real world it stands for.
-        bug: how it is planted, and where it can be.
-        killers: the generated tests that ought to find it, the likeliest and quickest first; all others come after.
+        name: A short unique description of the bug.
+        stands_for: The real mistake that it represents.
+        bug: How to plant it, and into which models.
+        killers: The generated tests expected to find it, the likeliest and fastest first. All other tests run after
+            them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Whether a model behaves otherwise: its outputs on inputs longer, and of more kinds, than the generated tests'."""
+"""Detect whether a bug changes a model's outputs, on longer and more varied inputs than the generated tests use."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ LENGTH = 40
 
 
 def probe(case: FamilyCase) -> list[torch.Tensor]:
-    """Logits of a plain batch with images, of a padded one, of packed documents and of decoded words.
+    """Return logits of an unpadded batch with images, a padded batch, packed documents and decoded tokens.
 
-    What a model refuses is left out.
+    The result is empty for inputs that a model does not support.
     """
     results = []
     for outputs in (_plain, _padded, _packed, _decoded):
         try:
             with torch.no_grad():
                 results.append(outputs(case))
-        except Exception:  # not every model takes all of them
+        except Exception:  # not every model supports all of these inputs
             results.append(torch.empty(0))
     return results
 
 
 def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """To fp32's rounding: where relative positions begin, say, changes no more than that.
+    """Return True if the results agree up to rounding in fp32. A shift of relative positions, for example, changes no
+    more.
 
-    What the right model refused does not count.
+    Results that are empty for the correct model are ignored.
     """
     return all(
         found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-6, atol=3e-6 * float(wanted.abs().max()))
@@ -56,7 +57,7 @@ def _padded(case: FamilyCase) -> torch.Tensor:
 
 def _packed(case: FamilyCase) -> torch.Tensor:
     if case.architecture.endswith("SequenceClassification"):
-        return torch.empty(0)  # one score a row
+        return torch.empty(0)  # one score per sequence
     input_ids = case.inputs(batch=1, length=LENGTH, images=False, seed=9)["input_ids"]
     positions = torch.cat([torch.arange(LENGTH // 2)] * 2)[None].to(case.device)
     mask = torch.ones_like(input_ids)

@@ -1,4 +1,4 @@
-"""Bugs in what surrounds a forward: masks, positions, packed documents, caches, replayed routing."""
+"""Bugs in the inputs of a forward: masks, positions, packed documents, caches, replayed routing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PADDED = ("test_padded_batch", "test_left_padding", *PACKED, "test_right_padding
 
 
 def _forward(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -> Callable[[FamilyCase], list[Patch]]:
-    """The model's forward is given other arguments."""
+    """Change the arguments of the model's forward."""
     return lambda case: [wrapped(case.model_class, "forward", called_with(change))]
 
 
@@ -39,7 +39,7 @@ def _without_positions(model: nn.Module, given: dict[str, Any]) -> dict[str, Any
     positions = given.get("position_ids")
     if given.get("attention_mask") is None or positions is None or positions.ndim != 2:
         return given
-    # As many as there are words and padding together, from wherever a cache ends.
+    # Number all positions, padding included, starting at the end of the cache.
     first = positions.max() - positions.shape[1] + 1 if cache_in(given) is not None else 0
     return given | {"position_ids": (torch.arange(positions.shape[1], device=positions.device) + first)[None]}
 
@@ -75,7 +75,7 @@ def _state_begins_late(forward: Callable[..., Any], self: nn.Module, *args: Any,
 
 
 def _one_token_late(documents: Documents) -> Documents:
-    """The first token of each document belongs to the one before it."""
+    """Assign the first token of each document to the previous document."""
     first = documents.index.roll(1, 1)
     first[:, 0] = 0
     late = (first[:, 1:] != first[:, :-1]).cumsum(1)
@@ -123,7 +123,7 @@ MUTANTS = (
         "a mask of ones, or a cache, that hides where documents begin",
         in_code(
             _keeps_documents_apart,
-            lambda case: [(case.model_class, "forward", inspect.unwrap(case.model_class.forward))],  # keeps them apart
+            lambda case: [(case.model_class, "forward", inspect.unwrap(case.model_class.forward))],  # no wrapper
             probed=True,
         ),
         PACKED,
@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "window across documents",
-        "a window of the row's last tokens, whichever document they are of",
+        "a window over the sequence's last tokens, across documents",
         in_code(
             _keeps_documents_apart, lambda case: [wrapped(document_masks, "attend", _window_of_the_row)], probed=True
         ),

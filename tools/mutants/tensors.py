@@ -1,4 +1,4 @@
-"""Bugs in what becomes of tensors: loaded, saved, exported, tied."""
+"""Bugs in loading, saving, exporting and tying tensors."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ ModelChange = Callable[[PreTrainedModel], None]
 
 
 def always(case: FamilyCase) -> bool:
-    """Every architecture has it."""
+    """Return True: every architecture has the structure."""
     return True
 
 
 def _in_hub(change: Callable[[dict[str, HFTensor]], dict[str, HFTensor]]) -> Callable[[FamilyCase], list[Patch]]:
-    """The adapter's table of the hub's tensors is changed."""
+    """Change the adapter's table of hub tensors."""
     wrong = around(layouts.convert_layout, lambda original, *args, **kwargs: change(original(*args, **kwargs)))
     return lambda case: [
         (layouts, "convert_layout", wrong),
         (to_checkpoint, "convert_layout", wrong),
-        (family, "adapter_of", StateDictAdapter),  # what is kept was made without the bug
+        (family, "adapter_of", StateDictAdapter),  # bypass the cached adapter, which was built without the bug
         (to_checkpoint, "adapter_of", StateDictAdapter),
     ]
 
 
 def _stored_one_by_one(case: FamilyCase) -> bool:
     hub = case.model().state_dict_adapter.hub
-    return any(_neighbour(name) in hub for name in hub)
+    return any(_neighbor(name) in hub for name in hub)
 
 
-def _neighbour(name: str) -> str | None:
-    """The name of expert 1 for that of expert 0."""
+def _neighbor(name: str) -> str | None:
+    """Return the name of expert 1 for that of expert 0."""
     return name.replace("experts.0.", "experts.1.", 1) if "experts.0." in name else None
 
 
 def _experts_exchanged(table: dict[str, HFTensor]) -> dict[str, HFTensor]:
     result = dict(table)
     for name, tensor in table.items():
-        other = _neighbour(name)
+        other = _neighbor(name)
         if other in table and table[other].shape == tensor.shape:
             result[name] = replace(tensor, pieces=table[other].pieces)
             result[other] = replace(table[other], pieces=tensor.pieces)
@@ -181,7 +181,7 @@ def _training(model: Any) -> None:
 
 
 def _everything_tied_apart(case: FamilyCase) -> list[Patch]:
-    # A model within may tie what it is built with itself.
+    # A submodel may call `tie_weights` when it is built.
     owners = {case.model_class} | {
         type(module) for module in case.model().modules() if isinstance(module, PreTrainedModel)
     }
@@ -227,13 +227,13 @@ MUTANTS = (
     ),
     Mutant(
         "untied by loading",
-        "a head with weights of its own after loading: it is trained, and not saved",
+        "a head with separate weights after loading: it is trained and not saved",
         in_code(_can_tie, _after_loading(_untied)),
         ("test_tied_weights_share_storage",),
     ),
     Mutant(
         "never tied",
-        "tie_word_embeddings not honoured",
+        "tie_word_embeddings not honored",
         in_code(_can_tie, _everything_tied_apart),
         ("test_tied_weights_share_storage",),
     ),
@@ -262,14 +262,14 @@ MUTANTS = (
         ("test_load_in_another_dtype", *LOADING),
     ),
     Mutant(
-        "initialised with other numbers",
+        "initialized with other numbers",
         "a layer built twice: seeds give other weights than transformers'",
         in_code(always, lambda case: [wrapped(pretrained, "from_config", _drawing_first)]),
         ("test_from_config_is_bit_exact",),
     ),
     Mutant(
         "left in training mode",
-        "dropout in what should be inference",
+        "dropout during inference",
         in_code(always, _after_loading(_training)),
         LOADING,
     ),

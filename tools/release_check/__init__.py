@@ -1,1 +1,1 @@
-"""Checks of a new release of a package that nrl_models builds on, before users install it."""
+"""Check a new release of a dependency before users install it."""

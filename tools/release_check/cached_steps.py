@@ -1,10 +1,10 @@
-"""Cached decoding steps with whatever name the installed signature has for the cache.
+"""Decoding steps with a cache, whose argument name differs between versions and classes.
 
-A class that takes its cache under one name may swallow the other in `**kwargs`. Then a "cached" step runs without a
-cache, and two wrong results agree. So the name is read from the signature, and a step has to differ from the same step
-without the cache.
+A class that takes its cache under one name may ignore another name in `**kwargs`. A "cached" step then runs without a
+cache, and two wrong results agree. Therefore the name is read from the signature, and a step must differ from the same
+step without the cache.
 
-This module needs torch and transformers only: `numbers` runs it in environments without nrl_models.
+This module only needs torch and transformers, because `numbers` runs it in environments without nrl_models.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ import torch
 from transformers import PreTrainedModel
 
 FIRST_TEXT_TOKEN = 16
-"""Lower token ids are left to special tokens."""
+"""Lower token ids are reserved for special tokens."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "past_buckets_states", "mems")
-"""Names that transformers has used for the cache, in arguments and outputs, the newest first."""
+"""Names that transformers has used for the cache, in arguments and outputs, newest first."""
 
 STEPS = 3
 IGNORED_BELOW = 1e-6
-"""A step whose logits differ by less from the same step without a cache has ignored it."""
+"""If the logits of a step with and without the cache differ by less, the step has ignored the cache."""
 
 Inputs = Mapping[str, Any]
 
 
 class CacheIgnoredError(Exception):
-    """A forward took the cache, and its logits are those of a forward without it."""
+    """A forward accepted the cache, but its logits are those without it."""
 
 
 class NoCacheError(Exception):
-    """A class has no argument for a cache, or its output has none."""
+    """A class has no argument for a cache, or its output has no cache."""
 
 
 def cache_argument(model: PreTrainedModel, *, reference_class: type[PreTrainedModel]) -> str:
-    """The name of the argument for the cache, from the installed signature.
+    """Return the name of the cache argument, from the installed signature.
 
     Args:
-        model: the model. Its own signature counts; a wrapper that takes anything has its reference's.
-        reference_class: the class that `model` must equal.
+        model: The model. If its forward is a wrapper that takes any argument, the reference's signature is used.
+        reference_class: The class that `model` must equal.
 
     Raises:
-        NoCacheError: neither names one.
+        NoCacheError: Neither signature has a cache argument.
     """
     for forward in (type(model).forward, reference_class.forward):
         parameters = inspect.signature(inspect.unwrap(forward)).parameters
@@ -55,10 +55,10 @@ def cache_argument(model: PreTrainedModel, *, reference_class: type[PreTrainedMo
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in a model's output.
+    """Return the cache in a model's output.
 
     Raises:
-        NoCacheError: the output has none.
+        NoCacheError: The output has none.
     """
     for name in CACHE_NAMES:
         if (found := output.get(name)) is not None:
@@ -67,23 +67,23 @@ def cache_of(output: Any) -> Any:
 
 
 def step_tokens(inputs: Inputs, steps: int = STEPS) -> torch.Tensor:
-    """The tokens of the steps `(batch, steps)`: text, the same in every sequence."""
+    """Return the tokens of the steps `(batch, steps)`: text, the same in every sequence."""
     ids = inputs[_prefix(inputs) + "input_ids"]
     return torch.arange(FIRST_TEXT_TOKEN + 1, FIRST_TEXT_TOKEN + 1 + steps).to(ids).expand(len(ids), steps)
 
 
 @torch.no_grad()
 def cached_logits(model: PreTrainedModel, inputs: Inputs, name: str) -> torch.Tensor:
-    """Logits `(batch, steps, vocabulary)` of single tokens that see the prompt through the cache only.
+    """Return logits `(batch, steps, vocabulary)` of single tokens that depend on the prompt only through the cache.
 
     Args:
-        model: the model, in evaluation mode.
-        inputs: the prompt, perhaps with images and audio.
-        name: the argument for the cache.
+        model: The model, in evaluation mode.
+        inputs: The prompt, optionally with images and audio.
+        name: The argument for the cache.
 
     Raises:
-        CacheIgnoredError: the first step has the logits of a forward without a cache.
-        NoCacheError: the model returns no cache.
+        CacheIgnoredError: The first step has the logits of a forward without a cache.
+        NoCacheError: The model returns no cache.
     """
     prefix, again = _prefix(inputs), _passed_again(inputs)
     output = model(**inputs, use_cache=True)
@@ -93,7 +93,7 @@ def cached_logits(model: PreTrainedModel, inputs: Inputs, name: str) -> torch.Te
         token = {f"{prefix}input_ids": tokens[:, step : step + 1]}
         output = model(**again, **token, **{name: cache_of(output)}, use_cache=True)
         logits.append(output.logits[:, -1])
-    # After the steps, because a forward without a cache resets what some models keep between forwards.
+    # After the steps, because a forward without a cache resets the state that some models keep between forwards.
     alone = model(**again, **{f"{prefix}input_ids": tokens[:, :1]}, use_cache=False).logits[:, -1]
     if (logits[0] - alone).abs().max() < IGNORED_BELOW:
         raise CacheIgnoredError(
@@ -104,14 +104,14 @@ def cached_logits(model: PreTrainedModel, inputs: Inputs, name: str) -> torch.Te
 
 @torch.no_grad()
 def chunk_logits(model: PreTrainedModel, inputs: Inputs, name: str, steps: int = 5) -> torch.Tensor:
-    """Logits `(batch, steps, vocabulary)` of several tokens in one cached step.
+    """Return logits `(batch, steps, vocabulary)` of several tokens in one cached step.
 
     Args:
-        model, inputs, name: as for `cached_logits`.
-        steps: how many tokens.
+        model, inputs, name: As for `cached_logits`.
+        steps: Number of tokens.
 
     Raises:
-        NoCacheError: the model returns no cache.
+        NoCacheError: The model returns no cache.
     """
     cache = cache_of(model(**inputs, use_cache=True))
     tokens = {f"{_prefix(inputs)}input_ids": step_tokens(inputs, steps)}
@@ -121,13 +121,13 @@ def chunk_logits(model: PreTrainedModel, inputs: Inputs, name: str, steps: int =
 
 @torch.no_grad()
 def full_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
-    """The logits that `cached_logits` should give, from one forward without a cache over prompt and steps."""
+    """Compute the expected result of `cached_logits` in one forward without a cache over prompt and steps."""
     tokens = step_tokens(inputs)
     return model(**with_tokens(inputs, tokens), use_cache=False).logits[:, -tokens.shape[1] :]
 
 
 def with_tokens(inputs: Inputs, tokens: torch.Tensor) -> dict[str, Any]:
-    """`inputs` with text tokens at the end. Inputs with an entry for each token repeat their last entry."""
+    """Append text tokens to `inputs`. Inputs with one entry per token repeat their last entry."""
     name = _prefix(inputs) + "input_ids"
     ids, count = inputs[name], tokens.shape[1]
     per_token = ("mask", "ids")
@@ -140,7 +140,7 @@ def with_tokens(inputs: Inputs, tokens: torch.Tensor) -> dict[str, Any]:
 
 
 def _passed_again(inputs: Inputs) -> Inputs:
-    """Inputs that each step also gets: an encoder's sequence, whose keys and values come from the cache."""
+    """Return the inputs passed in each step: an encoder's sequence, whose keys and values come from the cache."""
     prefix = _prefix(inputs)
     return {key: value for key, value in inputs.items() if not key.startswith(prefix)} if prefix else {}
 

@@ -1,4 +1,4 @@
-"""Errors that end a release check, or one package's part of it, with one line."""
+"""Errors that end a release check, or its part for one package, with a one-line message."""
 
 from __future__ import annotations
 

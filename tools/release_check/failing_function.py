@@ -1,4 +1,4 @@
-"""The function in which an exception was raised, as `module:qualname`."""
+"""Find the function in which an exception was raised, as `module:qualname`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ OURS = ("nrl_models",)
 
 
 def failing_function(error: BaseException) -> str:
-    """The innermost function of upstream or of nrl_models in an exception's traceback; empty if there is none.
+    """Return the innermost function of upstream or nrl_models in a traceback. Empty if there is none.
 
-    A wrapper stands for the function that it wraps. An exception that was raised from another one has the other's.
+    A wrapper is replaced by the function that it wraps. For an exception raised from another one, the other's function
+    is returned.
     """
     while error.__cause__ is not None:
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""What every phase of a release check records, and how findings with the same cause are grouped."""
+"""The records of every phase of a release check, and grouping of findings by cause."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Kind(StrEnum):
     CHANGED_NUMBERS = auto()
     """Results of transformers' own class differ from those recorded with the tested version."""
     EXPIRED_QUIRK = auto()
-    """A quirk that the catalogue lists is gone, or is back."""
+    """A quirk that the catalog lists is gone, or is back."""
     CONFLICT = auto()
     """Packages that cannot be installed or used together."""
     NOT_ONBOARDED = auto()
@@ -50,22 +50,22 @@ class Kind(StrEnum):
 
 
 STATIC = frozenset({Kind.MISSING_NAME, Kind.RENAMED_PARAMETER, Kind.MOVED_PARAMETER, Kind.MISSING_FIELD})
-"""Kinds that are found by reading signatures; results that follow from them belong to the same cause."""
+"""Kinds found by reading signatures. Differences in results that follow from them belong to the same cause."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a new release changed.
+    """One change in a new release.
 
     Args:
-        phase: the phase that found it.
-        kind: its kind.
-        subject: where to look first: a function, class, name, package or module, as `module:qualname`.
-        detail: what about it: the parameter, the field, the exception's type, the check that differs.
-        functions: functions of upstream that are involved, as `module:qualname`.
-        architectures: architectures that are affected.
-        item: which check of the phase this is, unique within it.
-        message: the finding in a line, for people.
+        phase: The phase that found it.
+        kind: Its kind.
+        subject: The likely source: a function, class, name, package or module, as `module:qualname`.
+        detail: The parameter, the field, the exception's type or the check that differs.
+        functions: Upstream functions that are involved, as `module:qualname`.
+        architectures: Affected architectures.
+        item: An identifier of the check, unique within the phase.
+        message: A one-line description.
     """
 
     phase: Phase
@@ -78,7 +78,7 @@ class Finding:
     message: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, for a line of JSON."""
+        """Return the fields for a line of JSON."""
         return asdict(self)
 
     @classmethod
@@ -101,10 +101,10 @@ class Cause:
     """Findings with the same cause.
 
     Args:
-        kind: the kind of the finding that names the cause.
-        subject: its subject.
-        detail: its detail.
-        findings: all of them.
+        kind: Kind of the finding that names the cause.
+        subject: Its subject.
+        detail: Its detail.
+        findings: All findings.
     """
 
     kind: Kind
@@ -114,18 +114,18 @@ class Cause:
 
     @property
     def id(self) -> str:
-        """A short name that stays the same from run to run."""
+        """A short name that is stable across runs."""
         text = "\0".join((self.kind, self.subject, self.detail))
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Affected architectures, by name."""
+        """Affected architectures, sorted by name."""
         return tuple(sorted({name for finding in self.findings for name in finding.architectures}))
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Upstream's functions that are involved, in the order in which they were found."""
+        """Involved upstream functions, in the order in which they were found."""
         return tuple(dict.fromkeys(name for finding in self.findings for name in finding.functions))
 
     @property
@@ -134,7 +134,7 @@ class Cause:
         return tuple(phase for phase in Phase if any(finding.phase is phase for finding in self.findings))
 
     def to_json(self) -> dict[str, Any]:
-        """What a report contains of it."""
+        """Return its content in a report."""
         return {
             "id": self.id,
             "kind": self.kind,

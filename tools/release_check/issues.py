@@ -1,8 +1,8 @@
-"""Open an issue for each cause of a release check, or update the open issue that it has.
+"""Open an issue for each cause of a release check, or update its open issue.
 
     python -m tools.release_check.issues release-check/report.json
 
-It calls GitHub's command line (`gh`). The cause's id in the title identifies the issue.
+Uses GitHub's command line (`gh`). The cause's id in the title identifies the issue.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tools.release_check.report import cause_markdown, title
 
 LABEL = "release-check"
 LONGEST = 60_000
-"""Characters of an issue's text; GitHub takes 65,536."""
+"""Maximum length of an issue's text. GitHub accepts 65,536 characters."""
 
 Run = Callable[[Sequence[str]], str]
 
 
 def gh(arguments: Sequence[str]) -> str:
-    """Run GitHub's command line; returns what it prints.
+    """Run GitHub's command line and return its output.
 
     Raises:
-        ReleaseCheckError: it fails, or is not installed.
+        ReleaseCheckError: It fails, or is not installed.
     """
     try:
         done = subprocess.run(["gh", *arguments], capture_output=True, text=True, check=False)
@@ -46,11 +46,11 @@ def update_issues(report: Mapping[str, Any], run: Run = gh) -> list[str]:
     """Open or update an issue for each cause.
 
     Args:
-        report: what `report.json` contains.
-        run: runs GitHub's command line.
+        report: The content of `report.json`.
+        run: Runs GitHub's command line.
 
     Returns:
-        A line for each cause: what was done.
+        A line for each cause that describes the action.
     """
     run(["label", "create", LABEL, "--force", "--description", "Found by the daily release check"])
     listed = run(["issue", "list", "--label", LABEL, "--state", "open", "--limit", "1000", "--json", "number,title"])

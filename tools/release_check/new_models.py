@@ -1,9 +1,9 @@
-"""Try model types that a new transformers adds: with new classes, or served by another model's class.
+"""Try the model types that a new transformers release adds, with new classes or with another model's class.
 
     python -m tools.release_check.new_models --out FILE.jsonl --folders dory lara_mini ... [--jobs N]
 
-A new class goes through `nrl-models new --out-of-tree`. A model type that transformers serves with the class of
-another model is saved by transformers and loaded by nrl_models.
+A new class runs through `nrl-models new --out-of-tree`. A model type that transformers serves with another model's
+class is saved by transformers and loaded by nrl_models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.workers import Ending, Result, run_subjects
 
 TIMEOUT = 900.0
-"""Seconds for one model type: its generated tests take a minute or two."""
+"""Timeout of one model type in seconds. Its generated tests take one or two minutes."""
 
 TOLERANCE = 1e-4
 
@@ -45,12 +45,12 @@ MAPPINGS = (
 
 
 class Ended(StrEnum):
-    """How a model type came out."""
+    """The outcome of a model type."""
 
     PASSED = auto()
     FAILED = auto()
     REGISTERED = auto()
-    """A family serves it; the sweep over all classes has it."""
+    """A family serves it. The sweep over all classes tests it."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Served:
     """A class that serves a model type.
 
     Args:
-        model_type: of the configuration.
+        model_type: The configuration's model type.
         class_name: transformers' class.
-        is_own: whether class and configuration are of the same model.
-        folder: the configuration's folder in transformers.
+        is_own: Whether class and configuration belong to the same model.
+        folder: The configuration's folder in transformers.
     """
 
     model_type: str
@@ -71,7 +71,7 @@ class Served:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Try every model type, and append outcomes to a file; 1 if one fails."""
+    """Try every model type, and append outcomes to a file. Returns 1 if one fails."""
     parser = argparse.ArgumentParser(description="Try model types that a new transformers adds.")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines file; an interrupted run resumes from it")
     parser.add_argument("--folders", nargs="*", default=[], help="model folders that the release adds")
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def served() -> list[Served]:
-    """The class of every model type that generates text."""
+    """Return the class of every model type that generates text."""
     found: list[Served] = []
     for mapping in MAPPINGS:
         for model_type, names in getattr(modeling_auto, mapping, {}).items():
@@ -106,7 +106,7 @@ def served() -> list[Served]:
 
 
 def outcomes_of(model_type: str) -> Iterator[dict[str, Any]]:
-    """The outcome of a model type: of the first class that serves it."""
+    """Return the outcome of a model type, for the first class that serves it."""
     one = next(found for found in served() if found.model_type == model_type)
     if one.is_own and one.class_name in registry.architectures():
         yield {"ended": Ended.REGISTERED}
@@ -121,7 +121,7 @@ def outcomes_of(model_type: str) -> Iterator[dict[str, Any]]:
 
 
 def _onboarded(one: Served) -> Finding | None:
-    """Make a family of a class, outside the repository."""
+    """Generate a family for a class, outside of the repository."""
     from nrl_models.onboarding.new import new_family
 
     config = CONFIG_MAPPING[one.model_type]()
@@ -138,7 +138,7 @@ def _onboarded(one: Served) -> Finding | None:
 
 
 def _loaded(one: Served) -> Finding | None:
-    """Load a checkpoint of a class that another model type also has, and compare logits."""
+    """Load a checkpoint of a class that another model type also uses, and compare logits."""
     from nrl_models.auto import auto_class_for
     from nrl_models.inputs.model_inputs import inputs_for
     from nrl_models.testing.tiny import tiny_config

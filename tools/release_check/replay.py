@@ -2,14 +2,14 @@
 
     python -m tools.release_check.replay --from 5.5 --to 5.24 --out DIR
 
-The same command resumes an interrupted run. `judgments.json` says which changes upstream intended.
+The same command resumes an interrupted run. `judgments.json` lists which changes upstream intended.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
@@ -23,7 +23,7 @@ from tools.checkout import ROOT
 from tools.commands import command_line, stderr
 from tools.release_check.errors import ReleaseCheckError
 from tools.release_check.numbers.changes import ChangeGroup, UpstreamDifference, groups_of
-from tools.release_check.numbers.facts import Kind, compare
+from tools.release_check.numbers.facts import Kind, SectionRecord, compare
 from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.packages import index
 from tools.release_check.packages.environments import make_environment
@@ -31,7 +31,7 @@ from tools.release_check.phases import RECORD, read_records, wheels_folder
 from tools.release_check.upstream_code.sources import sources_of
 
 JUDGMENTS = Path(__file__).with_name("judgments.json")
-"""By the key of a group of changes: `{"judgment": "intended", "reason": "..."}`. People edit it."""
+"""By the key of a group of changes: `{"judgment": "intended", "reason": "..."}`. Edited by hand."""
 
 REPORTED = Path(__file__).with_name("reported_regressions.json")
 """Publicly reported regressions, written down before the first replay."""
@@ -47,9 +47,9 @@ class Judgment(StrEnum):
     INTENDED = auto()
     REGRESSION = auto()
     FIX = auto()
-    """A regression of an earlier release ends."""
+    """Fixes a regression of an earlier release."""
     FALSE_ALARM = auto()
-    """Nothing of the class changed: the comparison is wrong."""
+    """The class did not change, so the comparison is wrong."""
     UNJUDGED = auto()
 
 
@@ -58,12 +58,12 @@ class Reported:
     """A publicly reported regression.
 
     Args:
-        thread: where it is reported.
-        introduced: the first release that has it.
-        fixed: the release that fixes it; None if none does.
-        architectures: classes that have it.
-        file: the file of transformers behind it.
-        visible: whether it can be seen without a GPU.
+        thread: The report.
+        introduced: The first release that has it.
+        fixed: The release that fixes it. None if it is not fixed.
+        architectures: Affected classes.
+        file: The transformers file that causes it.
+        visible: Whether it is visible without a GPU.
     """
 
     thread: str
@@ -87,11 +87,11 @@ class Reported:
         )
 
     def releases(self, replayed: Sequence[Version]) -> list[Version]:
-        """The replayed releases in which it comes or goes; the first one has nothing before it."""
+        """Return the replayed releases in which it starts or ends. The first release has no predecessor."""
         return [version for version in replayed[1:] if version in (self.introduced, self.fixed)]
 
     def is_found(self, groups: Iterable[ChangeGroup], replayed: Sequence[Version]) -> bool:
-        """Whether some class of it changed in a release in which it comes or goes, with its file behind it."""
+        """Return True if an affected class changed in such a release, with its file as the cause."""
         releases = {str(version) for version in self.releases(replayed)}
         module = "transformers." + self.file.removesuffix(".py").replace("/", ".")
         return any(
@@ -107,11 +107,11 @@ class Score:
     """How well a replay finds reported regressions.
 
     Args:
-        found: reported regressions that a change shows.
-        missed: those that none shows.
-        unseen: those that cannot show: they need a GPU, or come and go outside the replayed releases.
-        alarms: groups of changes.
-        false_alarms: groups that are judged as false alarms, or have no function behind them and no judgment.
+        found: Reported regressions that a change reveals.
+        missed: Reported regressions that no change reveals.
+        unseen: Regressions that cannot be visible: they need a GPU, or start and end outside of the replayed releases.
+        alarms: Groups of changes.
+        false_alarms: Groups judged as false alarms, and groups without a function and a judgment.
     """
 
     found: tuple[str, ...]
@@ -122,21 +122,21 @@ class Score:
 
     @property
     def recall(self) -> float | None:
-        """The share of regressions found, of those that can show; None if there is none."""
+        """The fraction of visible regressions that are found. None without any."""
         return len(self.found) / count if (count := len(self.found) + len(self.missed)) else None
 
     @property
     def false_alarm_rate(self) -> float | None:
-        """The share of false alarms; None without alarms."""
+        """The fraction of false alarms. None without alarms."""
         return self.false_alarms / self.alarms if self.alarms else None
 
 
 def releases(first: Version, last: Version) -> list[Version]:
-    """Final releases of transformers from one to another, in order; `5.24` means its newest patch release.
+    """Return final releases of transformers in a range, in order. `5.24` is its newest patch release.
 
     Raises:
-        ReleaseCheckError: there are fewer than two.
-        NoIndexError: the index does not respond.
+        ReleaseCheckError: There are fewer than two.
+        NoIndexError: The index does not respond.
     """
     found = [
         version
@@ -149,11 +149,11 @@ def releases(first: Version, last: Version) -> list[Version]:
 
 
 def record(version: Version, out: Path, names: Sequence[str], jobs: int) -> Path:
-    """Record the numbers of a release in a separate environment; returns the file.
+    """Record the numbers of a release in a separate environment. Returns the file.
 
     Raises:
         InstallError: pip cannot install the release.
-        ReleaseCheckError: the run fails.
+        ReleaseCheckError: The run fails.
     """
     file, log = out / f"{version}.jsonl", out / f"{version}.log"
     environment = make_environment({"transformers": version}, ROOT)
@@ -163,29 +163,45 @@ def record(version: Version, out: Path, names: Sequence[str], jobs: int) -> Path
     return file
 
 
-def replay(versions: Sequence[Version], out: Path, names: Sequence[str], jobs: int) -> Iterator[list[ChangeGroup]]:
+def replay(
+    versions: Sequence[Version], out: Path, names: Sequence[str], jobs: int, *, recorded: bool = False
+) -> Iterator[list[ChangeGroup]]:
     """Record every release, and yield the changes of each but the first. A release that cannot be recorded is left out.
+
+    A class that a release has no records of is compared with the last release that has some.
 
     Args:
         versions: releases in order.
         out: folder for records.
         names: architectures.
         jobs: processes at once.
+        recorded: record nothing, and use the files in `out`.
     """
-    before = None
+    latest: dict[str, tuple[Version, list[SectionRecord]]] = {}
     for version in versions:
         stderr.print(f"transformers {version}")
         try:
-            file = record(version, out, names, jobs)
+            file = out / f"{version}.jsonl" if recorded else record(version, out, names, jobs)
         except ReleaseCheckError as error:
             stderr.print(str(error), style="red", markup=False, soft_wrap=True)
             continue
-        if before is not None:
-            old, new = (sources_of("transformers", found, wheels_folder()) for found in (before[0], version))
-            # A class that appears is not a change of a class.
-            changes = [change for change in compare(*map(read_records, (before[1], file))) if change.kind != Kind.CLASS]
-            yield groups_of(changes, UpstreamDifference(old, new), str(version))
-        before = version, file
+        of_class: dict[str, list[SectionRecord]] = defaultdict(list)
+        for found in read_records(file) if file.is_file() else ():
+            of_class[found.architecture].append(found)
+        new = sources_of("transformers", version, wheels_folder())
+        groups: list[ChangeGroup] = []
+        for earlier in sorted({latest[name][0] for name in of_class if name in latest}):
+            changes = [
+                change
+                for name, records in of_class.items()
+                if name in latest and latest[name][0] == earlier
+                for change in compare(latest[name][1], records)
+                if change.kind != Kind.CLASS  # a class that appears is not a change of a class
+            ]
+            old = sources_of("transformers", earlier, wheels_folder())
+            groups += groups_of(changes, UpstreamDifference(old, new), str(version))
+        yield groups
+        latest |= {name: (version, records) for name, records in of_class.items()}
 
 
 def score(
@@ -277,6 +293,9 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Release. Repeatable. Default: all in between.")] = None,
     name: Annotated[list[str] | None, typer.Option(help="Architecture. Repeatable. Default: all.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once. Default: one per core.")] = os.cpu_count() or 1,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Record nothing: write the page from the records in --out.")
+    ] = False,
     to_page: Annotated[Path, typer.Option("--page", help="Page to write.")] = PAGE,
 ) -> None:
     """Record the numbers of every release of transformers, and write a page of every change."""
@@ -284,7 +303,8 @@ def main(
     if only:
         versions = [version for version in versions if str(version) in only]
     out.mkdir(parents=True, exist_ok=True)
-    groups = [group for found in replay(versions, out.resolve(), name or recorded_names(), jobs) for group in found]
+    found = replay(versions, out.resolve(), name or recorded_names(), jobs, recorded=recorded)
+    groups = [group for of_release in found for group in of_release]
     judgments = _read(JUDGMENTS) or {}
     reported = [Reported.from_json(values) for values in _read(REPORTED) or []]
     result = score(groups, reported, judgments, versions)

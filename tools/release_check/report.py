@@ -19,7 +19,7 @@ TITLES = {
     Kind.EXCEPTION: "{detail} in {subject}",
     Kind.DIFFERENCE: "{subject}: results differ ({detail})",
     Kind.CHANGED_NUMBERS: "{subject}: {detail} changed upstream",
-    Kind.EXPIRED_QUIRK: "quirk {subject} is not as the catalogue says",
+    Kind.EXPIRED_QUIRK: "quirk {subject} is not as the catalog says",
     Kind.CONFLICT: "packages do not go together: {subject} ({detail})",
     Kind.NOT_ONBOARDED: "new model {subject} cannot be onboarded ({detail})",
     Kind.NOT_SERVED: "model type {subject} does not load ({detail})",
@@ -30,12 +30,12 @@ MOST_FINDINGS, MOST_DIFFS = 12, 4
 
 
 def title(cause: Cause) -> str:
-    """A cause in a line."""
+    """Return a one-line title of a cause."""
     return TITLES[cause.kind].format(subject=cause.subject, detail=cause.detail)
 
 
 def write_report(report: Report, out: Path) -> Path:
-    """Write `report.md` and `report.json` to a folder; returns the path of the former."""
+    """Write `report.md` and `report.json` to a folder. Returns the path of the former."""
     (out / "report.json").write_text(json.dumps(report.to_json(), indent=1) + "\n")
     path = out / "report.md"
     path.write_text(markdown(report))
@@ -43,7 +43,7 @@ def write_report(report: Report, out: Path) -> Path:
 
 
 def markdown(report: Report) -> str:
-    """The report as a page."""
+    """Format the report as a page."""
     lines = ["# Release check", "", "| package | tested | judged |", "|---|---|---|"]
     for name, version in report.versions.items():
         note = " (names only: its wheel is large)" if name in report.names_only else ""
@@ -58,7 +58,7 @@ def markdown(report: Report) -> str:
 
 
 def cause_markdown(cause: Cause, diffs: dict[str, str]) -> str:
-    """What is known of a cause: affected classes, findings, and upstream's change."""
+    """Format a cause: affected classes, findings, and upstream's change."""
     lines = [f"Cause `{cause.id}`, found by: {', '.join(cause.phases)}."]
     if cause.architectures:
         lines += ["", f"Architectures ({len(cause.architectures)}): {', '.join(cause.architectures)}."]
@@ -75,7 +75,7 @@ def cause_markdown(cause: Cause, diffs: dict[str, str]) -> str:
 
 
 def table(report: Report) -> Table:
-    """The causes, for the terminal."""
+    """Format the causes for the terminal."""
     found = Table(title=f"{len(report.causes)} causes", title_justify="left")
     for column in ("id", "cause", "architectures", "findings", "phases", "upstream diff"):
         found.add_column(column, overflow="fold")

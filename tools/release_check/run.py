@@ -1,4 +1,4 @@
-"""Run a release check: resolve versions, make environments, run the phases, and group what they find."""
+"""Run a release check: resolve versions, create environments, run the phases, and group the findings."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from tools.release_check.phases import PHASES, Subject, wheels_folder
 from tools.release_check.upstream_code.sources import LARGEST_DOWNLOAD, function_diff, sources_of
 
 FOR_ENGINES = frozenset({Phase.SIGNATURES, Phase.SUITE})
-"""Phases that judge an engine's environment; the others judge what models are trained with."""
+"""Phases for an engine's environment. The other phases check the packages for training."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be judged.
+    """The options of a release check.
 
     Args:
         packages: `newest`, or `PACKAGE==VERSION`s.
-        checkout: the repository whose nrl_models is judged.
-        out: folder for outcomes and the report.
-        jobs: processes at once.
-        phases: the phases to run.
-        names: architectures; empty means all.
-        full_torch: install torch even if its wheel is large.
+        checkout: The repository whose nrl_models is checked.
+        out: Folder for outcomes and the report.
+        jobs: Number of parallel processes.
+        phases: The phases to run.
+        names: Architectures. If empty, all.
+        full_torch: Install torch even if its wheel is large.
     """
 
     packages: tuple[str, ...]
@@ -61,13 +61,13 @@ class Report:
     """The result of a release check.
 
     Args:
-        versions: versions under test by package.
-        tested: versions that the checkout's constraints pin.
-        names_only: packages of which only the names were looked up.
-        causes: what was found.
-        diffs: by function the unified diff between the tested version and the one under test.
-        errors: what could not be judged, in a line each.
-        phases: phases that ran, by environment.
+        versions: Versions under test by package.
+        tested: Versions that the checkout's constraints pin.
+        names_only: Packages of which only the names were looked up.
+        causes: The causes found.
+        diffs: By function, the unified diff between the tested version and the one under test.
+        errors: Checks that could not run, a line each.
+        phases: Phases that ran, by environment.
     """
 
     versions: Mapping[str, Version]
@@ -80,11 +80,11 @@ class Report:
 
     @property
     def status(self) -> int:
-        """The exit status: 1 if something was found, else 2 if something could not be judged, else 0."""
+        """The exit status: 1 with findings, else 2 if a check could not run, else 0."""
         return 1 if self.causes else 2 if self.errors else 0
 
     def to_json(self) -> dict[str, object]:
-        """The report, for `report.json`."""
+        """Return the content of `report.json`."""
         return {
             "versions": {name: str(version) for name, version in self.versions.items()},
             "tested": {name: str(version) for name, version in self.tested.items()},
@@ -97,14 +97,14 @@ class Report:
 
 
 def release_check(request: Request, tell: Tell) -> Report:
-    """Judge releases.
+    """Check releases.
 
     Args:
-        request: what is to be judged.
-        tell: called with a line about what runs.
+        request: The options.
+        tell: Called with a progress message.
 
     Raises:
-        ReleaseCheckError: the arguments are wrong, or no package can be judged.
+        ReleaseCheckError: The arguments are wrong, or no package can be checked.
     """
     if not (request.checkout / "nrl_models" / "__init__.py").is_file():
         raise ReleaseCheckError(f"{request.checkout}: expected a checkout of nrl_models")
@@ -146,11 +146,11 @@ def release_check(request: Request, tell: Tell) -> Report:
 def resolve(
     arguments: Iterable[str], tested: Mapping[str, Version], tell: Tell
 ) -> tuple[dict[str, Version], list[str]]:
-    """Versions to judge, and a line for each package without one.
+    """Return the versions to check, and a line for each package without one.
 
     Raises:
-        NoIndexError: the index does not respond.
-        ReleaseCheckError: an argument is wrong.
+        NoIndexError: The index does not respond.
+        ReleaseCheckError: An argument is wrong.
     """
     arguments = tuple(arguments)
     errors: list[str] = []
@@ -179,7 +179,7 @@ def resolve(
 
 
 def _too_large(versions: Mapping[str, Version], tested: Mapping[str, Version]) -> tuple[str, ...]:
-    """Packages under test that are not installed: torch, where the index has no CPU build of it."""
+    """Return packages under test that are not installed: torch, if the index has no CPU build of it."""
     wanted = versions.get("torch")
     is_installed = wanted is not None and _installed("torch") == wanted.public
     is_large = wanted is not None and index.wheel("torch", wanted).size > LARGEST_DOWNLOAD
@@ -200,10 +200,10 @@ def _subject(
     large: tuple[str, ...],
     tested: Mapping[str, Version],
 ) -> tuple[Subject, list[Finding]]:
-    """The environment for packages; packages that cannot be installed with the first are left out, as findings.
+    """Create the environment for packages. Packages that cannot be installed with the first become findings.
 
     Raises:
-        InstallError: not even the first can be installed.
+        InstallError: The first package cannot be installed.
     """
     wanted = {name: found for name, found in versions.items() if name not in large}
     conflicts: list[Finding] = []
@@ -237,7 +237,7 @@ def _conflict(name: str, wanted: Version, message: str) -> Finding:
 
 
 def _fingerprint(versions: Mapping[str, Version], checkout: Path) -> str:
-    """A hash of everything that decides outcomes, so that a run resumes only from outcomes of the same."""
+    """Return a hash of everything that influences outcomes, so that a run resumes only from equal ones."""
     folders = (checkout / name for name in ("nrl_models", "tests"))
     sources = source_digest(*(folder for folder in folders if folder.is_dir()))
     content = json.dumps([sorted((name, str(found)) for name, found in versions.items()), sources])
@@ -245,7 +245,7 @@ def _fingerprint(versions: Mapping[str, Version], checkout: Path) -> str:
 
 
 def diffs_of(causes: Iterable[Cause], versions: Mapping[str, Version], tested: Mapping[str, Version]) -> dict[str, str]:
-    """Unified diffs of the functions that causes involve, by `module:qualname`; unchanged ones are left out."""
+    """Return unified diffs of the functions that causes involve, by `module:qualname`, without unchanged ones."""
     diffs: dict[str, str] = {}
     for function in dict.fromkeys(name for cause in causes for name in cause.functions):
         module, _, qualname = function.partition(":")
@@ -260,7 +260,7 @@ def diffs_of(causes: Iterable[Cause], versions: Mapping[str, Version], tested: M
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit of a checkout; empty if git cannot tell."""
+    """Return the commit of a checkout. Empty if git cannot determine it."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
     return done.stdout.strip()

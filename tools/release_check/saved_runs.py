@@ -1,4 +1,4 @@
-"""Run every part of every subject in worker processes, and save outcomes as they come, so that a run resumes."""
+"""Run every part of every subject in worker processes, and save outcomes immediately, so that a run resumes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ T = TypeVar("T", bound=SavedOutcome)
 
 @dataclass(frozen=True)
 class SavedRun(Generic[T]):
-    """How subjects run, and what is saved of them.
+    """Runs subjects in workers, and saves their outcomes.
 
     Args:
-        run: yields an outcome for every part of a subject, in a worker process.
-        parts: the parts of every subject.
-        part_field: the name of the part in a line of JSON.
-        from_json: reads an outcome.
-        lost: the outcome of a part that did not come because the process crashed or took too long.
+        run: Yields an outcome for every part of a subject, in a worker process.
+        parts: The parts of every subject.
+        part_field: The field name of the part in a line of JSON.
+        from_json: Reads an outcome.
+        lost: Creates the outcome of a part that is missing because the process crashed or timed out.
     """
 
     run: Run
@@ -52,14 +52,15 @@ class SavedRun(Generic[T]):
     def outcomes(
         self, path: Path, names: Sequence[str], versions: Mapping[str, str], *, jobs: int, timeout: float
     ) -> Iterator[T]:
-        """Yield the outcomes of every subject: those in the file, then new ones, which are added to it.
+        """Yield the outcomes of every subject: existing ones of the file, then new ones, which are appended.
 
         Args:
-            path: the file of outcomes.
-            names: subjects.
-            versions: versions of the packages that decide the outcomes; saved outcomes of other versions are not used.
-            jobs: worker processes.
-            timeout: seconds for one subject.
+            path: The file of outcomes.
+            names: Subjects.
+            versions: Versions of the packages that influence the outcomes. Saved outcomes of other versions are
+                ignored.
+            jobs: Number of worker processes.
+            timeout: Timeout of one subject in seconds.
         """
         file = OutcomeFile(path, ("architecture", self.part_field))
         done: dict[str, list[T]] = {}
@@ -77,7 +78,7 @@ class SavedRun(Generic[T]):
             file.add(values)
             return self.from_json(values)
 
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the workers
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the workers
         for event in run_subjects(self.run, list(left), jobs=jobs, timeout=timeout):
             if isinstance(event, Result):
                 yield keep(event.value)

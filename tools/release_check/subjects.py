@@ -1,4 +1,4 @@
-"""Print what a checkout's release check runs on, as JSON: the family of each architecture, and the quick suite."""
+"""Print the subjects of a checkout's release check as JSON: the family of each architecture, and the quick suite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nrl_models import registry
 
 
 def subjects() -> dict[str, Any]:
-    """`{"families": {architecture: family}, "quick": [architecture of each pattern]}`."""
+    """Return `{"families": {architecture: family}, "quick": [architecture of each pattern]}`."""
     families = {name: family for family, names in registry.FAMILIES.items() for name in names}
     patterns = import_module("tests.patterns").ONE_OF_EACH_PATTERN
     return {"families": families, "quick": [registry.FAMILIES[family][0] for family in patterns]}

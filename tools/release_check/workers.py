@@ -1,8 +1,7 @@
-"""Run subjects in worker processes: a crash or a hang loses one subject, not the run.
+"""Run subjects in worker processes, so that a crash or a hang loses one subject and not the run.
 
-`concurrent.futures` breaks its whole pool when a worker dies. Here a dead worker is replaced, and its subject is
-reported as crashed; a subject that takes too long is reported as timed out. Results of a subject that came before are
-kept.
+`concurrent.futures` breaks its complete pool when a worker dies. This module replaces a dead worker, and reports its
+subject as crashed. A subject that takes too long is reported as timed out. Earlier results of the subject are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ POLL_SECONDS = 1.0
 
 
 class Ending(StrEnum):
-    """How a subject ended."""
+    """The way a subject ended."""
 
     FINISHED = auto()
     CRASHED = auto()
@@ -40,10 +39,10 @@ class End:
     """The end of a subject.
 
     Attributes:
-        subject: the subject.
-        ending: how it ended.
-        detail: exit code of the process or the seconds that it was given; empty if it finished.
-        seconds: wall time.
+        subject: The subject.
+        ending: The way it ended.
+        detail: Exit code of the process, or the timeout in seconds. Empty if it finished.
+        seconds: Wall-clock time.
     """
 
     subject: str
@@ -57,7 +56,7 @@ Run = Callable[[str], Iterable[Any]]
 
 
 class _Worker:
-    """A worker process, and the subject that it runs at present."""
+    """A worker process with its current subject."""
 
     def __init__(self, run: Run) -> None:
         context = multiprocessing.get_context("spawn")
@@ -86,13 +85,13 @@ class _Worker:
 
 
 def run_subjects(run: Run, subjects: Iterable[str], *, jobs: int, timeout: float) -> Iterator[Result | End]:
-    """Run every subject, `jobs` at once, and yield results as they come.
+    """Run every subject, with `jobs` in parallel, and yield results immediately.
 
     Args:
-        run: yields a subject's results, in a worker.
-        subjects: the subjects, started in this order.
-        jobs: number of worker processes.
-        timeout: seconds for one subject, the start of its process included.
+        run: Yields a subject's results, in a worker.
+        subjects: The subjects, started in this order.
+        jobs: Number of worker processes.
+        timeout: Timeout of one subject in seconds, including the start of its process.
     """
     waiting = deque(subjects)
     workers: list[_Worker] = []

@@ -1,7 +1,7 @@
-"""The tiny checkpoints and inputs on which `numbers` runs, as fixtures that no version of transformers influences.
+"""Tiny checkpoints and inputs for `numbers`, as fixtures that do not depend on the transformers version.
 
-A fixture holds a configuration with every value written out, the names and shapes of the checkpoint's tensors, and the
-inputs. Values of tensors follow from their names and shapes; so they are the same in every version.
+A fixture contains a configuration with every value, the names and shapes of the checkpoint's tensors, and the inputs.
+Tensor values are derived from names and shapes, so they are the same in every version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 FOLDER = Path(__file__).resolve().parents[3] / "tests" / "fixtures" / "upstream_numbers"
-"""Where the fixtures are."""
+"""The folder of the fixtures."""
 
 LITERAL_LIMIT = 4096
 """Integer tensors of up to this many elements are stored literally."""
@@ -32,12 +32,12 @@ class NumberCase:
     """A fixture.
 
     Attributes:
-        architecture: name of transformers' class.
-        module: the module that defines it in the version that the fixture was made with.
-        config: every value of the tiny configuration.
-        tensors: of the checkpoint, by the name in its file; see `filled`.
-        inputs: by kind (`text`, `media`) and argument; see `filled`.
-        generates: whether the class has `generate`.
+        architecture: Name of transformers' class.
+        module: The module that defined it in the version that the fixture was created with.
+        config: Every value of the tiny configuration.
+        tensors: Tensors of the checkpoint by name, see `filled`.
+        inputs: Inputs by kind (`text`, `media`) and argument, see `filled`.
+        generates: Whether the class has `generate`.
     """
 
     architecture: str
@@ -48,7 +48,7 @@ class NumberCase:
     generates: bool
 
     def model_class(self) -> type[PreTrainedModel] | None:
-        """transformers' class in the installed version; None if it lacks it."""
+        """Return transformers' class in the installed version. None if it does not exist."""
         found = getattr(transformers, self.architecture, None)
         if found is None:
             try:
@@ -58,15 +58,15 @@ class NumberCase:
         return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
     def config_values(self) -> dict[str, Any]:
-        """The configuration's values, new at each call. In JSON, transformers writes infinity as a dict."""
+        """Return a new copy of the configuration's values. transformers writes infinity as a dict in JSON."""
         return json.loads(json.dumps(self.config), object_hook=_number_or_dict)
 
     def checkpoint(self) -> dict[str, torch.Tensor]:
-        """The tensors of the checkpoint's file."""
+        """Return the tensors of the checkpoint's file."""
         return {name: filled(name, stated) for name, stated in self.tensors.items()}
 
     def input_tensors(self, kind: str) -> dict[str, torch.Tensor] | None:
-        """Keyword arguments of a forward; None if the class has no inputs of this kind."""
+        """Return keyword arguments of a forward. None if the class has no inputs of this kind."""
         stated = self.inputs.get(kind)
         return None if stated is None else {name: filled(name, value) for name, value in stated.items()}
 
@@ -83,24 +83,24 @@ class NumberCase:
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the safetensors files of a directory."""
+    """Read every tensor in the safetensors files of a folder."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def case_names(folder: Path = FOLDER) -> list[str]:
-    """The architectures that have a fixture."""
+    """Return the architectures that have a fixture."""
     return sorted(path.stem for path in folder.glob("*.json"))
 
 
 def stated(tensor: torch.Tensor, *, literally: bool = False) -> dict[str, Any]:
-    """What a fixture states of a tensor; `filled` makes a tensor from it.
+    """Describe a tensor for a fixture. `filled` creates a tensor from the description.
 
-    Integers are literal or, in large tensors, counted; a constant is stated once. Of floating-point numbers shape, mean
-    and standard deviation are kept.
+    Integers are literal, or counted in large tensors. A constant is stored once. For floating-point tensors, shape,
+    mean and standard deviation are stored.
 
     Args:
-        tensor: the tensor.
-        literally: whether floating-point numbers are literal also, rounded to three digits.
+        tensor: The tensor.
+        literally: Whether to also store floating-point numbers literally, rounded to three digits.
     """
     shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if tensor.is_floating_point() and literally:
@@ -117,7 +117,7 @@ def stated(tensor: torch.Tensor, *, literally: bool = False) -> dict[str, Any]:
 
 
 def filled(name: str, stated: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor that a fixture states: literal, counted, or random numbers that follow from name and shape."""
+    """Create a tensor from its description: literal, counted, or random numbers derived from name and shape."""
     shape = stated["shape"]
     dtype: torch.dtype = getattr(torch, stated.get("dtype", "float32"))
     if "values" in stated:
@@ -132,7 +132,7 @@ def filled(name: str, stated: Mapping[str, Any]) -> torch.Tensor:
 
 
 def with_every_value(config: Any) -> dict[str, Any]:
-    """A configuration's values as JSON, without those that name a version or a path."""
+    """Return a configuration's values as JSON, without versions and paths."""
     values = json.loads(config.to_json_string(use_diff=False))
     return dict(_without_versions(values))
 

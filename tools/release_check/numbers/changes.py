@@ -1,4 +1,4 @@
-"""Changes of transformers' results between two versions, with the functions of transformers that may be behind them."""
+"""Changes of transformers' results between two versions, with the transformers functions that may cause them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARED: dict[Fact, tuple[str, ...]] = {
     Fact.GRADIENTS: ("loss.loss_utils", "modeling_layers"),
     Fact.FIELDS: ("modeling_outputs", "utils.generic"),
 }
-"""Modules that decide a kind of fact and that a model's module need not import from."""
+"""Modules that influence a kind of fact although a model's module may not import from them."""
 
 EVERY_MODEL = "transformers.models."
 
@@ -36,8 +36,8 @@ class UpstreamDifference:
     """The functions that differ between two versions of transformers.
 
     Args:
-        before: sources of the earlier version.
-        after: sources of the later version.
+        before: Sources of the earlier version.
+        after: Sources of the later version.
     """
 
     before: Sources
@@ -46,11 +46,11 @@ class UpstreamDifference:
     _used: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     def functions(self, architecture: str, fact: Fact) -> tuple[str, ...]:
-        """Functions that a class uses and that differ, as `module:qualname`; its model's functions come first.
+        """Return functions that a class uses and that differ, as `module:qualname`. Its model's functions come first.
 
         Args:
-            architecture: name of the class.
-            fact: kind of fact that changed.
+            architecture: Name of the class.
+            fact: Kind of fact that changed.
         """
         if architecture not in self._used:
             self._used[architecture] = tuple(self._used_functions(architecture))
@@ -60,7 +60,7 @@ class UpstreamDifference:
         return tuple(dict.fromkeys(found))
 
     def _used_functions(self, architecture: str) -> list[str]:
-        """Functions that differ, of a class's own modules and of those that they import names from."""
+        """Return differing functions in a class's own modules and in modules that these import names from."""
         own = self._modules_of(architecture)
         found = [f"{module}:{name}" for module in own for name in self._changes(module)]
         for module, names in self._imports(own).items():
@@ -74,7 +74,7 @@ class UpstreamDifference:
         return self._changed[module]
 
     def _modules_of(self, architecture: str) -> list[str]:
-        """The modules of a class's model, and those of other models that they import from."""
+        """Return the modules of a class's model, and modules of other models that they import from."""
         if architecture in library_cases.CASES:
             return list(library_cases.CASES[architecture].modules)
         start = NumberCase.from_file(architecture).module
@@ -88,7 +88,7 @@ class UpstreamDifference:
         return found
 
     def _imports(self, modules: Iterable[str]) -> dict[str, set[str]]:
-        """Names that modules import from the rest of transformers, by module."""
+        """Return the names that modules import from the rest of transformers, by module."""
         names: dict[str, set[str]] = defaultdict(set)
         for module in modules:
             tree = self.after.parsed(module)
@@ -102,14 +102,14 @@ class UpstreamDifference:
 
 @dataclass(frozen=True)
 class ChangeGroup:
-    """Changes of one kind that have the same function behind them, or that are the same in several models.
+    """Changes of one kind with the same cause, or the same change in several models.
 
     Args:
-        version: the later version.
-        fact: kind of the facts that changed.
-        functions: functions that differ and that all of the changes' classes use, or else that some of them use.
-        changes: the changes.
-        name: key of the fact, if the same change appears in several models; empty otherwise.
+        version: The later version.
+        fact: Kind of the facts that changed.
+        functions: Differing functions that all of the changes' classes use, or otherwise that some of them use.
+        changes: The changes.
+        name: Key of the fact if the same change occurs in several models. Otherwise empty.
     """
 
     version: str
@@ -120,14 +120,14 @@ class ChangeGroup:
 
     @property
     def key(self) -> str:
-        """A stable name, by which judgments refer to it."""
+        """A stable name that judgments refer to."""
         if self.name:
             return f"{self.version} {self.fact} {self.name}"
         return f"{self.version} {self.fact} {self.functions[0] if self.functions else 'no function'}"
 
     @cached_property
     def architectures(self) -> tuple[str, ...]:
-        """Classes that changed."""
+        """The classes that changed."""
         return tuple(sorted({change.architecture for change in self.changes}))
 
     @property
@@ -143,7 +143,7 @@ def groups_of(changes: Iterable[Change], difference: UpstreamDifference, version
 
     def functions_of(change: Change) -> tuple[str, ...]:
         found = difference.functions(change.architecture, change.kind)
-        if change.architecture in loaded_otherwise:  # with weights that were not loaded, everything else differs
+        if change.architecture in loaded_otherwise:  # if weights were not loaded, everything else also differs
             found += difference.functions(change.architecture, Fact.LOADING)
         return tuple(dict.fromkeys(found))
 
@@ -172,7 +172,7 @@ def groups_of(changes: Iterable[Change], difference: UpstreamDifference, version
 
 
 class _Key:
-    """A change as a key; its values may be lists."""
+    """A change as a key. Its values may be lists."""
 
     def __init__(self, change: Change) -> None:
         self.change = change
@@ -180,5 +180,5 @@ class _Key:
 
 
 def _content(change: Change) -> tuple[Any, ...]:
-    """What changed, without the class: equal for the same change of several models."""
+    """Return the content of a change without its class, which is equal for the same change in several models."""
     return change.kind, change.section, change.key, repr(change.before), repr(change.after)

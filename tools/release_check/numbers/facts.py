@@ -1,4 +1,4 @@
-"""What `numbers` records of a class, and the changes between two records."""
+"""The records of `numbers` for a class, and the changes between two records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Section(StrEnum):
-    """What is run, in this order. An error in one section leaves the others."""
+    """The sections, in order of execution. An error in one section does not affect the others."""
 
     LOADING = auto()
     FILES = auto()
@@ -38,13 +38,15 @@ class Section(StrEnum):
     ASSISTED = auto()
     VIDEO = auto()
     OTHER_CLASS = auto()
+    NEW_FILES = auto()
+    DRAFTED = auto()
 
 
 class Kind(StrEnum):
-    """Kind of a fact, and of a change of it."""
+    """Kind of a fact or of a change."""
 
     CLASS = auto()
-    """The class is there or absent."""
+    """The class exists or does not."""
     ERROR = auto()
     """The section raises an error, or no longer does."""
     NAMES = auto()
@@ -68,7 +70,7 @@ class Kind(StrEnum):
     """Keys that the configuration writes to `config.json`."""
     CONFIG_DEFAULTS = auto()
     INITIALIZATION = auto()
-    """Values of new weights under a seed; they also change if random numbers are drawn in another order."""
+    """Values of new weights under a seed. They also change if random numbers are drawn in another order."""
     INITIALIZATION_SCALE = auto()
     """Mean and standard deviation of new weights."""
 
@@ -82,24 +84,24 @@ TOLERANCES: Mapping[Kind, float] = {
     Kind.GRADIENTS: 3e-4,
     Kind.INITIALIZATION_SCALE: 0.2,
 }
-"""By kind of numbers, the largest difference that rounding explains, relative to the largest number of the fact."""
+"""By kind of numbers, the largest difference due to rounding, relative to the largest number of the fact."""
 
 SMALLEST_SCALE = 1e-3
-"""Numbers that are all smaller are compared as if the largest were this."""
+"""If all numbers are smaller, differences are relative to this value."""
 
 
 @dataclass(frozen=True)
 class SectionRecord:
-    """What one section found for one class.
+    """The result of one section for one class.
 
     Args:
-        architecture: name of transformers' class.
-        section: what was run.
-        facts: what was found.
-        error_type: class name of the error that ended the section; empty if there was none.
-        message: the error in a line.
-        seconds: wall time.
-        versions: of the packages that decide the record.
+        architecture: Name of transformers' class.
+        section: The section.
+        facts: The facts.
+        error_type: Class name of the error that ended the section. Empty without an error.
+        message: The error on one line.
+        seconds: Wall-clock time.
+        versions: Versions of the packages that influence the record.
     """
 
     architecture: str
@@ -116,12 +118,12 @@ class SectionRecord:
         return self.section
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, for a line of JSON."""
+        """Return the fields for a line of JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SectionRecord:
-        """Read a line of JSON; raises `ValueError` or `TypeError` if it is not a record."""
+        """Read a line of JSON. Raises `ValueError` or `TypeError` if it is not a record."""
         facts = {Kind(kind): found for kind, found in values["facts"].items()}
         return cls(**{**values, "section": Section(values["section"]), "facts": facts})
 
@@ -131,13 +133,13 @@ class Change:
     """One change of a class between two records.
 
     Args:
-        architecture: name of transformers' class.
-        section: what was run.
-        kind: what changed.
-        key: which fact.
-        before: its earlier value; None if there was none.
-        after: its later value; None if there is none.
-        max_diff: of numbers, the largest difference relative to the largest number; None otherwise.
+        architecture: Name of transformers' class.
+        section: The section.
+        kind: Kind of the fact.
+        key: Key of the fact.
+        before: Its earlier value. None if there was none.
+        after: Its later value. None if there is none.
+        max_diff: For numbers, the largest difference relative to the largest number. Otherwise None.
     """
 
     architecture: str
@@ -154,11 +156,11 @@ class Change:
 
 
 def compare(before: Iterable[SectionRecord], after: Iterable[SectionRecord]) -> list[Change]:
-    """The changes from one record to another. Sections that only one of them has are left out.
+    """Return the changes between two records. Sections that only one of them has are skipped.
 
     Args:
-        before: of the earlier version.
-        after: of the later version, with the same fixtures.
+        before: Record of the earlier version.
+        after: Record of the later version, with the same fixtures.
     """
     earlier = {(record.architecture, record.section): record for record in before}
     changes: list[Change] = []
@@ -197,9 +199,9 @@ def _changes(before: SectionRecord, after: SectionRecord) -> list[Change]:
 
 
 def relative_difference(before: list[float | None], after: list[float | None]) -> float:
-    """The largest difference of two lists of numbers, relative to the largest number of the first.
+    """Return the largest difference of two lists of numbers, relative to the largest number of the first.
 
-    None stands for a number that is not finite. Infinite where lengths or the places of None differ.
+    None represents nonfinite numbers. Returns infinity if lengths or positions of None differ.
     """
     if len(before) != len(after) or [one is None for one in before] != [one is None for one in after]:
         return float("inf")
@@ -212,27 +214,28 @@ def relative_difference(before: list[float | None], after: list[float | None]) -
 
 ROWS = 64
 MASKED_ABOVE = 1e30
-"""Numbers of masks, such as the lowest of a dtype, next to which no other would count."""
+"""Larger numbers are masks, such as the lowest of a dtype. They are excluded because they would dominate the result."""
 
 
 def fingerprint(tensor: torch.Tensor) -> list[float | None]:
-    """At most 64 numbers that move if any element of the tensor does: projections of its rows on a fixed vector.
+    """Return at most 64 numbers that change if any element of the tensor does: projections of its rows on a fixed
+    vector.
 
     A projection of a row has the scale of its elements.
     """
     values = tensor.detach().double()
-    values = torch.where(values.abs() > MASKED_ABOVE, 0.0, values)  # NaNs stay
+    values = torch.where(values.abs() > MASKED_ABOVE, 0.0, values)  # keeps NaNs
     rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
     if len(rows) > ROWS:
         count = -(-len(rows) // ROWS)
         padded = torch.cat([rows, rows.new_zeros(count * ROWS - len(rows), rows.shape[1])])
         rows = padded.reshape(ROWS, -1)
-    # A vector by a formula, because random generators may change between versions of torch.
+    # A vector from a formula, because random generators may change between versions of torch.
     direction = torch.sin(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64) ** 2) * 2**0.5
     projections = (rows @ direction) / max(1, rows.shape[1]) ** 0.5
     return [number(value) for value in projections.tolist()]
 
 
 def number(value: float) -> float | None:
-    """A number rounded to seven digits; None if it is not finite."""
+    """Round a number to seven digits. None if it is not finite."""
     return float(f"{value:.7g}") if value == value and abs(value) != float("inf") else None

@@ -1,4 +1,4 @@
-"""What `numbers` records of the library itself: code outside transformers' models, under the name of a base class."""
+"""Records of `numbers` for the library itself: code outside of transformers' models, under the name of a base class."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SmallConfig(PreTrainedConfig):
 
 
 class SmallModel(PreTrainedModel):
-    """A class that transformers does not define: one linear, whose initialization draws random numbers each time."""
+    """A class that transformers does not define: one linear, whose initialization draws random numbers."""
 
     config_class = SmallConfig
     main_input_name = "inputs"
@@ -41,7 +41,7 @@ class SmallModel(PreTrainedModel):
             module.bias.data.normal_(std=0.5)
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> SequenceClassifierOutput:
-        """Outputs and their mean squared error; it takes no `num_items_in_batch`."""
+        """Return outputs and their mean squared error. Does not accept `num_items_in_batch`."""
         logits = self.linear(inputs)
         return SequenceClassifierOutput(
             loss=None if labels is None else (logits - labels).square().mean(), logits=logits
@@ -49,7 +49,7 @@ class SmallModel(PreTrainedModel):
 
 
 def _loaded() -> Facts:
-    """A class outside transformers, saved and loaded."""
+    """Save and load a class outside of transformers."""
     torch.manual_seed(0)
     model = SmallModel(SmallConfig())
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ def _loaded() -> Facts:
 
 
 def _trained() -> Facts:
-    """One step of Trainer over two accumulated batches."""
+    """Take one step of Trainer over two accumulated batches."""
     from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
@@ -99,8 +99,8 @@ class LibraryCase:
     """Sections under one name.
 
     Args:
-        modules: modules of transformers that they run.
-        sections: the sections.
+        modules: transformers modules that they run.
+        sections: The sections.
     """
 
     modules: tuple[str, ...]
@@ -116,5 +116,5 @@ CASES: Mapping[str, LibraryCase] = {
 
 
 def recorded_names() -> list[str]:
-    """Everything that `numbers` records: library cases, and architectures that have a fixture."""
+    """Return all names that `numbers` records: library cases, and architectures that have a fixture."""
     return [*CASES, *case_names()]

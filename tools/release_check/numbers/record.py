@@ -33,7 +33,7 @@ from tools.release_check.saved_runs import SavedRun
 from tools.release_check.workers import End
 
 TIMEOUT = 300.0
-"""Seconds for one architecture; they take 1 to 5 on a quiet machine."""
+"""Timeout of one architecture in seconds. One takes 1 to 5 on an idle machine."""
 
 OWN_SOURCES = (
     "numbers/record.py",
@@ -74,7 +74,7 @@ def _nothing() -> Facts:
 
 
 def _recorded(architecture: str, section: Section, run: Callable[[], Facts], folder: str = "") -> SectionRecord:
-    """Run a section. `folder` is left out of error messages."""
+    """Run a section. Removes `folder` from error messages."""
     started = time.monotonic()
     try:
         found = SectionRecord(architecture, section, run())
@@ -110,13 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def record_all(path: Path, names: list[str], *, jobs: int, timeout: float = TIMEOUT) -> Iterator[SectionRecord]:
-    """Yield a record for every section of every class: those in the file, then new ones, which are added to it.
+    """Yield a record for every section of every class: existing records of the file, then new ones, which are appended.
 
     Args:
-        path: the file of records.
-        names: architectures.
-        jobs: worker processes.
-        timeout: seconds for one architecture.
+        path: The file of records.
+        names: Architectures.
+        jobs: Number of worker processes.
+        timeout: Timeout of one architecture in seconds.
     """
     saved = SavedRun(record, list(Section), "section", SectionRecord.from_json, _lost)
     yield from saved.outcomes(path, names, recorded_versions(), jobs=jobs, timeout=timeout)
@@ -127,7 +127,7 @@ def _lost(architecture: str, section: StrEnum, end: End) -> SectionRecord:
 
 
 def recorded_versions() -> dict[str, str]:
-    """Versions of the packages that decide the records, and a hash of this module."""
+    """Return the versions of the packages that influence the records, and a hash of this module."""
     here = Path(__file__).parents[1]
     return versions_of("torch", "transformers") | {"numbers": source_digest(*(here / name for name in OWN_SOURCES))}
 

@@ -24,21 +24,21 @@ class Recorded:
     """One class, loaded from its fixture.
 
     Args:
-        case: the fixture.
+        case: The fixture.
         model_class: transformers' class.
-        folder: an empty folder for checkpoints.
+        folder: An empty folder for checkpoints.
     """
 
     def __init__(self, case: NumberCase, model_class: type[PreTrainedModel], folder: Path) -> None:
         self.case, self.model_class, self.folder = case, model_class, folder
 
     def config(self) -> Any:
-        """The tiny configuration, new at each call."""
+        """Return a new copy of the tiny configuration."""
         assert self.model_class.config_class is not None
         return self.model_class.config_class.from_dict(self.case.config_values())
 
     def write_checkpoint(self, name: str, dtype: torch.dtype) -> Path:
-        """The fixture as a checkpoint in a dtype."""
+        """Save the fixture as a checkpoint in a dtype."""
         path = self.folder / name
         if not path.exists():
             config = self.config()
@@ -52,9 +52,9 @@ class Recorded:
         return path
 
     def load(self, dtype: torch.dtype | str, stored: torch.dtype, **options: Any) -> Any:
-        """The class with the checkpoint that is stored in one dtype, loaded in another (or `auto`)."""
+        """Load the class in a dtype (or `auto`) from the checkpoint stored in another dtype."""
         path = self.write_checkpoint(str(stored).removeprefix("torch."), stored)
-        torch.manual_seed(0)  # of weights that the file lacks
+        torch.manual_seed(0)  # for weights missing in the file
         return self.model_class.from_pretrained(path, dtype=dtype, **options)
 
     @cached_property
@@ -64,27 +64,28 @@ class Recorded:
 
     @property
     def loading_info(self) -> dict[str, Any]:
-        """transformers' lists of missing, unexpected and mismatched names."""
+        """Return transformers' lists of missing, unexpected and mismatched names."""
         return self._model_and_info[1]
 
     def model(self, *, incomplete: bool = False) -> PreTrainedModel:
-        """The class in fp32 with eager attention, a new copy, because some keep state of their last forward.
+        """Load a new copy in fp32 with eager attention. Not cached, because some models keep state of their last
+        forward.
 
         Args:
-            incomplete: whether it may lack weights of the file. They are random, or memory that nothing was written to.
+            incomplete: Whether weights may be missing in the file. They are random or uninitialized.
 
         Raises:
-            NotApplicableError: it lacks some.
+            NotApplicableError: Weights are missing.
         """
         if not incomplete:
             require_complete(self.loading_info)
         return deepcopy(self._model_and_info[0])
 
     def inputs(self, kind: str, *, labels: bool = False) -> dict[str, torch.Tensor]:
-        """Inputs of a kind.
+        """Return inputs of a kind.
 
         Raises:
-            NotApplicableError: the fixture has none.
+            NotApplicableError: The fixture has none.
         """
         inputs = self.case.input_tensors(kind)
         if inputs is None:
@@ -92,22 +93,22 @@ class Recorded:
         return inputs if labels else {name: value for name, value in inputs.items() if name != "labels"}
 
     def any_inputs(self, *, labels: bool = False) -> dict[str, torch.Tensor]:
-        """Text, or with media where the class takes no text alone."""
+        """Return text inputs, or text with media if the class does not accept text only."""
         return self.inputs("text" if "text" in self.case.inputs else "media", labels=labels)
 
 
 def require_complete(loading_info: Mapping[str, Any]) -> None:
-    """Raise NotApplicableError if a load left weights of the file out."""
+    """Raise NotApplicableError if loading did not use all weights of the file."""
     if loading_info["missing_keys"]:
         raise NotApplicableError("weights were not loaded")
 
 
 @torch.no_grad()
 def forward(model: PreTrainedModel, inputs: Mapping[str, Any], use_cache: bool | None = False) -> Any:
-    """A forward without gradients. With `use_cache=None` the model decides."""
+    """Run a forward without gradients. With `use_cache=None` the model decides."""
     return model(**inputs, **({} if use_cache is None else {"use_cache": use_cache}))
 
 
 def parameters_of(model_class: type[PreTrainedModel]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a class's forward."""
+    """Return the parameter names of a class's forward."""
     return inspect.signature(model_class.forward).parameters

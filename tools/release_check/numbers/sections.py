@@ -1,4 +1,4 @@
-"""What `numbers` runs on each class. A section returns its facts, or raises `NotApplicableError`."""
+"""The sections that `numbers` runs on each class. A section returns its facts, or raises `NotApplicableError`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tools.release_check.numbers.variants import (
     assisted,
     bidirectional,
     cached_chunk,
+    drafted,
     masked,
     other_class,
     padded_alone,
@@ -57,7 +58,7 @@ def _files(recorded: Recorded) -> Facts:
     path = recorded.folder / "saved"
     recorded.model(incomplete=True).save_pretrained(path)
     tensors = stored_tensors(path)
-    # Weights that the load does not find are random, or memory that nothing was written to.
+    # Weights missing in the checkpoint are random or uninitialized.
     is_complete = not recorded.loading_info["missing_keys"]
     return {
         Kind.FILES: {
@@ -65,6 +66,13 @@ def _files(recorded: Recorded) -> Facts:
             for name, tensor in tensors.items()
         }
     }
+
+
+def _new_files(recorded: Recorded) -> Facts:
+    """Return names and shapes in the files of a model that was not loaded, so that no conversion is reversed."""
+    path = recorded.folder / "new"
+    recorded.model_class._from_config(recorded.config(), dtype=torch.float32).save_pretrained(path)
+    return {Kind.FILES: {name: f"{_shape(tensor)} {_dtype(tensor)}" for name, tensor in stored_tensors(path).items()}}
 
 
 def _dtypes_section(recorded: Recorded) -> Facts:
@@ -91,7 +99,7 @@ def _config(recorded: Recorded) -> Facts:
     assert recorded.model_class.config_class is not None
     try:
         default = recorded.model_class.config_class()
-    except Exception:  # some have no default
+    except Exception:  # some classes have no default
         return facts
     values = _flat(json.loads(default.to_json_string(use_diff=False)))
     facts[Kind.CONFIG_DEFAULTS] = {key: _short(value) for key, value in values.items()}
@@ -211,7 +219,7 @@ def _checkpointing(recorded: Recorded) -> Facts:
     if not model.supports_gradient_checkpointing:
         raise NotApplicableError("does not support it")
     model.gradient_checkpointing_enable()
-    for module in model.modules():  # not the whole model: some drop out in training, or ask for more inputs
+    for module in model.modules():  # not the complete model: some have dropout in training, or require more inputs
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
     return _backward(recorded, model)
@@ -269,6 +277,8 @@ SECTIONS: Mapping[Section, Callable[[Recorded], Facts]] = {
     Section.ASSISTED: assisted,
     Section.VIDEO: video,
     Section.OTHER_CLASS: other_class,
+    Section.NEW_FILES: _new_files,
+    Section.DRAFTED: drafted,
 }
 
 
@@ -281,7 +291,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _dtypes(label: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The most frequent dtype of a model's tensors, and the names of those that have another."""
+    """Return the most frequent dtype of a model's tensors, and the names of tensors with another dtype."""
     dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
     usual = Counter(dtypes.values()).most_common(1)[0][0]
     others = {f"{label}: {name}": dtype for name, dtype in dtypes.items() if dtype != usual}
@@ -296,7 +306,7 @@ def _hash(tensor: torch.Tensor) -> str:
 def _scale(tensor: torch.Tensor) -> list[float | None]:
     spread = float(tensor.double().std()) if tensor.numel() > 1 else 0.0
     mean = float(tensor.double().mean())
-    # Both relative to the larger one; the mean of few random numbers is a random number.
+    # Both are relative to the larger one, because the mean of few random numbers is random.
     return [number(round(mean, 1)), number(float(f"{spread:.2g}"))]
 
 

@@ -1,6 +1,6 @@
-"""Fixtures of `numbers` for classes that nrl_models does not register, in which regressions were reported.
+"""Fixtures of `numbers` for classes that nrl_models does not register, with reported regressions.
 
-Some checkpoints are of another class of the same model, or lack a tensor that the class ties to another.
+Some checkpoints belong to another class of the same model, or lack a tensor that the class ties to another one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from tools.release_check.numbers.cases import NumberCase, stated, stored_tensors, with_every_value
 
 _T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
@@ -27,12 +27,12 @@ class Unregistered:
     """A class and its checkpoint.
 
     Args:
-        config: arguments of its configuration class.
-        stored_by: class whose `save_pretrained` writes the checkpoint.
-        copies: tensors of the file that have the shape of another one, by name.
-        dropped: tensors that the file lacks.
-        published: values of `config.json` that the configuration class replaces.
-        inputs: token ids by argument, as `(batch, length)`; none if only loading is recorded.
+        config: Arguments of its configuration class.
+        stored_by: Class whose `save_pretrained` writes the checkpoint.
+        copies: Tensors of the file that have the shape of another one, by name.
+        dropped: Tensors missing in the file.
+        published: Values of `config.json` that the configuration class replaces.
+        inputs: Token ids by argument, as `(batch, length)`. Empty if only loading is recorded.
     """
 
     config: Mapping[str, Any]
@@ -109,13 +109,13 @@ CASES: Mapping[str, Unregistered] = {
 
 
 def make_case(architecture: str) -> NumberCase:
-    """The fixture of a class of `CASES`, from the installed transformers."""
+    """Create the fixture of a class of `CASES` with the installed transformers."""
     case = CASES[architecture]
     model_class, stored_by = (getattr(transformers, name) for name in (architecture, case.stored_by))
     config = model_class.config_class(**case.config)
     torch.manual_seed(0)
     model = stored_by(config)
-    randomise(model)
+    randomize(model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = stored_tensors(Path(folder))
@@ -127,6 +127,6 @@ def make_case(architecture: str) -> NumberCase:
     }
     text = {"text": inputs} if inputs else {}
     values = with_every_value(config) | dict(case.published)
-    if case.published:  # which decides it
+    if case.published:  # the published values decide
         values.pop("scale_decoder_outputs", None)
     return NumberCase(architecture, model_class.__module__, values, kept, text, generates=False)

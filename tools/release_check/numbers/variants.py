@@ -1,7 +1,7 @@
-"""Sections of `numbers` for inputs and configurations that the other sections leave out.
+"""Sections of `numbers` for inputs and configurations that the other sections do not cover.
 
-Each is for a kind of publicly reported regression: batches of one with padding, several tokens in a cached step, small
-windows, bidirectional attention, assisted generation, and checkpoints of another class of the same model.
+Each section covers a kind of publicly reported regression: batches of one with padding, several tokens in a cached
+step, small windows, bidirectional attention, assisted generation, and checkpoints of another class of the same model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.release_check.numbers.recorded import NotApplicableError, Recorded, f
 
 PADDING = 5
 WINDOW = 4
-"""Fewer tokens than an image has in the fixtures."""
+"""Fewer tokens than an image in the fixtures."""
 
 LOOKUP_TOKENS = 3
 NEW_TOKENS = 12
@@ -27,7 +27,7 @@ WINDOW_KEY, BIDIRECTIONAL_KEY = "sliding_window", "use_bidirectional_attention"
 
 
 def padded_alone(recorded: Recorded) -> Facts:
-    """A batch of one with padding on the left."""
+    """Run a batch of one with padding on the left."""
     inputs = recorded.inputs("text")
     if inputs.keys() != {"input_ids"}:
         raise NotApplicableError("takes more than tokens")
@@ -38,14 +38,14 @@ def padded_alone(recorded: Recorded) -> Facts:
 
 
 def masked(recorded: Recorded, inputs: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Facts:
-    """Logits with a mask, without those of masked tokens if there is one for each token."""
+    """Return logits with a mask, without masked tokens if there are logits per token."""
     logits = forward(recorded.model(), {**inputs, "attention_mask": mask}).logits
     per_token = logits.shape[:2] == mask.shape and logits.ndim == 3 and "decoder_input_ids" not in inputs
     return {Kind.NUMBERS: {"logits": fingerprint(logits[mask.bool()] if per_token else logits)}}
 
 
 def cached_chunk(recorded: Recorded) -> Facts:
-    """One step of several tokens with a cache."""
+    """Run one cached step of several tokens."""
     if not recorded.case.generates:
         raise NotApplicableError("does not generate")
     model = recorded.model()
@@ -57,7 +57,7 @@ def cached_chunk(recorded: Recorded) -> Facts:
 
 
 def small_window(recorded: Recorded) -> Facts:
-    """A sliding window of a few tokens, with every value of `use_bidirectional_attention`."""
+    """Use a sliding window of a few tokens, with every value of `use_bidirectional_attention`."""
     values = recorded.case.config_values()
     if not any(isinstance(value, int) and not isinstance(value, bool) for value in _found(values, WINDOW_KEY)):
         raise NotApplicableError("no window")
@@ -69,7 +69,7 @@ def small_window(recorded: Recorded) -> Facts:
 
 
 def bidirectional(recorded: Recorded) -> Facts:
-    """Every other value of `use_bidirectional_attention`."""
+    """Use every other value of `use_bidirectional_attention`."""
     variants = list(_bidirectional(recorded.case.config_values()))
     if not variants:
         raise NotApplicableError("no such key")
@@ -80,7 +80,7 @@ def bidirectional(recorded: Recorded) -> Facts:
 
 
 def assisted(recorded: Recorded) -> Facts:
-    """Greedy generation of several tokens a step, which are looked up in a prompt that repeats itself."""
+    """Generate greedily with prompt lookup, several tokens per step, on a repetitive prompt."""
     if not recorded.case.generates:
         raise NotApplicableError("does not generate")
     inputs = recorded.inputs("text")
@@ -101,8 +101,28 @@ def assisted(recorded: Recorded) -> Facts:
     return {Kind.TOKENS: facts}
 
 
+def drafted(recorded: Recorded) -> Facts:
+    """Generate greedily with a draft model of other weights, most of whose tokens are rejected."""
+    if not recorded.case.generates:
+        raise NotApplicableError("does not generate")
+    inputs = recorded.inputs("text")
+    if inputs.keys() != {"input_ids"}:
+        raise NotApplicableError("takes more than tokens")
+    model: Any = recorded.model()
+    torch.manual_seed(1)
+    draft = recorded.model_class._from_config(recorded.config(), dtype=torch.float32, attn_implementation="eager")
+    output = model.generate(
+        inputs["input_ids"][:1],
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        assistant_model=draft.eval(),
+    )
+    return {Kind.TOKENS: {"tokens": output[:, -NEW_TOKENS:].tolist()}}
+
+
 def video(recorded: Recorded) -> Facts:
-    """A video of two frames, which are the pixels of the fixture's two images."""
+    """Use a video of two frames, the fixture's two images."""
     image, config = recorded.inputs("media"), recorded.case.config_values()
     image_token, video_token = config.get("image_token_id"), config.get("video_token_id")
     wanted = {"pixel_values_videos", "video_grid_thw"}
@@ -127,7 +147,7 @@ def video(recorded: Recorded) -> Facts:
 
 
 def other_class(recorded: Recorded) -> Facts:
-    """Loading of the base model from a head's checkpoint, and of the head from the base model's."""
+    """Load the base model from a head's checkpoint, and the head from the base model's."""
     base_class: Any = transformers.MODEL_MAPPING.get(type(recorded.config()), None)
     if base_class is None or isinstance(base_class, tuple) or base_class is recorded.model_class:
         raise NotApplicableError("no base model")
@@ -147,7 +167,7 @@ def other_class(recorded: Recorded) -> Facts:
 
 
 def _logits(recorded: Recorded, values: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Logits of text and media under other values of the configuration."""
+    """Return logits of text and media with other configuration values."""
     assert recorded.model_class.config_class is not None
     config = recorded.model_class.config_class.from_dict(dict(values))
     options = {"config": config, "attn_implementation": "eager"}
@@ -159,7 +179,7 @@ def _logits(recorded: Recorded, values: Mapping[str, Any], label: str) -> dict[s
 
 
 def _bidirectional(values: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Values of the key that the configuration does not have, each with the configuration that has it."""
+    """Return other values of the key, each with a configuration that has it."""
     present = list(_found(values, BIDIRECTIONAL_KEY))
     if present:
         for value in (True,) if isinstance(present[0], bool) else ("all", "vision"):
@@ -168,7 +188,7 @@ def _bidirectional(values: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, A
 
 
 def _found(values: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """Values of a key in a configuration and in those inside it."""
+    """Return the values of a key in a configuration and its nested configurations."""
     for key, value in values.items():
         if key == name:
             yield value
@@ -177,7 +197,7 @@ def _found(values: Mapping[str, Any], name: str) -> Iterator[Any]:
 
 
 def _with(values: Mapping[str, Any], name: str, new: Any) -> dict[str, Any]:
-    """The configuration with another value of a key, in each part that has the key."""
+    """Return the configuration with another value of a key, in every part that has the key."""
     return {
         key: new if key == name else _with(value, name, new) if isinstance(value, dict) else value
         for key, value in values.items()

@@ -35,19 +35,19 @@ from tools.release_check.numbers.cases import (
 from tools.release_check.sweep.class_checks import quiet
 
 LENGTH = 24
-"""Tokens of a sequence: more than the tiny configurations' sliding windows."""
+"""Sequence length in tokens: longer than the sliding windows of tiny configurations."""
 
 CONFIG_VALUES: Mapping[str, Mapping[str, Any]] = {
-    # Keys that transformers 5.5 does not read: with other values, all numbers would differ from its numbers.
+    # Keys that transformers 5.5 does not read. With other values, all results would differ from its results.
     "GptOssForCausalLM": {"swiglu_limit": 7.0},
     "GptOssForSequenceClassification": {"swiglu_limit": 7.0},
     "GptOssForTokenClassification": {"swiglu_limit": 7.0},
     "BltForCausalLM": {"patcher_config": {"sliding_window": 512}},
-    # Keys of published configurations that the class reads and does not declare.
+    # Keys of published configurations that the class reads but does not declare.
     "Qwen2_5OmniThinkerForConditionalGeneration": {"vision_start_token_id": 490},
     "Qwen3OmniMoeThinkerForConditionalGeneration": {"vision_start_token_id": 490},
 }
-"""Values for tiny configurations that the general rules get wrong here."""
+"""Values for tiny configurations where the general rules fail."""
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Gemma4ForCausalLM": {"global_head_dim": 64, "per_layer_config": None},
@@ -58,12 +58,13 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     },
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "mtp_layers_block_type": None},
 }
-"""Values as published configurations have them, where a newer configuration class writes others that older releases do
-not read. None removes a key."""
+"""Values of published configurations, for newer configuration classes that write values older releases do not read.
+None removes a key.
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the fixtures; 1 if one cannot be made."""
+    """Write the fixtures. Returns 1 if one cannot be created."""
     parser = argparse.ArgumentParser(description="Write the tiny checkpoints and inputs on which numbers runs.")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="architectures; default: all without a fixture")
     parser.add_argument("--again", action="store_true", help="replace existing fixtures of --names")
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_case(architecture: str) -> NumberCase | None:
-    """The fixture of an architecture, from the installed transformers; None if transformers has no such class."""
+    """Create the fixture of an architecture with the installed transformers. None if transformers has no such class."""
     model_class: Any = registry.model_class(architecture)
     reference_class = model_class.reference_class()
     if not reference_class.__module__.startswith("transformers."):
@@ -120,18 +121,18 @@ def _as_published(values: dict[str, Any], published: Mapping[str, Any]) -> dict[
 
 
 def _inputs(case: FamilyCase, images: bool | None) -> dict[str, dict[str, Any]] | None:
-    """Inputs with labels, as a fixture states them; None where the class takes none of this kind."""
+    """Describe inputs with labels. None if the class does not accept this kind."""
     try:
         inputs = case.inputs(length=LENGTH, images=images, labels=True)
         with torch.no_grad():
             case.reference()(**inputs)
-    except Exception:  # images in an unknown form, or text without an image
+    except Exception:  # an unsupported image format, or text without an image
         return None
     values = {name: stated(value) for name, value in inputs.items()}
     try:
         with torch.no_grad():
             case.reference()(**{name: filled(name, value) for name, value in values.items()})
-    except Exception:  # some floating-point inputs hold positions
+    except Exception:  # some floating-point inputs contain positions
         return {name: stated(value, literally=True) for name, value in inputs.items()}
     return values
 

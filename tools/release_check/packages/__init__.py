@@ -1,1 +1,1 @@
-"""Packages that are judged: versions on the index, and environments with them."""
+"""The packages that are checked: versions on the index, and environments for them."""

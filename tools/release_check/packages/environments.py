@@ -1,8 +1,8 @@
-"""Environments with other versions of some packages, made cheaply on top of the one that runs the release check.
+"""Environments with other versions of some packages, on top of the environment that runs the release check.
 
-An environment is a virtual environment without pip that also sees the packages of the base environment. pip installs
-only what differs. Its folder is named after the requested versions and the base environment's packages, so an equal
-environment is reused.
+An environment is a virtual environment without pip that also contains the packages of the base environment. pip only
+installs differences. Its folder name is derived from the requested versions and the base environment's packages, so
+equal environments are reused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECONDS = 3600
 
 
 def cache_folder() -> Path:
-    """Where environments and wheels are stored: `$NRL_MODELS_RELEASE_CACHE`, or a folder in the user's cache."""
+    """Return the folder of environments and wheels: `$NRL_MODELS_RELEASE_CACHE`, or a folder in the user's cache."""
     if folder := os.environ.get("NRL_MODELS_RELEASE_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nrl_models" / "release_check"
@@ -43,8 +43,8 @@ class Environment:
     """An environment in which a checkout of nrl_models runs.
 
     Args:
-        folder: the virtual environment.
-        checkout: the repository whose nrl_models and tests are used.
+        folder: The virtual environment.
+        checkout: The repository whose nrl_models and tests are used.
     """
 
     folder: Path
@@ -52,22 +52,22 @@ class Environment:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """The path of its interpreter."""
         return self.folder / "bin" / "python"
 
     @property
     def packages(self) -> Path:
-        """Where pip installs packages that differ from the base environment's."""
+        """The folder into which pip installs packages that differ from the base environment."""
         return self.folder / sysconfig.get_path("purelib", vars={"base": "", "platbase": ""}).lstrip("/")
 
     @cached_property
     def versions(self) -> dict[str, Version]:
-        """Versions of all packages in it, by name in lower case."""
+        """Versions of all packages in it, by lowercase name."""
         text = self.output(["-m", "tools.release_check.packages.installed"])
         return {name: Version(version) for name, version in json.loads(text).items()}
 
     def variables(self) -> dict[str, str]:
-        """Environment variables with which the tools of this repository run on the checkout's nrl_models."""
+        """Environment variables to run the tools of this repository on the checkout's nrl_models."""
         stage = self.folder / "tools_of" / hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
         if not (stage / "tools").exists():  # only `tools`: the repository also has an nrl_models
             stage.mkdir(parents=True, exist_ok=True)
@@ -83,10 +83,10 @@ class Environment:
         }
 
     def run(self, arguments: Sequence[str], log: Path, *, timeout: float, cwd: Path | None = None) -> int:
-        """Run Python with arguments; what it prints is appended to `log`.
+        """Run Python with arguments, and append its output to `log`.
 
         Returns:
-            The exit status; -1 if it took longer than `timeout` seconds.
+            The exit status. -1 if it took longer than `timeout` seconds.
         """
         with log.open("a") as file:
             try:
@@ -103,10 +103,10 @@ class Environment:
                 return -1
 
     def output(self, arguments: Sequence[str]) -> str:
-        """What Python prints for arguments.
+        """Run Python with arguments, and return its output.
 
         Raises:
-            InstallError: it fails: the environment is broken.
+            InstallError: It fails, so the environment is broken.
         """
         command = [str(self.python), *arguments]
         done = subprocess.run(
@@ -120,12 +120,12 @@ class Environment:
 def make_environment(
     requirements: Mapping[str, Version], checkout: Path, *, pinned: Mapping[str, Version] | None = None
 ) -> Environment:
-    """An environment with versions of packages; an equal one that exists is reused.
+    """Create an environment with these package versions, or return an existing equal one.
 
     Args:
-        requirements: versions by package.
-        checkout: the repository whose nrl_models is used.
-        pinned: versions that pip must not change.
+        requirements: Versions by package.
+        checkout: The repository whose nrl_models is used.
+        pinned: Versions that pip must not change.
 
     Raises:
         InstallError: pip cannot install the packages.

@@ -27,9 +27,9 @@ class Wheel:
     """A wheel on the index that this interpreter can install.
 
     Args:
-        version: of the package.
-        url: where it is.
-        size: bytes; 0 if the index does not tell.
+        version: Version of the package.
+        url: Its URL.
+        size: Size in bytes. 0 if the index does not report it.
     """
 
     version: Version
@@ -38,17 +38,17 @@ class Wheel:
 
 
 def index_url() -> str:
-    """The index that pip uses; pip reads the same variable."""
+    """Return the index that pip uses, from the same environment variable."""
     return os.environ.get("PIP_INDEX_URL", DEFAULT_INDEX).rstrip("/")
 
 
 @cache
 def wheels(package: str) -> dict[Version, Wheel]:
-    """The wheels of every release that was not withdrawn, by version in ascending order.
+    """Return the wheels of every release that was not yanked, by version in ascending order.
 
     Raises:
-        NoIndexError: the index does not respond.
-        NoReleaseError: the index does not have the package.
+        NoIndexError: The index does not respond.
+        NoReleaseError: The index does not have the package.
     """
     url = f"{index_url()}/{package}/"
     try:
@@ -65,7 +65,7 @@ def wheels(package: str) -> dict[Version, Wheel]:
         try:
             _, version, _, tags = parse_wheel_filename(file["filename"])
         except (InvalidWheelFilename, ValueError):
-            continue  # a source distribution, or a name from before the rules
+            continue  # a source distribution, or a legacy file name
         rank = _rank(tags, ranks)
         if rank is None or file.get("yanked") or not _admits(file.get("requires-python")):
             continue
@@ -75,11 +75,11 @@ def wheels(package: str) -> dict[Version, Wheel]:
 
 
 def newest(package: str) -> Version:
-    """The newest final release that this interpreter can install.
+    """Return the newest final release that this interpreter can install.
 
     Raises:
-        NoIndexError: the index does not respond.
-        NoReleaseError: there is none.
+        NoIndexError: The index does not respond.
+        NoReleaseError: There is none.
     """
     final = [version for version in wheels(package) if not version.is_prerelease]
     if not final:
@@ -90,11 +90,11 @@ def newest(package: str) -> Version:
 
 
 def wheel(package: str, version: Version) -> Wheel:
-    """The wheel of a version.
+    """Return the wheel of a version.
 
     Raises:
-        NoIndexError: the index does not respond.
-        NoReleaseError: there is no such version, or no wheel of it for this interpreter.
+        NoIndexError: The index does not respond.
+        NoReleaseError: The version does not exist, or has no wheel for this interpreter.
     """
     known = wheels(package)
     if version not in known:
@@ -104,11 +104,11 @@ def wheel(package: str, version: Version) -> Wheel:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file on a server, read in parts: `zipfile` then fetches only the members that it opens.
+    """A remote file, read in parts: `zipfile` then fetches only the members that it opens.
 
     Args:
-        url: where it is.
-        size: bytes.
+        url: Its URL.
+        size: Its size in bytes.
     """
 
     BLOCK = 1 << 20
@@ -119,15 +119,15 @@ class RemoteFile(io.RawIOBase):
         self._blocks: dict[int, bytes] = {}
 
     def seekable(self) -> bool:
-        """Whether `seek` works: always."""
+        """Return True: `seek` is supported."""
         return True
 
     def readable(self) -> bool:
-        """Whether `read` works: always."""
+        """Return True: `read` is supported."""
         return True
 
     def tell(self) -> int:
-        """The position."""
+        """Return the position."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -137,10 +137,10 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes from the position on.
+        """Read up to `size` bytes from the position.
 
         Raises:
-            NoIndexError: the server does not respond.
+            NoIndexError: The server does not respond.
         """
         end = self._size if size < 0 else min(self._position + size, self._size)
         if self._position >= end:

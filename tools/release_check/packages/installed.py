@@ -1,4 +1,4 @@
-"""Print the versions of installed packages as JSON; the first of several on the path counts."""
+"""Print the versions of installed packages as JSON. If a package occurs twice on the path, the first one counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import distributions
 
 
 def installed() -> dict[str, str]:
-    """Versions by name in lower case."""
+    """Return versions by lowercase name."""
     found: dict[str, str] = {}
     for distribution in distributions():
         found.setdefault(distribution.name.lower().replace("_", "-"), distribution.version)

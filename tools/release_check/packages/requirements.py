@@ -1,4 +1,4 @@
-"""Check that installed packages go together: declared requirements, and calls in which one checks another's version.
+"""Check that installed packages are compatible: declared requirements, and calls that check another package's version.
 
 python -m tools.release_check.packages.requirements --out FILE.jsonl
 """
@@ -24,7 +24,7 @@ from tools.release_check.packages.tested_versions import PACKAGES
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write every finding to a file; 1 if there are some."""
+    """Write every finding to a file. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description="Check that installed packages go together.")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines file")
     options = parser.parse_args(arguments)
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def declared_conflicts() -> Iterator[Finding]:
-    """Findings about requirements of installed packages that other installed packages do not meet."""
+    """Find requirements of installed packages that other installed packages do not meet."""
     for name in installed():
         for line in requires(name) or ():
             requirement = Requirement(line)
@@ -57,7 +57,7 @@ def declared_conflicts() -> Iterator[Finding]:
 
 
 def failing_calls() -> Iterator[Finding]:
-    """Findings about calls that join two packages and raise an error."""
+    """Find calls that combine two packages and raise an error."""
     for name, call in CALLS.items():
         try:
             call()
@@ -120,7 +120,7 @@ def _accelerate() -> None:
 
 def _trl() -> None:
     version("trl")
-    from trl import GRPOTrainer, SFTTrainer  # noqa: F401  trl imports its trainers when they are asked for
+    from trl import GRPOTrainer, SFTTrainer  # noqa: F401  trl imports its trainers lazily
 
 
 CALLS: Mapping[str, Callable[[], None]] = {
@@ -130,7 +130,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "Accelerator.prepare": _accelerate,
     "import of trl's trainers": _trl,
 }
-"""Calls that join two packages, by the name that people know."""
+"""Calls that combine two packages, by a readable name."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The packages that a release check judges, and their tested versions."""
+"""The packages that a release check covers, and their tested versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.release_check.errors import ReleaseCheckError
 
 
 class InstallGroup(StrEnum):
-    """Packages that are installed together, in one environment."""
+    """Packages that are installed together in one environment."""
 
     TRAINING = "training"
     VLLM = "vllm"
@@ -24,13 +24,13 @@ class InstallGroup(StrEnum):
 
 @dataclass(frozen=True)
 class Package:
-    """A package that is judged.
+    """A package that is checked.
 
     Args:
-        name: on the index.
-        group: the packages that it is installed with.
-        constraints: file of the checkout that pins the tested version.
-        tests: test files of the checkout that use the package.
+        name: Name on the index.
+        group: The packages that it is installed with.
+        constraints: File of the checkout that pins the tested version.
+        tests: Test files of the checkout that use the package.
     """
 
     name: str
@@ -71,14 +71,14 @@ PACKAGES = {
 """The packages by name."""
 
 NEWEST = "newest"
-"""The argument that stands for the newest release of every package."""
+"""The argument that requests the newest release of every package."""
 
 
 def requested_versions(arguments: Iterable[str]) -> dict[str, Version]:
-    """Versions by package from arguments such as `peft==0.22.0`.
+    """Parse versions by package from arguments such as `peft==0.22.0`.
 
     Raises:
-        ReleaseCheckError: an argument is not of this form, or the package is not in `PACKAGES`.
+        ReleaseCheckError: An argument has another form, or the package is not in `PACKAGES`.
     """
     versions: dict[str, Version] = {}
     for argument in arguments:
@@ -95,7 +95,7 @@ def requested_versions(arguments: Iterable[str]) -> dict[str, Version]:
 
 
 def tested_versions(checkout: Path) -> dict[str, Version]:
-    """The version of each package that the checkout's constraints pin; packages without a pin are left out."""
+    """Return the version of each package that the checkout's constraints pin. Packages without a pin are skipped."""
     versions: dict[str, Version] = {}
     for package in PACKAGES.values():
         file = checkout / package.constraints
@@ -106,7 +106,7 @@ def tested_versions(checkout: Path) -> dict[str, Version]:
 
 
 def supports(requirement: str, version: Version) -> bool:
-    """Whether a requirement of the form `transformers>=5.5,<6` admits a version."""
+    """Return True if a requirement of the form `transformers>=5.5,<6` allows a version."""
     try:
         return Requirement(requirement).specifier.contains(version, prereleases=True)
     except InvalidRequirement:

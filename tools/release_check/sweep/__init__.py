@@ -1,1 +1,1 @@
-"""Our classes against transformers' own, on cheap checks."""
+"""Compare our classes with transformers' own, in cheap checks."""

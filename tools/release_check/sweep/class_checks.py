@@ -1,10 +1,10 @@
 """The cheap checks of one architecture: our class, loaded from a checkpoint of the reference, against the reference.
 
-The reference is transformers' own class. A family that transformers lacks has a plain implementation in this
-repository, which may share a mistake with our class. There, only paths that do not share it count: a forward without a
-cache for cached steps and generation, and `independent` where an independent implementation exists.
+The reference is transformers' own class. Families that transformers does not have use a plain implementation in this
+repository, which may share a bug with our class. For those, only paths that do not share it count: a forward without a
+cache for cached steps and generation, and `independent` if there is an independent implementation.
 
-The modules of this folder import from `nrl_models` only names that commit 7d8db461 has, because they also run on older
+The modules of this folder import only names from `nrl_models` that commit 7d8db461 has, because they also run on older
 checkouts.
 """
 
@@ -55,10 +55,10 @@ from tools.release_check.sweep.comparisons import (
 from tools.release_check.sweep.outcomes import Check, Outcome, Reference, SweepOutcome
 
 TOLERANCE = 1e-4
-"""Largest difference in fp32, relative where the reference is larger than one."""
+"""Largest difference in fp32. Relative if the reference is larger than one."""
 
 UNUSED_BELOW = 1e-6
-"""Images or audio without which logits move by less were not used."""
+"""If logits change by less without images or audio, these were not used."""
 
 
 def _text(case: ClassUnderTest) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _check_media_logits(case: ClassUnderTest) -> Comparisons:
 
 
 def _uses(case: ClassUnderTest, inputs: dict[str, Any], name: str) -> bool:
-    """Whether the reference has other logits without this input, or needs it."""
+    """Return True if the reference has other logits without this input, or requires it."""
     with torch.no_grad():
         expected = case.reference()(**inputs).logits
         try:
@@ -175,7 +175,7 @@ def _check_token_logprobs(case: ClassUnderTest) -> Comparisons:
 
 
 def _logits_with_holes(case: ClassUnderTest, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Logits of text with padding between tokens, with positions that count tokens, as `generate` makes them."""
+    """Return logits of text with padding between tokens. Positions count tokens, as in `generate`."""
     if case.why_no_text or "position_ids" not in inspect.signature(case.reference_class.forward).parameters:
         return {}
     inputs = case.text()
@@ -218,7 +218,7 @@ CHECKS: Mapping[Check, Callable[[ClassUnderTest], Comparisons]] = {
 
 
 def run_checks(architecture: str) -> Iterator[SweepOutcome]:
-    """Run every check of an architecture; yields one outcome per check, in the order of `Check`."""
+    """Run every check of an architecture. Yields one outcome per check, in the order of `Check`."""
     if unmet := registry.unmet_requirement(architecture):
         yield from (SweepOutcome(architecture, check, Outcome.UNMET, message=unmet) for check in CHECKS)
         return
@@ -238,7 +238,7 @@ def run_checks(architecture: str) -> Iterator[SweepOutcome]:
 
 
 def run_one(architecture: str, check: Check, case: ClassUnderTest) -> SweepOutcome:
-    """Run one check of an architecture; errors become outcomes."""
+    """Run one check of an architecture. Errors become outcomes."""
     worst: Comparison | None = None
     try:
         for comparison in CHECKS[check](case):
@@ -252,7 +252,7 @@ def run_one(architecture: str, check: Check, case: ClassUnderTest) -> SweepOutco
         return SweepOutcome(architecture, check, Outcome.NOT_APPLICABLE, message="nothing to compare")
     if worst.max_diff <= TOLERANCE:
         return SweepOutcome(architecture, check, Outcome.EQUAL, worst.reference, worst.max_diff)
-    # The same call is compared first; a difference that only the full forward shows is upstream's.
+    # Compare the same call first. A difference that only the full forward shows comes from upstream.
     own = worst.reference is Reference.FULL_FORWARD
     outcome = Outcome.REFERENCE_INCONSISTENT if own else Outcome.DIFFERENT
     return SweepOutcome(architecture, check, outcome, worst.reference, worst.max_diff, message=worst.detail)
@@ -280,7 +280,7 @@ def _from_error(architecture: str, check: Check, error: Exception) -> SweepOutco
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While open, transformers and nrl_models log no warnings, and no progress bars are shown."""
+    """Disable warnings of transformers and nrl_models and progress bars within a `with` block."""
     logger = logging.getLogger("nrl_models")
     level, verbosity = logger.level, transformers_logging.get_verbosity()
     shows_bars = transformers_logging.is_progress_bar_enabled()

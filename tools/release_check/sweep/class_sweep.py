@@ -22,13 +22,13 @@ from tools.release_check.sweep.outcomes import PASSED, Check, Outcome, SweepOutc
 from tools.release_check.workers import End, Ending
 
 TIMEOUT = 300.0
-"""Seconds for one architecture; they take 1 to 5 on a quiet machine."""
+"""Timeout of one architecture in seconds. One takes 1 to 5 on an idle machine."""
 
 OWN_SOURCES = ("sweep", "cached_steps.py")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sweep; 1 if an outcome is not in `PASSED`."""
+    """Run the sweep. Returns 1 if an outcome is not in `PASSED`."""
     parser = argparse.ArgumentParser(description="Run the cheap checks for every registered class.")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines file; an interrupted run resumes from it")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="architectures; default: all that are registered")
@@ -57,13 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def sweep(path: Path, names: list[str], *, jobs: int, timeout: float = TIMEOUT) -> Iterator[SweepOutcome]:
-    """Yield an outcome for every check of every architecture: those in the file, then new ones, which are added to it.
+    """Yield an outcome for every check of every architecture: existing ones of the file, then new ones, which are
+    appended.
 
     Args:
-        path: the file of outcomes.
-        names: architectures.
-        jobs: worker processes.
-        timeout: seconds for one architecture.
+        path: The file of outcomes.
+        names: Architectures.
+        jobs: Number of worker processes.
+        timeout: Timeout of one architecture in seconds.
     """
     saved = SavedRun(_checks_of, list(Check), "check", SweepOutcome.from_json, _lost)
     yield from saved.outcomes(path, names, installed_versions(), jobs=jobs, timeout=timeout)
@@ -81,7 +82,7 @@ def _checks_of(architecture: str) -> Iterator[SweepOutcome]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the packages that decide the outcomes; for a checkout, a hash of its sources."""
+    """Return the versions of the packages that influence the outcomes. For a checkout, a hash of its sources."""
     import nrl_models
 
     here = Path(__file__).parents[1]

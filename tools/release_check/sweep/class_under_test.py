@@ -1,4 +1,4 @@
-"""One architecture under test: our class, transformers' own, checkpoints of it, and inputs."""
+"""One architecture under test: our class, transformers' own, their checkpoints, and inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nrl_models.testing.case import FamilyCase
 from tools.release_check.numbers.cases import stored_tensors
 
 PROMPT = 12
-"""Tokens of text in an input."""
+"""Text length of an input in tokens."""
 
 FP8_LIMIT = 448.0
 """The largest number in `float8_e4m3fn`."""
@@ -31,15 +31,15 @@ class NotApplicableError(Exception):
 
 
 class MediaInputsError(Exception):
-    """No form of images or audio is known for a class that takes them."""
+    """The media format of a class with images or audio is unknown."""
 
 
 class ClassUnderTest:
     """One architecture, with the models and inputs that its checks share.
 
     Args:
-        architecture: a name in the registry.
-        folder: an empty folder for checkpoints.
+        architecture: A registered name.
+        folder: An empty folder for checkpoints.
     """
 
     def __init__(self, architecture: str, folder: Path) -> None:
@@ -62,35 +62,35 @@ class ClassUnderTest:
         return copy.deepcopy(self.case.reference())
 
     def reference(self) -> PreTrainedModel:
-        """A new copy of the reference: some keep state of their last forward."""
+        """Create a new copy of the reference, because some models keep state of their last forward."""
         return copy.deepcopy(self._reference)
 
     @cached_property
     def checkpoint(self) -> Path:
-        """The reference in fp32, as transformers writes it."""
+        """The checkpoint of the reference in fp32, saved by transformers."""
         path = self.folder / "fp32"
         self._reference.save_pretrained(path)
         return path
 
     @cached_property
     def bf16_checkpoint(self) -> Path:
-        """The reference in bf16, as transformers writes it."""
+        """The checkpoint of the reference in bf16, saved by transformers."""
         path = self.folder / "bf16"
         self.case.reference(torch.bfloat16).save_pretrained(path)
         return path
 
     @cached_property
     def bf16_checkpoint_without_dtype(self) -> Path:
-        """`bf16_checkpoint` with a configuration that names no dtype."""
+        """`bf16_checkpoint` with a configuration without a dtype."""
         return without_dtype(self.bf16_checkpoint, self.folder / "bf16-no-dtype")
 
     def load(self, path: Path, **options: Any) -> Any:
-        """Our class, loaded strictly."""
+        """Load our class strictly."""
         return self.case.model_class.from_pretrained(path, **options).eval()
 
     @cached_property
     def model(self) -> Any:
-        """Our class with the reference's weights. One model for all checks, as in use."""
+        """Our class with the reference's weights. All checks share one model, as in normal use."""
         return self.load(self.checkpoint, dtype=torch.float32)
 
     @cached_property
@@ -106,7 +106,7 @@ class ClassUnderTest:
         """Text with an image, a clip or both in each sequence.
 
         Raises:
-            ImageInputsError, MediaInputsError: the form is unknown.
+            ImageInputsError, MediaInputsError: The format is unknown.
         """
         inputs = self.case.inputs(length=PROMPT)
         for takes, names in ((takes_images, PIXELS), (takes_audio, AUDIO)):
@@ -120,7 +120,7 @@ class ClassUnderTest:
 
     @cached_property
     def why_no_text(self) -> str:
-        """Why the class takes no text alone; empty if it does."""
+        """Why the class does not accept text only. Empty if it does."""
         if "input_ids" not in inspect.signature(self.reference_class.forward).parameters:
             return "takes no tokens"
         if self.takes_media and self.is_transformers:
@@ -133,11 +133,11 @@ class ClassUnderTest:
 
 
 def without_dtype(source: Path, path: Path) -> Path:
-    """A copy of a checkpoint whose configuration names no dtype."""
+    """Copy a checkpoint, and remove the dtype from its configuration."""
     path.mkdir()
     for file in source.iterdir():
         if file.name != "config.json":
-            (path / file.name).symlink_to(file)
+            (path / file.name).hardlink_to(file)
     config = _drop(json.loads((source / "config.json").read_text()), ("dtype", "torch_dtype"))
     (path / "config.json").write_text(json.dumps(config))
     return path
@@ -150,10 +150,10 @@ def _drop(values: Any, keys: tuple[str, ...]) -> Any:
 
 
 def fp8_checkpoint(case: ClassUnderTest) -> Path:
-    """The bf16 checkpoint with FP8 linears in blocks of 128 and no dtype in its configuration.
+    """Save the bf16 checkpoint with FP8 linears in blocks of 128 and no dtype in its configuration.
 
     Raises:
-        NotApplicableError: the class is not one that publishes FP8 in this form: it has no routed experts.
+        NotApplicableError: The class has no routed experts, so it is not published in this FP8 format.
     """
     source, path = case.bf16_checkpoint, case.folder / "fp8"
     tensors = stored_tensors(source)

@@ -16,24 +16,24 @@ from tools.release_check.sweep.independent import independent_logits
 from tools.release_check.sweep.outcomes import Reference
 
 MASKED_ABOVE = 1e30
-"""Some models set logits of tokens that they never generate to the lowest number of the dtype."""
+"""Some models set logits of tokens they never generate to the lowest number of the dtype."""
 
 COMPLETION = 4
-"""Tokens that are generated."""
+"""Number of generated tokens."""
 
 
 class ReferenceFailedError(Exception):
-    """The reference raised an error, given as the cause, and ours raised the same."""
+    """The reference raised an error (the cause), and ours raised the same."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result of ours and the reference's.
+    """A result of our class and of the reference.
 
     Args:
-        reference: which one.
-        max_diff: the largest difference.
-        detail: where it is, for people.
+        reference: The reference.
+        max_diff: The largest difference.
+        detail: The location of the difference.
     """
 
     reference: Reference
@@ -45,7 +45,7 @@ Comparisons = Iterator[Comparison]
 
 
 def compare_logits(case: ClassUnderTest, inputs: dict[str, Any]) -> Comparisons:
-    """Compare logits of one forward, for a family that transformers lacks also with an independent implementation."""
+    """Compare logits of one forward. Also uses an independent implementation if transformers has no such family."""
 
     @torch.no_grad()
     def run(model: PreTrainedModel) -> torch.Tensor:
@@ -59,7 +59,7 @@ def compare_logits(case: ClassUnderTest, inputs: dict[str, Any]) -> Comparisons:
 
 
 def compare_call(case: ClassUnderTest, run: Callable[[PreTrainedModel], Any]) -> Comparisons:
-    """Compare what `run` returns for our class and for the reference.
+    """Compare the results of `run` for our class and for the reference.
 
     Raises:
         ReferenceFailedError: transformers' class raises an error of the same type as ours.
@@ -76,7 +76,7 @@ def compare_call(case: ClassUnderTest, run: Callable[[PreTrainedModel], Any]) ->
 
 
 def _raise_unless_alike(case: ClassUnderTest, run: Callable[[PreTrainedModel], Any], error: Exception) -> None:
-    """Run our class where the reference raised `error`; raise its error if that is of another type."""
+    """Run our class after the reference raised `error`. Raises our error if its type differs."""
     try:
         run(case.model)
     except Exception as own:
@@ -114,7 +114,7 @@ def _against_same_call_and_full_forward(
 ) -> Comparisons:
     """Compare with transformers' class in the same call, then with the reference without a cache.
 
-    A cached call of a plain implementation is not a reference: it may share its mistake with our class.
+    A cached call of a plain implementation is not a reference, because it may share its bug with our class.
     """
     if case.is_transformers:
         yield from compare_call(case, cached)
@@ -123,14 +123,14 @@ def _against_same_call_and_full_forward(
     except Exception:
         if not case.is_transformers:
             raise
-        return  # some classes cannot run without a cache; the same call was equal
+        return  # some classes cannot run without a cache; the same call agreed
     kind = Reference.FULL_FORWARD if case.is_transformers else Reference.PLAIN_FORWARD
     yield Comparison(kind, difference(cached(case.model), expected))
 
 
 @torch.no_grad()
 def generated_logits(model: PreTrainedModel, inputs: Mapping[str, Any], *, use_cache: bool) -> torch.Tensor:
-    """The logits `(batch, COMPLETION, vocabulary)` from which `generate` picks its tokens."""
+    """Return the logits `(batch, COMPLETION, vocabulary)` from which `generate` selects its tokens."""
     output: Any = model.generate(  # type: ignore[operator]
         **inputs,
         max_new_tokens=COMPLETION,
@@ -144,9 +144,9 @@ def generated_logits(model: PreTrainedModel, inputs: Mapping[str, Any], *, use_c
 
 
 def difference(actual: Any, expected: Any) -> float:
-    """The largest difference of two tensors or of two dicts of tensors, relative where `expected` is above one.
+    """Return the largest difference of two tensors or dicts of tensors, relative if `expected` is above one.
 
-    Infinite where names, shapes or the places of NaNs differ.
+    Returns infinity if names, shapes or positions of NaNs differ.
     """
     if isinstance(expected, Mapping):
         if actual.keys() != expected.keys():

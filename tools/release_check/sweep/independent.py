@@ -1,6 +1,6 @@
-"""Independent implementations of families that transformers lacks, in plain torch or with transformers' other classes.
+"""Independent implementations of families missing in transformers, in torch or with other transformers classes.
 
-They share no code with `nrl_models/families`, so that a mistake there cannot be in both sides of a comparison.
+They share no code with `nrl_models/families`, so a bug there cannot be on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCa
 
 @torch.no_grad()
 def independent_logits(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Logits of another implementation with the reference's weights; None if there is none for these inputs.
+    """Return logits of another implementation with the reference's weights. None if there is none for these inputs.
 
     Args:
-        reference: the plain implementation, for its weights and configuration.
-        inputs: what it takes.
+        reference: The plain implementation, for its weights and configuration.
+        inputs: Inputs of its forward.
     """
     implementation = IMPLEMENTATIONS.get(type(reference).__name__)
     return None if implementation is None else implementation(reference, inputs)
@@ -68,7 +68,7 @@ def _baichuan(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Te
 
 
 def _alibi(heads: int) -> torch.Tensor:
-    """The slopes of ALiBi for a power of two, and every second slope of twice as many for the rest."""
+    """Return the slopes of ALiBi for a power of two, and every second slope of twice as many for the rest."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2.0 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)]
@@ -76,7 +76,7 @@ def _alibi(heads: int) -> torch.Tensor:
 
 
 def _rotated(states: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotary positions of `(batch, heads, length, D)`: pairs are of one number in each half of `D`."""
+    """Apply rotary embeddings to `(batch, heads, length, D)`. Pairs have one number in each half of `D`."""
     half = states.shape[-1] // 2
     angles = torch.arange(states.shape[-2])[:, None] / base ** (torch.arange(half) / half)
     pairs = torch.complex(states[..., :half], states[..., half:]) * torch.polar(torch.ones_like(angles), angles)
@@ -84,7 +84,7 @@ def _rotated(states: torch.Tensor, base: float) -> torch.Tensor:
 
 
 def _kimi_vl(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Kimi-VL on text alone: transformers' DeepSeek-V3."""
+    """Compute Kimi-VL on text only with transformers' DeepSeek-V3."""
     if inputs.keys() - {"input_ids", "attention_mask"}:
         return None
     decoder = DeepseekV3ForCausalLM._from_config(reference.config.text_config).eval()
@@ -97,4 +97,4 @@ IMPLEMENTATIONS: Mapping[str, Callable[[PreTrainedModel, Mapping[str, Any]], tor
     "BaiChuanForCausalLM": _baichuan,
     "KimiVLForConditionalGeneration": _kimi_vl,
 }
-"""By the name of the plain implementation's class."""
+"""Implementations by the class name of the plain implementation."""

@@ -1,4 +1,4 @@
-"""What the sweep over all classes records."""
+"""The records of the sweep over all classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Check(StrEnum):
-    """What is compared, in the order in which it runs."""
+    """The checks, in the order in which they run."""
 
     LOAD = auto()
     """A checkpoint of transformers' class loads strictly, with equal tensors."""
@@ -31,7 +31,7 @@ class Check(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What came out."""
+    """The outcome of a check."""
 
     EQUAL = auto()
     NOT_APPLICABLE = auto()
@@ -40,13 +40,13 @@ class Outcome(StrEnum):
     """The family needs a package or version that is not installed."""
     DIFFERENT = auto()
     CACHE_IGNORED = auto()
-    """A forward took the cache and did not read it."""
+    """A forward accepted the cache but did not read it."""
     RAW_ERROR = auto()
-    """Our class raised an error that is not one of `nrl_models.errors`, where the reference ran."""
+    """Our class raised an error that is not from `nrl_models.errors`, but the reference ran."""
     TYPED_ERROR = auto()
-    """Our class raised one of `nrl_models.errors`, where the reference ran."""
+    """Our class raised an error of `nrl_models.errors`, but the reference ran."""
     NO_INPUTS = auto()
-    """The class takes images or audio in a form that `nrl_models.inputs` lacks."""
+    """`nrl_models.inputs` does not support the image or audio format of the class."""
     REFERENCE_ERROR = auto()
     """transformers' class raised an error, and ours raised the same."""
     REFERENCE_INCONSISTENT = auto()
@@ -59,11 +59,11 @@ PASSED = frozenset({Outcome.EQUAL, Outcome.NOT_APPLICABLE, Outcome.UNMET})
 """Outcomes without anything to report."""
 
 REFERENCES_OWN = frozenset({Outcome.REFERENCE_ERROR, Outcome.REFERENCE_INCONSISTENT})
-"""Outcomes whose cause is in transformers' own class."""
+"""Outcomes caused by transformers' own class."""
 
 
 class Reference(StrEnum):
-    """What our class was compared with."""
+    """The reference of a comparison."""
 
     NONE = auto()
     SAME_CALL = auto()
@@ -81,17 +81,17 @@ class SweepOutcome:
     """The outcome of one check of one architecture.
 
     Args:
-        architecture: its name in the registry.
-        check: what was compared.
-        outcome: what came out.
-        reference: what it was compared with.
-        max_diff: largest difference, relative to the largest magnitude of the reference where that is above one; None
-            where nothing was compared.
-        error_type: class name of the error; empty if there was none.
-        message: the error or the difference in a line, for people.
-        function: the function that raised the error, as `module:qualname`; empty if there was none.
-        seconds: wall time.
-        versions: of the packages that decide the outcome.
+        architecture: Its registered name.
+        check: The check.
+        outcome: The outcome.
+        reference: The reference of the comparison.
+        max_diff: Largest difference, relative to the largest magnitude of the reference if that is above one. None if
+            nothing was compared.
+        error_type: Class name of the error. Empty without an error.
+        message: The error or the difference on one line.
+        function: The function that raised the error, as `module:qualname`. Empty without an error.
+        seconds: Wall-clock time.
+        versions: Versions of the packages that influence the outcome.
     """
 
     architecture: str
@@ -116,6 +116,6 @@ class SweepOutcome:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SweepOutcome:
-        """Read a line of JSON; raises `ValueError` or `TypeError` if it is not an outcome."""
+        """Read a line of JSON. Raises `ValueError` or `TypeError` if it is not an outcome."""
         enums = {"check": Check, "outcome": Outcome, "reference": Reference}
         return cls(**values | {name: enum(values[name]) for name, enum in enums.items()})

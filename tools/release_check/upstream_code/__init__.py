@@ -1,1 +1,1 @@
-"""Sources of upstream packages, and what our code takes from them."""
+"""Sources of upstream packages, and their use in our code."""

@@ -1,4 +1,4 @@
-"""Whether the names exist that nrl_models imports from other packages: read from a wheel, nothing is imported."""
+"""Check that names imported by nrl_models exist in a wheel, without importing the package."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tools.release_check.upstream_code.our_code import imported_names, modules_o
 from tools.release_check.upstream_code.sources import Sources
 
 TORCH_LIST = "nrl_models/common/upstream_torch.py"
-"""The list of private attributes, in the checkout; older checkouts have none."""
+"""The list of private attributes in the checkout. Older checkouts do not have it."""
 
 
 def missing_names(checkout: Path, package: str, sources: Sources) -> Iterator[Finding]:
-    """Findings about names that the checkout imports from a package and that its sources lack.
+    """Find names that the checkout imports from a package and that its sources lack.
 
     Args:
-        checkout: a checkout of nrl_models.
-        package: import name.
-        sources: the package's sources.
+        checkout: A checkout of nrl_models.
+        package: Import name.
+        sources: The package's sources.
     """
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for imported in imported_names(checkout, package):
@@ -32,7 +32,7 @@ def missing_names(checkout: Path, package: str, sources: Sources) -> Iterator[Fi
 
 
 def missing_torch_attributes(checkout: Path, sources: Sources) -> Iterator[Finding]:
-    """Findings about private attributes of torch's classes that the checkout lists and that the sources lack."""
+    """Find private attributes of torch's classes that the checkout lists and that the sources lack."""
     for module, class_name, name in _listed_attributes(checkout):
         present = sources.mentions(module, class_name, name) if class_name else sources.has_name(module, name)
         if not present:
@@ -63,7 +63,7 @@ def _finding(sources: Sources, module: str, name: str, place: str) -> Finding:
 
 
 def _listed_attributes(checkout: Path) -> Iterator[tuple[str, str, str]]:
-    """The arguments of every `PrivateAttribute(...)` in the list."""
+    """Yield the arguments of every `PrivateAttribute(...)` in the list."""
     tree = modules_of(checkout).get(TORCH_LIST)
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "PrivateAttribute":

@@ -15,9 +15,9 @@ class Imported:
     """A name that a module imports from another package.
 
     Args:
-        module: the other package's module.
-        name: the name; empty for `import module`.
-        place: file and line of ours.
+        module: The other package's module.
+        name: The name. Empty for `import module`.
+        place: File and line in nrl_models.
     """
 
     module: str
@@ -30,11 +30,11 @@ class Construction:
     """A call of an imported class with keywords.
 
     Args:
-        module: the module that the class is imported from.
-        name: the class.
-        keywords: the keywords that the call names.
-        file: our module's file, relative to the checkout.
-        place: file and line of ours.
+        module: The module that the class is imported from.
+        name: The class.
+        keywords: The keywords of the call.
+        file: File of the call, relative to the checkout.
+        place: File and line in nrl_models.
     """
 
     module: str
@@ -46,13 +46,13 @@ class Construction:
 
 @cache
 def modules_of(checkout: Path) -> dict[str, ast.Module]:
-    """The syntax tree of every module of the checkout's nrl_models, by file."""
+    """Return the syntax tree of every module of the checkout's nrl_models, by file."""
     files = sorted((checkout / "nrl_models").rglob("*.py"))
     return {file.relative_to(checkout).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
 def imported_names(checkout: Path, package: str) -> list[Imported]:
-    """Names that nrl_models imports from a package, except those that it expects to be absent on some versions."""
+    """Return names that nrl_models imports from a package, except those that may be missing in some versions."""
     found = []
     for file, tree in modules_of(checkout).items():
         for node in _unconditional(tree):
@@ -66,7 +66,7 @@ def imported_names(checkout: Path, package: str) -> list[Imported]:
 
 
 def constructions(checkout: Path, package: str) -> Iterator[Construction]:
-    """Calls of names that are imported from a package, with keywords."""
+    """Return calls with keywords of names that are imported from a package."""
     for file, tree in modules_of(checkout).items():
         origins = {
             alias.asname or alias.name: (node.module, alias.name)
@@ -84,7 +84,7 @@ def constructions(checkout: Path, package: str) -> Iterator[Construction]:
 
 
 def _origin(function: ast.expr, origins: dict[str, tuple[str, str]]) -> tuple[str, str] | None:
-    """The module and name of a called name, or of a called attribute of an imported module."""
+    """Return the module and name of a called name, or of a called attribute of an imported module."""
     if isinstance(function, ast.Name):
         return origins.get(function.id)
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id in origins:
@@ -93,7 +93,7 @@ def _origin(function: ast.expr, origins: dict[str, tuple[str, str]]) -> tuple[st
 
 
 def keyword_calls(checkout: Path) -> dict[str, list[str]]:
-    """Files and lines of calls in nrl_models, by the keyword that they pass."""
+    """Return files and lines of calls in nrl_models, by the keyword that they pass."""
     found: dict[str, list[str]] = defaultdict(list)
     for file, tree in modules_of(checkout).items():
         for node in ast.walk(tree):
@@ -105,7 +105,7 @@ def keyword_calls(checkout: Path) -> dict[str, list[str]]:
 
 
 def _unconditional(tree: ast.Module) -> Iterator[ast.AST]:
-    """Nodes outside `try: ... except ImportError` and `if TYPE_CHECKING`."""
+    """Yield nodes outside of `try: ... except ImportError` and `if TYPE_CHECKING`."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()

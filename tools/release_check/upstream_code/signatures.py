@@ -2,7 +2,7 @@
 
     python -m tools.release_check.upstream_code.signatures --checkout PATH --baseline 5.23.0 --wheels FOLDER --out FILE
 
-Only a parameter that the baseline's function has and the installed one lacks is a finding: an override may add
+Only a parameter that the baseline's function has and the installed one lacks is a finding, because an override may add
 parameters.
 """
 
@@ -44,7 +44,7 @@ Classes = Mapping[type, list[str]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write every finding to a file; 1 if there are some."""
+    """Write every finding to a file. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description="Compare signatures with those of the installed transformers.")
     parser.add_argument("--checkout", type=Path, required=True, help="repository that has nrl_models")
     parser.add_argument("--baseline", type=Version, required=True, help="tested version of transformers")
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def all_findings(checkout: Path, baseline: Sources, installed: Sources) -> Iterator[Finding]:
-    """Findings about overrides, output classes and keywords."""
+    """Return findings about overrides, output classes and keywords."""
     classes, errors = our_classes()
     yield from errors
     yield from changed_parameters(classes, baseline)
@@ -69,7 +69,7 @@ def all_findings(checkout: Path, baseline: Sources, installed: Sources) -> Itera
 
 
 def our_classes() -> tuple[Classes, list[Finding]]:
-    """Every registered class and rewritten layer, and a finding for each class that cannot be imported."""
+    """Return every registered class and rewritten layer, and a finding for each class that cannot be imported."""
     classes: dict[type, list[str]] = defaultdict(list)
     errors = []
     for architecture in registry.architectures(aliases=False):
@@ -98,7 +98,7 @@ def our_classes() -> tuple[Classes, list[Finding]]:
 
 
 def rewritten_layers(model_class: Any) -> set[type]:
-    """The classes that replace layers of the modules in which a model's classes are defined."""
+    """Return the classes that replace layers in the modules that define a model's classes."""
     modules = {base.__module__ for base in model_class.__mro__ if base.__module__.startswith(f"{UPSTREAM}.models.")}
     layers = (
         layer
@@ -113,7 +113,7 @@ def rewritten_layers(model_class: Any) -> set[type]:
 
 
 def changed_parameters(classes: Classes, baseline: Sources) -> Iterator[Finding]:
-    """Findings about overrides whose parameters upstream renamed, removed or moved since the baseline."""
+    """Find overrides whose parameters upstream renamed, removed or moved since the baseline."""
     found: dict[tuple[str, str, Kind, str], set[str]] = defaultdict(set)
     for ours, upstream_class, name in overrides(classes):
         function, upstream = _plain(vars(ours[0])[name]), _plain(vars(upstream_class)[name])
@@ -139,10 +139,10 @@ def changed_parameters(classes: Classes, baseline: Sources) -> Iterator[Finding]
 
 
 def overrides(classes: Classes) -> Iterator[tuple[tuple[type, list[str]], type, str]]:
-    """Every method of ours that stands before a method of upstream.
+    """Find our methods that override an upstream method.
 
     Yields:
-        Our class with its architectures, the class of upstream that has the method, and its name.
+        Our class with its architectures, the upstream class that has the method, and the method's name.
     """
     for model_class, architectures in classes.items():
         order = model_class.__mro__
@@ -191,7 +191,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def missing_fields(checkout: Path, classes: Classes) -> Iterator[Finding]:
-    """Findings about fields with which our code constructs an output class that lacks them."""
+    """Find fields that our code passes to an output class without such a field."""
     served: dict[str, set[str]] = defaultdict(set)
     for model_class, architectures in classes.items():
         for base in model_class.__mro__:
@@ -199,7 +199,7 @@ def missing_fields(checkout: Path, classes: Classes) -> Iterator[Finding]:
     for call in constructions(checkout, UPSTREAM):
         try:
             output_class = getattr(import_module(call.module), call.name, None)
-        except ImportError:  # a finding of `names.py`
+        except ImportError:  # reported by `names.py`
             continue
         if not (isinstance(output_class, type) and issubclass(output_class, ModelOutput)):
             continue
@@ -219,7 +219,7 @@ def missing_fields(checkout: Path, classes: Classes) -> Iterator[Finding]:
 
 
 def _takes(output_class: type[ModelOutput], keyword: str) -> bool:
-    """Whether an output class has a field, or still takes its old name."""
+    """Return True if an output class has a field, or still accepts its old name."""
     fields: Any = output_class
     if keyword in {field.name for field in dataclasses.fields(fields)}:
         return True
@@ -234,7 +234,7 @@ def _takes(output_class: type[ModelOutput], keyword: str) -> bool:
 
 
 def swallowed_keywords(checkout: Path, installed: Sources) -> Iterator[Finding]:
-    """Findings about classes that drop a keyword which our code passes under the name it had before a rename."""
+    """Find classes that silently ignore a keyword which our code passes under its name before a rename."""
     calls = keyword_calls(checkout)
     forwards = {name: _plain(getattr(transformers, name).forward) for name in _generating_classes()}
     renamed = {name: _renames(installed, forward) for name, forward in forwards.items() if forward is not None}
@@ -259,7 +259,7 @@ def swallowed_keywords(checkout: Path, installed: Sources) -> Iterator[Finding]:
 
 
 def _generating_classes() -> list[str]:
-    """Classes of transformers that generate text, from text or from text and images."""
+    """Return transformers classes that generate text from text, or from text and images."""
     names: set[str] = set()
     for mapping in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, _multimodal_mapping()):
         for served in mapping.values():
@@ -272,7 +272,7 @@ def _multimodal_mapping() -> Mapping[str, Any]:
 
 
 def _renames(installed: Sources, forward: FunctionType) -> dict[str, str]:
-    """Old names that a function still takes, with their new names."""
+    """Return old names that a function still accepts, with their new names."""
     node = installed.node(forward.__module__, forward.__qualname__)
     found: dict[str, str] = {}
     for decorator in node.decorator_list if node else ():

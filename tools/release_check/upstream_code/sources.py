@@ -16,7 +16,7 @@ from tools.release_check.errors import NoIndexError
 from tools.release_check.packages import index
 
 LARGEST_DOWNLOAD = 100 << 20
-"""Bytes of the largest wheel that is downloaded; of a larger one only the members that are read are fetched."""
+"""Maximum size in bytes of wheels that are downloaded. From larger wheels only the required members are fetched."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -25,9 +25,9 @@ class Sources:
     """The sources of one version of a package.
 
     Args:
-        label: name for people: `transformers 5.24.0`.
-        root: a wheel that is open for reading, or the folder that contains the package.
-        package: the only folder to read in there; empty for all.
+        label: Readable name: `transformers 5.24.0`.
+        root: A wheel open for reading, or the folder that contains the package.
+        package: The only folder in it to read. If empty, all.
     """
 
     def __init__(self, label: str, root: zipfile.ZipFile | Path, package: str = "") -> None:
@@ -47,13 +47,13 @@ class Sources:
         return frozenset(self._root.namelist())
 
     def file_of(self, module: str) -> str | None:
-        """The file of a module; a stub where the module is compiled; None if there is neither."""
+        """Return the file of a module, or a stub if the module is compiled. None if there is neither."""
         base = module.replace(".", "/")
         candidates = (f"{base}.py", f"{base}/__init__.py", f"{base}.pyi", f"{base}/__init__.pyi")
         return next((path for path in candidates if path in self.files), None)
 
     def parsed(self, module: str) -> ast.Module | None:
-        """A module's syntax tree; None if there is no such module, or Python cannot parse it."""
+        """Return a module's syntax tree. None if the module does not exist or cannot be parsed."""
         if module not in self._trees:
             text = self.module_text(module)
             try:
@@ -63,20 +63,20 @@ class Sources:
         return self._trees[module]
 
     def module_text(self, module: str) -> str | None:
-        """The source of a module; None if there is no such module."""
+        """Return the source of a module. None if it does not exist."""
         if module not in self._texts:
             file = self.file_of(module)
             self._texts[module] = self._read(file) if file else None
         return self._texts[module]
 
     def node(self, module: str, qualname: str) -> Function | None:
-        """The definition of a function or class in a module; None if there is none."""
+        """Return the definition of a function or class in a module. None if it does not exist."""
         if (parsed := self.parsed(module)) is None:
             return None
         return _definitions(parsed).get(qualname)
 
     def text(self, module: str, qualname: str) -> str | None:
-        """The source of a function or class, with its decorators; None if there is none."""
+        """Return the source of a function or class with its decorators. None if it does not exist."""
         node = self.node(module, qualname)
         if node is None:
             return None
@@ -85,7 +85,7 @@ class Sources:
         return "\n".join(lines[first - 1 : node.end_lineno])
 
     def method(self, module: str, class_name: str, name: str) -> Function | None:
-        """The definition of a method, of the class itself or of the nearest base class in the package."""
+        """Return the definition of a method, from the class itself or the nearest base class in the package."""
         found = self.node(module, f"{class_name}.{name}")
         if found is not None:
             return found
@@ -96,7 +96,7 @@ class Sources:
         return None
 
     def has_name(self, module: str, name: str) -> bool:
-        """Whether a module defines or imports a name, or has a submodule of that name."""
+        """Return True if a module defines or imports a name, or has a submodule of that name."""
         if self.file_of(f"{module}.{name}"):
             return True
         text = self.module_text(module) or ""
@@ -106,7 +106,7 @@ class Sources:
         return name in names or any(self.has_name(star, name) for star in stars)
 
     def mentions(self, module: str, qualname: str, attribute: str) -> bool:
-        """Whether the source of a class has an attribute: a definition, an annotation, an assignment or a string."""
+        """Return True if the source of a class defines, annotates, assigns or names (in a string) an attribute."""
         node = self.node(module, qualname)
         return node is not None and any(
             attribute in (getattr(part, "attr", ""), getattr(part, "name", ""), getattr(part, "id", ""))
@@ -115,15 +115,15 @@ class Sources:
         )
 
     def folders(self, under: str) -> set[str]:
-        """Names of the folders with Python files directly in a folder."""
+        """Return the names of folders with Python files directly in a folder."""
         parts = PurePosixPath(under).parts
         paths = (PurePosixPath(file).parts for file in self.files)
         return {path[len(parts)] for path in paths if path[: len(parts)] == parts and len(path) > len(parts) + 1}
 
     def definitions(self, module: str) -> dict[str, str]:
-        """The source of every function, method and class attribute of a module, by qualified name.
+        """Return the source of every function, method and class attribute of a module, by qualified name.
 
-        Comments and docstrings are left out.
+        Comments and docstrings are removed.
         """
         if (parsed := self.parsed(module)) is None:
             return {}
@@ -139,7 +139,7 @@ class Sources:
         return found
 
     def absolute(self, module: str, node: ast.ImportFrom) -> str:
-        """The full name of the module that an import in `module` names."""
+        """Return the full name of the module that an import in `module` refers to."""
         if not node.level:
             return node.module or ""
         parts = module.split(".")
@@ -153,7 +153,7 @@ class Sources:
         return self._root.read(file).decode("utf-8")
 
     def _resolved(self, module: str, base: ast.expr) -> tuple[str, str] | None:
-        """The module and name of a base class."""
+        """Return the module and name of a base class."""
         if not isinstance(base, ast.Name):
             return None
         parsed = self.parsed(module)
@@ -166,7 +166,7 @@ class Sources:
         return module, base.id
 
     def _top_level(self, module: str) -> tuple[set[str], list[str]]:
-        """Names that a module defines or imports, and the modules of which it imports every name."""
+        """Return names that a module defines or imports, and the modules from which it imports all names."""
         if module not in self._names:
             tree = self.parsed(module) or ast.Module([], [])
             imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
@@ -177,16 +177,16 @@ class Sources:
 
 @lru_cache(maxsize=64)
 def sources_of(package: str, version: Version, folder: Path) -> Sources:
-    """The sources of a release.
+    """Return the sources of a release.
 
     Args:
-        package: name on the index.
-        version: the release.
-        folder: where downloaded wheels are stored.
+        package: Name on the index.
+        version: The release.
+        folder: The folder for downloaded wheels.
 
     Raises:
-        NoIndexError: the index does not respond.
-        NoReleaseError: there is no such release.
+        NoIndexError: The index does not respond.
+        NoReleaseError: The release does not exist.
     """
     stored = sorted(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl")) if folder.is_dir() else []
     label = f"{package} {version}"
@@ -211,20 +211,20 @@ def sources_of(package: str, version: Version, folder: Path) -> Sources:
 
 
 def function_diff(before: Sources, after: Sources, module: str, qualname: str) -> str:
-    """The unified diff of a function or class between two versions; empty if it is the same, or in neither."""
+    """Return the unified diff of a function or class between two versions. Empty if it is the same or in neither."""
     old, new = before.text(module, qualname) or "", after.text(module, qualname) or ""
     names = f"{before.label}: {module}.{qualname}", f"{after.label}: {module}.{qualname}"
     return "\n".join(difflib.unified_diff(old.splitlines(), new.splitlines(), *names, lineterm=""))
 
 
 def changed_functions(before: Sources, after: Sources, module: str) -> tuple[str, ...]:
-    """Qualified names of functions and class attributes of a module whose code differs; comments do not count."""
+    """Return qualified names of functions and class attributes of a module whose code differs, ignoring comments."""
     old, new = before.definitions(module), after.definitions(module)
     return tuple(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)))
 
 
 def imported_modules(sources: Sources, module: str, package: str) -> set[str]:
-    """Modules of a package that a module imports from."""
+    """Return the modules of a package that a module imports from."""
     parsed = sources.parsed(module)
     if parsed is None:
         return set()
@@ -251,7 +251,7 @@ def _definitions(tree: ast.Module) -> dict[str, Function]:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Names that a module defines or imports outside functions and classes."""
+    """Yield names that a module defines or imports outside of functions and classes."""
     found: set[str] = set()
 
     def visit(body: list[ast.stmt]) -> None:
@@ -274,14 +274,14 @@ def _names(tree: ast.Module) -> set[str]:
 
 
 def _strings_in_dicts(node: ast.AST) -> set[str]:
-    """Names in a table such as `{"module": ["Class"]}`, from which a package imports on first use."""
+    """Yield names in a table such as `{"module": ["Class"]}`, from which a package imports lazily."""
     tables = (part for part in ast.walk(node) if isinstance(part, ast.Dict))
     values = (part for table in tables for value in table.values for part in ast.walk(value))
     return {part.value for part in values if isinstance(part, ast.Constant) and isinstance(part.value, str)}
 
 
 def _normalized(node: Function) -> str:
-    """The code of a function as text, without comments, formatting and docstring."""
+    """Return the code of a function as text, without comments, formatting and docstring."""
     text = ast.unparse(node)
     docstring = ast.get_docstring(node, clean=False)
     return text if docstring is None else ast.unparse(_without_docstring(ast.parse(text)))
