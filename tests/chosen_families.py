@@ -1,6 +1,6 @@
-"""Which architectures the generated tests of `make test` are run for: one family of each pattern, and what changed.
+"""Select architectures for the generated tests of `make test`: one family of each pattern, and changed families.
 
-`make test-all` (`pytest --all-families`) runs them for all.
+`make test-all` (`pytest --all-families`) runs them for all architectures.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 FAMILIES = "nrl_models/families/"
 TABLE = f"{FAMILIES}table"
 ALSO = ("baichuan", "gemma4", "kimi_vl", "nemotron_h", "qwen2_5_vl", "qwen3_5")
-"""Patterns that `ONE_OF_EACH_PATTERN` leaves to whoever has more time: images, audio, states, code of our own."""
+"""Patterns of `ONE_OF_EACH_PATTERN` left to longer runs: images, audio, states, custom code."""
 
 
 def chosen() -> list[str]:
-    """The architectures, in the registry's order."""
+    """Return the selected architectures, in the registry's order."""
     whole = {ONE_OF_EACH_PATTERN[0], *changed()}  # with classifiers
     wanted = {architecture for family in whole for architecture in registry.FAMILIES.get(family, ())}
     wanted |= {registry.FAMILIES[family][0] for family in (*ONE_OF_EACH_PATTERN, *ALSO)}
@@ -30,13 +30,13 @@ def chosen() -> list[str]:
 
 
 def others() -> list[str]:
-    """The architectures that `chosen` leaves."""
+    """Return the architectures that `chosen` does not select."""
     left = set(chosen())
     return [architecture for architecture in registry.architectures(aliases=False) if architecture not in left]
 
 
 def changed() -> set[str]:
-    """The families whose folder or row is not as on the main branch, or as committed where there is no such branch."""
+    """Return the families whose folder or table row differs from the main branch, or else from HEAD."""
     base = git("merge-base", "HEAD", "origin/main").strip() or "HEAD"
     files = git("diff", "--name-only", base, "--", FAMILIES).splitlines()
     files += git("ls-files", "--others", "--exclude-standard", "--", FAMILIES).splitlines()
@@ -48,7 +48,7 @@ def changed() -> set[str]:
 
 
 def rows_in(sources: Iterable[str]) -> dict[str, str]:
-    """The rows of the table in Python files, by family: what each is made with."""
+    """Return the rows of the table in Python files, by family: the arguments of each."""
     return {
         key.value: " ".join(map(ast.unparse, [*value.args, *value.keywords]))
         for source in sources
@@ -60,7 +60,7 @@ def rows_in(sources: Iterable[str]) -> dict[str, str]:
 
 
 def git(*arguments: str) -> str:
-    """What git prints; nothing where this is no checkout."""
+    """Return the output of git. Empty outside of a git checkout."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:

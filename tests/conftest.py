@@ -1,4 +1,4 @@
-"""Set-up of every test run."""
+"""Setup of every test run."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     share_cores()
-    os.environ.setdefault(durable.VARIABLE, "0")  # nothing here has to outlive a power failure
+    os.environ.setdefault(durable.VARIABLE, "0")  # tests need no protection from power failures
     if config.getoption("--all-families"):
         return
     from chosen_families import chosen, others
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long tests to a run with all families, unless their file is named; leave it those tests alone, if asked."""
+    """Skip long tests unless all families run or their file is named. Run only the rest with `--other-families`."""
     if config.getoption("--other-families"):
         rest = set(config.stash[CHOSEN])
         items[:] = [item for item in items if item.get_closest_marker("long") or class_under_test(item) in rest]
@@ -52,7 +52,7 @@ def pytest_runtest_setup() -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
-    """With an older transformers than tests are written for, skip those of families that it does not have."""
+    """With an older transformers than tests are written for, skip tests of families that it does not have."""
     yield from _of_families_that_there_are()
 
 
@@ -68,7 +68,7 @@ def _of_families_that_there_are() -> Generator[None, None, None]:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the collector what stays anyhow: torch, transformers and ten thousand tests, a fifth of the time."""
+    """Exclude permanent objects (torch, transformers, tests) from garbage collection, which saves 20% of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

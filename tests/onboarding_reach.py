@@ -1,4 +1,4 @@
-"""How far onboarding reaches: every decoder of the installed transformers, what combines in it, what became of it.
+"""Onboarding of every decoder in the installed transformers: its combined projections and its status.
 
 `make reach` writes docs/onboarding-reach.md.
 """
@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import transformers
 from transformers import PreTrainedModel
@@ -26,7 +27,7 @@ MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
 )
-"""transformers' own lists of what writes text."""
+"""transformers' own lists of text generation classes."""
 
 
 NOT_REGISTERED: Mapping[str, str] = {
@@ -35,18 +36,18 @@ NOT_REGISTERED: Mapping[str, str] = {
     "FastVlmForConditionalGeneration": "its vision tower comes from timm; the form of its images is not known",
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "Gemma4UnifiedAssistantForCausalLM": "drafts for another model and reads that model's hidden states",
-    "DbrxForCausalLM": "its configuration refuses tied embeddings, which a planted bug needs to be tried",
+    "DbrxForCausalLM": "its configuration rejects tied embeddings, which one planted bug needs",
     "Inkling2LoopForCausalLM": "an empty loop, and a head larger than the vocabulary, fail in our state-dict adapter",
-    "Inkling2LoopForConditionalGeneration": "as Inkling2LoopForCausalLM",
+    "Inkling2LoopForConditionalGeneration": "the same as Inkling2LoopForCausalLM",
     "InklingForConditionalGeneration": "needs scipy, which is not a dependency",
     "KyutaiSpeechToTextForConditionalGeneration": "its audio codec cannot be built from a tiny configuration",
     "MllamaForCausalLM": "its cross-attention layers run only with images, which the text model does not take",
     "MoshiForCausalLM": "decodes different logits with a cache",
-    "MusicgenForCausalLM": "writes audio codes, a row for each codebook, not text",
-    "MusicgenMelodyForCausalLM": "writes audio codes, a row for each codebook, not text",
+    "MusicgenForCausalLM": "writes audio codes, one sequence per codebook, not text",
+    "MusicgenMelodyForCausalLM": "writes audio codes, one sequence per codebook, not text",
     "Nemotron3_5TranscribeForConditionalGeneration": "transformers does not read back what it saves (`ctc_timestamp`)",
     "PI0ForConditionalGeneration": "writes robot actions and has no vocabulary",
-    "PPFormulaNetForConditionalGeneration": "takes an image without text; its generated tests were not run",
+    "PPFormulaNetForConditionalGeneration": "takes an image without text, which the generated tests do not support",
     "PerceptionLMForConditionalGeneration": "its vision tower comes from timm, which has no tiny configuration",
     "Qwen2_5OmniForConditionalGeneration": "has `generate` but no `forward`; load its thinker, which is registered",
     "Qwen3OmniMoeForConditionalGeneration": "has `generate` but no `forward`; load its thinker, which is registered",
@@ -55,13 +56,22 @@ NOT_REGISTERED: Mapping[str, str] = {
     "T5Gemma2ForConditionalGeneration": "its merged attention projects two inputs with one `k_proj` and one `v_proj`",
     "UdopForConditionalGeneration": "needs a box on the page for each token",
     "XLNetLMHeadModel": "packed documents attend to each other, and it keeps no key-value cache",
-    "ZayaForCausalLM": "transformers sets the last of `balancing_biases` to -1 after it was loaded",
+    "ZayaForCausalLM": "transformers sets the last of `balancing_biases` to -1 after loading",
 }
 """Why a decoder has no family. It loads as transformers' own class, with one warning."""
 
 
+STATUSES = {
+    "green": "registered; the generated tests pass, or fail as the family's limits say",
+    "red": "registered; a generated test fails",
+    "not registered": "a tiny model runs, but the class has no family",
+    "not run": "a tiny model could not be built or run",
+}
+"""The possible results, and their meanings."""
+
+
 def decoders() -> Iterator[type[PreTrainedModel]]:
-    """Every class of `MAPPINGS` that the installed transformers has, by name."""
+    """Return every class of `MAPPINGS` in the installed transformers, by name."""
     names: set[str] = set()
     for mapping in MAPPINGS:
         for found in getattr(modeling_auto, mapping, {}).values():
@@ -72,52 +82,74 @@ def decoders() -> Iterator[type[PreTrainedModel]]:
 
 
 def status(found: Detection, tests: GeneratedTests | None) -> str:
-    """What became of an architecture: `green`, `red`, `not run` or `not registered`."""
+    """Return the status of an architecture: `green`, `red`, `not run` or `not registered`."""
     if found.architecture in registry.MODEL_ARCH_MAPPING:
         return "red" if tests is None or tests.failed else "green"
     return "not registered" if found.ok else "not run"
 
 
+class Row(NamedTuple):
+    """The result of one decoder: its architecture, `status`, fused projections and remark."""
+
+    architecture: str
+    model_type: str
+    status: str
+    groups: str
+    remark: str
+
+
 def write_reach(tests: Mapping[str, GeneratedTests], page: Path) -> Counter[str]:
-    """Look at every decoder, and write the table.
+    """Inspect every decoder and write the page.
 
     Args:
-        tests: what is recorded of the generated tests, by architecture.
-        page: the Markdown file to write.
+        tests: The recorded outcomes of the generated tests, by architecture.
+        page: The Markdown file to write.
 
     Returns:
-        How many architectures there are of each `status`.
+        The number of architectures of each `status`.
     """
-    rows, counts = [], Counter[str]()
+    rows = []
     for model_class in decoders():
         found = detect(model_class)
         outcome = status(found, tests.get(model_class.__name__))
-        counts[outcome] += 1
-        rows.append((found.architecture, found.model_type, outcome, _groups(found), _remark(found)))
-    page.write_text(
-        "\n".join(
-            [
-                "<!-- Generated by `make reach`; do not edit. -->",
-                "# How far onboarding reaches",
-                "",
-                f"Every class of transformers {version('transformers')} that writes text: {sum(counts.values())}. Of"
-                " each a tiny model is built, run on text (with images and audio), run backwards and traced, without "
-                f"a line written for it. {counts['green']} ({counts['green'] / sum(counts.values()):.0%}) are "
-                "registered and pass all their generated tests.",
-                "",
-                *(f"- {outcome}: {count}" for outcome, count in sorted(counts.items())),
-                "",
-                "`green`: registered, and the generated tests pass (or fail as the family's limits say). `red`: "
-                "registered, and a generated test fails. `not registered`: loads as transformers' own class, and the "
-                "remark says why it has no family. `not run`: not registered either, and a tiny model could not be "
-                "built or run.",
-                "",
-                *table(("architecture", "model type", "status", "combines", "remark"), rows),
-                "",
-            ]
-        )
-    )
-    return counts
+        rows.append(Row(found.architecture, found.model_type, outcome, _groups(found), _remark(found)))
+    page.write_text(as_page(rows, version("transformers")))
+    return Counter(row.status for row in rows)
+
+
+def as_page(rows: Sequence[Row], transformers_version: str) -> str:
+    """Return the results as Markdown: counts, then decoders without a family, then remarks on those with one."""
+    counts = Counter(row.status for row in rows)
+    lines = [
+        "<!-- Generated by `make reach`; do not edit. -->",
+        "# Onboarding reach",
+        "",
+        f"Of {len(rows)} text-generating classes of transformers {transformers_version}, {counts['green']} "
+        f"({counts['green'] / len(rows):.0%}) are registered and pass",
+        "all their generated tests. The others load as transformers' classes, with one warning.",
+        "",
+        "`make reach` builds a tiny model of each class, runs it on text (and images or audio), runs the backward",
+        "pass, and traces which linears share an input. It needs no code for the class.",
+        "",
+        *table(
+            ("status", "classes", "meaning"),
+            [(name, str(counts[name]), meaning) for name, meaning in STATUSES.items() if counts[name]],
+        ),
+    ]
+    for name in ("red", "not run", "not registered"):
+        if chosen := [row for row in rows if row.status == name]:
+            lines += ["", f"## {name.capitalize()}", ""]
+            lines += table(
+                ("architecture", "reason", "fused projections"), [(r.architecture, r.remark, r.groups) for r in chosen]
+            )
+    if noted := [row for row in rows if row.status == "green" and row.remark]:
+        lines += ["", "## Registered, with a remark", ""]
+        lines += table(("architecture", "remark"), [(row.architecture, row.remark) for row in noted])
+    lines += [
+        "",
+        "[Model coverage](model-coverage/index.md) lists all registered architectures, with a page for each family.",
+    ]
+    return "\n".join([*lines, ""])
 
 
 def _groups(found: Detection) -> str:

@@ -1,4 +1,4 @@
-"""Which families stand for all, where a test takes too long for every one."""
+"""Families that represent all others in tests that are too slow for every family."""
 
 ONE_OF_EACH_PATTERN = (
     "llama",

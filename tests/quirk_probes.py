@@ -1,7 +1,7 @@
-"""Probes: is a quirk there? Each runs a model or a package, or reads it, and answers yes where there is trouble.
+"""Probes that detect quirks. Each runs or inspects a model or a package, and returns True if the quirk is present.
 
-Some are asked of any model, upstream's and ours; the others of what is upstream's alone. Models are tiny and in
-evaluation mode; none is changed. At the end is which of them answers the question of which entry of the catalogue.
+Some probes apply to any model, transformers' and ours. The others apply only to upstream. Models are tiny, in
+evaluation mode and never changed. The tables at the end map catalog entries to probes.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from nrl_models.inputs.model_inputs import Inputs
 from nrl_models.onboarding.detect import LOGITS_DIFFER, offsets_stay
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.quirks import Subject, predicates
-from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.testing.case import FamilyCase, randomize
 from nrl_models.testing.mtp_weights import mtp_tensors
 
 
 def differ(actual: torch.Tensor, expected: torch.Tensor, by: float = LOGITS_DIFFER) -> bool:
-    """Whether two tensors differ by more than rounding."""
+    """Return True if two tensors differ by more than rounding."""
     return bool((actual - expected).abs().max() > by)
 
 
 @torch.no_grad()
 def documents_meet(model: PreTrainedModel, inputs: Inputs, *, mask: bool) -> bool:
-    """Whether a document's logits depend on one packed before it, with positions that start again.
+    """Return True if a document's logits depend on one packed before it, with positions that restart.
 
     Args:
-        model: a decoder.
-        inputs: of which `input_ids` `(2, length)` are the two documents.
-        mask: whether to give a mask of ones and leave the cache at its default; else there is neither.
+        model: A decoder.
+        inputs: Its `input_ids` `(2, length)` are the two documents.
+        mask: Whether to pass a mask of ones and use the default cache. Otherwise, pass neither.
     """
     first, second = inputs["input_ids"][0, :-5], inputs["input_ids"][1]
     positions = [torch.arange(len(document), device=second.device) for document in (first, second)]
@@ -71,7 +71,7 @@ def text_raises(model: PreTrainedModel, inputs: Inputs) -> bool:
 
 
 def unrepaired(case: FamilyCase) -> PreTrainedModel:
-    """Return a model of transformers' own class, with the case's weights."""
+    """Return a model of transformers' own class with the case's weights."""
     upstream = next(base for base in case.reference_class.__mro__ if "forward" in vars(base))
     model = upstream(case.config).eval()
     model.load_state_dict(case.reference().state_dict())
@@ -80,13 +80,13 @@ def unrepaired(case: FamilyCase) -> PreTrainedModel:
 
 @torch.no_grad()
 def images_are_causal(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Whether a batch with images but without token types is computed otherwise than with them, or refused."""
+    """Return True if a batch with images has other logits without token types, or raises an error without them."""
     kinds = [name for name in ("token_type_ids", "mm_token_type_ids") if name in inputs]
     without = {name: value for name, value in inputs.items() if name not in kinds}
     text = model.config.get_text_config()
     is_unset = getattr(text, "use_bidirectional_attention", False) is None
     if is_unset:
-        text.use_bidirectional_attention = "vision"  # as published; the class's default has none
+        text.use_bidirectional_attention = "vision"  # as published; None is the class's default
     try:
         return differ(model(**without).logits, model(**inputs).logits)
     except ValueError:
@@ -97,11 +97,11 @@ def images_are_causal(model: PreTrainedModel, inputs: Inputs) -> bool:
 
 
 def reentrant_checkpointing_loses_gradients(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Whether reentrant checkpointing gives other gradients than none does.
+    """Return True if reentrant checkpointing changes gradients.
 
     Args:
-        model: some of whose layers share keys and values.
-        inputs: with labels.
+        model: A model in which some layers share keys and values.
+        inputs: Inputs with labels.
     """
     gradients = []
     for reentrant in (False, True):
@@ -119,11 +119,11 @@ def reentrant_checkpointing_loses_gradients(model: PreTrainedModel, inputs: Inpu
 
 
 def unused_weights_are_dropped(load: Callable[[Path], PreTrainedModel], reference: PreTrainedModel) -> bool:
-    """Whether loading and saving drops keys and values that a checkpoint holds for layers that share.
+    """Return True if loading and saving drops a checkpoint's keys and values for layers that share.
 
     Args:
-        load: loads a checkpoint.
-        reference: writes it.
+        load: Loads a checkpoint.
+        reference: The model that writes it.
     """
     with tempfile.TemporaryDirectory() as folder:
         published, again = Path(folder, "published"), Path(folder, "again")
@@ -138,11 +138,11 @@ def unused_weights_are_dropped(load: Callable[[Path], PreTrainedModel], referenc
 
 
 def mtp_weights_are_dropped(load: Callable[[Path], PreTrainedModel], reference: PreTrainedModel) -> bool:
-    """Whether loading and saving drops weights of multi-token prediction.
+    """Return True if loading and saving drops weights of multi-token prediction.
 
     Args:
-        load: loads a checkpoint.
-        reference: writes it.
+        load: Loads a checkpoint.
+        reference: The model that writes it.
     """
     with tempfile.TemporaryDirectory() as folder:
         published, again = Path(folder, "published"), Path(folder, "again")
@@ -154,7 +154,7 @@ def mtp_weights_are_dropped(load: Callable[[Path], PreTrainedModel], reference: 
 
 
 def a_new_row_explodes(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Whether an embedding row of zeros gets a gradient ten times as large as any other row."""
+    """Return True if an embedding row of zeros has a gradient ten times larger than any other row."""
     model = copy.deepcopy(model)
     tokens = inputs["input_ids"]
     weight = model.get_input_embeddings().weight
@@ -169,7 +169,7 @@ def a_new_row_explodes(model: PreTrainedModel, inputs: Inputs) -> bool:
 
 
 def whole_logits_are_made(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Whether log-probabilities from the model's own forward take a tensor of tokens times vocabulary."""
+    """Return True if log-probabilities from the model's own forward allocate a `(tokens, vocabulary)` tensor."""
     tokens = inputs["input_ids"]
     vocabulary = model.config.get_text_config().vocab_size
     with new_tensors(vocabulary) as sizes, torch.no_grad():
@@ -179,7 +179,7 @@ def whole_logits_are_made(model: PreTrainedModel, inputs: Inputs) -> bool:
 
 @contextmanager
 def new_tensors(width: int) -> Iterator[list[int]]:
-    """While open, note the numbers of elements of the tensors that are made whose last dimension is `width`."""
+    """Record the sizes of new tensors whose last dimension is `width`, within a `with` block."""
     sizes: list[int] = [0]
 
     class Sizes(TorchDispatchMode):
@@ -197,7 +197,7 @@ def new_tensors(width: int) -> Iterator[list[int]]:
 
 
 def small_updates_vanish(dtype: torch.dtype) -> bool:
-    """Whether a step of AdamW at a learning rate of post-training leaves a weight of that dtype as it is."""
+    """Return True if an AdamW step at a post-training learning rate does not change a weight of that dtype."""
     weight = nn.Parameter(torch.ones(4, dtype=dtype))
     optimizer = torch.optim.AdamW([weight], lr=1e-6, weight_decay=0.0)
     weight.grad = torch.ones_like(weight)
@@ -206,27 +206,27 @@ def small_updates_vanish(dtype: torch.dtype) -> bool:
 
 
 def an_integer_is_refused(read: Callable[[Path], Any], values: dict[str, Any], key: str) -> bool:
-    """Whether a `config.json` with `key: 0`, for a float of zero, is not read.
+    """Return True if a `config.json` with `key: 0` for a float of zero cannot be read.
 
     Args:
-        read: reads the configuration in a folder.
-        values: the configuration's.
-        key: one of them, a float.
+        read: Reads the configuration in a folder.
+        values: The configuration's values.
+        key: A key with a float value.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values | {key: 0}))
         try:
             return getattr(read(Path(folder)), key) != 0
-        except Exception:  # transformers' own, or what it is turned into
+        except Exception:  # transformers' error, or the error it is converted to
             return True
 
 
 def frozen_parts_train(from_pretrained: Callable[[Path], PreTrainedModel], model: PreTrainedModel) -> bool:
-    """Whether something that the class freezes when it is built trains when it is loaded.
+    """Return True if parameters that the class freezes when it is built are trainable after loading.
 
     Args:
-        from_pretrained: loads a checkpoint.
-        model: one that was built, and has such parameters.
+        from_pretrained: Loads a checkpoint.
+        model: A built model with such parameters.
     """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +237,7 @@ def frozen_parts_train(from_pretrained: Callable[[Path], PreTrainedModel], model
 
 @torch.no_grad()
 def soft_cap_is_dropped(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Whether logits are the same without the soft cap of attention scores that the configuration asks for."""
+    """Return True if the configured soft cap of attention scores does not change logits."""
     uncapped = copy.deepcopy(model)
     for module in uncapped.modules():
         if getattr(module, "attn_logit_softcapping", None) is not None:
@@ -245,11 +245,11 @@ def soft_cap_is_dropped(model: PreTrainedModel, inputs: Inputs) -> bool:
     return not differ(model(**inputs).logits, uncapped(**inputs).logits)
 
 
-# Of what is upstream's
+# Probes of upstream only
 
 
 class _WithComputedPositions(PreTrainedModel):
-    """A model that freezes a part when it is built."""
+    """A model that freezes a parameter when it is built."""
 
     config_class = PreTrainedConfig
 
@@ -260,12 +260,12 @@ class _WithComputedPositions(PreTrainedModel):
 
 
 def loading_unfreezes() -> bool:
-    """Of transformers, for positions that a class computes and freezes."""
+    """Probe transformers, for positions that a class computes and freezes."""
     return frozen_parts_train(_WithComputedPositions.from_pretrained, _WithComputedPositions(PreTrainedConfig()))
 
 
 def sdpa_drops_soft_caps(case: FamilyCase) -> bool:
-    """Of the class upstream, computed by `sdpa` if it says that it can be."""
+    """Probe the upstream class with `sdpa`, if it declares support for it."""
     upstream = case.reference_class
     if not upstream._supports_sdpa:
         return False
@@ -273,12 +273,12 @@ def sdpa_drops_soft_caps(case: FamilyCase) -> bool:
     config.attn_logit_softcapping = 0.05
     torch.manual_seed(0)
     model = upstream._from_config(config, attn_implementation="sdpa").eval()
-    randomise(model)
+    randomize(model)
     return soft_cap_is_dropped(model, case.inputs())
 
 
 def shared_keys_need_a_cache(case: FamilyCase) -> bool:
-    """Of the class upstream: whether it computes otherwise without a cache."""
+    """Return True if the upstream class gives other logits without a cache."""
     model, inputs = case.reference(), case.inputs()
     with torch.no_grad():
         with_cache, without = (model(**inputs, use_cache=use).logits for use in (True, False))
@@ -286,19 +286,19 @@ def shared_keys_need_a_cache(case: FamilyCase) -> bool:
 
 
 def integers_are_refused(case: FamilyCase) -> bool:
-    """Of transformers' reader, for a key of the class upstream that has to be a float."""
+    """Probe transformers' reader with a key of the upstream class that must be a float."""
     config = case.config
     key = next(key for key in config.to_dict() if takes_floats_only(type(config), key))
     return an_integer_is_refused(AutoConfig.from_pretrained, json.loads(config.to_json_string()), key)
 
 
 def transformers_has_no_configuration(case: FamilyCase) -> bool:
-    """Whether its table of configurations lacks the one that a family brings."""
+    """Return True if transformers has no configuration class for a family's model type."""
     return case.config.model_type not in CONFIG_MAPPING_NAMES
 
 
 def tower_names_are_lost(case: FamilyCase) -> bool:
-    """Whether transformers' conversions do not find a tower under the names checkpoints had from before."""
+    """Return True if transformers' conversions do not find a tower under its names in older checkpoints."""
     reference = case.reference()
     tower = reference.get_encoder(modality="image")
     where = next(name for name, module in reference.named_modules() if module is tower)
@@ -309,7 +309,7 @@ def tower_names_are_lost(case: FamilyCase) -> bool:
 
 
 def routing_flips(case: FamilyCase) -> bool:
-    """Whether rounding otherwise makes the class upstream choose other experts, in bf16."""
+    """Return True if other rounding makes the upstream class choose other experts, in bf16."""
     model = case.reference(torch.bfloat16)
     inputs = case.inputs(images=False, batch=16, length=128)
     records = []
@@ -324,10 +324,10 @@ def routing_flips(case: FamilyCase) -> bool:
 
 @contextmanager
 def pretended_mesh(ranks: int, name: str = "tp") -> Iterator[DeviceMesh]:
-    """A mesh of one dimension, this process its first rank: tensors are divided, and collectives do nothing.
+    """Create a one-dimensional mesh with this process as its first rank. Tensors are sharded, collectives do nothing.
 
     Raises:
-        RuntimeError: there are ranks already.
+        RuntimeError: A process group exists already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -341,7 +341,7 @@ def pretended_mesh(ranks: int, name: str = "tp") -> Iterator[DeviceMesh]:
 
 
 def untied_by_dividing() -> bool:
-    """Whether torch's `parallelize_module` parts an embedding and a head that are one tensor."""
+    """Return True if torch's `parallelize_module` unties an embedding and a head that share a tensor."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     class Tied(nn.Module):
@@ -356,7 +356,7 @@ def untied_by_dividing() -> bool:
 
 
 def a_kernel_projects_out(case: FamilyCase) -> bool:
-    """Whether a mixer hands the weight of its projection to a fused kernel, past the module's hooks."""
+    """Return True if a mixer passes the weight of its projection to a fused kernel, bypassing the module's hooks."""
     mixers = {
         type(module)
         for module in case.reference().modules()
@@ -365,8 +365,8 @@ def a_kernel_projects_out(case: FamilyCase) -> bool:
     return any("outproj_weight=self.out_proj.weight" in inspect.getsource(mixer) for mixer in mixers)
 
 
-def optimisers_keep_no_state_without_gradients() -> bool:
-    """Of torch's AdamW."""
+def optimizers_keep_no_state_without_gradients() -> bool:
+    """Probe torch's AdamW."""
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([used, unused])
     used.square().sum().backward()
@@ -375,25 +375,25 @@ def optimisers_keep_no_state_without_gradients() -> bool:
 
 
 def unknown_attributes_are_accepted() -> bool:
-    """Whether torch takes a misspelt freeze, `requires_gradient`, without a word."""
+    """Return True if torch silently accepts a misspelled freeze, `requires_gradient`."""
     parameter = nn.Parameter(torch.ones(2))
     parameter.requires_gradient = False  # type: ignore[attr-defined]
     return parameter.requires_grad
 
 
-# Of vLLM: these run where it is installed
+# Probes of vLLM, which run if it is installed
 
 
 def dummy_loading_touches_buffers(model: nn.Module) -> bool:
-    """Whether vLLM's dummy loader makes a model's derived buffers random.
+    """Return True if vLLM's dummy loader randomizes a model's derived buffers.
 
     Args:
-        model: one inside a running vLLM; its weights are random afterwards.
+        model: A model inside a running vLLM engine. Its weights are random afterwards.
     """
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    # Names with an underscore are vLLM's own, which it sets afterwards (scales of a quantised cache).
+    # vLLM sets its own buffers, whose names contain an underscore, afterwards (scales of a quantized cache).
     derived = {name: buffer for name, buffer in model.named_buffers() if not name.rpartition(".")[2].startswith("_")}
     before = {name: buffer.clone() for name, buffer in derived.items()}
     DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
@@ -401,7 +401,7 @@ def dummy_loading_touches_buffers(model: nn.Module) -> bool:
 
 
 def reloading_touches_buffers() -> bool:
-    """Whether vLLM's layerwise reload changes a buffer that is derived, beside a weight that is loaded."""
+    """Return True if vLLM's layerwise reload changes a derived buffer when it loads a weight of the same module."""
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -424,13 +424,13 @@ def reloading_touches_buffers() -> bool:
 
 
 def processors_need_a_tokenizer() -> bool:
-    """Whether vLLM's processor of images refuses to start without a tokenizer."""
+    """Return True if vLLM's image processor does not start without a tokenizer."""
     from types import SimpleNamespace
 
     from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
     class Processor(BaseMultiModalProcessor):
-        """Abstract as it is: only its beginning is run."""
+        """Abstract, because only its initialization runs."""
 
     Processor.__abstractmethods__ = frozenset()
     info = SimpleNamespace(ctx=SimpleNamespace(tokenizer=None), get_data_parser=lambda: None)
@@ -441,16 +441,16 @@ def processors_need_a_tokenizer() -> bool:
     return False
 
 
-# Which answers what
+# Tables of probes
 
 OF_INSTALLED: dict[str, Callable[[], bool]] = {
     "fp32-masters": lambda: small_updates_vanish(torch.bfloat16),
     "frozen-parts": loading_unfreezes,
-    "unreachable-parameters": optimisers_keep_no_state_without_gradients,
-    "misspelt-freezing": unknown_attributes_are_accepted,
+    "unreachable-parameters": optimizers_keep_no_state_without_gradients,
+    "misspelled-freezing": unknown_attributes_are_accepted,
     "tied-weights-under-tp": untied_by_dividing,
 }
-"""Of what is installed."""
+"""Probes of installed packages."""
 
 OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
     "strict-config-types": integers_are_refused,
@@ -480,13 +480,13 @@ OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
     "fused-out-projection": a_kernel_projects_out,
     "names-on-the-hub": lambda case: predicates.has_several_names(Subject(case.reference())),
 }
-"""Of the class upstream that a family extends, at tiny size."""
+"""Probes of the upstream class of a family, at tiny size."""
 
 OF_VLLM: dict[str, Callable[[], bool]] = {
     "engine-reload-buffers": reloading_touches_buffers,
     "engine-tokenizer": processors_need_a_tokenizer,
 }
-"""Of vLLM, where it is installed."""
+"""Probes of vLLM, if it is installed."""
 
 OF_RUNNING_VLLM = ("engine-dummy-buffers", "engine-tied-head", "engine-experts-on-cpu")
-"""Of vLLM while it runs: `tests/engine/test_quirks.py` asks."""
+"""Probes of a running vLLM engine, used by `tests/engine/test_quirks.py`."""

@@ -1,4 +1,4 @@
-"""What to delete once upstream has fixed a quirk, by its name: for the tripwires and the guide."""
+"""Code to delete once upstream has fixed a quirk, by its name. Used by the tripwires and the guide."""
 
 REMOVE = {
     "fp32-masters": "nothing: advise bf16 masters in docs/loading.md",
@@ -24,7 +24,7 @@ REMOVE = {
         "SharedKeyValues.gradient_checkpointing_enable and activation_checkpointing_enable"
     ),
     "unreachable-parameters": "freeze_unreachable",
-    "misspelt-freezing": "the check of keys in freeze",
+    "misspelled-freezing": "the check of keys in freeze",
     "tied-weights-under-tp": "the flag, and the vocabulary's rules in declared_tensor_plan",
     "routing-flips": "nothing: routing is discrete",
     "full-vocabulary-logits": "nothing: let token_logprobs call what upstream offers then",

@@ -1,4 +1,4 @@
-"""Whether the catalogue of quirks is whole, and whether upstream still is as it says: what its tests call."""
+"""Check that the catalog of quirks is complete, and that upstream still behaves as it states."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from nrl_models.quirks.quirk import PLACES, ProbeKind
 from tests.quirk_removals import REMOVE
 
 
-class CatalogueError(Exception):
-    """The catalogue of quirks is not whole."""
+class CatalogError(Exception):
+    """The catalog of quirks is incomplete or wrong."""
 
 
 class QuirkExpiredError(Exception):
-    """Upstream has changed, and the catalogue has not."""
+    """Upstream has changed, but the catalog has not."""
 
 
 def tripwire(quirk: Quirk, shows: bool | None, of: str = "upstream") -> None:
     """Fail if upstream has changed.
 
     Args:
-        quirk: of which.
-        shows: what the probe says; None if it was not run.
-        of: of whom.
+        quirk: The quirk.
+        shows: Result of the probe. None if it did not run.
+        of: The subject of the probe.
 
     Raises:
-        QuirkExpiredError: what the quirk is about is gone, so that its handling is to be deleted; or it is back.
+        QuirkExpiredError: The quirk is gone, so its handling should be deleted; or it is back.
     """
     asked, removed = quirk.asks or quirk.symptom, REMOVE.get(quirk.name, "its handling")
     if quirk.is_fixed_in(lowest_version) and not quirk.kept_for:
@@ -51,7 +51,7 @@ def tripwire(quirk: Quirk, shows: bool | None, of: str = "upstream") -> None:
 
 
 def lowest_version(package: str) -> str | None:
-    """The lowest version of `package` that this package takes; None if it does not say."""
+    """Return the lowest version of `package` that nrl_models supports. None if it is not declared."""
     for line in requires("nrl_models") or ():
         requirement = Requirement(line)
         bounds = [bound.version for bound in requirement.specifier if bound.operator in (">=", "==", "~=")]
@@ -60,25 +60,25 @@ def lowest_version(package: str) -> str | None:
     return None
 
 
-def check_catalogue(quirks: Iterable[Quirk]) -> None:
-    """Whether every entry says what it has to.
+def check_catalog(quirks: Iterable[Quirk]) -> None:
+    """Check that every entry has all required fields.
 
     Raises:
-        CatalogueError: everything that is missing or wrong.
+        CatalogError: Lists everything that is missing or wrong.
     """
     problems: list[str] = []
     seen: set[str] = set()
     for quirk in quirks:
         wrong = list(_problems_of(quirk))
         if quirk.name in seen:
-            wrong.append("is in the catalogue twice")
+            wrong.append("is in the catalog twice")
         seen.add(quirk.name)
         problems += [f"{quirk.name}: {problem}" for problem in wrong]
     if unknown := sorted(SWITCHES - seen):
-        problems.append(f"{', '.join(unknown)}: can be switched off, but the catalogue does not say what it is")
+        problems.append(f"{', '.join(unknown)}: can be switched off, but the catalog does not say what it is")
     if problems:
-        raise CatalogueError(
-            "the catalogue of quirks is not whole:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        raise CatalogError(
+            "the catalog of quirks is not whole:\n" + "\n".join(f"  - {problem}" for problem in problems)
         )
 
 

@@ -1,6 +1,6 @@
-"""Fixtures with real pretrained models, from the package index. Where it has them not, tests are skipped, and say why.
+"""Fixtures with pretrained models from the package index. If a model is not available, its tests are skipped.
 
-They are kept in the user's cache directory (`NRL_MODELS_CACHE`), and are not to be changed.
+Models are stored in the user's cache directory (`NRL_MODELS_CACHE`). Tests must not change them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MINILM = RealWeights(
     84,
     "Apache-2.0",
 )
-"""An encoder of 22 million parameters, as published."""
+"""A published encoder with 22 million parameters."""
 
 GEMMA3_270M = RealWeights(
     "gemma-3-270m",
@@ -48,7 +48,7 @@ GEMMA3_270M = RealWeights(
     terms="gemma",
     gguf="gemma-3-270m-q4_k_m.gguf",
 )
-"""A base model of 270 million parameters with a vocabulary of 262,144, quantised to 4 bits for its package."""
+"""A base model with 270 million parameters and a vocabulary of 262,144, quantized to 4 bits in its package."""
 
 
 def _or_skip(get: Callable[[RealWeights], Path], weights: RealWeights) -> Path:
@@ -60,7 +60,7 @@ def _or_skip(get: Callable[[RealWeights], Path], weights: RealWeights) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as Hugging Face has it: bf16 safetensors, tokenizer, chat template."""
+    """SmolLM2-135M-Instruct as on Hugging Face: bf16 safetensors, tokenizer, chat template."""
     return _or_skip(real_weights.checkpoint, real_weights.SMOLLM2)
 
 
@@ -72,11 +72,11 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """all-MiniLM-L6-v2 as published."""
+    """The published all-MiniLM-L6-v2."""
     return _or_skip(real_weights.checkpoint, MINILM)
 
 
 @pytest.fixture(scope="session")
 def gemma3_270m() -> Path:
-    """Gemma 3 270M as Hugging Face has it; skipped unless `NRL_MODELS_ACCEPT_TERMS=gemma` accepts its terms."""
+    """Gemma 3 270M as on Hugging Face. Skipped unless `NRL_MODELS_ACCEPT_TERMS=gemma` accepts its terms."""
     return _or_skip(real_weights.checkpoint, GEMMA3_270M)

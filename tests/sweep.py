@@ -1,6 +1,6 @@
-"""What sweeps over architectures share: outcomes are recorded as they come, and a run goes on where one stopped.
+"""Shared code of sweeps over architectures. Each outcome is recorded immediately, so an interrupted run resumes.
 
-An outcome that was recorded with other versions stays until its own architecture is tried again.
+Outcomes recorded with other versions remain until their architecture runs again.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 from tools.coverage_pages.results import FOLDER, Kind, Record, read_records, write_record
 
 Outcomes = Mapping[Kind, Mapping[str, Any]]
-"""What came out for one architecture, by what was tried."""
+"""The outcomes of one architecture by kind."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Architectures tried one after another.
+    """A sweep over architectures, one after another.
 
     Args:
-        pages: the folder of the coverage pages, beside which outcomes are recorded.
-        everything: the architectures that there should be outcomes of.
-        versions: what is tried, and the versions of the packages that decide its outcome.
-        run: tries the architectures it is given, and yields each one's outcomes as soon as they are there.
-        worsened: what is worse in an outcome, the last, than it was in the one before; empty if nothing is.
-        write_page: called whenever something was recorded.
-        optional: what is not tried of every architecture.
+        pages: The folder of the coverage pages, which contains the recorded outcomes.
+        everything: All architectures that should have outcomes.
+        versions: For each kind, the versions of the packages that influence its outcome.
+        run: Runs the passed architectures, and yields the outcomes of each immediately.
+        worsened: Compares an earlier and a later outcome. Describes how the later one is worse, or returns an empty
+            string.
+        write_page: Called after each recorded outcome.
+        optional: Kinds that not every architecture has.
     """
 
     pages: Path
@@ -41,7 +42,7 @@ class Sweep:
     optional: frozenset[Kind] = field(default_factory=frozenset)
 
     def main(self, parser: argparse.ArgumentParser) -> int:
-        """Run what the command line asks for; 1 if an architecture came out worse than before."""
+        """Run the sweep with command-line options. Returns 1 if an architecture's outcome is worse than before."""
         parser.add_argument("names", nargs="*", metavar="NAME", help="architectures; all without an outcome by default")
         parser.add_argument("--again", action="store_true", help="run all, also those that have an outcome")
         parser.add_argument("--page", action="store_true", help="write the page from outcomes that are there")
@@ -54,11 +55,12 @@ class Sweep:
         return self.go_on(options.names, again=options.again)
 
     def go_on(self, names: list[str], *, again: bool = False) -> int:
-        """Try architectures; 1 if one came out worse than before.
+        """Run architectures. Returns 1 if an architecture's outcome is worse than before.
 
         Args:
-            names: those to try. If none are named, those without an outcome of the installed versions.
-            again: if none are named, try all; but those that a run of this kind tried before it was cut.
+            names: Architectures. If empty, those without an outcome for the installed versions.
+            again: If `names` is empty, run all architectures, except those that an interrupted run of this kind
+                finished.
         """
         records = read_records(self.pages)
         again = again and not names
@@ -84,11 +86,11 @@ class Sweep:
 
     @property
     def _tried_again(self) -> Path:
-        """The architectures that have been tried again, while others are to be."""
+        """File of the architectures that an unfinished `--again` run has finished."""
         return self.pages / FOLDER / f".{next(iter(self.versions))}.again"
 
     def _is_done(self, records: Mapping[Kind, Mapping[str, Record]], name: str) -> bool:
-        """Whether there is an outcome of the installed versions of everything that is tried of an architecture."""
+        """Return True if an architecture has all outcomes for the installed versions."""
         return all(
             record.versions == versions if (record := records[kind].get(name)) else kind in self.optional
             for kind, versions in self.versions.items()

@@ -1,8 +1,8 @@
-"""Let a torchvision that was built for CUDA be imported without it; `make setup` and `make test-engine` run this once.
+"""Make a torchvision built for CUDA importable without CUDA. `make setup` and `make test-engine` run this once.
 
-The builds on PyPI want CUDA's libraries for their compiled operators. Where these do not load, torchvision goes on
-without them, but for two whose declaration it takes for granted. timm's towers and vLLM's models of images import
-torchvision for what is written in Python (resizing), which needs no compiled operator.
+The PyPI builds need CUDA's libraries for their compiled operators. If these do not load, torchvision works without
+them, except for two operators whose declaration it expects. timm's towers and vLLM's image models import torchvision
+only for Python code (resizing), which needs no compiled operators.
 """
 
 from __future__ import annotations

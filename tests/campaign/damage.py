@@ -1,4 +1,4 @@
-"""Damaged versions of valid JSON, safetensors and GGUF files, by structure and by bytes, drawn by hypothesis."""
+"""Hypothesis strategies that damage valid JSON, safetensors and GGUF files, by structure and by bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 DEEP = "@deep@"
-"""Stands for arrays in arrays, which Python does not write."""
+"""Placeholder for deeply nested arrays, which Python cannot write."""
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, 2, 3, 7, -1, -(2**31), 2**31, 10**6, 10**9, 10**12, 2**63, 10**30),
@@ -51,7 +51,7 @@ VALUES: tuple[Any, ...] = (
         DEEP,
     ),
 )
-"""What values are replaced with."""
+"""Values that replace other values."""
 
 KEYS = (
     *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "quantization_config", "rope_parameters"),
@@ -78,24 +78,22 @@ KEYS = (
     ),
     *("", "\x1b[2J", "a\nb", "\ud800", "x" * 2_000, "a.b", "__metadata__", "weight_map", "metadata"),
 )
-"""Keys that are added."""
+"""Keys to add."""
 
 
 def json_bytes(draw: Draw, content: Any, within: tuple[str, ...] = ()) -> bytes:
-    """A valid document with one to three edits; one in eight has damaged text besides.
+    """Return a valid document with one to three edits. One in eight also has damaged text.
 
     Args:
-        draw: hypothesis'.
-        content: the document.
-        within: only what lies below this path is changed.
+        draw: Hypothesis' `draw`.
+        content: The document.
+        within: Path of the part to edit.
     """
     content = copy.deepcopy(content)
     for _ in range(draw(st.integers(1, 3))):
         content = _edited(draw, content, within)
     text = json.dumps(content)
-    if (
-        not within and draw(st.integers(0, 15)) == 0 and isinstance(content, dict) and content
-    ):  # a key that is there twice
+    if not within and draw(st.integers(0, 15)) == 0 and isinstance(content, dict) and content:  # a duplicate key
         again = f"{json.dumps(draw(st.sampled_from([*content])))}: {json.dumps(draw(st.sampled_from(VALUES)))}"
         text = f"{text[:-1]}, {again}}}" if draw(st.booleans()) else f"{{{again}, {text[1:]}"
     levels = draw(st.sampled_from([3, 100, 900, 100_000])) if DEEP in text else 0
@@ -129,7 +127,7 @@ def _edited(draw: Draw, content: Any, within: tuple[str, ...]) -> Any:
 
 
 def _near(draw: Draw, value: Any) -> Any:
-    """A value like the given one: a neighbour, the other type, or one of them more."""
+    """Return a similar value: slightly changed, of another type, or repeated."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
@@ -151,7 +149,7 @@ def _places(content: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def some_bytes(draw: Draw, data: bytes, most: int | None = None) -> bytes:
-    """`data` with some of its first `most` bytes changed, left out or put in."""
+    """Return `data` with some of its first `most` bytes changed, removed or inserted."""
     most = min(most or len(data), len(data))
     if most == 0:
         return b"\x00"
@@ -175,7 +173,7 @@ def some_bytes(draw: Draw, data: bytes, most: int | None = None) -> bytes:
 
 
 def safetensors_bytes(draw: Draw, data: bytes) -> bytes:
-    """A safetensors file with a damaged header; its data are as they were, but for what is cut off or added."""
+    """Return a safetensors file with a damaged header. Its data do not change, but may be truncated or extended."""
     length = int.from_bytes(data[:8], "little")
     header, rest = data[8 : 8 + length], data[8 + length :]
     if draw(st.integers(0, 2)):
@@ -191,11 +189,11 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "Q": (0, 1, 2, 7, 31, 2**16, 2**31, 2**40, 2**60, 2**63, 2**64 - 1),
     "f": (0.0, -1.0, 1e-30, 3e38, float("nan"), float("inf")),
 }
-"""What numbers of a GGUF header are replaced with; those of other types by any bytes."""
+"""Replacements for numbers in a GGUF header. Other types are replaced by arbitrary bytes."""
 
 
 def gguf_bytes(draw: Draw, data: bytes) -> bytes:
-    """A GGUF file with a damaged header; its data are as they were."""
+    """Return a GGUF file with a damaged header and unchanged data."""
     fields = list(gguf_fields(data))
     end = fields[-1][0] + 8
     if draw(st.integers(0, 3)) == 0:
@@ -211,7 +209,7 @@ def gguf_bytes(draw: Draw, data: bytes) -> bytes:
 
 
 def gguf_fields(data: bytes) -> Iterator[tuple[int, str, int]]:
-    """Where each number and string of a GGUF header is, how it is packed (`s` a string), and how long it is."""
+    """Return the position, format (`s` for a string) and length of each number and string in a GGUF header."""
     at = 4
     sizes = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 

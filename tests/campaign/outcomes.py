@@ -1,4 +1,4 @@
-"""The outcome of a damaged input: the value, a typed error, or a bug."""
+"""The outcome of a damaged input: a value, a typed error, or a bug."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from nrl_models.errors import NRLModelsError
 
 HANG_SECONDS = 10
-"""After this time a case is a bug; on a busy machine after this time of its own, or six times as long."""
+"""Time limit of a case. On a busy machine it is up to six times as long, until half of it is used as CPU time."""
 
 MOST_MEMORY = 2**30
-"""Bytes of memory that a case may fill beside what the process has; few take a hundredth."""
+"""Limit in bytes of additional memory that a case may use. Few use a hundredth."""
 
 MOST_ADDRESSES = 12 * 2**30
-"""Bytes of memory that a case may ask for, filled or not, so that this machine goes on."""
+"""Limit in bytes of memory that a case may allocate, used or not, to protect the machine."""
 
 
 class BugError(AssertionError):
@@ -32,10 +32,10 @@ class _HangError(BaseException):
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What `call` returns, or the typed error it raises.
+    """Return the value of `call`, or the typed error that it raises.
 
     Raises:
-        BugError: another error, a hang, memory that a damaged input asked for, a control character in a message.
+        BugError: Another error, a hang, an allocation controlled by damaged input, or a control character in a message.
     """
     filled = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -62,7 +62,7 @@ def _check_message(error: NRLModelsError) -> None:
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Limits of time and memory, in the main thread."""
+    """Limit time and memory in the main thread. Do nothing in other threads."""
 
     started, own = time.monotonic(), time.process_time()
 

@@ -1,7 +1,7 @@
-"""A model checker of publishing: writers that are killed at any call that changes a folder, or that a reader overlaps.
+"""A model checker of publishing: writers are killed at any call that changes a folder, or overlap with a reader.
 
-The generations of a checkpoint differ in everything that a folder has of them: configuration, generation configuration,
-weights, number of files, index, tokenizer. Whoever reads must find one of them, whole, or a typed error.
+The generations of a checkpoint differ in all its files: configuration, generation configuration, weights, number of
+files, index, tokenizer. A reader must find exactly one complete generation, or raise a typed error.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from nrl_models.errors import NRLModelsError
 from nrl_models.families.llama.model import LlamaForCausalLM
 
 OTHERS = {"optimizer.pt": "state", "logs/model.txt": "log"}
-"""Files of others beside a checkpoint."""
+"""Unrelated files in a checkpoint's folder."""
 
 KILLED = 17
 
 
 class WrongError(AssertionError):
-    """What was read is of no generation, or of several, or a file is left that should not be."""
+    """A reader found no generation or a mixture of several, or unexpected files remain."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One state of a checkpoint, in a folder of its own."""
+    """One state of a checkpoint, in a separate folder."""
 
     number: int
     folder: Path
@@ -59,7 +59,7 @@ class Generation:
 
 
 def make_generations(root: Path) -> list[Generation]:
-    """Of one file, of several, of more, and again of one."""
+    """Create generations with one file, with several, with more, and with one again."""
     tokenizers = (
         ("tokenizer.json", "tokenizer_config.json", "vocab.json"),
         ("tokenizer.json", "tokenizer_config.json"),
@@ -96,12 +96,12 @@ def _epsilon(number: int) -> float:
 
 
 def files_of(folder: Path) -> set[str]:
-    """The files below a folder."""
+    """List the files below a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
 
 
 def prepare(folder: Path, generation: Generation | None) -> Path:
-    """A folder `checkpoint` that holds a generation and files of others; without one, no such folder."""
+    """Create a folder `checkpoint` with a generation and unrelated files. Without a generation, create no folder."""
     target = folder / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -117,7 +117,7 @@ def prepare(folder: Path, generation: Generation | None) -> Path:
 
 
 def identify(model: PreTrainedModel, generations: Sequence[Generation]) -> int:
-    """Which generation a model is, in everything."""
+    """Return the generation that a model comes from. All its parts must agree."""
     number = round(model.config.rms_norm_eps / 1e-3) - 1
     if not 0 <= number < len(generations):
         raise WrongError(f"a configuration of no generation: {model.config}")
@@ -133,7 +133,7 @@ def identify(model: PreTrainedModel, generations: Sequence[Generation]) -> int:
 
 
 def read(target: Path, generations: Sequence[Generation]) -> int | None:
-    """Which generation `from_pretrained` finds; None for a typed error."""
+    """Return the generation that `from_pretrained` loads, or None for a typed error."""
     try:
         model = AutoModelForCausalLM.from_pretrained(target)
     except NRLModelsError:
@@ -142,20 +142,20 @@ def read(target: Path, generations: Sequence[Generation]) -> int | None:
 
 
 def read_by_name(target: Path, generations: Sequence[Generation]) -> int | None:
-    """Which generation transformers finds; None for any error."""
-    if not (target / CONFIG_NAME).exists():  # its class would take the defaults, which is a model of 27 GB
+    """Return the generation that transformers loads, or None for any error."""
+    if not (target / CONFIG_NAME).exists():  # otherwise its class would use the default configuration, a model of 27 GB
         if weights := [name for name in (WEIGHTS_NAME, INDEX_NAME) if (target / name).exists()]:
             raise WrongError(f"{weights}, and no configuration")
         return None
     try:
         model = HFLlama.from_pretrained(target)
-    except Exception:  # what it raises for files that are not there is its own
+    except Exception:  # transformers raises any exception for missing files
         return None
     return identify(model, generations)
 
 
 def check_tokenizer(target: Path, generation: Generation) -> None:
-    """The tokenizer's files that our readers find are those of a generation."""
+    """Check that our readers find the tokenizer files of a generation."""
     folder = resolve_folder(target)
     found = {name: (folder / name).read_text() for name in TOKENIZER_NAMES if (folder / name).exists()}
     expected = {name: (generation.folder / name).read_text() for name in generation.files & TOKENIZER_NAMES}
@@ -164,9 +164,9 @@ def check_tokenizer(target: Path, generation: Generation) -> None:
 
 
 def check_saved(target: Path, generation: Generation, others: set[str]) -> None:
-    """A whole save left this generation, the files of others, and nothing else."""
+    """Check that a complete save left this generation, the unrelated files, and nothing else."""
     found, expected = files_of(target.parent), {f"checkpoint/{name}" for name in generation.files | others}
-    # Where the predecessor was of no tokenizer, its successor's is there all the same.
+    # If the previous generation had no tokenizer, the new one's tokenizer is still there.
     if found != expected:
         raise WrongError(f"left {sorted(found - expected)}, lost {sorted(expected - found)}")
     for name in generation.files:
@@ -183,7 +183,7 @@ WRITING = ("mkdir", "rename", "replace", "link", "symlink", "unlink", "remove", 
 
 @contextmanager
 def calls(before: Callable[[str, bool], None], seed: int = 0) -> Iterator[None]:
-    """Call `before(name, whether it writes)` before every call on files; directories list in an order of their own."""
+    """Call `before(name, whether it writes)` before every file operation. Folders are listed in random order."""
     shuffle = random.Random(seed).shuffle
 
     def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +216,7 @@ def _writes(name: str, args: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 class _Shuffled:
-    """What `os.scandir` returns, in another order."""
+    """An `os.scandir` iterator in another order."""
 
     def __init__(self, entries: Any, shuffle: Callable[[list[Any]], None]) -> None:
         with entries:
@@ -239,7 +239,7 @@ class _Shuffled:
 
 
 class Writer:
-    """Saves a generation; `before` hears of its calls that write, but for those that fill the stage."""
+    """Save a generation. Calls `before` for its write operations, except while it fills the temporary folder."""
 
     def __init__(self, generation: Generation, target: Path, before: Callable[[], None]) -> None:
         self._generation, self._target, self._before = generation, target, before
@@ -261,7 +261,7 @@ class Writer:
 
 
 def save_and_be_killed(generation: Generation, target: Path, at: int, seed: int = 0) -> bool:
-    """Save in another process, which is killed before its `at`-th call that changes a folder; False if it has fewer."""
+    """Save in a process that is killed before its `at`-th change of a folder. Returns False if it has fewer changes."""
     child = os.fork()
     if child == 0:
         left = at
@@ -290,17 +290,17 @@ def save_and_be_killed(generation: Generation, target: Path, at: int, seed: int 
 def after_kills(
     root: Path, generations: Sequence[Generation], old: int | None, writers: Sequence[tuple[int, int]], following: int
 ) -> tuple[int | None, bool]:
-    """Check a folder after saves that were killed, and the next that is not.
+    """Check a folder after killed saves, and after a complete save that follows.
 
     Args:
-        root: a folder to work in.
-        generations: all.
-        old: the one that is there at first.
-        writers: which generations are saved, and at which call each save is killed.
-        following: the one that is saved in the end.
+        root: A folder to work in.
+        generations: All generations.
+        old: The initial generation.
+        writers: The generations to save, and the call at which each save is killed.
+        following: The generation to save at the end.
 
     Returns:
-        Which generation was found, and whether every save was killed.
+        The generation found, and whether every save was killed.
     """
     target = prepare(root, None if old is None else generations[old])
     killed = [save_and_be_killed(generations[new], target, at, seed=at) for new, at in writers]
@@ -324,10 +324,10 @@ def after_kills(
 
 
 def kill_at_every_call(root: Path, generations: Sequence[Generation], old: int | None, new: int, following: int) -> int:
-    """`after_kills` for every call of one writer; once the new generation is found, it always is.
+    """Run `after_kills` for every call of one writer. Once a reader finds the new generation, it always must.
 
     Returns:
-        How many calls there are.
+        The number of calls.
     """
     found, at = [], 0
     while True:
@@ -357,7 +357,7 @@ def _digest(folder: Path) -> dict[str, str]:
 
 
 class Overlap:
-    """A save in a thread of its own, which goes on only as far as it is let."""
+    """A save in a thread that advances only on request."""
 
     def __init__(self, generation: Generation, target: Path) -> None:
         self._writer = Writer(generation, target, self._wait)
@@ -380,19 +380,19 @@ class Overlap:
         self._arrived.release()
 
     def heard(self, name: str, writes: bool) -> bool:
-        """Tell it of a call; False if it is another thread's."""
+        """Count a file operation. Returns False if it is not from the save's thread."""
         if threading.current_thread() is not self._thread:
             return False
         self._writer(name, writes)
         return True
 
     def start(self) -> None:
-        """Begin, and stop before the first call."""
+        """Start, and stop before the first call."""
         self._thread.start()
         self._arrived.acquire()
 
     def go_on(self, count: int) -> None:
-        """Let it make so many calls, or fewer if it ends."""
+        """Allow this many calls, or fewer if the save ends."""
         for _ in range(count):
             if self.done:
                 return
@@ -401,7 +401,7 @@ class Overlap:
             self._arrived.acquire()
 
     def finish(self) -> None:
-        """Let it end."""
+        """Run the save to its end."""
         while not self.done:
             self.go_on(1)
         self._thread.join()
@@ -419,14 +419,14 @@ def overlapped(
     """Read while another thread saves.
 
     Args:
-        root: a folder to work in.
-        generations: all.
-        pair: the generation that is there, and the one that is saved.
-        schedule: how many calls the writer makes before the reader's call of this number; 0 is before it begins.
-        seed: of the order of directories.
+        root: A folder to work in.
+        generations: All generations.
+        pair: The existing generation, and the one to save.
+        schedule: Number of writer calls before the reader's call with this number. 0 is before the reader starts.
+        seed: Seed for the order of folder entries.
 
     Returns:
-        Which generation was found (None: a typed error), and the numbers of calls of reader and writer.
+        The generation found (None for a typed error), and the numbers of calls of reader and writer.
     """
     old, new = pair
     target = prepare(root, generations[old])
@@ -438,7 +438,7 @@ def overlapped(
         if overlap.heard(name, writes) or not reading or threading.current_thread() is not reader:
             return
         step += 1
-        reading = False  # the calls of what follows are not the reader's
+        reading = False  # calls inside `go_on` do not belong to the reader
         overlap.go_on(schedule(step))
         reading = True
 

@@ -1,13 +1,14 @@
-"""What is fuzzed: valid inputs, how they are damaged, and what has to come of it.
+"""Fuzz targets: valid inputs, how they are damaged, and the expected outcome.
 
-A kind of input is a function that takes hypothesis' `draw` and a new directory, and raises a `BugError`. To add a kind,
-write such a function and name it in `TARGETS`.
+A kind of input is a function that takes hypothesis' `draw` and a new folder, and raises a `BugError`. To add a kind,
+write such a function and add it to `TARGETS`.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -18,7 +19,10 @@ from typing import Any
 import gguf
 import torch
 import transformers
+from compressed_checkpoints import write as write_compressed
 from damage import Draw, gguf_bytes, json_bytes, safetensors_bytes, some_bytes
+from gguf_architectures import CASES as ARCHITECTURES
+from gguf_architectures import write as write_architecture
 from gguf_checkpoints import write_gguf
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from hypothesis import strategies as st
@@ -41,7 +45,7 @@ from nrl_models.errors import NRLModelsError
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.loading.read_config import generation_config
 from nrl_models.logprobs import Sampling
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 
 SMALL = {
     "hidden_size": 32,
@@ -99,18 +103,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @cache
 def checkpoint(name: str, shards: bool = False) -> Path:
-    """A directory with a small model of a kind, as transformers saves it."""
+    """Save a small model of a kind with transformers. Returns the folder."""
     folder = Path(tempfile.mkdtemp(prefix=f"nrl-fuzz-{name}-"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
-    randomise(model)
+    randomize(model)
     model.save_pretrained(folder, **({"max_shard_size": "20KB"} if shards else {}))
     return folder
 
 
 @cache
 def fp8_checkpoint() -> Path:
-    """A Llama whose linears are FP8 in blocks of 16 x 16."""
+    """Save a Llama whose linears are in FP8, in blocks of 16 x 16."""
     folder = Path(tempfile.mkdtemp(prefix="nrl-fuzz-fp8-"))
     shutil.copytree(checkpoint("llama"), folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
@@ -134,25 +138,25 @@ def _ours(path: Path) -> PreTrainedModel:
 
 def _theirs(path: Path, ours: PreTrainedModel | None = None) -> PreTrainedModel:
     source, keywords = gguf_tables.upstream_source(path)
-    dtype = ours.dtype if ours is not None and keywords else "auto"  # what it loads GGUF in by itself is fp32
+    dtype = ours.dtype if ours is not None and keywords else "auto"  # by default, transformers loads GGUF in fp32
     return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **keywords).eval()
 
 
 @cache
 def _undamaged(path: Path) -> PreTrainedModel:
     model = _ours(path)
-    if path != fp8_checkpoint() and (found := difference(model, _theirs(path, model))):  # which takes a GPU
+    if path != fp8_checkpoint() and (found := difference(model, _theirs(path, model))):  # loading FP8 requires a GPU
         raise BugError(f"the undamaged one loads otherwise: {found}")
     return model
 
 
 def contents(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Everything that a model computes with."""
+    """Return all tensors that a model computes with."""
     return dict(model.state_dict()) | dict(model.named_buffers())
 
 
 def difference(model: PreTrainedModel, other: PreTrainedModel) -> str:
-    """In what two models differ; empty if in nothing."""
+    """Describe the difference between two models. Empty if they are equal."""
     if type(model).__name__ != type(other).__name__:
         return f"{type(model).__name__} and {type(other).__name__}"
     return _other_values(_values(model.config), _values(other.config)) or _other_tensors(
@@ -186,14 +190,14 @@ def _other_tensors(tensors: Mapping[str, torch.Tensor], others: Mapping[str, tor
 
 
 def compare(path: Path, undamaged: Path) -> None:
-    """Demand of a damaged checkpoint that it loads as if it were not, as transformers loads it, or not at all."""
+    """Check that a damaged checkpoint loads as if undamaged, loads as in transformers, or raises an error."""
     loaded = outcome(lambda: _ours(path))
     if isinstance(loaded, NRLModelsError) or not difference(loaded, _undamaged(undamaged)):
         return
     try:
         try:
             expected = _theirs(path, loaded)
-        except StrictDataclassFieldValidationError:  # an integer for a float, which is taken here
+        except StrictDataclassFieldValidationError:  # an integer instead of a float, which nrl_models accepts
             content = json.loads((path / "config.json").read_bytes())
             _rewrite(path / "config.json", json.dumps(with_declared_types(type(loaded.config), content, "")).encode())
             expected = _theirs(path, loaded)
@@ -204,11 +208,7 @@ def compare(path: Path, undamaged: Path) -> None:
 
 
 def _copy(source: Path, folder: Path) -> Path:
-    return shutil.copytree(source, folder / "checkpoint", copy_function=_link)
-
-
-def _link(source: str, target: str) -> None:
-    Path(target).symlink_to(source)
+    return shutil.copytree(source, folder / "checkpoint", copy_function=os.link)
 
 
 def _rewrite(file: Path, data: bytes) -> None:
@@ -217,15 +217,15 @@ def _rewrite(file: Path, data: bytes) -> None:
 
 
 def config(draw: Draw, folder: Path) -> None:
-    """`config.json` of several families."""
+    """Damage `config.json` of several families."""
     valid = checkpoint(draw(st.sampled_from([*CONFIGS])))
     damaged = _copy(valid, folder)
     _rewrite(damaged / "config.json", json_bytes(draw, json.loads((valid / "config.json").read_text())))
     compare(damaged, valid)
 
 
-def quantised_config(draw: Draw, folder: Path) -> None:
-    """The `quantization_config` of a checkpoint in FP8."""
+def quantized_config(draw: Draw, folder: Path) -> None:
+    """Damage the `quantization_config` of an FP8 checkpoint."""
     valid = fp8_checkpoint()
     damaged = _copy(valid, folder)
     content = json.loads((valid / "config.json").read_text())
@@ -234,13 +234,13 @@ def quantised_config(draw: Draw, folder: Path) -> None:
     if isinstance(loaded, NRLModelsError) or not (found := difference(loaded, _undamaged(valid))):
         return
     said = json.loads((damaged / "config.json").read_bytes())["quantization_config"]
-    # Two blocks of 17 rows cover 32, too: the scales are for those then.
+    # Two blocks of 17 rows also cover 32 rows, and the scales then apply to those blocks.
     if said.get("weight_block_size") == [16, 16]:
         raise BugError(f"loads otherwise: {found}")
 
 
 def generation(draw: Draw, folder: Path) -> None:
-    """`generation_config.json`."""
+    """Damage `generation_config.json`."""
     values = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [1, 2], "max_length": 64}
     values |= {"bad_words_ids": [[1]], "watermarking_config": None, "cache_implementation": None}
     (folder / "generation_config.json").write_bytes(json_bytes(draw, values))
@@ -252,7 +252,7 @@ def generation(draw: Draw, folder: Path) -> None:
 
 
 def header(draw: Draw, folder: Path) -> None:
-    """The header of `model.safetensors`."""
+    """Damage the header of `model.safetensors`."""
     valid = checkpoint("llama")
     damaged = _copy(valid, folder)
     _rewrite(damaged / "model.safetensors", safetensors_bytes(draw, (valid / "model.safetensors").read_bytes()))
@@ -260,7 +260,7 @@ def header(draw: Draw, folder: Path) -> None:
 
 
 def index(draw: Draw, folder: Path) -> None:
-    """`model.safetensors.index.json`."""
+    """Damage `model.safetensors.index.json`."""
     valid = checkpoint("llama", shards=True)
     damaged = _copy(valid, folder)
     name = "model.safetensors.index.json"
@@ -268,16 +268,90 @@ def index(draw: Draw, folder: Path) -> None:
     compare(damaged, valid)
 
 
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "language model": _ours,
+    "base model": nrl_models.AutoModel.from_pretrained,
+    "classifier": lambda path: nrl_models.AutoModelForSequenceClassification.from_pretrained(path, new_head=True),
+    "not strict": lambda path: nrl_models.AutoModelForCausalLM.from_pretrained(path, strict=False),
+    "bfloat16": lambda path: nrl_models.AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16"),
+}
+
+
+def files(draw: Draw, folder: Path) -> None:
+    """Remove or damage any files of a checkpoint, and load it in any way: a value or a typed error."""
+    kinds = (checkpoint("llama"), checkpoint("llama", shards=True), checkpoint("qwen3_moe"), compressed())
+    valid = draw(st.sampled_from(kinds))
+    damaged = _copy(valid, folder)
+    if not (damaged / "generation_config.json").exists():
+        (damaged / "generation_config.json").write_text("{}")
+    for _ in range(draw(st.integers(1, 3))):
+        file = draw(st.sampled_from(sorted(path for path in damaged.iterdir() if path.is_file())))
+        how = draw(st.sampled_from(["bytes", "bytes", "structure", "structure", "remove", "directory", "other"]))
+        if how in ("remove", "directory"):
+            file.unlink()
+            if how == "directory":
+                file.mkdir()
+        elif how == "other":
+            other = draw(st.sampled_from(sorted(path for path in damaged.iterdir() if path.is_file())))
+            _rewrite(file, other.read_bytes())
+        elif how == "structure" and (content := _content(file)) is not None:
+            is_header = file.suffix == ".safetensors"
+            _rewrite(file, safetensors_bytes(draw, file.read_bytes()) if is_header else json_bytes(draw, content))
+        else:
+            data = file.read_bytes()
+            header = 8 + int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else len(data)
+            _rewrite(file, some_bytes(draw, data, header))
+        if not any(path.is_file() for path in damaged.iterdir()):
+            break
+    outcome(lambda: LOADERS[draw(st.sampled_from([*LOADERS]))](damaged))
+
+
+def _content(file: Path) -> Any:
+    """Return the JSON in a file or in a safetensors header. None if it is damaged already."""
+    data = file.read_bytes()
+    if file.suffix == ".safetensors":
+        data = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+@cache
+def compressed() -> Path:
+    """Save a Llama in INT4 in the compressed-tensors format."""
+    folder = Path(tempfile.mkdtemp(prefix="nrl-fuzz-compressed-"))
+    config = CONFIGS["llama"]()
+    config.intermediate_size = 64  # a multiple of the group size
+    write_compressed(folder, config, "int4")
+    _ours(folder)  # loads without damage
+    return folder
+
+
+def compressed_config(draw: Draw, folder: Path) -> None:
+    """Damage the `quantization_config` of a compressed-tensors checkpoint: the same weights or a typed error."""
+    valid = compressed()
+    damaged = _copy(valid, folder)
+    content = json.loads((valid / "config.json").read_text())
+    _rewrite(damaged / "config.json", json_bytes(draw, content, ("quantization_config",)))
+    loaded = outcome(lambda: _ours(damaged))
+    if isinstance(loaded, NRLModelsError):
+        return
+    found = {name: tensor.shape for name, tensor in loaded.state_dict().items()}
+    if found != {name: tensor.shape for name, tensor in _ours(valid).state_dict().items()}:
+        raise BugError("loads with other shapes")
+
+
 @cache
 def gguf_file() -> Path:
-    """A GGUF file of a small Llama."""
+    """Write a GGUF file of a small Llama."""
     folder = Path(tempfile.mkdtemp(prefix="nrl-fuzz-gguf-"))
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
     return write_gguf(folder / "llama.gguf", model, "llama", gguf.GGMLQuantizationType.F16, tokenizer=False)
 
 
 def gguf_header(draw: Draw, folder: Path) -> None:
-    """The header of a GGUF file."""
+    """Damage the header of a GGUF file."""
     damaged = folder / "damaged.gguf"
     damaged.write_bytes(gguf_bytes(draw, gguf_file().read_bytes()))
     gguf_tables._values.cache_clear()
@@ -285,8 +359,28 @@ def gguf_header(draw: Draw, folder: Path) -> None:
 
 
 @cache
+def gguf_of(architecture: str) -> Path:
+    """Write a GGUF file of a small model."""
+    folder = Path(tempfile.mkdtemp(prefix=f"nrl-fuzz-{architecture}-"))
+    case = ARCHITECTURES[architecture]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(case.config)
+    write_architecture(folder / "model.gguf", model, architecture, case)
+    return folder / "model.gguf"
+
+
+def gguf_metadata(draw: Draw, folder: Path) -> None:
+    """Damage the header of GGUF files of all architectures: a model or a typed error."""
+    damaged = folder / "damaged.gguf"
+    names = sorted(ARCHITECTURES.keys() - {"gemma4"})  # its per-layer embeddings are large
+    damaged.write_bytes(gguf_bytes(draw, gguf_of(draw(st.sampled_from(names))).read_bytes()))
+    gguf_tables._values.cache_clear()
+    outcome(lambda: _ours(damaged))
+
+
+@cache
 def adapter() -> Path:
-    """A LoRA adapter for the small Llama, as PEFT saves it."""
+    """Save a LoRA adapter for the small Llama with PEFT."""
     folder = Path(tempfile.mkdtemp(prefix="nrl-fuzz-lora-"))
     torch.manual_seed(0)
     model = get_peft_model(_ours(checkpoint("llama")), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
@@ -297,7 +391,7 @@ def adapter() -> Path:
 
 
 def lora(draw: Draw, folder: Path) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, which PEFT reads: as onto transformers' model."""
+    """Damage the files of a LoRA adapter. PEFT must give the same result as on transformers' model."""
     valid = adapter()
     damaged = _copy(valid, folder)
     if draw(st.booleans()):
@@ -323,7 +417,7 @@ def _adapted(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor] | 
     torch.manual_seed(0)
     try:
         return dict(PeftModel.from_pretrained(model, folder).state_dict())
-    except Exception as error:  # whatever PEFT raises: it has to be the same for both
+    except Exception as error:  # any exception of PEFT, but the same for both
         return error
 
 
@@ -345,11 +439,11 @@ ANSWERS: dict[str, Any] = {
     "/v1/models": {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 64}]},
     "/v1/completions": {"id": "x", "object": "text_completion", "choices": CHOICES, "usage": {"total_tokens": 9}},
 }
-"""What a server of completions answers to `PROMPTS`."""
+"""Responses of a completions server to `PROMPTS`."""
 
 
 class _Scripted(HTTPEngine):
-    """An engine whose server gives answers that are given here."""
+    """An engine whose server sends predefined responses."""
 
     def __init__(self, answers: Mapping[str, bytes]) -> None:
         self._answers = answers
@@ -360,7 +454,7 @@ class _Scripted(HTTPEngine):
 
 
 def http_answers(draw: Draw, folder: Path) -> None:
-    """What a server of completions answers: its models, samples and scores."""
+    """Damage the responses of a completions server: models, samples and scores."""
     answers = {path: json.dumps(answer).encode() for path, answer in ANSWERS.items()}
     path = draw(st.sampled_from([*answers, "/v1/completions"]))
     answers[path] = json_bytes(draw, ANSWERS[path])
@@ -386,7 +480,7 @@ def http_answers(draw: Draw, folder: Path) -> None:
 
 
 def manifest(draw: Draw, folder: Path) -> None:
-    """The manifest of a resume checkpoint: any byte, or any field under a hash that is right again."""
+    """Damage the manifest of a resume checkpoint: any byte, or any field under a recomputed hash."""
     digest = "0123456789abcdef" * 2
     valid = Manifest(
         files={name: WrittenFile(1_000, digest) for name in ("config.json", "weights-00000-00001.safetensors")},
@@ -403,14 +497,14 @@ def manifest(draw: Draw, folder: Path) -> None:
         content = json_bytes(draw, json.loads(data)["manifest"])
         try:
             damaged = rendered_as_manifest(json.loads(content))
-        except (ValueError, RecursionError):  # no JSON that could have a hash
+        except (ValueError, RecursionError):  # not JSON, so there is no hash to compute
             damaged = content
     (folder / MANIFEST).write_bytes(damaged)
     found = outcome(lambda: read_manifest(folder))
     if isinstance(found, NRLModelsError):
         return
     again, read = (json.loads(each)["manifest"] for each in (found.rendered(), damaged))
-    if again != read and "format" in read:  # by default that of today
+    if again != read and "format" in read:  # the default is the current format
         raise BugError(f"is another manifest when it is written: {found}")
 
 
@@ -418,9 +512,12 @@ TARGETS: dict[str, Callable[[Draw, Path], None]] = {
     "header": header,
     "index": index,
     "config": config,
-    "quantised-config": quantised_config,
+    "quantized-config": quantized_config,
+    "compressed-config": compressed_config,
+    "files": files,
     "generation-config": generation,
     "gguf": gguf_header,
+    "gguf-metadata": gguf_metadata,
     "lora": lora,
     "http": http_answers,
     "manifest": manifest,

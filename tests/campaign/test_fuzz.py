@@ -1,7 +1,7 @@
-"""Damaged inputs of every kind: equal to the undamaged load, as transformers loads it, or a typed error.
+"""Damaged inputs of every kind load as if undamaged, load as in transformers, or raise a typed error.
 
-`--cases` says how many of each kind, `--fuzz-seed` which. What fails is made as small as hypothesis can make it, and
-kept in `found/`, from where the next run takes it first: commit it with what mends it.
+`--cases` is the number of cases of each kind, and `--fuzz-seed` selects them. Hypothesis minimizes failing inputs and
+keeps them in `found/`, and the next run tries them first. Commit them with the fix.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_a_damaged_input_is_equal_or_a_typed_error(kind: str, request: pytest.Fi
         max_examples=request.config.getoption("--cases"),
         database=DirectoryBasedExampleDatabase(FOUND / kind),
         deadline=None,
-        phases=set(Phase) - {Phase.explain},  # which takes minutes
+        phases=set(Phase) - {Phase.explain},  # takes minutes
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )

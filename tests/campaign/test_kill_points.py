@@ -1,6 +1,6 @@
-"""Publishing, checked for every pair of generations, and with thousands of schedules; see `tests.campaign.publishing`.
+"""Publishing, checked for every pair of generations and with thousands of schedules; see `tests.campaign.publishing`.
 
-`tests/unit/checkpoint/test_publishing.py` is the gate's share.
+`tests/unit/checkpoint/test_publishing.py` is the part that runs in `make test`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from tests.campaign.publishing import Generation, after_kills, kill_at_every_call, make_generations, overlapped
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # of fork, from Python 3.12 on
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # about fork, since Python 3.12
     pytest.mark.timeout(3600),
     pytest.mark.long,
 ]
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Generation]:
 
 @pytest.fixture
 def schedules(request: pytest.FixtureRequest) -> int:
-    """How many random schedules there are: a tenth of the damaged inputs of a kind."""
+    """Return the number of random schedules: a tenth of the number of damaged inputs per kind."""
     return request.config.getoption("--cases", 20_000) // 10
 
 
@@ -72,7 +72,7 @@ def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], old: 
 
 
 def test_any_stretch_of_a_save_at_any_call_of_a_reader(saved: list[Generation], tmp_path: Path) -> None:
-    """The writer makes `first` calls before the reader begins, and `more` before one call of the reader's."""
+    """The writer makes `first` calls before the reader starts, and `more` before one call of the reader."""
     _, steps, calls = overlapped(tmp_path / "work", saved, (2, 1), lambda step: 0)
     for first, step, more in product(range(0, calls, 3), range(1, steps + 1, 2), (1, 2, 4, 8, 16)):
         schedule = {0: first, step: more}

@@ -1,4 +1,4 @@
-"""A real engine beside the trainer. `make test-engine` sets up an environment in which this runs."""
+"""A real engine next to the trainer. `make test-engine` creates the environment for these tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines.hf import HFEngine
 from nrl_models.loading.read_config import read_config
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _quiet() -> None:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's checkpoint, trained on real text; made if `make demo` has not made it."""
+    """The demo's checkpoint, trained on real text. It is created if `make demo` has not created it."""
     if (DEMO / "config.json").exists():
         return DEMO
     from nrl_models.cli.demo import run_demo
@@ -50,19 +50,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_trainer(demo: Path) -> HFEngine:
-    """Our model of it, in fp32. Shared: leave it as it was."""
+    """Our model of the demo's checkpoint, in fp32. Shared: undo any changes."""
     return HFEngine(AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32), "trainer")
 
 
 @pytest.fixture(scope="session")
 def demo_prompts(demo: Path) -> Prompts:
-    """Prompts for it."""
+    """Prompts for the demo's checkpoint."""
     return Prompts.of_checkpoint(demo, read_config(demo).vocab_size)
 
 
 @pytest.fixture(scope="session")
 def vllm() -> Iterator[OneEngine]:
-    """Starts a vLLM in place of the one that runs. A test that starts its own has to `stop()` this one."""
+    """Start a vLLM engine, and stop the previous one. A test that starts its own engine has to `stop()` this one."""
     from tests.engine.one_engine import OneEngine
 
     with OneEngine() as start:
@@ -71,12 +71,12 @@ def vllm() -> Iterator[OneEngine]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a tiny checkpoint of a configuration class, random but with logits spread over several nats."""
+    """Write a tiny random checkpoint of a configuration class, with logits that spread over several nats."""
 
     def make(config_class: type[transformers.PreTrainedConfig], model_class: Any, **overrides: Any) -> Path:
         torch.manual_seed(0)
         model = model_class._from_config(tiny_config(config_class, overrides), dtype=torch.float32)
-        randomise(model)
+        randomize(model)
         folder = tmp_path_factory.mktemp(model_class.__name__)
         model.save_pretrained(folder)
         return folder

@@ -1,4 +1,4 @@
-"""Compares an architecture at tiny size with a real engine; lists the known limits of vLLM."""
+"""Compare tiny models of an architecture with a real engine. Lists the known limits of vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError, one_line
 from nrl_models.logprobs import Sampling, token_logprobs
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
 from tests.engine.image_processors import save_processor
@@ -37,13 +37,14 @@ from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES, PROC
 Start = Callable[..., Engine]
 
 Also = Callable[[Engine, HFEngine, Prompts, Settings], str]
-"""What else has to hold of an engine that a trainer has refitted: says what does not, or nothing."""
+"""An additional check of a refitted engine. Returns a description of the problem, or an empty string."""
 
 SETTINGS = Settings(lengths=(64,), data=("dummy",), modes=("sampling",), batches=(2,), new_tokens=24, threshold=BOUND)
 
 BATCHES_ROUNDED = (8,)
-"""Sequences in a lower precision, by which some of them choose other experts than on the other side: error and noise
-floor are both means, and of few sequences either may have most of those that do."""
+"""Batch size in lower precision. Some sequences choose other experts on one of the sides. Error and noise floor are
+means, and with a small batch either could contain most of those sequences.
+"""
 
 AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees", "not run"
 """The possible outcomes, best first."""
@@ -51,50 +52,50 @@ AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees
 
 COHERE_WINDOW = (
     "as if `sliding_window` were 9 and not 8",
-    "vLLM widens the window by the token itself, which it says is how these models were trained; transformers does not",
+    "vLLM's window includes the token itself, as in training according to vLLM; transformers' does not",
 )
 
 LIMITS: dict[str, tuple[str, str, str]] = {
     "ApertusForCausalLM": (
         DISAGREES,
         r"First divergence: in .*act_fn \(XIELU\)",
-        "vLLM keeps this activation's two parameters in bf16, whatever the model's dtype",
+        "vLLM keeps the two parameters of xIELU in bf16, whatever the model's dtype",
     ),
     "Cohere2ForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Cohere2MoeForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Ernie4_5_MoeForCausalLM": (
         DISAGREES,
         r"First divergence: in model.layers.1.mlp.experts",
-        "vLLM's router on a CPU leaves out what corrects the scores of a softmax",
+        "vLLM's router on a CPU omits `e_score_correction_bias` for softmax scores",
     ),
     "Gemma3nForCausalLM": (
         DISAGREES,
         r"its input is the expected one times 16",
-        "vLLM gives the projection for each layer embeddings that are too large by the root of the hidden size",
+        "the input of vLLM's `per_layer_model_projection` is too large by the square root of the hidden size",
     ),
     "HrmTextForCausalLM": (
         DISAGREES,
         r"First divergence: between model.embed_tokens and model.L_module",
-        "vLLM reads every prompt in both directions; transformers only what token types mark as one",
+        "vLLM's attention is bidirectional on every prompt; transformers' only on tokens that `token_type_ids` mark",
     ),
     "PaliGemmaForConditionalGeneration": (
         DISAGREES,
         r"First divergence: in model.language_model.embed_tokens",
-        "transformers reads a text without token types in both directions, vLLM in one: without "
-        "`use_bidirectional_attention` they agree",
+        "without token types, transformers' attention is bidirectional and vLLM's is causal. They agree without "
+        "`use_bidirectional_attention`",
     ),
     "MiMoV2FlashForCausalLM": (
         AS_LOADED,
         r"parameters of the engine were not written: .*attention_sink_bias",
-        "vLLM's loader of this model's sinks writes past its reload of weights, so that the old ones stay",
+        "vLLM's loader of the sinks bypasses the reload of weights, so the old values stay",
     ),
     "GptOssForCausalLM": (
         AS_LOADED,
         r"parameters of the engine were not written: .*experts",
-        "vLLM's loader of this model's experts and sinks writes past its reload of weights, so that the old ones stay",
+        "vLLM's loader of experts and sinks bypasses the reload of weights, so the old values stay",
     ),
 }
-"""Architectures that do not hold with this engine: the outcome, what its reason has to match, and why."""
+"""Architectures that disagree with this engine: the outcome, a pattern of its reason, and an explanation."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,16 @@ class Outcome:
     """The outcome of one architecture.
 
     Args:
-        architecture: which.
-        status: `agrees` (from random weights, after a refit and after another), `agrees as loaded` (from files, but new
-            weights do not arrive), `disagrees` or `not run`.
-        refitted: `token_mult_prob_error` after the first refit; None if there was none.
-        stepped: after a training step and another refit.
-        loaded: with the weights read from files; only looked at where a refit fails.
-        reason: what failed: the verdict, or an error.
-        dtype: of both sides.
-        bounds: on the error after each refit: `BOUND`, or as much as the noise floor of `dtype` explains.
-        options: vLLM's, beside those that all have.
+        architecture: The architecture.
+        status: `agrees` (after a refit from random weights and after another), `agrees as loaded` (with weights read
+            from files, but refits do not work), `disagrees` or `not run`.
+        refitted: `token_mult_prob_error` after the first refit. None without a refit.
+        stepped: The error after a training step and another refit.
+        loaded: The error with weights read from files. Measured only if a refit fails.
+        reason: The verdict or the error message.
+        dtype: Dtype of both sides.
+        bounds: Limit of the error after each refit: `BOUND`, or more if the noise floor of `dtype` explains more.
+        options: vLLM options in addition to those of all architectures.
     """
 
     architecture: str
@@ -125,14 +126,14 @@ class Outcome:
     options: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """By name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
 def shared_architectures() -> list[str]:
-    """Every architecture that writes text and that the installed engine and the registry both have.
+    """List every text generation architecture that both the installed engine and the registry have.
 
-    Under the name that the engine knows; an alias only where it is the engine's name.
+    The names are the engine's. An alias is included only if it is the engine's name.
     """
     from vllm import ModelRegistry
 
@@ -147,16 +148,16 @@ def shared_architectures() -> list[str]:
 def tiny_model(
     architecture: str, overrides: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Our model at tiny size, every tensor random.
+    """Build our model at tiny size with random values in every tensor.
 
     Args:
-        architecture: which.
-        overrides: values of its configuration, beside those that it and the engine need.
-        dtype: of its parameters.
+        architecture: The architecture.
+        overrides: Configuration values in addition to those that the model and the engine need.
+        dtype: Dtype of its parameters.
 
     Raises:
-        FamilyImportError: the family needs other versions than are installed.
-        TinyModelError: no tiny model can be built.
+        FamilyImportError: The family needs other package versions.
+        TinyModelError: No tiny model can be built.
     """
     model_class = registry.model_class(architecture)
     reference = model_class.reference_class()
@@ -170,24 +171,24 @@ def tiny_model(
     config = tiny_config(reference.config_class, values, reference)
     torch.manual_seed(0)
     model = model_class.from_config(config, dtype=dtype, device="cpu").eval()
-    randomise(model)
+    randomize(model)
     return model
 
 
 def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any] | None = None) -> Outcome:
-    """Refit an engine from random weights, and again after a training step; if that fails, have it read the files.
+    """Refit an engine from random weights, and again after a training step. If that fails, load the weights from files.
 
     Args:
-        architecture: which.
-        start: starts an engine on a checkpoint, and stops the one before.
-        folder: an empty one, for the checkpoint and measurements.
-        overrides: values of its configuration.
+        architecture: The architecture.
+        start: Starts an engine on a checkpoint, and stops the previous one.
+        folder: An empty folder for the checkpoint and measurements.
+        overrides: Configuration values.
     """
     dtype = torch.bfloat16 if architecture in BF16 else torch.float32
     options = OPTIONS.get(architecture, {})
     try:
         model = tiny_model(architecture, overrides, dtype)
-    except Exception as error:  # whatever a model's code raises
+    except Exception as error:  # any exception of the model's code
         return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
     settings = SETTINGS if dtype == torch.float32 else replace(SETTINGS, batches=BATCHES_ROUNDED)
     found = compared(architecture, model, partial(start, dtype=dtype, **options), folder, settings)
@@ -202,17 +203,17 @@ def compared(
     settings: Settings = SETTINGS,
     also: Also = lambda *_: "",
 ) -> Outcome:
-    """The outcome of a model, see `hold`.
+    """Return the outcome of a model, see `hold`.
 
     Args:
-        architecture: which it is of.
-        model: the trainer's; it is trained.
-        start, folder: as for `hold`.
-        settings: what is compared, at a temperature found here.
-        also: what else has to hold after both refits.
+        architecture: The architecture.
+        model: The trainer's model. It is trained.
+        start, folder: As for `hold`.
+        settings: The comparison settings, except for the temperature, which is determined here.
+        also: An additional check after both refits.
     """
     found = _compared(architecture, model, start, folder, settings, also)
-    # Where the checkpoint lay is nothing that anyone can look up.
+    # Remove the temporary checkpoint's path from the reason.
     return replace(found, reason=found.reason.replace(f"{folder}/", ""))
 
 
@@ -226,16 +227,16 @@ def _compared(
         if architecture in PROCESSORS:
             save_processor(model.config, checkpoint)
         temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
-    except Exception as error:  # whatever a model's code raises
+    except Exception as error:  # any exception of the model's code
         return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
     trainer = HFEngine(model, "trainer")
-    prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # no images' tokens
+    prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # excludes image tokens
     settings = replace(settings, sampling=Sampling(temperature))
     try:
         with quirks_off("engine-dummy-buffers"):
             engine = start(checkpoint, load_format="dummy", seed=1)
     except EngineError as error:
-        return Outcome(architecture, NOT_RUN, reason=str(error.args[0]))  # what follows is the machine's affair
+        return Outcome(architecture, NOT_RUN, reason=str(error.args[0]))  # the rest depends on the machine
     steps: list[RefitStep] = []
     try:
         checker = RefitChecker(str(checkpoint), Meter(engine, trainer, prompts, settings))
@@ -245,14 +246,14 @@ def _compared(
             steps.append(checker.refit("after a training step"))
         problem = "; ".join(why(step) for step in steps if not step.passed)
         problem = problem or also(engine, trainer, prompts, settings)
-    except Exception as error:  # the engine's, or the model's
+    except Exception as error:  # any exception of the engine or the model
         problem = one_line(error)
     measured = [_error(step) for step in steps] + [None, None]
     bounds = tuple(step.result.bound for step in steps)
     numbers: dict[str, Any] = {"refitted": measured[0], "stepped": measured[1], "bounds": bounds}
     if not problem:
         return Outcome(architecture, AGREES, **numbers)
-    unfit = DISAGREES if steps else NOT_RUN  # where nothing was measured nothing disagrees
+    unfit = DISAGREES if steps else NOT_RUN  # without a measurement the status is "not run"
     try:
         engine = start(checkpoint)
         store = Store(folder / "measured", {})
@@ -271,13 +272,13 @@ def _compared(
 
 
 def tokenizer(checkpoint: Path, vocabulary: int) -> None:
-    """Save one of as many words: engines ask for it where a model takes images or audio, though none are given."""
+    """Save a tokenizer with this many tokens, because engines require one for models with images or audio."""
     words = Tokenizer(models.WordLevel({f"<{token}>": token for token in range(vocabulary)}, unk_token="<0>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<0>").save_pretrained(checkpoint)
 
 
 def why(step: RefitStep) -> str:
-    """What is wrong with a refit, and what the verdict says of it."""
+    """Describe the problem of a refit, followed by the verdict."""
     verdict = step.result.verdict
     return "; ".join([*step.problems, *step.result.problems, *([verdict.summary] if verdict else [])])
 
@@ -290,9 +291,9 @@ def _error(step: RefitStep) -> float | None:
 
 @torch.no_grad()
 def spreading_temperature(model: PreTrainedModel) -> float:
-    """The temperature at which a model is half as uncertain as it can be.
+    """Find the temperature at which the model's entropy is half of the maximum.
 
-    Near a uniform distribution wrong hidden states go unnoticed, and so they do if one token has all the probability.
+    Wrong hidden states are not visible near a uniform distribution, or if one token has all the probability.
     """
     tokens = torch.randint(16, 200, (2, 32), generator=torch.Generator().manual_seed(0))
     half = 0.5 * math.log(model.config.get_text_config().vocab_size)

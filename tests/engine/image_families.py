@@ -1,4 +1,4 @@
-"""Compares an architecture at tiny size with vLLM on prompts with images."""
+"""Compare tiny models of an architecture with vLLM on prompts with images."""
 
 from __future__ import annotations
 
@@ -28,45 +28,44 @@ INTERLEAVED = {
         "mrope_interleaved": True,
     }
 }
-"""How published configurations say what transformers' code always does: vLLM reads it."""
+"""Settings of published configurations for behavior that is fixed in transformers. vLLM reads them."""
 
 IMAGE_OVERRIDES: dict[str, dict[str, Any]] = {
     "Qwen3VLForConditionalGeneration": {"text_config": INTERLEAVED},
     "Qwen3VLMoeForConditionalGeneration": {"text_config": INTERLEAVED},
-    # What its processor makes of every image.
+    # Values that match its processor.
     "AriaForConditionalGeneration": {
         "vision_config": {"image_size": 980},
         "projector_patch_to_query_dict": {"4900": 4},
     },
     "MuseGlimmerForConditionalGeneration": {"vision_config": {"adapter_dim": 256}},
-    # As it is published.
+    # Values of the published configuration.
     "Lfm2VlForConditionalGeneration": {"vision_config": {"vision_use_head": False}},
     "Gemma4ForConditionalGeneration": {"vision_config": {"default_output_length": 70}},
     "Gemma4UnifiedForConditionalGeneration": {"vision_config": {"num_soft_tokens": 70}},
 }
-"""What a tiny model has to have for images, beside `OVERRIDES`."""
+"""Configuration values that tiny models need for images, in addition to `OVERRIDES`."""
 
-AS_TEXT = "It disagrees without images, too."
-CAUSAL = "vLLM's attention for CPUs has no mask by which the tokens of an image see each other."
+AS_TEXT = "It also disagrees without images."
+CAUSAL = "vLLM's attention on CPUs has no bidirectional mask for the tokens of an image."
 
 CAUSES: dict[str, str] = {
     "Cohere2VisionForConditionalGeneration": AS_TEXT,
     "CohereCompassForConditionalGeneration": AS_TEXT,
     "Gemma3ForConditionalGeneration": CAUSAL,
-    "Gemma3nForConditionalGeneration": "Its text model, Gemma3nForCausalLM, disagrees without images, too.",
+    "Gemma3nForConditionalGeneration": "Its text model, Gemma3nForCausalLM, also disagrees without images.",
     "Gemma4UnifiedForConditionalGeneration": CAUSAL,
-    "MuseGlimmerForConditionalGeneration": "The two resize images differently, and have no tensors of one name to "
-    "tell it by: images that need no resizing agree.",
-    "PaddleOCRVLForConditionalGeneration": "transformers interpolates the tower's positions with aligned corners, vLLM "
-    "without: they agree on square images.",
+    "MuseGlimmerForConditionalGeneration": "The two resize images differently: images that need no resizing agree.",
+    "PaddleOCRVLForConditionalGeneration": "transformers interpolates the tower's positions with aligned corners, "
+    "vLLM without. They agree on square images.",
 }
-"""Why architectures disagree, where that is known."""
+"""Known reasons why architectures disagree."""
 
 ONLY_IMAGES = {"image": 4, "video": 0, "audio": 0}
-"""Of a prompt, at most: the tiny processors are of images alone."""
+"""Maximum per prompt. The tiny processors only support images."""
 
 LENGTH = 1024
-"""Tokens that an engine and a model take at most: images are long."""
+"""Maximum sequence length of engine and model. Images have many tokens."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,14 @@ class ImageOutcome:
     """The outcome of one architecture.
 
     Args:
-        architecture: which.
-        status: `agrees` (each prompt, after a refit from random weights), `disagrees` or `not run`.
-        refitted: the worst `token_mult_prob_error`; None if nothing was compared, or it is not finite.
-        bounds: on it: more than `BOUND` where the noise floor explains more.
-        reason: what differs first, of the prompts that disagree; or why nothing was compared: an error.
-        dtype: of both sides.
-        faults: what differs first, of each prompt that disagrees.
-        prompts: tokens of each prompt.
+        architecture: The architecture.
+        status: `agrees` (for each prompt, after a refit from random weights), `disagrees` or `not run`.
+        refitted: The largest `token_mult_prob_error`. None if nothing was compared, or if it is not finite.
+        bounds: Its limits: `BOUND`, or more if the noise floor explains more.
+        reason: The first difference of the prompts that disagree, or the error if nothing was compared.
+        dtype: Dtype of both sides.
+        faults: The first difference of each prompt that disagrees.
+        prompts: The number of tokens of each prompt.
     """
 
     architecture: str
@@ -94,17 +93,17 @@ class ImageOutcome:
     prompts: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """By name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
 def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
-    """Refit an engine that starts on random weights, vision tower included, and compare prompts with images.
+    """Refit an engine with random weights, vision tower included, and compare prompts with images.
 
     Args:
-        architecture: which.
-        start: starts an engine on a checkpoint, and stops the one before.
-        folder: an empty one, for the checkpoint.
+        architecture: The architecture.
+        start: Starts an engine on a checkpoint, and stops the previous one.
+        folder: An empty folder for the checkpoint.
     """
     checkpoint = folder / "checkpoint"
     dtype = torch.bfloat16 if architecture in BF16 else torch.float32
@@ -114,7 +113,7 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
         processor = save_processor(model.config, checkpoint)
         prompts = image_prompts(model.config, processor)
         sampling = Sampling(spreading_temperature(model))
-    except Exception as error:  # whatever a model's code raises
+    except Exception as error:  # any exception of the model's code
         return ImageOutcome(architecture, NOT_RUN, reason=f"no tiny model or processor: {one_line(error)}")
     try:
         options = OPTIONS.get(architecture, {}) | {
@@ -128,14 +127,13 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
         prompts = [prompt for prompt in prompts if len(prompt.images) <= most]
         engine.refit(model.state_dict_adapter.iter_export(model))
         found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
-    except Exception as error:  # the engine's, or the model's
+    except Exception as error:  # any exception of the engine or the model
         return ImageOutcome(architecture, NOT_RUN, reason=one_line(error).replace(f"{folder}/", ""))
     return replace(outcome_of(architecture, found), dtype=dtype_name(dtype))
 
 
 def _for_images(architecture: str) -> dict[str, Any]:
-    """Overrides by which a tiny text model takes long sequences, and its tower images; what else they have to have
-    stays."""
+    """Merge the overrides for long sequences and images with all other overrides of the architecture."""
     found: dict[str, Any] = {}
     for values in (
         registry.model_class(architecture).tiny,
@@ -149,7 +147,7 @@ def _for_images(architecture: str) -> dict[str, Any]:
 
 
 def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:
-    """The outcome of what was compared."""
+    """Return the outcome of the comparisons."""
     faults = tuple(one.fault for one in found if one.fault is not None)
     error = max(max(one.decode, one.prefill) for one in found)
     return ImageOutcome(
@@ -157,7 +155,7 @@ def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:
         AGREES if all(one.passed for one in found) else DISAGREES,
         refitted=error if error < float("inf") else None,
         bounds=(found[0].bound,),
-        reason=f"What differs first: {', '.join(sorted(set(faults)))}." if faults else "",
+        reason=f"First difference: {', '.join(sorted(set(faults)))}." if faults else "",
         faults=faults,
         prompts=tuple(one.prompt_tokens for one in found),
     )

@@ -1,4 +1,4 @@
-"""Tiny processors of images: transformers' own classes, with a tokenizer of words and the sizes of a configuration."""
+"""Tiny image processors: transformers' classes, a word tokenizer, and the sizes of a configuration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nrl_models.inputs.images import Geometry
 from tests.engine.image_tokens import GEMMA4, MINICPM, tokenizer_of
 
 SAME = {"qwen3_vl_moe": "qwen3_vl", "glm4v_moe": "glm4v", "glm_ocr": "glm46v"}
-"""Model types whose processor transformers has under another one."""
+"""Model types that use the processor of another model type."""
 
 FEATURE_EXTRACTORS = {
     "gemma3n": "Gemma3nAudioFeatureExtractor",
     "gemma4": "Gemma4AudioFeatureExtractor",
     "gemma4_unified": "Gemma4UnifiedAudioFeatureExtractor",
 }
-"""What a processor asks for beside images: no Auto class of transformers knows them."""
+"""Feature extractors that processors require in addition to images. transformers has no auto class for them."""
 
 SETTINGS: dict[str, Callable[[PreTrainedConfig, Geometry], dict[str, Any]]] = {
     "aria": lambda config, geometry: {"max_image_size": geometry.side},
@@ -38,11 +38,11 @@ SETTINGS: dict[str, Callable[[PreTrainedConfig, Geometry], dict[str, Any]]] = {
             "max_soft_tokens": 70,
         },
     ),
-    # Of this size no image is sliced: transformers' tower takes no slices of several sizes in one forward.
+    # Images of this size are not sliced: transformers' tower does not support slices of several sizes in one forward.
     **dict.fromkeys(
         MINICPM, lambda config, geometry: {"patch_size": geometry.patch, "scale_resolution": 2 * geometry.side}
     ),
-    # The side, in tokens, of a tile.
+    # Side of a tile in tokens.
     "cohere2_vision": lambda config, geometry: {
         "patch_size": geometry.side // geometry.patch // config.downsample_factor
     },
@@ -63,11 +63,11 @@ SETTINGS: dict[str, Callable[[PreTrainedConfig, Geometry], dict[str, Any]]] = {
         "vision_patch_size": geometry.patch,
     },
 }
-"""What a family's processor of images takes that others do not; the sizes are those of a tiny tower."""
+"""Processor arguments specific to a family, for the sizes of a tiny tower."""
 
 
 def save_processor(config: PreTrainedConfig, folder: Path) -> Any:
-    """Save a processor for a tiny model beside it, and return it.
+    """Save a processor in the folder of a tiny model, and return it.
 
     Raises:
         KeyError: transformers has none for this model.
@@ -104,7 +104,7 @@ def save_processor(config: PreTrainedConfig, folder: Path) -> Any:
 
 
 def _video_processor(kind: Any) -> Any:
-    # Frames that it writes on want a font, and it has none.
+    # writing text onto frames requires a font, which is missing
     return kind(draw_on_frames=False) if hasattr(kind, "draw_on_frames") else kind()
 
 

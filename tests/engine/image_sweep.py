@@ -1,8 +1,9 @@
-"""Compares every architecture that takes images, and that vLLM and the registry both have, with vLLM on prompts with
-images; writes its section of docs/engine-coverage.md.
+"""Compare every architecture with images that both vLLM and the registry have with vLLM, on prompts with images. Write
+the section of docs/engine-coverage.md.
 
-`make image-coverage` runs those that have no outcome with the installed versions; arguments are those of `sweep.py`.
-vLLM runs in a process of its own for each, so that what takes it down is an outcome, and leaves nothing to the next.
+`make image-coverage` runs the architectures without an outcome for the installed versions. The arguments are those of
+`sweep.py`. vLLM runs in a separate subprocess for each architecture, so a crash is an outcome and does not affect the
+next one.
 """
 
 from __future__ import annotations
@@ -13,29 +14,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.engine.coverage_page import pages_with, write_pages
 from tests.engine.published import BOUND
-from tests.engine.sweep import CHILD, PAGE, ROOT, outcome_lines, page_with, taken_down, versions, worsened
+from tests.engine.sweep import CHILD, MACHINE, ROOT, taken_down, versions, worsened
 from tests.sweep import Outcomes, Sweep
 from tools.checkout import PAGES
 from tools.coverage_pages.results import Kind, Record, read_records, versions_summary
 
 MEANINGS = {
     "agrees": "agree, after the refit",
-    "disagrees": "disagree: what differs first is named; which side is at fault, or the tiny processor, is not",
+    "disagrees": "disagree: the reason names the first difference, but not which side is wrong",
     "not run": "cannot be run here",
 }
 """The possible outcomes, best first."""
 
 PATIENCE = 120.0
-"""Seconds that one architecture may take."""
+"""Timeout of one architecture in seconds."""
 
 
 def main() -> int:
-    """Run what is asked for, and write the section."""
+    """Run the requested architectures, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if CHILD in sys.argv:
         name, file = [argument for argument in sys.argv[1:] if argument != CHILD]
@@ -43,14 +44,14 @@ def main() -> int:
         return 0
     everything = image_architectures()
 
-    def write_page() -> None:
-        PAGE.write_text(page(read_records(PAGES)[Kind.IMAGES], everything))
+    def write() -> None:
+        write_pages(pages(read_records(PAGES)[Kind.IMAGES], everything))
 
-    return Sweep(PAGES, everything, {Kind.IMAGES: versions()}, run, worsened, write_page).main(parser)
+    return Sweep(PAGES, everything, {Kind.IMAGES: versions()}, run, worsened, write).main(parser)
 
 
 def image_architectures() -> list[str]:
-    """Every architecture that takes images and that the installed engine and the registry both have."""
+    """List every architecture with images that both the installed engine and the registry have."""
     from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
 
     from nrl_models import registry
@@ -62,7 +63,7 @@ def image_architectures() -> list[str]:
         try:
             model_class: Any = registry.model_class(name)
             reference = model_class.reference_class()
-        except NRLModelsError:  # it needs other versions than are installed
+        except NRLModelsError:  # the family needs other package versions
             return False
         return accepts_images(reference)
 
@@ -79,7 +80,7 @@ def run(names: list[str]) -> Iterator[tuple[str, Outcomes]]:
 
 
 def in_child(name: str, file: Path) -> dict[str, object]:
-    """The outcome of one architecture; what takes its process down is one as well."""
+    """Return the outcome of one architecture from a child process. A crash is also an outcome."""
     command = [sys.executable, "-m", "tests.engine.image_sweep", CHILD, name, str(file)]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE)
@@ -103,32 +104,28 @@ def run_here(name: str, file: Path) -> None:
         file.write_text(json.dumps(hold_images(name, start, Path(folder)).to_json()))
 
 
-def page(records: Mapping[str, Record], everything: list[str]) -> str:
-    """The page as Markdown, with these results of vLLM with images.
+def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, str]:
+    """Return the pages with the results of vLLM with images.
 
     Args:
-        records: what is recorded, by architecture.
-        everything: the architectures that there should be an outcome of.
+        records: The recorded outcomes by architecture.
+        everything: All architectures that should have an outcome.
     """
     from tests.engine.image_families import CAUSES
 
-    known = {
-        name: replace(record, outcome={**record.outcome, "reason": f"{record.outcome['reason']} {CAUSES[name]}"})
-        if name in CAUSES
-        else record
-        for name, record in records.items()
-    }
     intro = [
-        "Every architecture that takes images and that both the registry and the engine have: "
-        f"{len({*everything, *records})}, on a CPU, with {versions_summary(records).removeprefix('engine ')}.",
-        "The engine starts on random weights, those of the vision tower included, and is refitted once. It gets images",
-        "as they are, the trainer what transformers' processor makes of them: a square one, a wide one, a tall one,",
-        f"and two in one prompt. The bound is {BOUND} for decode and prefill; where vLLM has kernels in bf16 alone,",
-        "it is what the noise floor explains, which is much where rounding decides which experts a token goes to.",
-        "Processors are transformers' own, at tiny size; where none could be made, that is the outcome. Where prompts",
-        "disagree, what differs first is named, see [consistency.md](consistency.md#images), and the cause if known.",
+        f"`make image-coverage`, on {MACHINE}, with {versions_summary(records).removeprefix('engine ')}. "
+        f"{len({*everything, *records})} architectures take images and are in both the registry and the engine.",
+        "",
+        "The engine starts on random weights, also of the vision tower, and is refitted once. The engine gets",
+        "images, the trainer the tensors of transformers' processor. Images are square, wide, tall, and two in a",
+        "prompt. Processors are transformers' own, at tiny size. An architecture without one is not run.",
+        "",
+        f"The bound is {BOUND} for decode and prefill. If vLLM only has kernels in bf16, the bound follows from the",
+        "noise floor, which is large if rounding changes the choice of experts. If prompts disagree, the reason",
+        "names the [first difference](images.md#the-first-difference), and its cause if it is known.",
     ]
-    return page_with("vLLM with images", [*intro, *outcome_lines(known, everything, MEANINGS, {"refitted": "error"})])
+    return pages_with("vLLM with images", intro, records, everything, MEANINGS, {"refitted": "error"}, CAUSES)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokenizers of words for tiny models that take images, and prompts with images for them."""
+"""Word tokenizers for tiny vision-language models, and prompts with images for them."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ TOKENS: dict[str, tuple[str, str, str, str]] = {
     "paddleocr_vl": ("<|IMAGE_PLACEHOLDER|>", "<video>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
     "step3p7": ("<im_patch>", "<video>", "<im_start>", "<im_end>"),
 }
-"""What a family's tokenizer calls the tokens of images, of videos, before and after an image."""
+"""A family's tokens for an image, for a video, before an image and after it."""
 
 PLAIN = ("<image>", "<video>", "<before>", "<after>")
 
 AROUND = frozenset({*QWEN, *GLM, "exaone4_5", "paddleocr_vl", "cohere_compass", "ernie4_5_vl_moe", "kimi_k25"})
-"""Those whose prompts have tokens before and after an image, which no processor adds."""
+"""Families whose prompts have tokens before and after an image that processors do not add."""
 
 AUDIO = ("<|audio|>", "<|audio>", "<audio|>")
-"""The tokens of audio, before and after it, where a processor asks for them though there is none."""
+"""The tokens of audio, before it and after it. Some processors require them even without audio."""
 
 SLICES = ("<slice>", "</slice>", "<image_id>", "</image_id>")
-"""The tokens before and after a slice of an image, and before and after its number."""
+"""The tokens before and after a slice of an image, and before and after its index."""
 
 WRAPPERS = ("<wrapper>", "<end of file>")
-"""The token before the tokens of an image, and the one after them."""
+"""The token before an image's tokens, and the token after them."""
 
 MORE_TOKENS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GLM, ("<|begin_of_video|>", "<|end_of_video|>")),
@@ -81,25 +81,25 @@ MORE_TOKENS: dict[str, tuple[str, ...]] = {
         *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)),
     ),
 }  # fmt: skip
-"""What else a family's processor writes around and between the tokens of an image."""
+"""Additional tokens that a family's processor writes around and between the tokens of an image."""
 
 SIZES = ((32, 32), (96, 40), (56, 112))
-"""`(width, height)`: a small square, a wide one, a tall one."""
+"""`(width, height)`: a small square, a wide image, a tall image."""
 
 OF_ONE_SIZE = frozenset({"minicpmv4_6"})
-"""Those whose tower, in transformers, takes several images in a forward only if they have one size."""
+"""Families whose transformers tower supports several images per forward only if they have the same size."""
 
 IN_FRONT = frozenset({"paligemma"})
-"""Those whose processors put images in front of the text, without placeholders."""
+"""Families whose processors put images before the text, without placeholders."""
 
 
 def names_of(config: PreTrainedConfig) -> tuple[str, str, str, str]:
-    """See `TOKENS`."""
+    """Return the family's `TOKENS`."""
     return TOKENS.get(config.model_type, PLAIN)
 
 
 def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
-    """A word for each id, and the family's special tokens at the configuration's ids."""
+    """Create a tokenizer with one word per id, and the family's special tokens at the configuration's ids."""
     size = config.get_text_config().vocab_size
     words = {token: f"<{token}>" for token in range(size)}
     image, video, before, after = names_of(config)
@@ -132,13 +132,13 @@ def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
         add_bos_token=False,
         extra_special_tokens={name: word for name, word in names.items() if word in vocabulary},
     )
-    # Whole also where nothing but other special words stands around them.
+    # Also recognized between other special tokens.
     made.add_tokens([AddedToken(name, special=True, normalized=False) for name in (*places, *more)])
     return made
 
 
 def image_prompts(config: PreTrainedConfig, processor: Any) -> list[ImagePrompt]:
-    """One prompt for each size, and one with two images."""
+    """Create one prompt for each size, and one with two images."""
     image, _, before, after = names_of(config)
     placeholder = getattr(processor, "image_placeholder_token", getattr(processor, "image_token", image))
     if config.model_type in AROUND:
@@ -156,6 +156,6 @@ def image_prompts(config: PreTrainedConfig, processor: Any) -> list[ImagePrompt]
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """An image of many colours, always the same one of this size."""
-    colours = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(width), dtype=torch.uint8)
-    return Image.fromarray(colours.numpy())
+    """Return an image of random colors, the same for the same size."""
+    colors = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(width), dtype=torch.uint8)
+    return Image.fromarray(colors.numpy())

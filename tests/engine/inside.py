@@ -1,4 +1,4 @@
-"""One small cell, and hands on the model inside a vLLM."""
+"""One small cell, and access to the model inside a vLLM engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SETTINGS = Settings(
 
 
 def model_of(engine: VLLMEngine) -> torch.nn.Module:
-    """The model inside a vLLM of this process."""
+    """Return the model inside a vLLM engine of this process."""
     return engine.llm.collective_rpc("nrl_model")[0]
 
 
 @contextmanager
 def changed(tensor: torch.Tensor, value: torch.Tensor) -> Iterator[None]:
-    """While open, a tensor has another value."""
+    """Change a tensor within a `with` block."""
     kept = tensor.detach().clone()
     with torch.no_grad():
         tensor.copy_(value)
@@ -42,5 +42,5 @@ def changed(tensor: torch.Tensor, value: torch.Tensor) -> Iterator[None]:
 
 
 def forget(engine: VLLMEngine) -> None:
-    """Have a vLLM drop what it computed for earlier prompts."""
+    """Clear vLLM's cache of earlier prompts."""
     engine.llm.reset_prefix_cache()

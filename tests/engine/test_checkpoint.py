@@ -1,4 +1,4 @@
-"""The trained demo checkpoint against a real engine: the matrix, refits, diagnostics, and the commands for them."""
+"""The trained demo checkpoint with a real engine: the matrix, refits, diagnostics, and their commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from nrl_models.logprobs import Sampling
 Vllm = Callable[..., VLLMEngine]
 
 EVERY_KIND = Settings(lengths=(100,), batches=(1, 8, 32), new_tokens=16, strict=True)
-"""Both kinds of data and of sampling, with every batch size."""
+"""Both kinds of data and sampling, with every batch size."""
 
 FEW = Settings(lengths=(100,), batches=(8,), new_tokens=32)
 
@@ -118,7 +118,7 @@ def test_a_refit_that_fails_half_way_leaves_an_engine_that_refuses_until_the_nex
 
     def half() -> Iterator[tuple[str, torch.Tensor]]:
         for number, (name, tensor) in enumerate(weights.items()):
-            # In the middle of a layer, and of what vLLM makes of its projections.
+            # In the middle of a layer, and of a fused tensor in vLLM.
             if name.endswith("layers.1.self_attn.v_proj.weight"):
                 if fault == "the trainer":
                     raise OSError("the trainer's disk")
@@ -197,7 +197,7 @@ def test_max_model_len_that_is_not_respected_fails(
 ) -> None:
     engine = vllm(demo)
     known = engine.capabilities()
-    # An engine that says 20 and goes on to 256.
+    # An engine that reports 20 and continues to 256.
     monkeypatch.setattr(engine, "capabilities", lambda: replace(known, max_length=20))
     result = diagnose_max_model_len(engine, "demo", demo_prompts.counting(20))
     assert not result.passed

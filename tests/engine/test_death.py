@@ -1,4 +1,4 @@
-"""A vLLM whose process is killed while it owes an answer: an error, and never a wait without end."""
+"""A vLLM process killed during a request raises an error instead of waiting forever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = {"dtype": torch.float32, "max_length": 256, "load_format": "dummy", "m
 
 @pytest.fixture
 def killed(demo: Path, vllm: OneEngine) -> Iterator[tuple[VLLMEngine, Callable[[], None]]]:
-    """An engine in a process of its own, and what makes that hang at once and die two seconds later."""
+    """Return an engine in a subprocess, and a function that stops it immediately and kills it two seconds later."""
     vllm.stop()
     here = psutil.Process()
     others = set(here.children(recursive=True))
@@ -35,7 +35,7 @@ def killed(demo: Path, vllm: OneEngine) -> Iterator[tuple[VLLMEngine, Callable[[
 
         def kill() -> None:
             for process in processes:
-                process.send_signal(signal.SIGSTOP)  # it takes the next call and does not answer
+                process.send_signal(signal.SIGSTOP)  # it accepts the next call and does not respond
             Timer(2.0, lambda: [process.kill() for process in processes]).start()
 
         yield engine, kill

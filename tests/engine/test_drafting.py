@@ -1,4 +1,4 @@
-"""vLLM drafts with the multi-token prediction weights that this library saves, and takes an export that has them."""
+"""vLLM drafts with multi-token prediction weights saved by nrl_models, and accepts a refit that contains them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW_TOKENS = 16
 
 
 def published(folder: Path) -> Path:
-    """A GLM-4.5 with an MTP layer, as it is published: the last layer's shapes, and what joins two vectors."""
+    """A GLM-4.5 with an MTP layer as published: the last layer's shapes, and a projection of two vectors."""
     model = tiny_model("Glm4MoeForCausalLM")
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -38,7 +38,7 @@ def published(folder: Path) -> Path:
 
 
 def drafter_of(engine: Any) -> Any:
-    """The model that a vLLM in this process drafts with."""
+    """Return the draft model of a vLLM engine in this process."""
     return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter.model
 
 

@@ -1,6 +1,6 @@
-"""The example of GRPO on a real engine: the log-probabilities stay together, and replies end where the model ends them.
+"""The GRPO example with a real engine: log-probabilities agree, and completions end with the end token.
 
-That it learns is shown on a pretrained model, in docs/rl-run.md.
+docs/rl-run.md shows training progress on a pretrained model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 @pytest.fixture
 def chat(demo: Path, tmp_path: Path) -> Path:
-    """The demo's checkpoint with a chat template, whose replies end with the line."""
+    """The demo's checkpoint with a chat template. Its completions end at the end of the line."""
     folder = shutil.copytree(demo, tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
@@ -40,7 +40,7 @@ def test_every_refit_arrives_and_replies_end(
     chat: Path, vllm: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm.stop()
-    # No reply of the demo's model is a sum.
+    # No completion of the demo's model is a sum.
     monkeypatch.setattr(arithmetic, "reward", lambda question, reply, ended: 1 / (1 + len(reply)) + 0.1 * ended)
     file = tmp_path / "history.json"
     settings = {"steps": 4, "questions": 4, "group": 4, "new-tokens": 12, "learning-rate": 1e-3, "evaluate-every": 2}

@@ -1,4 +1,4 @@
-"""Faults planted in a real engine or a trainer. Each must be named by the report's verdict, not only raise a number."""
+"""Faults planted in a real engine or a trainer. The report's verdict must name each one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from nrl_models.engines.vllm import VLLMEngine
 
 
 class Bench:
-    """Runs the check on one checkpoint, and gives the verdict."""
+    """Run the check on one checkpoint and return the verdict."""
 
     def __init__(self, path: Path, engine: VLLMEngine, trainer: HFEngine, prompts: Prompts, folder: Path) -> None:
         self.path, self.engine, self.trainer, self.prompts, self.folder = path, engine, trainer, prompts, folder
 
     def verdict(self, settings: Settings = SETTINGS) -> Verdict | None:
-        """The verdict on the only cell; None if it passes."""
+        """Return the verdict of the only cell. None if it passes."""
         forget(self.engine)
         store = Store(self.folder, asdict(settings), fresh=True)
         meter = Meter(self.engine, self.trainer, self.prompts, settings, store)
@@ -57,13 +57,13 @@ def llama(
 
 @pytest.fixture(scope="session")
 def gemma2_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
-    """A model with soft caps, so low that they matter, a scaled embedding and a sliding window."""
+    """A model with effective soft caps, a scaled embedding and a sliding window."""
     return make_checkpoint(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=3.0)
 
 
 @pytest.fixture
 def gemma2(gemma2_checkpoint: Path, vllm: Callable[..., VLLMEngine], tmp_path: Path) -> Bench:
-    """A model whose engine can leave more out."""
+    """A model with more features that an engine can ignore."""
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(gemma2_checkpoint, dtype=torch.float32), "trainer")
     vocabulary = trainer.capabilities().vocabulary or 0
     return Bench(gemma2_checkpoint, vllm(gemma2_checkpoint), trainer, Prompts(None, vocabulary), tmp_path / "store")
@@ -73,7 +73,7 @@ def layer(model: torch.nn.Module, index: int) -> Any:
     return model.model.layers[index]
 
 
-# Faults of the engine
+# Engine faults
 
 
 def test_nothing_planted_passes(llama: Bench) -> None:
@@ -104,7 +104,7 @@ def test_one_wrong_weight_is_named_with_its_factor(llama: Bench) -> None:
 
 
 def test_a_temperature_that_is_not_applied_is_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What vLLM gives by default: log-probabilities from before the temperature.
+    # vLLM's default: log-probabilities before the temperature is applied.
     sampler = llama.engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
     monkeypatch.setattr(sampler, "logprobs_mode", "raw_logprobs")
     monkeypatch.setattr(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs")
@@ -161,12 +161,12 @@ def test_an_engine_in_bfloat16_is_no_ones_fault(
     assert "Engine: bfloat16; trainer: float32" in verdict.summary
 
 
-# Faults of refits
+# Refit faults
 
 
 @contextmanager
 def refitted(bench: Bench, change: Callable[[Any], Any], settings: Settings = SETTINGS) -> Iterator[RefitStep]:
-    """Refit the engine, train a step, refit it again with a fault on the way; put everything back."""
+    """Refit the engine, train a step, and refit it with a fault. Restores everything afterwards."""
     model = bench.trainer.model
     kept = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     checker = RefitChecker(str(bench.path), Meter(bench.engine, bench.trainer, bench.prompts, settings))
@@ -187,7 +187,7 @@ def test_a_layer_that_is_not_refitted_is_named(llama: Bench) -> None:
         assert any("parameters of the engine were not written: model.layers.2." in problem for problem in step.problems)
         verdict = step.result.verdict
     assert verdict.kind == "engine"
-    # A step moves its norm by less than its projections.
+    # A step changes its norm by less than its projections.
     assert verdict.divergence.module in ("model.layers.2.input_layernorm", "model.layers.2.self_attn.qkv_proj")
     assert "it was not refitted" in str(verdict.divergence)
 
@@ -221,7 +221,7 @@ def test_gate_and_up_swapped_on_the_way_are_named(llama: Bench) -> None:
 
 def test_what_is_cached_from_before_a_refit_is_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.engine.llm, "reset_prefix_cache", lambda: True)
-    # The measurement before the second refit leaves the keys and values of its prompts behind, in whole blocks of 128.
+    # The measurement before the second refit leaves keys and values of its prompts in the cache, in blocks of 128.
     with refitted(llama, lambda tensors: tensors, replace(SETTINGS, lengths=(200,))) as step:
         assert not step.problems
         verdict = step.result.verdict
@@ -232,7 +232,7 @@ def test_what_is_cached_from_before_a_refit_is_named(llama: Bench, monkeypatch: 
     assert "before the last refit" in verdict.summary
 
 
-# Faults of the trainer
+# Trainer faults
 
 
 def test_a_wrong_weight_of_the_trainer_is_named(llama: Bench) -> None:
@@ -245,7 +245,7 @@ def test_a_wrong_weight_of_the_trainer_is_named(llama: Bench) -> None:
     assert "holds what belongs in model.layers.2.self_attn.k_proj.weight" in str(verdict.divergence)
 
 
-# Faults that need a model with more to leave out
+# Faults that require a model with more features
 
 
 def test_a_dropped_soft_cap_is_named(gemma2: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

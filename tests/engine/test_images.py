@@ -1,4 +1,4 @@
-"""Prompts with images: engine and trainer agree on them, and where they do not, what is at fault is found."""
+"""Prompts with images: engine and trainer agree, and the source of a disagreement is found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from nrl_models.cli import app
 from nrl_models.consistency.vision.image_check import ImageFault, check_images, compare_images
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.hf import HFEngine
@@ -20,7 +22,7 @@ from tests.engine import image_sweep
 from tests.engine.families import AGREES, DISAGREES, NOT_RUN, spreading_temperature, tiny_model
 from tests.engine.image_families import CAUSES, hold_images
 from tests.engine.image_processors import save_processor
-from tests.engine.image_tokens import image_prompts
+from tests.engine.image_tokens import image_prompts, noise
 from tests.engine.one_engine import OneEngine
 from tests.engine.published import BOUND
 from tools.checkout import PAGES
@@ -42,21 +44,40 @@ def test_a_checkpoint_is_checked(vllm: OneEngine, tmp_path: Path) -> None:
     model = tiny_model("Qwen2VLForConditionalGeneration")
     model.save_pretrained(tmp_path)
     prompts = image_prompts(model.config, save_processor(model.config, tmp_path))
-    vllm.stop()  # the check starts its own
+    vllm.stop()  # the check starts its own engine
     sampling = Sampling(spreading_temperature(model))
     found = check_images(tmp_path, prompts, sampling=sampling, engine_options={"max_length": 256})
     assert [one.fault for one in found] == [None] * len(prompts)
     assert all(one.passed for one in found)
 
 
+def test_the_command_checks_image_files(vllm: OneEngine, tmp_path: Path) -> None:
+    folder, report = tmp_path / "checkpoint", tmp_path / "report.json"
+    model = tiny_model("Qwen2VLForConditionalGeneration")
+    model.save_pretrained(folder)
+    save_processor(model.config, folder)
+    arguments = ["--temperature", str(spreading_temperature(model)), "--top-p", "1", "--new-tokens", "8"]
+    for size in ((56, 56), (112, 56)):
+        noise(*size).save(tmp_path / f"{size[0]}.png")
+        arguments += ["--images", str(tmp_path / f"{size[0]}.png")]
+    vllm.stop()
+    options = ["--engine-option", "max_length=256", "--json", str(report)]
+    result = CliRunner().invoke(app, ["consistency", str(folder), *arguments, *options])
+    assert result.exit_code == 0, result.output
+    images = json.loads(report.read_text())["images"]
+    assert [image["sizes"] for image in images] == [[[56, 56]], [[112, 56]]]
+    assert all(image["new_tokens"] and image["decode"] < 1.001 for image in images)
+
+
 def test_the_page_says_what_was_found() -> None:
     published = read_records(PAGES)[Kind.IMAGES]
     assert published
-    assert image_sweep.PAGE.read_text() == image_sweep.page(published, image_sweep.image_architectures())
+    for path, text in image_sweep.pages(published, image_sweep.image_architectures()).items():
+        assert path.read_text() == text
 
 
 def _refit(engine: VLLMEngine, model: Any, part: str) -> None:
-    """Give the engine one weight that is not the model's."""
+    """Give the engine one weight that differs from the model's."""
 
     def changed() -> Iterator[NamedTensor]:
         left = True
@@ -81,7 +102,7 @@ def _shift_positions(engine: VLLMEngine, model: Any) -> None:
 
 
 def _darken(folder: Path) -> None:
-    """Let the engine's processor, which is read when it starts, take another mean from pixels."""
+    """Change the pixel mean of the engine's processor, which is read at startup."""
     file = folder / "processor_config.json"
     content = json.loads(file.read_text())
     content["image_processor"]["image_mean"] = [0.1, 0.2, 0.3]
@@ -121,7 +142,7 @@ def test_a_mask_that_the_engine_lacks_is_found(vllm: OneEngine, tmp_path: Path) 
 def test_given_tokens_that_a_processor_adds_to_cannot_be_scored(vllm: OneEngine, tmp_path: Path) -> None:
     found = hold_images("PaliGemmaForConditionalGeneration", vllm, tmp_path)
     assert found.status == NOT_RUN
-    assert "puts token" in found.reason
+    assert "appends token" in found.reason
 
 
 def test_causes_are_known_of_those_that_disagree() -> None:
@@ -135,5 +156,5 @@ def test_an_engine_without_a_vision_tower_refuses_images(vllm: OneEngine, tmp_pa
     prompt = image_prompts(model.config, save_processor(model.config, tmp_path))[0]
     engine = vllm(tmp_path)
     assert not engine.capabilities().raw_images
-    with pytest.raises(EngineError, match="takes no raw images here, and 1 of 1 prompts have some"):
+    with pytest.raises(EngineError, match="accepts no raw images here, and 1 of 1 prompts have some"):
         engine.generate([[20, 21]], Sampling(), max_new_tokens=2, images=[prompt.images])

@@ -1,4 +1,4 @@
-"""Refits that lack a part, or hold values or dtypes that an engine cannot use; and calls that an exception ends."""
+"""Refits that are incomplete or hold unsupported values or dtypes, and calls that an exception interrupts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Pair:
         return [(name, tensor * factor) for name, tensor in self.model.state_dict_adapter.iter_export(self.model)]
 
     def off(self) -> float:
-        """The largest difference between the log-probabilities of both."""
+        """Return the largest difference between the log-probabilities of both."""
         sides = HFEngine(self.model, "trainer"), self.engine
         ours, theirs = (torch.tensor([row[1:] for row in side.score(PROMPTS, Sampling())]) for side in sides)
         return float((ours - theirs).abs().max())
@@ -77,7 +77,7 @@ def test_refit_without_a_part_of_a_fused_tensor_raises(
         engine.refit((name, tensor) for name, tensor in pair.weights(1.01) if name not in missing)
     if "experts" not in part:
         assert f"without {part}, " in str(raised.value)
-    # The module keeps the weights of before, not memory that nothing was written to.
+    # The module keeps its previous weights, not uninitialized memory.
     after = model_of(engine).state_dict()
     fused = next(name for name in after if "layers.1" in name and name in str(raised.value))
     torch.testing.assert_close(after[fused], held[fused], rtol=0, atol=0)
@@ -102,7 +102,7 @@ def test_weights_that_cannot_be_used_raise(pair_of: Callable[[str], Pair]) -> No
 
 
 def test_cache_memory_is_clean_after_weights_that_overflow(pair_of: Callable[[str], Pair]) -> None:
-    """They are finite, and what is computed with them is not."""
+    """The weights are finite, but their outputs are not."""
     pair = pair_of("LlamaForCausalLM")
     name = "model.layers.0.self_attn.v_proj.weight"
     pair.engine.refit((own, torch.full_like(t, 3e38) if own == name else t) for own, t in pair.weights())
@@ -113,7 +113,7 @@ def test_cache_memory_is_clean_after_weights_that_overflow(pair_of: Callable[[st
 
 
 class Cut(BaseException):
-    """What a timeout raises, or Ctrl-C."""
+    """An exception like those raised by a timeout or Ctrl-C."""
 
 
 @pytest.mark.parametrize("error", [Cut, RuntimeError])

@@ -1,4 +1,4 @@
-"""Adapters that a trainer trains reach vLLM: as merged weights in a refit, and as vLLM's own LoRA at run time."""
+"""Trained adapters reach vLLM as merged weights in a refit, or as vLLM's LoRA at run time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 def with_adapter(architecture: str, folder: Path) -> Any:
-    """A model with an adapter that changes it; in `folder` the model without, as `base`, and the adapter."""
+    """Create a model with an effective adapter. `folder` receives the model without it as `base`, and the adapter."""
     model = tiny_model(architecture)
     model.save_pretrained(folder / "base")
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def with_adapter(architecture: str, folder: Path) -> Any:
 
 
 def mismatch(model: Any, engine: VLLMEngine, *, adapted: bool = True) -> float:
-    """`token_mult_prob_error` between the engine's tokens and the trainer, with or without its adapter."""
+    """Return `token_mult_prob_error` between the engine's tokens and the trainer, with or without its adapter."""
     prompts = torch.randint(16, 200, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
     samples = engine.generate(prompts, Sampling(), max_new_tokens=NEW_TOKENS, seed=1)
     tokens = torch.tensor([[*sample.prompt, *sample.tokens] for sample in samples])
@@ -63,7 +63,7 @@ def test_a_refit_sends_the_adapter_merged(adapted: Any, vllm: OneEngine, tmp_pat
     engine = vllm(tmp_path / "base")
     assert mismatch(adapted, engine, adapted=False) <= BOUND
     assert mismatch(adapted, engine) > 1.5
-    for _ in range(2):  # and again, after a step
+    for _ in range(2):  # again after a step
         report = engine.refit(export_adapter(adapted).iter_export(adapted))
         assert not report.unwritten
         assert not report.stale_buffers
@@ -79,7 +79,7 @@ def test_an_adapter_at_run_time(vllm: OneEngine, tmp_path: Path) -> None:
     model = with_adapter(DENSE, tmp_path)
     engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
     assert mismatch(model, engine, adapted=False) <= BOUND
-    for _ in range(2):  # and again, after a step, from the same folder
+    for _ in range(2):  # again after a step, from the same folder
         engine.use_adapter(tmp_path / "adapter")
         assert engine.describe()["adapter"] == str(tmp_path / "adapter")
         assert mismatch(model, engine) <= BOUND
@@ -101,9 +101,9 @@ def test_what_the_engine_does_not_take_leaves_it_as_it_was(vllm: OneEngine, tmp_
         engine.use_adapter(tmp_path / "base")
     larger = peft.get_peft_model(tiny_model(DENSE), peft.LoraConfig(r=16, target_modules=["q_proj"]))
     larger.save_pretrained(tmp_path / "larger")
-    with pytest.raises(EngineError, match=r"does not take the adapter in .*larger.*rank"):
+    with pytest.raises(EngineError, match=r"does not support the adapter in .*larger.*rank"):
         engine.use_adapter(tmp_path / "larger")
-    with pytest.raises(EngineError, match=r"takes adapters alone \(use_adapter\): start it without"):
+    with pytest.raises(EngineError, match=r"only supports adapters \(use_adapter\): start it without"):
         engine.refit(export_adapter(model).iter_export(model))
     assert not engine.capabilities().refit
     assert mismatch(model, engine) <= BOUND
@@ -116,7 +116,7 @@ def foreign_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def foreign_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A layer that the engine lacks, with the matrices of one that it has."""
+    """Add an adapter layer that the engine does not have, with the matrices of an existing one."""
     layer = {name: tensor for name, tensor in tensors.items() if "layers.1." in name}
     more = {name.replace("layers.1.", "layers.7."): tensor.clone() for name, tensor in layer.items()}
     return tensors | more
@@ -137,7 +137,7 @@ def without_a_part_of_a_fused_module(tensors: dict[str, torch.Tensor]) -> dict[s
         (foreign_layer, r"ignores 4 modules of the adapter in .*: model.layers.7"),
         (without_a_layer, r"has no matrices for 4 modules .*: model.layers.1.mlp.down_proj, .*layers_to_transform"),
         (without_a_part_of_a_fused_module, r"has no matrices for 1 modules .*: model.layers.0.self_attn.v_proj"),
-        (lambda tensors: {}, "vLLM does not take the adapter|found no module"),
+        (lambda tensors: {}, "vLLM does not support the adapter|found no module"),
     ],
 )
 def test_adapter_that_vllm_would_not_apply_in_full_raises(
@@ -166,7 +166,7 @@ def test_adapter_of_some_layers_applies(vllm: OneEngine, tmp_path_factory: pytes
     engine = vllm(folder / "base", enable_lora=True, max_lora_rank=8)
     engine.use_adapter(folder / "one-layer")
     assert mismatch(model, engine) <= BOUND
-    with pytest.raises(EngineError, match=r"enable_lora=True, where vLLM does not compute log-probabilities of given"):
+    with pytest.raises(EngineError, match=r"enable_lora=True, with which vLLM cannot score existing"):
         engine.score([[1, 2, 3]], Sampling())
     assert not engine.capabilities().score
     assert mismatch(model, engine) <= BOUND
@@ -180,7 +180,7 @@ def test_an_engine_without_lora_says_how_to_start_it(vllm: OneEngine, tmp_path: 
 
 
 def test_vllms_own_lora_of_experts_needs_a_gpu(vllm: OneEngine, tmp_path: Path) -> None:
-    """Its kernel is written in Triton. When a vLLM for CPUs runs it, this fails: move it to the test above."""
+    """Its kernel requires Triton. If a vLLM for CPUs supports it, this test fails: move it to the test above."""
     model = with_adapter(MIXTURE, tmp_path)
     engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
     with pytest.raises(EngineError, match=r"module 'triton\.language' has no attribute"):

@@ -1,4 +1,4 @@
-"""vLLM's own weight transfer with this library's backend and source, on a real engine: no worker of ours takes part."""
+"""vLLM's own weight transfer with the backend and source of nrl_models, on a real engine without our worker."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ KINDS = {
 
 
 class Pair:
-    """A trainer, and an engine that started on random weights."""
+    """A trainer, and an engine with random weights."""
 
     def __init__(self, model: PreTrainedModel, engine: VLLMEngine) -> None:
         self.model, self.engine = model, engine
         self.source = AdapterSource(model)
 
     def error(self) -> float:
-        """`token_mult_prob_error` between the two."""
+        """Return `token_mult_prob_error` between the two."""
         trainer = HFEngine(self.model, "trainer")
         scores = [
             torch.tensor([row[1:] for row in side.score(self.prompts, Sampling())]) for side in (trainer, self.engine)
@@ -60,7 +60,7 @@ class Pair:
 
     @torch.no_grad()
     def train(self, share: float, seed: int, only: str = "") -> None:
-        """Move a share of the elements of each parameter."""
+        """Change a fraction of the elements of each parameter."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.model.named_parameters():
             if only in name:
@@ -69,12 +69,12 @@ class Pair:
                 parameter[where] += size * torch.randn(int(where.sum()), generator=generator)
 
     def held(self) -> dict[str, torch.Tensor]:
-        """What the engine computes with."""
+        """Return the weights that the engine uses."""
         return {name: tensor.clone() for name, tensor in model_of(self.engine).state_dict().items()}
 
 
 class LLMClient:
-    """What takes an update's announcements to vLLM's `LLM` of this process, as a `SyncClient`."""
+    """A `SyncClient` that passes the announcements of an update to an `LLM` in this process."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -90,7 +90,7 @@ class LLMClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update(weight_version)
-        self.llm.reset_prefix_cache()  # of what was computed for earlier prompts
+        self.llm.reset_prefix_cache()  # clear the cache of earlier prompts
 
 
 def start(kind: str, vllm: OneEngine, folder: Path, **options: object) -> Pair:
@@ -104,7 +104,7 @@ def start(kind: str, vllm: OneEngine, folder: Path, **options: object) -> Pair:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether all bits are."""
+    """Return True if all tensors are bit-identical."""
     assert one.keys() == other.keys()
     return all(tensor_digest(one[name]) == tensor_digest(other[name]) for name in one)
 
@@ -130,7 +130,7 @@ def test_updates_and_deltas_arrive_as_dense_updates_do(kind: str, vllm: OneEngin
         by_delta = pair.held()
         if share:
             assert pair.error() <= BOUND
-        # The same weights by the worker of ours, from scratch.
+        # Load the same weights from scratch with our worker.
         assert pair.engine.refit(pair.source).unwritten == ()
         assert same(by_delta, pair.held())
     assert dense.send(pair.source).kind is Kind.DENSE
@@ -140,7 +140,7 @@ def test_updates_and_deltas_arrive_as_dense_updates_do(kind: str, vllm: OneEngin
 def test_layers_that_share_a_module_of_the_engine_are_loaded_together(
     vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if each tensor were a layer of its own: vLLM makes one of a query, a key and a value."""
+    """Pretend that each tensor is a separate layer: vLLM fuses queries, keys and values into one parameter."""
     pair = start("dense", vllm, tmp_path)
     sender = Sender(LLMClient(pair.engine.llm))
     sender.send(pair.source)
@@ -154,7 +154,7 @@ def test_layers_that_share_a_module_of_the_engine_are_loaded_together(
 
 
 def test_the_source_says_what_it_yields(vllm: OneEngine, tmp_path: Path) -> None:
-    """To vLLM's own engines, too: `metadata` and iteration agree, and each layer's tensors stand together."""
+    """Also for vLLM's own engines: `metadata` and iteration agree, and the tensors of a layer are adjacent."""
     for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "NemotronHForCausalLM"):
         source = AdapterSource(tiny_model(architecture))
         planned = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
@@ -177,7 +177,7 @@ def test_a_wrong_name_in_the_first_update_leaves_an_engine_that_refuses(vllm: On
         sender.send(renamed(pair.source, "layers.1.input_layernorm", "layers.1.inputlayernorm"))
     with pytest.raises(EngineError, match=r"parts of version it was started with of the weights"):
         pair.engine.score(PROMPTS, Sampling())
-    vllm.stop()  # a step that raised leaves vLLM's scheduler waiting for it
+    vllm.stop()  # after an error in a step, vLLM's scheduler waits for it
 
 
 def test_a_tensor_that_is_missing_leaves_an_engine_that_refuses_until_all_are_there(

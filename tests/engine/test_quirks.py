@@ -1,4 +1,4 @@
-"""Quirks of the engine: symptom, cure, and whether the installed one still has them."""
+"""Engine quirks: the symptom, the workaround, and whether the installed engine still has the bug."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError
-from nrl_models.quirks import CATALOGUE
+from nrl_models.quirks import CATALOG
 
-QUIRKS = {quirk.name: quirk for quirk in CATALOGUE}
+QUIRKS = {quirk.name: quirk for quirk in CATALOG}
 
 
 @pytest.fixture(scope="session")
 def tied(make_checkpoint: Callable[..., Path]) -> Path:
-    """A model whose output embeddings are its input embeddings."""
+    """A model with tied embeddings."""
     return make_checkpoint(LlamaConfig, LlamaForCausalLM, tie_word_embeddings=True)
 
 
@@ -53,7 +53,7 @@ def with_experts(make_checkpoint: Callable[..., Path]) -> Path:
 
 
 def refit(path: Path, engine: VLLMEngine, times: int = 1) -> RefitStep:
-    """Refit an engine that was started on random weights, and compare."""
+    """Refit an engine that started with random weights, and compare."""
     forget(engine)
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
     settings = replace(SETTINGS, threshold=1.0005)
@@ -66,19 +66,19 @@ def refit(path: Path, engine: VLLMEngine, times: int = 1) -> RefitStep:
 
 
 def dummy(vllm: Any, path: Path) -> VLLMEngine:
-    """An engine on random weights, a new one."""
+    """Start an engine with random weights."""
     vllm.stop()
     with quirks_off("engine-dummy-buffers"):
         return vllm(path, load_format="dummy", seed=3)
 
 
 def names(step: RefitStep) -> list[str]:
-    """The quirks that a step's verdict names."""
+    """Return the quirks that a step's verdict names."""
     return list(step.result.verdict.quirks)
 
 
 def persistent(model: nn.Module) -> None:
-    """Make a model's constant what it was in vLLM before 0.9.2: part of its state."""
+    """Make a model's constant persistent, as in vLLM before 0.9.2."""
     model.model._non_persistent_buffers_set.discard("normalizer")
 
 
@@ -89,7 +89,7 @@ def test_symptom_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None
     persistent(model)
     assert probes.dummy_loading_touches_buffers(model)
     assert not torch.equal(model.model.normalizer, right)
-    model.model.normalizer.fill_(2.0)  # as much as to be seen: the dummy loader's own is next to nothing
+    model.model.normalizer.fill_(2.0)  # large enough to be visible: the dummy loader's value is almost zero
     step = refit(with_constant, engine)
     assert any("buffers of the engine were not written: model.normalizer" in problem for problem in step.problems)
     assert "engine-dummy-buffers" in names(step)
@@ -97,7 +97,7 @@ def test_symptom_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None
 
 
 def test_cure_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None:
-    """What the flag asks for: the engine reads the checkpoint. And the installed engine leaves constants alone."""
+    """With the flag, the engine reads the checkpoint. The installed engine does not change constants."""
     vllm.stop()
     engine = vllm(with_constant, load_format="dummy", seed=3)
     assert model_of(engine).model.normalizer == 16
@@ -111,7 +111,7 @@ def test_cure_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None:
 
 
 def test_symptom_of_engine_reload_buffers(with_constant: Path, vllm: Any) -> None:
-    """A constant that a refit leaves at what memory held is named."""
+    """The verdict names a constant that a refit leaves uninitialized."""
     engine = dummy(vllm, with_constant)
     assert refit(with_constant, engine).passed
     normalizer = model_of(engine).model.normalizer
@@ -163,7 +163,7 @@ def test_cure_of_engine_experts_on_cpu(with_experts: Path, vllm: Any) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What vLLM is asked for; it is not started."""
+    """Record the arguments for vLLM, without starting it."""
     import vllm
 
     keywords: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture(params=["Gemma3", "Emu3"])
 def with_images(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The configuration of a model with images: they go through a tower, or become words."""
+    """The configuration of a vision-language model: images pass through a tower, or become tokens."""
     config = getattr(transformers, f"{request.param}Config")
     config(architectures=[f"{request.param}ForConditionalGeneration"]).save_pretrained(tmp_path)
     return tmp_path
@@ -197,18 +197,18 @@ def test_cure_of_engine_tokenizer(with_images: Path, tied: Path, asked: dict[str
     assert asked["skip_tokenizer_init"] is False
     with pytest.raises(EngineError, match="not in this test"):
         start_engine("vllm", tied)
-    assert asked["skip_tokenizer_init"] is True  # text alone
+    assert asked["skip_tokenizer_init"] is True  # text only
 
 
 def test_symptom_of_engine_v0_runtime(tied: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_VLLM_USE_V1", "0")
     with quirks_off("engine-v0-runtime"), pytest.raises(EngineError, match="not in this test"):
-        start_engine("vllm", tied)  # it would start the other one
+        start_engine("vllm", tied)  # would start another engine
 
 
 def test_cure_of_engine_v0_runtime(tied: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_VLLM_USE_V1", "0")
-    with pytest.raises(EngineError, match="NRL_VLLM_USE_V1=0 asks for vLLM's first runtime"):
+    with pytest.raises(EngineError, match="NRL_VLLM_USE_V1=0 selects vLLM's first runtime"):
         start_engine("vllm", tied)
     assert not asked
     monkeypatch.setenv("NRL_VLLM_USE_V1", "1")
@@ -218,5 +218,5 @@ def test_cure_of_engine_v0_runtime(tied: Path, asked: dict[str, Any], monkeypatc
 
 @pytest.mark.parametrize("name", [*probes.OF_VLLM, *probes.OF_RUNNING_VLLM])
 def test_vllm_still_has_it(name: str) -> None:
-    """Those that a function answers; what needs a running engine is asked above."""
+    """Quirks that a function can check. The tests above check those that require a running engine."""
     tripwire(QUIRKS[name], probes.OF_VLLM[name]() if name in probes.OF_VLLM else None, "vLLM")

@@ -1,4 +1,4 @@
-"""A published model with its trained weights (SmolLM2-135M-Instruct) against a real engine."""
+"""A published pretrained model (SmolLM2-135M-Instruct) with a real engine."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ BATCH = replace(SINGLE, data=("real",), modes=("sampling",), batches=(4,))
 LONG = replace(BATCH, lengths=(1_000,), batches=(1,))
 HALF = replace(BATCH, lengths=(48,), batches=(2,), threshold=1.01, noise_factor=NOISE_FACTOR)
 LONGEST = 1_001
-"""Positions of the engine: the longest sequence, and the token that it samples to score."""
+"""Positions of the engine: the longest sequence, and one sampled token for scoring."""
 
 Check = Callable[..., ConsistencyReport]
 
 
 @pytest.fixture(scope="module")
 def prompts(smollm2: Path) -> Prompts:
-    """Prompts from a little text: tokenizing all of it takes longer than some of the tests."""
+    """Prompts from a small part of the text, because tokenizing all of it takes longer than some tests."""
     return Prompts(load_tokenizer(smollm2), 49_152, text_of_this_machine(200_000))
 
 
 @pytest.fixture
 def check(smollm2: Path, prompts: Prompts, tmp_path: Path) -> Check:
-    """Runs the matrix with a running engine, and a trainer in a precision of its own."""
+    """Return a function that runs the matrix with a running engine, and a trainer in any precision."""
 
     def check(engine: VLLMEngine, dtype: torch.dtype, settings: Settings) -> ConsistencyReport:
         forget(engine)
@@ -85,7 +85,7 @@ def test_decoding_gives_the_logprobs_of_a_prefill(smollm2: Path, vllm: OneEngine
 
 
 def test_prefix_caching_counts_on_without_nan(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
-    """Diagnostic 5. The model goes on counting, which the random ones of other tests cannot."""
+    """Diagnostic 5. A pretrained model continues counting. The random models of other tests do not."""
     result = diagnose_prefix_caching(
         full(vllm, smollm2), "SmolLM2", prompts.counting(100), new_tokens=24, decode=prompts.text
     )
@@ -132,7 +132,7 @@ def test_bfloat16_stays_within_its_noise_floor_and_a_small_defect_does_not(
 
 
 def command(*arguments: str, file: Path) -> Any:
-    """Runs a command that starts an engine of its own; gives its JSON."""
+    """Return a function that runs a command that starts its own engine, and returns its JSON."""
     result = CliRunner().invoke(app, [*arguments, "--dtype", "float32", "--json", str(file)])
     assert result.exit_code == 0, result.output
     return json.loads(file.read_text())
@@ -154,7 +154,7 @@ def test_max_model_len_is_respected(smollm2: Path, vllm: OneEngine, tmp_path: Pa
 
 
 def test_prefix_caching_in_another_environment(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
-    """It is this one, by another path; its vLLM runs in a process of its own all the same."""
+    """The environment is this one, through another path. Its vLLM runs in a subprocess all the same."""
     vllm.stop()
     environment = tmp_path / "another"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)

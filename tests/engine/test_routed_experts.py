@@ -1,8 +1,8 @@
-"""The experts that vLLM chose, replayed in the trainer.
+"""Replay the experts that vLLM chose in the trainer.
 
-vLLM 0.32 returns them only with its second model runner, which needs Triton: not on a CPU. Its own recorder of them
-runs on a CPU, and is bound here to the engine's model as that runner binds it: shape and dtype are those that it
-returns.
+vLLM 0.32 returns them only with its second model runner, which requires Triton and does not run on a CPU. Its recorder
+does run on a CPU. This test attaches it to the engine's model like that runner does, so shape and dtype are those that
+vLLM returns.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.engine.one_engine import OneEngine
 
 
 def routed(engine: VLLMEngine, tokens: list[int]) -> numpy.ndarray:
-    """What vLLM reports of a sequence of which the last token was sampled."""
+    """Return vLLM's choices for a sequence whose last token was sampled."""
     capturer = RoutedExpertsCapturer(256, engine.config)
     bind_routed_experts_capturer(model_of(engine), capturer)
-    forget(engine)  # what is in the cache is not computed
+    forget(engine)  # cached tokens are not computed
     (sample,) = engine.generate([tokens[:-1]], Sampling(0.0), max_new_tokens=1)
     assert len(sample.tokens) == 1
     return capturer.snapshot_routing_data(len(tokens) - 1).numpy()
@@ -58,14 +58,14 @@ def test_what_the_engine_chose_is_replayed(architecture: str, vllm: OneEngine, t
     theirs = {name: [choices[-1].reshape(80, -1)[mask.flatten()]] for name, choices in record.items()}
     told = {name: (choices[0] >= 0).all(-1) for name, choices in theirs.items()}
     assert {int(rows_told.sum()) for rows_told in told.values()} == {len(rows[0]) + len(rows[1]) - 2}
-    # Equal weights, in fp32: both choose alike.
+    # Equal weights in fp32: both sides choose the same experts.
     of_told = [{name: [found[name][0][told[name]]] for name in found} for found in (chosen, theirs)]
     assert flip_rate(*of_told) <= 0.02
     with replay_routing(model, record), torch.no_grad():
         replayed = token_logprobs(model, batch, attention_mask=mask.long()).logprobs
     for line, row, scored in zip(replayed, rows, engine.score(rows, Sampling()), strict=True):
         assert token_mult_prob_error(line[1 : len(row)], torch.tensor(scored[1:])) <= BOUND
-    # What the trainer would choose with other routers does not matter then.
+    # The trainer's own choice with other routers then has no effect.
     choices = {name: model.get_submodule(name) for name in record}
     taken: dict[str, torch.Tensor] = {}
     for name, router in choices.items():

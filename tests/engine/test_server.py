@@ -1,4 +1,4 @@
-"""The engine over HTTP against a real server: `vllm serve` on this machine. The last test kills it."""
+"""The engine over HTTP with a real `vllm serve` on this machine. The last test kills the server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_server_gives_the_trainers_logprobs(demo: Path, server: Server, tmp_
     assert len(cells) == 4
     for cell in cells:
         assert cell["token_mult_prob_error"] <= 1.0001
-        assert (cell["repeats"][0]["prefill"] is not None) == (cell["mode"] == "greedy")  # which is at temperature 1
+        assert (cell["repeats"][0]["prefill"] is not None) == (cell["mode"] == "greedy")  # at temperature 1
 
 
 def test_the_server_scores_given_tokens(demo: Path, server: Server, demo_trainer: HFEngine) -> None:
@@ -52,14 +52,16 @@ def test_the_server_scores_given_tokens(demo: Path, server: Server, demo_trainer
             engine.score(tokens, Sampling()), demo_trainer.score(tokens, Sampling()), strict=True
         ):
             torch.testing.assert_close(torch.tensor(found[1:]), torch.tensor(expected[1:]), atol=1e-4, rtol=0)
-        with pytest.raises(EngineError, match=r"has 250 tokens and 10 more are asked for, and the engine takes 256"):
+        with pytest.raises(
+            EngineError, match=r"has 250 tokens and 10 more are requested, and the engine's limit is 256"
+        ):
             engine.generate([[20] * 250], Sampling(), max_new_tokens=10)
 
 
 def test_the_server_that_takes_too_long_is_named(demo: Path, server: Server) -> None:
     with start_engine(server.address, demo) as engine:
         engine.timeout = 0.05
-        with pytest.raises(EngineError, match=r"gave no answer within 0.05 s"):
+        with pytest.raises(EngineError, match=r"did not answer within 0.05 s"):
             engine.generate([[20] * 30], Sampling(), max_new_tokens=200)
 
 

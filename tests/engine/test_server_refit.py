@@ -1,4 +1,4 @@
-"""Refits over HTTP: a `vllm serve` that somebody started, with this library's backend. The last test kills trainers."""
+"""Refits over HTTP of a running `vllm serve` with the backend of nrl_models. The last test kills trainers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKEND = ("--weight-transfer-config", json.dumps({"backend": "nrl_models"}))
 
 @pytest.fixture(scope="module")
 def server(demo: Path, vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """On random weights."""
+    """A server with random weights."""
     vllm.stop()
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(demo, log, "--load-format", "dummy", *BACKEND, settings={"VLLM_SERVER_DEV_MODE": "1"}) as found:
@@ -47,7 +47,7 @@ def train(model: PreTrainedModel, share: float = 0.01) -> None:
 
 
 def off(engine: HTTPEngine, model: PreTrainedModel) -> float:
-    """The largest difference between the server's log-probabilities and the trainer's."""
+    """Return the largest difference between the server's log-probabilities and the trainer's."""
     ours, theirs = HFEngine(model, "trainer").score(TOKENS, Sampling()), engine.score(TOKENS, Sampling())
     pairs = zip(ours, theirs, strict=True)
     return max(abs(a - b) for one, other in pairs for a, b in zip(one[1:], other[1:], strict=True))
@@ -55,7 +55,7 @@ def off(engine: HTTPEngine, model: PreTrainedModel) -> float:
 
 @pytest.mark.timeout(300)
 def test_refit_without_a_part_of_a_fused_tensor_raises(server: Server, model: PreTrainedModel) -> None:
-    """The first update, when no earlier version tells which tensors there are, and a later one."""
+    """In the first update, when no earlier version defines the list of tensors, and in a later one."""
     engine = HTTPEngine(server.address)
     for part in ("v_proj", "up_proj"):
         weights = dict(model.state_dict_adapter.iter_export(model))
@@ -81,17 +81,17 @@ def test_a_server_is_refitted_and_then_sent_what_changed(server: Server, model: 
     assert off(engine, model) < 1e-4
     for number in (2, 3):
         train(model)
-        assert off(engine, model) > 0.01  # also of prompts that it has computed before
+        assert off(engine, model) > 0.01  # also for prompts it has computed before
         engine.refit(model.state_dict_adapter.iter_export(model))
         assert engine._sender.last_version == engine._client.weight_version() == str(number)
         assert off(engine, model) < 1e-4
-    # Another trainer, whose first update is of all weights.
+    # Another trainer, whose first update contains all weights.
     other = HTTPEngine(server.address, deltas=False)
     train(model)
     other.refit(model.state_dict_adapter.iter_export(model))
     assert off(other, model) < 1e-4
     train(model)
-    engine.refit(model.state_dict_adapter.iter_export(model))  # it notices, and sends all weights
+    engine.refit(model.state_dict_adapter.iter_export(model))  # the sender detects it and sends all weights
     assert off(engine, model) < 1e-4
 
 
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused_and_the_server_goes_on(server: Server, mod
 
 @pytest.mark.timeout(600)
 def test_trainers_that_are_killed_leave_one_version_or_the_next(server: Server, demo: Path) -> None:
-    """SIGKILL before and after each of a refit's requests, in refits of all weights and of what changed."""
+    """SIGKILL before and after each request of a refit, for refits of all weights and of changed weights."""
     script = Path(__file__).with_name("killed_trainers.py")
     done = subprocess.run(
         [sys.executable, str(script), server.address, str(demo)], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""vLLM with transformers' classes, in another process than one with classes of its own: a party, and an advice."""
+"""vLLM with transformers' classes in a subprocess, next to vLLM with its own classes: votes and advice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
 
 
 def far(first: list[list[float]], second: list[list[float]]) -> float:
-    """The largest difference; none where both exclude a token."""
+    """Return the largest difference. Tokens that both sides exclude do not count."""
     one, other = torch.tensor(first)[:, 1:], torch.tensor(second)[:, 1:]
     return torch.where(one == other, 0.0, (one - other).abs()).max().item()
 
@@ -48,7 +48,7 @@ def test_it_agrees_under_any_sampling_takes_weights_and_leaves_the_other_vllm_al
     own = native.score(tokens, Sampling())
     with start_engine(TRANSFORMERS_BACKEND, checkpoint, dtype=torch.float32, max_length=64) as engine:
         assert engine.describe()["model_impl"] == "transformers"
-        assert not engine.capabilities().modules  # it is not in this process
+        assert not engine.capabilities().modules  # the model is in another process
         for sampling in ANY:
             assert far(engine.score(tokens, sampling), trainer.score(tokens, sampling)) < 1e-4
         assert far(own, engine.score(tokens, Sampling())) < 1e-4
@@ -63,7 +63,7 @@ def test_it_agrees_under_any_sampling_takes_weights_and_leaves_the_other_vllm_al
         assert not engine.capabilities().transformers_classes
     assert native.capabilities().transformers_classes
     forget(native)
-    assert native.score(tokens, Sampling()) == own  # the other one's end, too, is none of its own
+    assert native.score(tokens, Sampling()) == own  # the engine is unaffected by the end of the other one
 
 
 def test_it_is_advised_where_vllms_own_class_alone_is_wrong(vllm: OneEngine, checkpoint: Path, tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_it_is_advised_where_vllms_own_class_alone_is_wrong(vllm: OneEngine, che
 
 
 def test_a_bias_of_the_output_embedding_that_comes_before_its_weight_is_kept(tmp_path: Path) -> None:
-    model = tiny_model("PhiForCausalLM")  # vLLM has no class of its own for it
+    model = tiny_model("PhiForCausalLM")  # vLLM has no own class for it
     model.save_pretrained(tmp_path)
     trainer, tokens = HFEngine(model, "trainer"), [list(range(50, 90))]
     weights = list(model.state_dict_adapter.iter_export(model))
     with start_engine("vllm", tmp_path, dtype=torch.float32, max_length=64, load_format="dummy") as engine:
-        for _ in range(2):  # the second time the engine has a bias
+        for _ in range(2):  # in the second run the engine has a bias
             assert not engine.refit(reversed(weights), bucket_bytes=1).unwritten
             assert far(engine.score(tokens, Sampling()), trainer.score(tokens, Sampling())) < 1e-4

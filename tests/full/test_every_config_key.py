@@ -1,4 +1,4 @@
-"""Every key of every architecture is changed, here and in transformers: what it does is what the ledger says."""
+"""Change every key of every architecture, here and in transformers. The effect must match the ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_ledger_is_what_changing_every_key_finds(family_case: FamilyCase) ->
     assert not found.departures
     ledger = recorded()[family_case.architecture]
     if version("transformers") != ledger.transformers:
-        return  # keys do something else there, but the same on both sides
+        return  # keys have another effect in that version, but the same on both sides
     assert not ledger.count(KeyKind.UNTRIED), "run `python -m tools.ledger` and commit tools/ledger/recorded"
     keys = {**ledger.kinds, **found.kinds}
     other = {key: (ledger.kinds.get(key), found.kinds.get(key)) for key in keys}

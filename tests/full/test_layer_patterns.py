@@ -1,4 +1,4 @@
-"""Every architecture's hub layout, at full size: what two layers of each kind say of the others is so."""
+"""Every architecture's hub layout at full size: two layers of each kind determine the layout of the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nrl_models.testing.case import FamilyCase
 
 
 def _at_full_size(case: FamilyCase) -> PreTrainedModel:
-    """On meta; of the tiny configuration where the class cannot be built of its defaults."""
+    """Build the model on meta. Uses the tiny configuration if the class cannot be built with its defaults."""
     upstream: Any = case.reference_class
     with torch.device("meta"):
         try:

@@ -1,4 +1,4 @@
-"""A pretrained encoder, all-MiniLM-L6-v2, as published: it embeds as transformers' does, and is saved as it was."""
+"""The pretrained encoder all-MiniLM-L6-v2: embeddings equal transformers', and saving reproduces its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SENTENCES = ("A man is eating food.", "Someone eats a meal.", "The stock market 
 
 
 def embedded(model: torch.nn.Module, folder: Path) -> torch.Tensor:
-    """The sentences as the model's users embed them, `(3, 384)`: the mean over tokens, of length 1."""
+    """Return sentence embeddings as users compute them, `(3, 384)`: the normalized mean over tokens."""
     batch = AutoTokenizer.from_pretrained(folder)(list(SENTENCES), padding=True, return_tensors="pt")
     with torch.no_grad():
         states = model(**batch).last_hidden_state
@@ -28,7 +28,7 @@ def test_it_embeds_as_transformers_model_does_and_is_saved_as_it_was(minilm: Pat
     vectors = embedded(ours, minilm)
     assert torch.equal(vectors, embedded(theirs, minilm))
     near, far = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
-    assert near > far + 0.4  # the weights mean something
+    assert near > far + 0.4  # the pretrained weights are in use
     ours.save_pretrained(tmp_path)
     assert_same(stored(tmp_path), theirs.state_dict())
     reloaded, info = HFAutoModel.from_pretrained(tmp_path, output_loading_info=True)

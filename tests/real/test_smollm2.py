@@ -1,4 +1,4 @@
-"""A pretrained chat model, SmolLM2-135M-Instruct: what holds on random models holds on it."""
+"""The pretrained chat model SmolLM2-135M-Instruct passes the checks that random models pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nrl_models.common.gguf.gguf_tables import upstream_source
 from nrl_models.common.projections import report
 from tests.unit.checkpoints import assert_same, stored
 
-pytestmark = pytest.mark.xdist_group("smollm2")  # one process loads it
+pytestmark = pytest.mark.xdist_group("smollm2")  # load it in one process only
 
 MESSAGES = [
     [{"role": "user", "content": "What is the capital of France?"}],
-    [{"role": "user", "content": "Name three colours of the rainbow, in order."}],
+    [{"role": "user", "content": "Name three colors of the rainbow, in order."}],
 ]
 
 
@@ -31,17 +31,17 @@ def tokenizer(smollm2: Path) -> Any:
     return AutoTokenizer.from_pretrained(smollm2, padding_side="left")
 
 
-def test_the_gguf_is_bit_for_bit_what_transformers_dequantises(smollm2: Path, smollm2_gguf: Path) -> None:
+def test_the_gguf_is_bit_for_bit_what_transformers_dequantizes(smollm2: Path, smollm2_gguf: Path) -> None:
     source, keywords = upstream_source(smollm2_gguf)
     expected = HFAutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **keywords).state_dict()
     assert_same(AutoModelForCausalLM.from_pretrained(smollm2_gguf).state_dict(), expected)
     in_bf16 = {name: tensor.bfloat16() for name, tensor in expected.items() if name != "lm_head.weight"}
-    assert_same(stored(smollm2), in_bf16)  # what `convert` wrote of it
+    assert_same(stored(smollm2), in_bf16)  # the output of `convert`
     assert len(in_bf16) == 272
 
 
 def test_the_demo_on_it(smollm2: Path, tmp_path: Path) -> None:
-    """Parity at every level, groups, answers, saving and log-probabilities: what `nrl-models demo --real` checks."""
+    """`nrl-models demo --real` checks parity at every level, groups, completions, saving and log-probabilities."""
     result = CliRunner().invoke(app, ["demo", "--real", "--out", str(tmp_path), "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
     checks = {check["check"]: check for check in json.loads((tmp_path / "out.json").read_text())["checks"]}
@@ -53,7 +53,7 @@ def test_the_demo_on_it(smollm2: Path, tmp_path: Path) -> None:
 
 
 def test_batches_of_chats_are_answered_as_by_transformers_model(smollm2: Path, tokenizer: Any) -> None:
-    """Of several lengths, padded on the left, sampled."""
+    """Prompts of several lengths, padded on the left, sampled."""
     options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
     chats = tokenizer.apply_chat_template(MESSAGES, **options)
     assert chats["attention_mask"].min() == 0
@@ -66,7 +66,7 @@ def test_batches_of_chats_are_answered_as_by_transformers_model(smollm2: Path, t
 
 
 def test_lora_trains_merges_and_comes_back(smollm2: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """Adapters are trained on both models from the same start: the same losses and merged weights."""
+    """Adapters trained on both models from the same start have the same losses and merged weights."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     batch = tokenizer(["The capital of France is Lyon."] * 2, return_tensors="pt")
@@ -76,13 +76,13 @@ def test_lora_trains_merges_and_comes_back(smollm2: Path, tokenizer: Any, tmp_pa
         model: Any = load.from_pretrained(smollm2, dtype=torch.float32)
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
         tuned: Any = get_peft_model(model, lora)
-        optimiser = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=5e-3)
+        optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=5e-3)
         losses.append([])
         for _ in range(3):
             loss = tuned(**batch, labels=batch["input_ids"]).loss
             loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             losses[-1].append(loss.item())
         trained.append(tuned.eval())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

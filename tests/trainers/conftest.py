@@ -1,4 +1,4 @@
-"""Trainers' tests: each file needs an environment with its trainer (`make test-trainers`), and skips in others."""
+"""Tests of trainers. Each file needs an environment with its trainer (`make test-trainers`), or is skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UPSTREAM_MARKERS = (
     "slow",
     "torch_compile_test",
 )
-"""Markers in transformers' own tests."""
+"""Markers that transformers' tests use."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def one_process() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Initialize a process group with only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

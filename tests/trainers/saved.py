@@ -1,4 +1,4 @@
-"""What a receiver of weights must have got: what transformers saves of its own class."""
+"""Compare weights received from a trainer with the files that transformers saves."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 @lru_cache(maxsize=1)
 def case_of(name: str) -> FamilyCase:
-    """The tiny model of an architecture, ours and transformers', with the same random weights."""
+    """Return the tiny case of an architecture: our model and transformers' with the same random weights."""
     if requirement := registry.unmet_requirement(name):
         pytest.skip(f"needs {requirement}")
     return FamilyCase(registry.model_class(name), torch.device("cpu"))
 
 
 def saved_by_transformers(reference: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors of the files that transformers' `save_pretrained` writes."""
+    """Return the tensors in the files that transformers' `save_pretrained` writes."""
     with TemporaryDirectory() as folder, silent_transformers():
         reference.save_pretrained(folder)
         return tensors_in(Path(folder))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the files in a folder."""
+    """Return the tensors in the files of a folder."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def hook_of(trainer: str) -> str:
-    """The code of docs/trainers.md that hooks a trainer, which its tests run."""
+    """Return the trainer hook in docs/trainers.md, which the tests run."""
     page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
     (code,) = [
         block
@@ -54,7 +54,7 @@ def hook_of(trainer: str) -> str:
 
 
 class Receiver:
-    """Takes tensors as an engine does, copying each when it comes."""
+    """Receive tensors as an engine does: each is copied on arrival."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -67,7 +67,7 @@ class Receiver:
 
 
 def assert_same_bytes(received: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    """Names, shapes, dtypes and every byte are the same."""
+    """Check that names, shapes, dtypes and bytes are identical."""
     assert received.keys() == saved.keys(), sorted(received.keys() ^ saved.keys())[:9]
     for name, tensor in saved.items():
         assert received[name].shape == tensor.shape, name

@@ -1,4 +1,4 @@
-"""NeMo Automodel, unmodified: it loads, saves and exports our classes once they are registered; and NeMo RL's calls."""
+"""Unmodified NeMo Automodel loads, saves and exports registered classes. Also tests NeMo RL's calls."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from nrl_models.testing.tiny import silent_transformers  # noqa: E402
 
 EXPERTS = "Qwen3MoeForCausalLM"
 TAKEN_FOR_TIED = ("BigBirdPegasusForCausalLM",)
-"""Whose head Automodel does not load: its configuration says that it is tied, and in transformers it is not."""
+"""Architectures whose head Automodel does not load: their configuration ties it, but transformers does not."""
 
 CPU = torch.device("cpu")
 
 
 class WithoutGPU:
-    """torch as `auto_model` sees it, which asks for the current CUDA device: the CPU."""
+    """A `torch` for `auto_model` that returns the CPU as the current CUDA device."""
 
     cuda = SimpleNamespace(current_device=lambda: CPU)
 
@@ -60,7 +60,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(reference: Any, folder: Path) -> Any:
-    """What Automodel loads of what transformers saved."""
+    """Save with transformers, and load with Automodel."""
     with silent_transformers():
         reference.save_pretrained(folder)
         return NeMoAutoModelForCausalLM.from_pretrained(
@@ -69,14 +69,14 @@ def load(reference: Any, folder: Path) -> Any:
 
 
 def save(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """What Automodel writes of a model for others."""
+    """Save with Automodel in the consolidated format, and return the tensors."""
     config = CheckpointingConfig(checkpoint_dir=folder, save_consolidated="every", **options)
     Checkpointer(config, 0, 0, 0).save_model(model, str(folder))
     return tensors_in(folder / "model" / "consolidated")
 
 
 def refit(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The calls of NeMo RL's weight sync in the order it makes them (its worker; the package is not on the index)."""
+    """Make the calls of NeMo RL's weight sync in their order. NeMo RL itself is not on the index."""
     for name, tensor in model.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         parts = model.state_dict_adapter.convert_single_tensor_to_hf(
@@ -98,7 +98,7 @@ def test_what_is_loaded_and_synced_is_what_transformers_saves(name: str, tmp_pat
     assert isinstance(model, case.model_class)
     adapter = model.state_dict_adapter
     joined = [tensor.name for tensor in adapter.hub.values() if len(tensor.parameters) > 1]
-    if joined:  # one parameter at a time, none of which is a tensor of the hub
+    if joined:  # a single parameter is not a complete hub tensor
         with pytest.raises(ValueError, match="convert them together"):
             dict(refit(model))
         sent = adapter.to_hf(model.state_dict())
@@ -106,7 +106,7 @@ def test_what_is_loaded_and_synced_is_what_transformers_saves(name: str, tmp_pat
         sent = dict(refit(model))
     tied = {tensor.name for own in adapter.tied for tensor in adapter.tensors_in(own, "hub")}
     assert_same_bytes({hub: tensor for hub, tensor in sent.items() if hub not in tied - saved.keys()}, saved)
-    for own, kept in adapter.tied.items():  # of which NeMo RL sends both names, as it does for any model
+    for own, kept in adapter.tied.items():  # NeMo RL sends both names of tied tensors, for any model
         assert torch.equal(model.state_dict()[own], model.state_dict()[kept])
 
 
@@ -143,7 +143,7 @@ def test_a_naming_error_is_found(path: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the gate of the first expert, of each layer, taken for what is beside it."""
+    """Swap the gate and up projections of the first expert in each layer."""
     names = {"experts.0.gate_proj": "experts.0.up_proj", "experts.0.up_proj": "experts.0.gate_proj"}
     return {
         next((name.replace(part, names[part]) for part in names if part in name), name): tensor
@@ -152,7 +152,7 @@ def swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_nemo_rl_finds_an_adapter_that_syncs() -> None:
-    """Before it loads, NeMo RL looks into the module `state_dict_adapter` beside the model's for a class so called."""
+    """Before loading, NeMo RL looks for an adapter class in the module `state_dict_adapter` of the model's package."""
     for name in ("LlamaForCausalLM", EXPERTS, "CohereForCausalLM"):
         model_class = ModelRegistry.model_arch_name_to_cls[name]
         beside = importlib.import_module(f"{model_class.__module__.rsplit('.', 1)[0]}.state_dict_adapter")

@@ -1,6 +1,6 @@
-"""Every model test of transformers that passes on its own class passes on ours.
+"""Every transformers model test that passes on its own class passes on ours.
 
-Architectures stand for kinds: dense, mixture, tied, sliding window, softcap, M-RoPE, images, hybrid.
+The architectures represent kinds: dense, mixture, tied, sliding window, softcap, M-RoPE, images, hybrid.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ LOADS_INCOMPLETE_FILES = frozenset(
         "test_model_weights_reload_no_missing_tied_weights",
     }
 )
-"""Tests that load files without some tensors. transformers initializes these; here that is an error by design."""
+"""Tests that load files without some tensors. transformers initializes these; nrl_models raises an error."""
 
 READS_ITS_FILE = frozenset({"test_moe_models_record_router_logits"})
-"""Tests that look for words in the file of the class, and skip ours."""
+"""Tests that search for words in the source file of the class, and skip ours."""
 
 FEWEST_COMPARED = 70
-"""Tests that pass on transformers' class. The others need a GPU, or a size that the tiny models do not have."""
+"""Tests that pass on transformers' class. The others require a GPU, or larger models."""
 
 
 @cache
@@ -71,7 +71,7 @@ def on_ours(architecture: str, name: str) -> Ended:
 
 
 def is_refusal(ended: Ended) -> bool:
-    """Whether our class only refused files that lack tensors, or have others."""
+    """Return True if our class only raised an error for missing or unexpected tensors in files."""
     kinds = {one.kind for one in ended.error.problems} if isinstance(ended.error, CheckpointError) else set()
     return ProblemKind.MISSING in kinds and kinds <= {ProblemKind.MISSING, ProblemKind.UNEXPECTED}
 

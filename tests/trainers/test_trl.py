@@ -1,4 +1,4 @@
-"""TRL, unmodified: what its own weight sync sends, once `send_hub_tensors` is called."""
+"""The weights that unmodified TRL sends after `send_hub_tensors` was called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IMAGES, CORRECTED = "Gemma3ForConditionalGeneration", "DeepseekV3ForCausalLM"
 
 
 class Server:
-    """The client of a vLLM server: keeps what it is sent, and holds it against what was announced."""
+    """The client of a vLLM server. Stores the received tensors, and compares them with the announced metadata."""
 
     def update_named_params(self, metadata: list[tuple[str, str, list[int]]], named: Iterator[Any]) -> None:
         self.receiver = Receiver()
@@ -44,15 +44,15 @@ class Server:
             self.receiver.load_weights([(sent, tensor)])
 
     def reset_prefix_cache(self) -> None:
-        """Nothing is cached."""
+        """Do nothing, because nothing is cached."""
 
 
 class Transfer(WeightTransferClient):
-    """TRL's asynchronous client with the server in its place; what is announced is TRL's attribute."""
+    """TRL's asynchronous client connected to the server. The metadata are TRL's attribute."""
 
     def __init__(self, model: nn.Module) -> None:
         announced: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
-        for name, parameter in _iter_vllm_named_params(model):  # as the trainer's `__init__` does
+        for name, parameter in _iter_vllm_named_params(model):  # as in the trainer's `__init__`
             announced["names"].append(name)
             announced["dtype_names"].append(str(parameter.dtype).removeprefix("torch."))
             announced["shapes"].append(list(parameter.shape))
@@ -65,14 +65,14 @@ class Transfer(WeightTransferClient):
         self.server.update_named_params(metadata, iterator)
 
     def pause(self) -> None:
-        """No engine."""
+        """Do nothing, because there is no engine."""
 
     def resume(self) -> None:
-        """No engine."""
+        """Do nothing, because there is no engine."""
 
 
 def synchronous(model: nn.Module, mode: str, receiver: Any) -> Any:
-    """A trainer with TRL's generation, but for vLLM: `sync_weights` and all that it calls are TRL's."""
+    """Create a trainer with TRL's generation, but without vLLM: `sync_weights` and everything it calls are TRL's."""
     generation = vllm_generation.VLLMGeneration.__new__(vllm_generation.VLLMGeneration)
     generation.model, generation.mode, generation.accelerator = model, mode, Accelerator(cpu=True)
     generation._dist = DistributedBackend(generation.accelerator)
@@ -85,7 +85,7 @@ def synchronous(model: nn.Module, mode: str, receiver: Any) -> Any:
 
 
 def asynchronous(model: nn.Module, kind: type[Any]) -> Any:
-    """An asynchronous trainer that only syncs."""
+    """Create an asynchronous trainer that only syncs weights."""
     trainer = kind.__new__(kind)
     trainer.model, trainer.accelerator, trainer.weight_transfer = model, Accelerator(cpu=True), Transfer(model)
     trainer._lora_sync, trainer.model_version, trainer.rollout_worker = False, 0, None
@@ -104,7 +104,7 @@ def server_sync(model: nn.Module, hook: Callable[[Any], None] = trl.send_hub_ten
     trainer = synchronous(model, "server", server := Server())
     hook(trainer)
     trainer.vllm_generation.sync_weights()
-    trainer.vllm_generation.sync_weights()  # the second from the metadata of the first
+    trainer.vllm_generation.sync_weights()  # the second call uses the metadata of the first
     return server.receiver.tensors
 
 
@@ -127,7 +127,7 @@ def test_every_path_sends_what_transformers_saves(name: str) -> None:
     model = case.model()
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     for path in PATHS.values():
-        for parameter in frozen:  # which the asynchronous trainers do not send
+        for parameter in frozen:  # asynchronous trainers do not send these
             parameter.requires_grad_(path is asynchronous_sync and parameter.is_floating_point())
         assert_same_bytes(path(model), saved)
 
@@ -159,7 +159,7 @@ def test_without_the_hook_names_are_not_the_hubs(path: Any, name: str) -> None:
 
 @each_path
 def test_weights_as_they_are_when_sent(path: Any) -> None:
-    """A model that is trained between two updates: the hook keeps no tensor."""
+    """The model is trained between two updates, so the hook must not store tensors."""
     model = copy.deepcopy(case_of(EXPERTS).model())
     before = path(model)
     with torch.no_grad():

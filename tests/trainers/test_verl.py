@@ -1,4 +1,4 @@
-"""verl, unmodified: with our module as `external_lib` it loads our classes, and rollouts get the hub's tensors."""
+"""Unmodified verl loads our classes with our module as `external_lib`, and rollouts receive hub tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl moves what it sends to the accelerator, of which there is none."""
+    """Keep tensors on the CPU, because verl moves them to an accelerator."""
     monkeypatch.setattr("nrl_models.adapters.verl.get_device_id", lambda: CPU)
     monkeypatch.setattr(transformer_impl, "get_device_id", lambda: CPU)
     monkeypatch.setattr(transformer_impl, "log_gpu_memory_usage", lambda *_, **__: None)
@@ -46,7 +46,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(reference: PreTrainedModel, folder: Path) -> Any:
-    """The model as verl's FSDP engine loads it, of what transformers saved."""
+    """Save with transformers, and load as verl's FSDP engine does."""
     with silent_transformers():
         reference.save_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)
@@ -60,7 +60,7 @@ def load(reference: PreTrainedModel, folder: Path) -> Any:
 
 
 def engine_of(module: Any, kind: type[Any] | None = None, lora: dict[str, Any] | None = None) -> Any:
-    """The engine that verl takes for language models, of a module that is loaded, without its optimiser."""
+    """Create verl's language model engine for a loaded module, without an optimizer."""
     kind = kind or EngineRegistry.get_engine_cls("language_model", "fsdp2")
     engine = kind.__new__(kind)
     engine.hub_stream, engine.module, engine._qat_enabled = HubStream(module), module, False
@@ -70,7 +70,7 @@ def engine_of(module: Any, kind: type[Any] | None = None, lora: dict[str, Any] |
 
 
 def update_rollouts(engine: Any, **options: Any) -> dict[str, torch.Tensor]:
-    """What rollouts receive through verl's checkpoint engine for one device."""
+    """Return the tensors that rollouts receive through verl's checkpoint engine for one device."""
     channel, receiver = ColocatedCheckpointEngine(bucket_size=1 << 20), Receiver()
     tensors, peft_config = engine.get_per_tensor_param(**options)
     assert peft_config is None
@@ -110,7 +110,7 @@ def test_a_naming_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_verls_own_engine_names_others() -> None:
-    """What the hook is for: experts that verl does not know by name, and prefixes."""
+    """The hook is needed for these: experts whose names verl does not know, and prefixes."""
     for name in ("MixtralForCausalLM", "Gemma3ForConditionalGeneration"):
         case = case_of(name)
         sent = update_rollouts(engine_of(case.model(), FSDPEngineWithLMHead))
@@ -121,7 +121,7 @@ def test_verls_own_engine_names_others() -> None:
 def test_shards_are_gathered(name: str, one_process: None) -> None:
     case = case_of(name)
     model: Any = copy.deepcopy(case.model())
-    engine = engine_of(model)  # verl wraps the model after it is loaded
+    engine = engine_of(model)  # verl wraps the model after loading
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -148,7 +148,7 @@ def test_adapters_are_merged(one_process: None) -> None:
     merged = before[query] + layer.get_delta_weight("default").full_tensor()
     sent = update_rollouts(engine)
     assert sent.keys() == before.keys()
-    assert torch.equal(sent[query], merged.bfloat16())  # in which verl sends what is merged
+    assert torch.equal(sent[query], merged.bfloat16())  # verl sends merged weights in this dtype
     assert torch.equal(layer.base_layer.weight.full_tensor(), before[query])
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_named_is_refused() -> None:
     engine, _ = with_adapters(EXPERTS)
     with pytest.raises(UnknownArgumentError, match=r"lora\.merge=False: expected True"):
         engine.get_per_tensor_param()
-    with pytest.raises(UnknownArgumentError, match=r"experts\.0\.down_proj\.weight and \d+ more are no parameters"):
+    with pytest.raises(UnknownArgumentError, match=r"experts\.0\.down_proj\.weight and \d+ more are not parameters"):
         engine_of(case_of(EXPERTS).model()).get_per_tensor_param_shard()
     (name, _, _), *_ = engine_of(case_of(DENSE).model()).get_per_tensor_param_shard()[0]
     assert name == "model.embed_tokens.weight"
@@ -174,7 +174,7 @@ def test_settings_are_refused_before_anything_is_loaded(strategy: str, qat: bool
 
 
 def test_an_adapters_folder_is_refused(tmp_path: Path) -> None:
-    """transformers' auto classes take it for the model it was trained on, and pass the adapter on."""
+    """transformers' auto classes would load the base model, and pass the adapter to it."""
     model = copy.deepcopy(case_of(DENSE).reference())
     with silent_transformers():
         model.save_pretrained(tmp_path / "base")
@@ -182,5 +182,5 @@ def test_an_adapters_folder_is_refused(tmp_path: Path) -> None:
             AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4, target_modules=["q_proj"])
         )
         tuned.save_pretrained(tmp_path / "adapter")
-        with pytest.raises(NRLModelsError, match=r"is an adapter\. Load what it was trained on"):
+        with pytest.raises(NRLModelsError, match=r"is an adapter\. Load its base model"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")

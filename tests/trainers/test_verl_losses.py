@@ -1,4 +1,4 @@
-"""verl's own functions of losses, corrections and metrics, on the same numbers as ours: values and gradients."""
+"""Compare verl's losses, corrections and metrics with ours, on the same numbers: values and gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.workers.config import ActorConfig  # noqa: E402
 from nrl_models.logprobs import kl_k1, kl_k2, kl_k3  # noqa: E402
 from nrl_models.losses import (  # noqa: E402
     Correction,
-    Normalise,
+    Normalize,
     clipped_share,
     group_advantages,
     importance_weights,
@@ -30,9 +30,9 @@ LONGEST, GROUP = 10, 4
 LENGTHS = [6, 2, 10, 6, 1, 4, 5, 6]
 REWARDS = [1.0, 0.0, 0.25, 0.5, 1.0, 1.0, 0.0, -0.5]
 METHODS = {
-    "grpo": (Normalise.SEQUENCE, "seq-mean-token-mean", 0.2),
-    "dr_grpo": (Normalise.LONGEST, "seq-mean-token-sum-norm", 0.2),
-    "dapo": (Normalise.TOKEN, "token-mean", 0.28),
+    "grpo": (Normalize.SEQUENCE, "seq-mean-token-mean", 0.2),
+    "dr_grpo": (Normalize.LONGEST, "seq-mean-token-sum-norm", 0.2),
+    "dapo": (Normalize.TOKEN, "token-mean", 0.28),
 }
 CORRECTIONS = {
     "tis": (Correction("tis", cap=1.2), "1.2"),
@@ -53,7 +53,7 @@ REFERENCE = OLD + 0.5 * torch.randn(OLD.shape, generator=torch.Generator().manua
 
 
 def logprobs() -> torch.Tensor:
-    """Of the policy after an update, so that some ratios are out of the clip's bounds."""
+    """Return log-probabilities of the policy after an update, so that some ratios are outside of the clip range."""
     changed = OLD + 0.3 * torch.randn(OLD.shape, generator=torch.Generator().manual_seed(3))
     return changed.requires_grad_()
 
@@ -91,8 +91,8 @@ def test_corrections(name: str, level: str) -> None:
 @pytest.mark.parametrize("name", [None, *CORRECTIONS])
 @pytest.mark.parametrize("method", METHODS)
 def test_policy_losses(method: str, name: str | None, kl: float) -> None:
-    """verl bounds what a token with a negative advantage costs once more, at `clip_ratio_c`; the papers do not."""
-    normalise, aggregation, high = METHODS[method]
+    """verl additionally clips the loss of tokens with a negative advantage at `clip_ratio_c`. The papers do not."""
+    normalize, aggregation, high = METHODS[method]
     config = ActorConfig(
         strategy="fsdp2", clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=high, clip_ratio_c=1e9,
         loss_agg_mode=aggregation, ppo_micro_batch_size_per_gpu=1, rollout_n=GROUP,
@@ -106,7 +106,7 @@ def test_policy_losses(method: str, name: str | None, kl: float) -> None:
     if kl:
         penalty = core_algos.kl_penalty(given, REFERENCE, "low_var_kl")
         theirs = theirs + kl * core_algos.agg_loss(penalty, MASK.float(), aggregation)
-    counted = token_weights(MASK, normalise, LONGEST if normalise is Normalise.LONGEST else None)
+    counted = token_weights(MASK, normalize, LONGEST if normalize is Normalize.LONGEST else None)
     arguments: Any = (OLD, advantages, counted)
     mine = given.detach().requires_grad_()
     ours = policy_loss(
@@ -125,6 +125,6 @@ def test_estimators_of_the_divergence_between_engine_and_trainer() -> None:
     theirs = rollout_corr_helper.compute_offpolicy_metrics(OLD, ENGINE, MASK.float())
     assert kl_k1(OLD, ENGINE, MASK) == pytest.approx(theirs["kl"], rel=1e-5)
     assert kl_k3(OLD, ENGINE, MASK) == pytest.approx(theirs["k3_kl"], rel=1e-5)
-    for ours, name in ((kl_k1, "k1"), (kl_k2, "k2"), (kl_k3, "k3")):  # of the policy against its reference, there
+    for ours, name in ((kl_k1, "k1"), (kl_k2, "k2"), (kl_k3, "k3")):  # there, of the policy against its reference
         of_tokens = core_algos.kl_penalty(ENGINE, OLD, name)[MASK]
         assert ours(OLD, ENGINE, MASK) == pytest.approx(of_tokens.mean().item(), rel=1e-5)

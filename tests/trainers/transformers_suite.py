@@ -1,7 +1,7 @@
-"""transformers' own model tests, from its source distribution, as test cases of one class.
+"""transformers' own model tests, from its source distribution, as test cases for one class.
 
-`make test-trainers` unpacks the source distribution of the installed version into `.upstream-tests`. It lacks the
-folders for generation and export, so those tests are left out.
+`make test-trainers` unpacks the source distribution of the installed version into `.upstream-tests`. It does not
+contain the folders for generation and export, so their tests are left out.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PACKAGE = "transformers_tests"
 LENGTH = 8
 
 NOT_IN_THE_SOURCES = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
-"""Modules that the source distribution lacks, and the class that is imported from each."""
+"""Modules missing from the source distribution, and the class that is imported from each."""
 
 
 class Outcome(StrEnum):
-    """How a test ended."""
+    """The outcome of a test."""
 
     PASSED = auto()
     SKIPPED = auto()
@@ -42,12 +42,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a test ended.
+    """A finished test.
 
     Args:
-        outcome: whether it passed.
-        text: the traceback, or why it was skipped.
-        error: the first error that it raised.
+        outcome: Its outcome.
+        text: The traceback, or the reason for skipping.
+        error: The first error that it raised.
     """
 
     outcome: Outcome
@@ -62,8 +62,8 @@ class Ended:
 
 @cache
 def model_tester_mixin() -> type:
-    """transformers' `ModelTesterMixin`."""
-    sys.path.append(str(FOLDER))  # has `parameterized`, which the tests import
+    """Return transformers' `ModelTesterMixin`."""
+    sys.path.append(str(FOLDER))  # contains `parameterized`, which the tests import
     package = ModuleType(PACKAGE)
     package.__path__ = [str(FOLDER)]
     sys.modules[PACKAGE] = package
@@ -77,7 +77,7 @@ def model_tester_mixin() -> type:
 
 
 class _Tester:
-    """What transformers' tests ask for the configuration and inputs of a model."""
+    """The interface through which transformers' tests access a model's configuration and inputs."""
 
     is_training = True
 
@@ -111,7 +111,7 @@ def run(case: FamilyCase, model_class: type[PreTrainedModel], name: str) -> Ende
     random.seed(0)
     torch.manual_seed(0)
     try:
-        test.debug()  # raises what a runner would collect
+        test.debug()  # raises errors that a test runner would collect
     except unittest.SkipTest as skip:
         return Ended(Outcome.SKIPPED, str(skip))
     except Exception as error:
@@ -122,5 +122,5 @@ def run(case: FamilyCase, model_class: type[PreTrainedModel], name: str) -> Ende
 
 
 def names_of_tests() -> list[str]:
-    """The tests that transformers has."""
+    """Return the names of transformers' tests."""
     return list(unittest.TestLoader().getTestCaseNames(type("Names", (model_tester_mixin(), unittest.TestCase), {})))

@@ -1,4 +1,4 @@
-"""Making checkpoints, damaging them, and comparing what is in them."""
+"""Create checkpoints, damage them, and compare their contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.errors import StateDictError
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,18 +23,18 @@ INDEX = "model.safetensors.index.json"
 def new_model(
     config: PreTrainedConfig, kind: str = "ForCausalLM", *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> PreTrainedModel:
-    """transformers' own model for `config`, every tensor random."""
+    """Create transformers' model for `config` with random values in every tensor."""
     torch.manual_seed(seed)
     name = type(config).__name__.removesuffix("Config").removesuffix("Text")
     model = getattr(transformers, name + kind)._from_config(config, dtype=dtype)
-    randomise(model)
+    randomize(model)
     return model
 
 
 def edit_weights(
     folder: Path, edit: Callable[[dict[str, torch.Tensor]], object], file: str = WEIGHTS
 ) -> dict[str, torch.Tensor]:
-    """Rewrite one file of a checkpoint with its tensors changed by `edit`; returns them."""
+    """Rewrite one file of a checkpoint with its tensors changed by `edit`, and return them."""
     tensors = load_file(folder / file)
     edit(tensors)
     save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -42,13 +42,13 @@ def edit_weights(
 
 
 def edit_config(folder: Path, **values: Any) -> None:
-    """Change values of a checkpoint's `config.json`."""
+    """Change values in a checkpoint's `config.json`."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> dict[str, str]:
-    """Change the weight map of a checkpoint's index; returns it."""
+    """Change the weight map of a checkpoint's index, and return it."""
     content = json.loads((folder / INDEX).read_text())
     edit(content["weight_map"])
     (folder / INDEX).write_text(json.dumps(content))
@@ -56,22 +56,22 @@ def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> dict[s
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """The weight map of a checkpoint's index."""
+    """Return the weight map of a checkpoint's index."""
     return json.loads((folder / INDEX).read_text())["weight_map"]
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in a checkpoint's files."""
+    """Read every tensor in a checkpoint's files."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def hf_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """One of our models as transformers' state dict of the same model."""
+    """Convert one of our models to transformers' state dict of the same model."""
     return model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
 
 
 def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """The same names, dtypes, shapes and values, bit for bit."""
+    """Check that names, dtypes, shapes and values are identical."""
     assert sorted(actual) == sorted(expected)
     different = [
         name
@@ -82,13 +82,13 @@ def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 
 def assert_same_model(model: PreTrainedModel, reference: PreTrainedModel) -> None:
-    """One of our models holds what a Hugging Face model holds: parameters and every buffer."""
+    """Check that one of our models has the same parameters and buffers as a Hugging Face model."""
     assert_same(hf_tensors(model), reference.state_dict())
     assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
 
 
 def problems(error: StateDictError) -> set[tuple[str, str]]:
-    """Kind and subject of everything an error lists; the message shows each, and how many there are."""
+    """Return the kind and subject of each problem in an error. Checks that the message shows each and their number."""
     message = str(error)
     assert f"({len(error.problems)} problem" in message
     for problem in error.problems:
@@ -97,5 +97,5 @@ def problems(error: StateDictError) -> set[tuple[str, str]]:
 
 
 def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of a module's tensors, to see later whether it was touched."""
+    """Copy a module's tensors, to check later that they have not changed."""
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}

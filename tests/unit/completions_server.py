@@ -1,4 +1,4 @@
-"""A completions server for the tests, that really serves a model: `HFEngine` behind `http.server`."""
+"""A completions server for tests that serves a real model: `HFEngine` behind `http.server`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Served:
-    """What the server does, to change while it runs.
+    """The server's behavior, which can be changed while it runs.
 
     Attributes:
         style: `vllm` (token ids, prompt_logprobs) or `openai` (tokens named `token_id:`, echo).
-        change: applied to each choice before it is sent.
-        delay: seconds before an answer.
-        broken: whether to close the connection in place of an answer.
-        requests: what was asked, in order.
-        defaults: sampling parameters that it fills in where a request has none, as vLLM does from
-            generation_config.json.
-        ignored: sampling parameters that it does not read: its defaults apply.
+        change: Called on each choice before it is sent.
+        delay: Seconds before a response.
+        broken: Whether to close the connection instead of responding.
+        requests: The requests, in order.
+        defaults: Sampling parameters used if a request has none, as vLLM reads from generation_config.json.
+        ignored: Sampling parameters of requests that are ignored. The defaults apply.
     """
 
     def __init__(self, engine: HFEngine, style: str) -> None:
@@ -72,7 +71,7 @@ class Served:
 
 @contextmanager
 def serving(engine: HFEngine, style: str = "vllm") -> Iterator[tuple[str, Served]]:
-    """While open, serve `engine`; gives the address, and what can be changed."""
+    """Serve `engine` within a `with` block. Yields the address and the behavior to change."""
     served = Served(engine, style)
 
     class Handler(BaseHTTPRequestHandler):
@@ -103,7 +102,7 @@ def serving(engine: HFEngine, style: str = "vllm") -> Iterator[tuple[str, Served
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.handle_error = lambda *_: None  # a client that no longer waits
+    server.handle_error = lambda *_: None  # the client has closed the connection
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

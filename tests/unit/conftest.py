@@ -1,4 +1,4 @@
-"""Checkpoints that transformers wrote, and models that hold them. Those of session scope are not to be changed."""
+"""Checkpoints written by transformers, and models that load them. Do not modify fixtures of session scope."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def _no_progress_bars() -> None:
 
 @pytest.fixture(autouse=True)
 def _warn_again() -> None:
-    """A test sees a warning that an earlier test has logged: folders of tests that passed are used again."""
+    """Reset the record of logged warnings, so that each test sees them. Tests reuse the folders of passed tests."""
     logging.warning_once.cache_clear()
     logging.info_once.cache_clear()
 
 
 @pytest.fixture
 def accepts_installed_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers' adapter methods accept a PEFT older than they ask for, as pip may resolve."""
+    """Let transformers' adapter methods accept an older PEFT than they require, because pip may install one."""
     monkeypatch.setattr(transformers_peft, "MIN_PEFT_VERSION", "0")
 
 
 @pytest.fixture
 def every_family() -> None:
-    """Skips where a family that the committed results tested needs more than is installed: a page is written of it."""
+    """Skip if a family with committed results, for which the test writes a page, needs a missing package."""
     tested = read_records(PAGES)[Kind.TESTS]
     if unmet := list(filter(None, map(registry.unmet_requirement, sorted(tested)))):
         pytest.skip(f"some families need {unmet[0]}")
@@ -49,25 +49,25 @@ def every_family() -> None:
 
 @pytest.fixture
 def llama_config() -> LlamaConfig:
-    """Hidden 256, 8 heads, 4 key-value heads, 2 layers."""
+    """A configuration with hidden size 256, 8 heads, 4 key-value heads and 2 layers."""
     return tiny_config(LlamaConfig)
 
 
 @pytest.fixture
 def mixtral_config() -> MixtralConfig:
-    """The same sizes with 4 experts."""
+    """A configuration of the same sizes with 4 experts."""
     return tiny_config(MixtralConfig)
 
 
 @pytest.fixture(scope="session")
 def llama() -> PreTrainedModel:
-    """transformers' Llama in fp32, every tensor random."""
+    """transformers' Llama in fp32 with random values in every tensor."""
     return new_model(tiny_config(LlamaConfig, {"attention_bias": True, "mlp_bias": True})).eval()
 
 
 @pytest.fixture(scope="session")
 def llama_checkpoint(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`llama` as transformers saves it: one fp32 file."""
+    """The checkpoint of `llama` saved by transformers: one fp32 file."""
     folder = tmp_path_factory.mktemp("llama")
     llama.save_pretrained(folder)
     return folder
@@ -75,7 +75,7 @@ def llama_checkpoint(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def llama_shards(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`llama` as transformers saves it: fp32 shards with an index. Some layers lie across two shards."""
+    """The checkpoint of `llama` saved by transformers as fp32 shards with an index. Some layers span two shards."""
     folder = tmp_path_factory.mktemp("llama-shards")
     llama.save_pretrained(folder, max_shard_size="2MB")
     assert len(list(folder.glob("model-*.safetensors"))) > 2
@@ -84,25 +84,25 @@ def llama_shards(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def folder(llama_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of `llama_checkpoint` to damage."""
+    """A copy of `llama_checkpoint` that tests may damage."""
     return shutil.copytree(llama_checkpoint, tmp_path / "checkpoint")
 
 
 @pytest.fixture
 def shards(llama_shards: Path, tmp_path: Path) -> Path:
-    """A copy of `llama_shards` to damage."""
+    """A copy of `llama_shards` that tests may damage."""
     return shutil.copytree(llama_shards, tmp_path / "shards")
 
 
 @pytest.fixture(scope="session")
 def mixtral() -> PreTrainedModel:
-    """transformers' Mixtral in fp32, every tensor random."""
+    """transformers' Mixtral in fp32 with random values in every tensor."""
     return new_model(tiny_config(MixtralConfig)).eval()
 
 
 @pytest.fixture(scope="session")
 def mixtral_checkpoint(mixtral: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`mixtral` as transformers saves it: experts one by one, as on the hub."""
+    """The checkpoint of `mixtral` saved by transformers: one tensor per expert, as on the hub."""
     folder = tmp_path_factory.mktemp("mixtral")
     mixtral.save_pretrained(folder)
     return folder
@@ -116,11 +116,11 @@ def input_ids() -> torch.Tensor:
 
 @pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on `sys.path` for packages of families; registrations and imports made meanwhile are undone."""
+    """A folder on `sys.path` for packages of families. Registrations and imports are undone after the test."""
     registry.architectures()
     for name in ("MODEL_ARCH_MAPPING", "_CUSTOM_CONFIG_REGISTRATIONS", "_REQUIREMENTS", "_shadowing"):
         monkeypatch.setattr(registry, name, getattr(registry, name).copy())
-    monkeypatch.setattr(registry, "_warned", set())  # whatever was warned of before
+    monkeypatch.setattr(registry, "_warned", set())  # forget earlier warnings
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -134,5 +134,5 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def no_persimmon(sandbox: Path) -> None:
-    """Persimmon is an architecture that no family serves."""
+    """Unregister Persimmon, so that no family serves it."""
     del registry.MODEL_ARCH_MAPPING["PersimmonForCausalLM"]

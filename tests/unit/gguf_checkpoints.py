@@ -1,4 +1,4 @@
-"""Writes GGUF files as llama.cpp's converter does, from transformers' models. By hand: not by the tables under test."""
+"""Write GGUF files from transformers' models as llama.cpp's converter does, independently of the code under test."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""What is called otherwise where norms stand on both sides."""
+"""Names that differ if there are norms before and after a layer."""
 
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
@@ -54,14 +54,14 @@ def write_gguf(
     """Write `model` to `file`.
 
     Args:
-        file: where to.
-        model: the model.
-        architecture: llama.cpp's name of it.
-        kinds: the type of its matrices, or of those whose names hold a pattern. Vectors are fp32, as llama.cpp has
-            them. Of types that only llama.cpp writes, values are random.
-        values: further metadata.
-        extra: further tensors.
-        tokenizer: whether to write one, of single bytes and two merges.
+        file: The target.
+        model: The model.
+        architecture: llama.cpp's name of the architecture.
+        kinds: The GGUF type of matrices, or a mapping from name patterns to types. Vectors are fp32, as in llama.cpp.
+            Types that only llama.cpp writes get random values.
+        values: Additional metadata.
+        extra: Additional tensors.
+        tokenizer: Whether to write a tokenizer of single bytes and two merges.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(file, architecture)
@@ -85,7 +85,7 @@ def write_gguf(
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     for name, array in [*_converted(tensors, config, architecture), *(extra or {}).items()]:
         kind = kind_of(name, array, kinds)
-        writer.add_tensor(name, _quantised(array, kind), raw_dtype=kind)
+        writer.add_tensor(name, _quantized(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -94,7 +94,7 @@ def write_gguf(
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Add metadata of the type that Python's value has."""
+    """Add metadata with the type of the Python value."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -105,6 +105,20 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
+
+
+def header_only(file: Path, architecture: str, keys: Mapping[str, Any]) -> Path:
+    """Write a file that contains only metadata."""
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("Tiny")
+    for key, value in keys.items():
+        add_value(writer, f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("none")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
 
 
 def head_size(config: Any) -> int:
@@ -119,14 +133,14 @@ def kind_of(name: str, array: np.ndarray, kinds: Mapping[str, Kind] | Kind) -> K
     return next((kind for pattern, kind in kinds.items() if pattern in name), Kind.F32)
 
 
-def _quantised(array: np.ndarray, kind: Kind) -> np.ndarray:
-    """The tensor in blocks; of types that only llama.cpp writes, random blocks of as many rows."""
+def _quantized(array: np.ndarray, kind: Kind) -> np.ndarray:
+    """Quantize the tensor in blocks. Types that only llama.cpp writes get random blocks of the same size."""
     try:
         return gguf.quantize(array, kind)
     except NotImplementedError:
         block, nbytes = gguf.GGML_QUANT_SIZES[kind]
         shape = (*array.shape[:-1], array.shape[-1] // block * nbytes)
-        return np.random.default_rng(0).integers(0, 0x3B, shape, np.uint8)  # scales of such bytes are finite
+        return np.random.default_rng(0).integers(0, 0x3B, shape, np.uint8)  # scales with such bytes are finite
 
 
 def _converted(tensors: Mapping[str, torch.Tensor], config: Any, architecture: str) -> list[tuple[str, np.ndarray]]:
@@ -155,7 +169,7 @@ def _converted(tensors: Mapping[str, torch.Tensor], config: Any, architecture: s
 
 
 def rotated_in_pairs(array: np.ndarray, heads: int) -> np.ndarray:
-    """Rows in llama.cpp's order for Llama: RoPE turns neighbours, where transformers turns halves."""
+    """Permute rows to llama.cpp's order for Llama: RoPE rotates adjacent rows, while transformers rotates halves."""
     size = array.shape[0] // heads
     order = [head * size + half * (size // 2) + i for head in range(heads) for i in range(size // 2) for half in (0, 1)]
     return array[order]

@@ -1,4 +1,4 @@
-"""A family that is right, and others with a bug each, as somebody outside this repository might write them."""
+"""A correct family, and families with one bug each, as users outside of this repository might write them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Nova(FamilyModel):
 
 
 class NovaForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Right."""
+    """Correct."""
 
 
 class OtherOrderMLP(CombinedProjections, hf.LlamaMLP):
@@ -38,7 +38,7 @@ class OtherOrderMLP(CombinedProjections, hf.LlamaMLP):
 
 
 class OtherOrderForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Right: in which order rows lie is nobody's business."""
+    """Correct: the order of rows in memory is irrelevant."""
 
     rewrites = Nova.rewrites | {hf.LlamaMLP: OtherOrderMLP}
 
@@ -53,7 +53,7 @@ class SwappedMLP(CombinedGateUp, Swapped):
 
 
 class SwappedForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Gate and up are exchanged."""
+    """Swaps gate and up."""
 
     rewrites = Nova.rewrites | {hf.LlamaMLP: SwappedMLP}
 
@@ -68,7 +68,7 @@ class DetachedMLP(CombinedGateUp, Detached):
 
 
 class DetachedForCausalLM(Nova, hf.LlamaForCausalLM):
-    """The same numbers, but `up_proj` never learns."""
+    """The same output, but `up_proj` receives no gradient."""
 
     rewrites = Nova.rewrites | {hf.LlamaMLP: DetachedMLP}
 
@@ -79,7 +79,7 @@ class Unmasked(CombinedQKV, hf.LlamaAttention):
 
 
 class UnmaskedForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Causal, but it sees padding and the documents beside its own."""
+    """Causal, but attends to padding and to other documents."""
 
     rewrites = Nova.rewrites | {hf.LlamaAttention: Unmasked}
 
@@ -90,7 +90,7 @@ class Forgetful(CombinedQKV, hf.LlamaAttention):
 
 
 class ForgetfulForCausalLM(Nova, hf.LlamaForCausalLM):
-    """The cache is not used."""
+    """Ignores the cache."""
 
     rewrites = Nova.rewrites | {hf.LlamaAttention: Forgetful}
 
@@ -101,13 +101,13 @@ class ShiftedNorm(hf.LlamaRMSNorm):
 
 
 class ShiftedForCausalLM(Nova, hf.LlamaForCausalLM):
-    """A layer of its own that is a little off."""
+    """Has a custom layer with slightly different output."""
 
     rewrites = Nova.rewrites | {hf.LlamaRMSNorm: ShiftedNorm}
 
 
 class UndeclaredForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Gate and up read one input, and nobody said so."""
+    """Does not declare that gate and up share an input."""
 
     rewrites = {hf.LlamaAttention: LlamaAttention}
 
@@ -129,13 +129,13 @@ class Qwen2MLP(CombinedGateUp, biased.Qwen2MLP):
 
 
 class UnbiasedForCausalLM(Nova, biased.Qwen2ForCausalLM):
-    """The biases of q, k and v are loaded and saved, and not added. They are zero when a model is new."""
+    """Loads and saves the biases of q, k and v, but does not add them. New models have zero biases."""
 
     rewrites = {biased.Qwen2Attention: UnbiasedAttention, biased.Qwen2MLP: Qwen2MLP}
 
 
 class BufferForCausalLM(Nova, hf.LlamaForCausalLM):
-    """It saves a tensor that the Hugging Face model does not have."""
+    """Saves a tensor that the Hugging Face model does not have."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -143,7 +143,7 @@ class BufferForCausalLM(Nova, hf.LlamaForCausalLM):
 
 
 class ApartForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Tied weights are not."""
+    """Does not tie weights that should be tied."""
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -152,7 +152,7 @@ class ApartForCausalLM(Nova, hf.LlamaForCausalLM):
 NOT_A_FAMILY = LlamaMLP
 
 
-# Limits: one that transformers' class has, one behind which a bug hides, and one that nothing shows.
+# Limits: one that transformers' class shares, one that hides a bug, and one without any effect.
 
 
 class Lacking(FamilyModel):
@@ -162,7 +162,7 @@ class Lacking(FamilyModel):
 
 
 class LackingForCausalLM(Lacking, opt.OPTForCausalLM):
-    """Right: transformers' class lacks the same. It does nothing about documents, nor do the models in it."""
+    """Correct: transformers' class has the same limit. Neither it nor its submodules separate documents."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,7 +178,7 @@ class LackingForCausalLM(Lacking, opt.OPTForCausalLM):
 
 
 class CrashingForCausalLM(Lacking, opt.OPTForCausalLM):
-    """Raises where transformers' class computes something else: not what its limit states."""
+    """Raises an error if transformers' class gives a different output, which its limit does not state."""
 
     def forward(self, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if position_ids is not None and (position_ids.diff() < 0).any():
@@ -187,6 +187,6 @@ class CrashingForCausalLM(Lacking, opt.OPTForCausalLM):
 
 
 class GoneForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Says that it lacks what it has."""
+    """Declares a limit for a feature that it supports."""
 
     limits = {"left padding": "it is said to be lacking"}

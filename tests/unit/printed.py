@@ -1,8 +1,8 @@
-"""What a command printed, as text to compare."""
+"""Compare the printed output of commands."""
 
 from __future__ import annotations
 
 
 def unframed(text: str) -> str:
-    """Printed text on one line, without the frames of boxes: where its lines wrap depends on the terminal."""
+    """Return printed text on one line, without box frames, because line breaks depend on the terminal."""
     return " ".join(text.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""A tokenizer for tiny checkpoints, and rows of every kind, for recipes to run on."""
+"""A tokenizer for tiny checkpoints, and rows of every kind to run recipes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(config: Any, named: Mapping[str, int] = {}) -> PreTrainedTokenizerFast:
-    """A token for each byte, from 16 on, with a chat template; its end is the model's. `named` are further ones."""
+    """Create a tokenizer with one token per byte, from id 16, a chat template, and the special tokens `named`."""
     text = config.get_text_config()
     end = text.eos_token_id[0] if isinstance(text.eos_token_id, list) else text.eos_token_id
     end = 1 if end is None or end < 0 else end
@@ -41,7 +41,7 @@ IMAGE_TEMPLATE = (
 
 
 def gemma4_processor(config: Any) -> ProcessorMixin:
-    """A processor for a tiny Gemma 4: bytes, and images of 64 tokens (where they are square)."""
+    """Create a processor for a tiny Gemma 4: bytes, and images of 64 tokens (if they are square)."""
     from transformers import Gemma4ImageProcessor, Gemma4Processor, Gemma4VideoProcessor
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
@@ -68,7 +68,7 @@ def save_with_tokenizer(model: PreTrainedModel, folder: Path, *, images: bool = 
 
 
 def rows_with_images(folder: Path) -> Path:
-    """A file of rows, each about one image of its own colour; that of the first row is wide."""
+    """Write a file of rows with one image each, in different colors. The first image is wide."""
     rows = []
     for number, row in enumerate(ROWS):
         image = Image.new("RGB", (48 if number else 96, 48), (25 * number, 255 - 25 * number, 90))

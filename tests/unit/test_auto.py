@@ -1,4 +1,4 @@
-"""From a checkpoint or a configuration to the class that serves it."""
+"""Choosing the class for a checkpoint or a configuration."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_vision_language_models(tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert type(model).__name__ == "Gemma3ForConditionalGeneration"
     assert isinstance(model, FamilyModel)
-    # transformers counts it among the language models, too.
+    # transformers also lists it among the language models.
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)
     assert auto_class_for(tmp_path) is AutoModelForImageTextToText
 
@@ -117,7 +117,7 @@ def test_the_configurations_type_decides_where_no_architecture_is_named(folder: 
 
 
 def test_a_configuration_that_transformers_reads_as_another_models(tmp_path: Path) -> None:
-    # A Mistral with layer types is a Ministral: another attention, by the same architecture name.
+    # A Mistral with layer types is a Ministral: the architecture name is the same, but the attention differs.
     config = tiny_config(MistralConfig)
     new_model(config).save_pretrained(tmp_path)
     edit_config(tmp_path, layer_types=["sliding_attention", "full_attention"])
@@ -205,7 +205,7 @@ def test_an_auto_class_has_no_instances() -> None:
         AutoModelForCausalLM()
 
 
-# The wrong kind
+# Wrong kinds of models
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_an_unknown_model_type(folder: Path) -> None:
     assert str(folder / "config.json") in str(caught.value)
 
 
-def test_a_misspelt_architecture_is_not_loaded_as_what_its_model_type_says(folder: Path) -> None:
+def test_a_misspelled_architecture_is_not_loaded_as_what_its_model_type_says(folder: Path) -> None:
     edit_config(folder, architectures=["LamaForCausalLM"])
     with pytest.raises(
         UnknownArchitectureError, match=r"names the architecture LamaForCausalLM.* mean LlamaForCausalLM"
@@ -318,7 +318,7 @@ def test_an_unregistered_architecture_loads_as_transformers_own_class(tmp_path: 
     assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        AutoModelForCausalLM.from_config(reference.config)  # warned of once
+        AutoModelForCausalLM.from_config(reference.config)  # warns only once
     assert type(model) is type(reference)
     assert_same(model.state_dict(), reference.state_dict())
     with torch.no_grad():
@@ -327,14 +327,14 @@ def test_an_unregistered_architecture_loads_as_transformers_own_class(tmp_path: 
     adapter = model.state_dict_adapter
     assert_same(adapter.to_hf(model.state_dict()), reference.state_dict())
     assert [name for name, _, _ in adapter.export_plan()] == list(reference.state_dict())
-    # Strictly, like any other.
+    # As strict as for other models.
     edit_weights(folder, lambda tensors: tensors.pop("model.final_layernorm.weight"))
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert problems(caught.value) == {("missing", "model.final_layernorm.weight")}
 
 
-# Families that fail
+# Families that fail to import
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -360,7 +360,7 @@ def test_a_family_that_needs_a_newer_version(llama_checkpoint: Path) -> None:
         AutoModelForCausalLM.from_pretrained(llama_checkpoint)
 
 
-# Families from outside
+# External families
 
 
 OUTSIDE = """
@@ -414,8 +414,8 @@ def test_a_family_from_outside_reads_the_hubs_layout(
 def test_a_family_from_outside_never_gets_random_weights(
     sandbox: Path, mixtral_checkpoint: Path, mixtral: PreTrainedModel
 ) -> None:
-    # A model type of its own has none of transformers' conversions. transformers fills the experts with random
-    # numbers then, and prints a report.
+    # A custom model type has no conversions in transformers. transformers then initializes the experts randomly, and
+    # prints a report.
     register_architecture(
         "OutsideForCausalLM", outside_family(sandbox, "outside"), config={"outside": "outside.model:OutsideConfig"}
     )
@@ -424,7 +424,7 @@ def test_a_family_from_outside_never_gets_random_weights(
         AutoModelForCausalLM.from_pretrained(folder)
     assert {kind for kind, _ in problems(caught.value)} == {"missing", "unexpected"}
     assert "experts.gate_up_proj" in str(caught.value)
-    # In the layout it has, it loads.
+    # It loads in the layout in memory.
     (folder / WEIGHTS).unlink()
     config = json.loads((folder / "config.json").read_text())
     model = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
@@ -434,7 +434,7 @@ def test_a_family_from_outside_never_gets_random_weights(
     assert_same_model(AutoModelForCausalLM.from_pretrained(folder), mixtral)
 
 
-# Code that comes with a checkpoint
+# Remote code
 
 
 CONFIGURATION = """
@@ -457,7 +457,7 @@ AUTO_MAP = {"AutoConfig": "configuration_toy.ToyConfig", "AutoModelForCausalLM":
 
 @pytest.fixture
 def toy(folder: Path, sandbox: Path) -> Path:
-    """A checkpoint that brings its own code."""
+    """A checkpoint with custom code."""
     (folder / "configuration_toy.py").write_text(CONFIGURATION)
     (folder / "modeling_toy.py").write_text(MODELING)
     edit_config(folder, model_type="toy", architectures=["ToyForCausalLM"], auto_map=AUTO_MAP)
@@ -476,7 +476,7 @@ def test_code_of_a_checkpoint_is_not_run_unasked(toy: Path) -> None:
 def test_code_of_a_checkpoint_for_a_configuration_that_is_known_is_not_run_unasked(
     toy: Path, llama_config: LlamaConfig
 ) -> None:
-    config = T5Config(auto_map=AUTO_MAP)  # no language model of transformers'
+    config = T5Config(auto_map=AUTO_MAP)  # transformers has no causal language model for it
     with pytest.raises(RemoteCodeError, match=r"modeling_toy\.ToyForCausalLM"):
         AutoModelForCausalLM.from_pretrained(toy, config=config)
     with pytest.raises(RemoteCodeError, match=r"modeling_toy\.ToyForCausalLM"):

@@ -1,4 +1,4 @@
-"""The command: what it prints and writes, and how it ends: 0 fine, 1 a check failed, 2 it could not be done."""
+"""The command line: output, files, and exit status (0: passed, 1: a check failed, 2: could not run)."""
 
 from __future__ import annotations
 
@@ -54,19 +54,28 @@ def test_inspect_without_weights(checkpoint: Path, tmp_path: Path) -> None:
         path.unlink()
     result = runner.invoke(app, ["inspect", str(checkpoint)])
     assert result.exit_code == 0, result.output
-    assert "no weights here" in result.output
+    assert "no weights in this directory" in result.output
 
 
 def test_parity(checkpoint: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, ["parity", str(checkpoint), "--check", "1", "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "pass"
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["verdict"] == "pass"
+    assert [(row["value"], row["bound"], row["unit"]) for row in report["checks"]] == [(0.0, 0.0, "count")] * 4
+    assert result.output.startswith("PASS: 4 of 4 checks passed")
+    assert "level 1:" not in result.output  # passing checks are shown only on request
+    result = runner.invoke(app, ["parity", str(checkpoint), "--check", "1", "--verbose"])
+    assert result.output.count("level 1:") == 4
 
 
 def test_parity_exits_non_zero_on_failure(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl_models.parity.noise.TOLERANCE", dict.fromkeys((torch.float32, torch.bfloat16), -1.0))
     monkeypatch.setattr("nrl_models.parity.levels.TOLERANCE", dict.fromkeys((torch.float32, torch.bfloat16), -1.0))
-    assert runner.invoke(app, ["parity", str(checkpoint), "--check", "2"]).exit_code == 1
+    result = runner.invoke(app, ["parity", str(checkpoint), "--check", "2"])
+    assert result.exit_code == 1
+    assert result.output.startswith("FAIL: ")
+    assert "level 2: Gemma2" in result.output
 
 
 def test_parity_refuses_an_unknown_check(checkpoint: Path) -> None:
@@ -85,6 +94,22 @@ def test_convert(checkpoint: Path, tmp_path: Path) -> None:
         assert torch.equal(after.read(after.tensors[key]), before.read(tensor).bfloat16())
     assert (out / "tokenizer_config.json").is_file()
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_convert_replaces_a_checkpoint_only_with_overwrite(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "converted"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")  # not a checkpoint, so it may be overwritten
+    assert runner.invoke(app, ["convert", str(checkpoint), str(out), "--dtype", "bf16"]).exit_code == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    result = runner.invoke(app, ["convert", str(checkpoint), str(out), "--dtype", "fp32"])
+    assert result.exit_code == 2
+    assert "holds a checkpoint: config.json" in unframed(result.output)
+    assert "--overwrite" in unframed(result.output)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert runner.invoke(app, ["convert", str(checkpoint), str(out), "--dtype", "fp32", "--overwrite"]).exit_code == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert (out / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["parity"], ["convert"]])
@@ -145,7 +170,7 @@ def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--dtype", "int8"], "'int8' is not one of 'auto', 'float32'"),
+        (["--dtype", "int8"], "unknown dtype 'int8': expected one of float32 (fp32), bfloat16 (bf16)"),
         (["--max-shard-size", "huge"], "max_shard_size='huge': expected a size such as '5GB'"),
     ],
 )
@@ -224,7 +249,7 @@ def test_a_report_shows_brackets_as_they_are() -> None:
 def test_the_demos_verdict_is_its_exit_status(passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def run_demo(folder: Path, *, steps: int) -> ParityReport:
+    def run_demo(folder: Path, *, steps: int, broken: bool) -> ParityReport:
         asked.append((folder, steps))
         return ParityReport("demo", [ParityRow("a", True, "1", "1"), ParityRow("b", passed, "2", "2")])
 

@@ -1,4 +1,4 @@
-"""The demo, with little text and few steps: its checks hold for a model that has learnt nothing, too."""
+"""The demo with little text and few steps. Its checks pass even if the model has learned nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import readme_samples
 import torch
 import transformers
 from checkpoints import assert_same, new_model, stored
@@ -50,20 +49,28 @@ def test_training_lowers_the_loss() -> None:
     assert not model.training
 
 
+def test_break_names_the_broken_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "text_of_this_machine", lambda: text_of_this_machine(limit=200_000))
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--steps", "2", "--break"])
+    assert result.exit_code == 1
+    assert f"First divergence: {demo.BROKEN_MODULE} (LlamaAttention)" in result.stdout.splitlines()[0]
+    assert "level 1" not in result.stdout  # its weights are correct
+
+
 def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "text_of_this_machine", lambda: text_of_this_machine(limit=200_000))
-    demo._claim(tmp_path / "demo" / "checkpoint")  # as an earlier run did
+    demo._claim(tmp_path / "demo" / "checkpoint")  # as after an earlier run
     (tmp_path / "demo" / "checkpoint" / "thesis.tex").write_text("years of work")
     arguments = ["--out", str(tmp_path / "demo"), "--steps", "2", "--json", str(tmp_path / "out.json")]
     result = CliRunner().invoke(app, ["demo", *arguments])
     checks = json.loads((tmp_path / "out.json").read_text())["checks"]
     assert [check["check"] for check in checks if not check["passed"]] == ["trained with transformers"], result.output
-    assert result.exit_code == 1  # for that one
-    assert "training a model on" in result.stderr  # there is no terminal here
-    learned = [check | {"passed": True} for check in checks]
-    assert readme_samples.fixed(readme_samples.sample(learned)) == readme_samples.fixed(
-        readme_samples.shown(readme_samples.README.read_text())
-    ), "run python -m tests.readme_samples"
+    assert result.exit_code == 1  # because of this checkpoint
+    assert "training a model on" in result.stderr  # no terminal
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    passed = f"PASS: {len(checks)} of {len(checks)} checks passed: {demo.TITLE}."
+    assert f"\n{passed}\n" in readme
+    assert result.stdout.startswith(f"FAIL: {len(checks) - 1} of {len(checks)} checks passed: {demo.TITLE}\n")
     names = {check["check"] for check in checks}
     assert {
         "loaded through the registry",
@@ -78,12 +85,14 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
     assert (checkpoint / "thesis.tex").read_text() == "years of work"
     assert_same(stored(resaved), stored(checkpoint))
     commands = demo.next_commands(tmp_path / "demo")
-    assert len(commands) == 3
+    assert len(commands) == 5
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "nrl-models"
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
+        trains = arguments[0] == "train"
+        done = CliRunner().invoke(app, [*arguments, *(["training.steps=2", "training.warmup=0"] if trains else [])])
+        assert done.exit_code in ((0, 1) if trains else (0,)), done.output  # two steps do not reach the recipes' bounds
+    assert (tmp_path / "demo" / "sft" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("options", [[], ["--real"]], ids=str)
@@ -98,10 +107,10 @@ def test_the_demo_does_not_write_into_folders_of_somebody_else(options: list[str
     assert all(file.read_text() == "mine" for file in tmp_path.rglob("config.json"))
 
 
-@since("5.6")  # which has the tokenizer of the file
+@since("5.6")  # has the tokenizer of the file
 @pytest.mark.long
 def test_the_demo_on_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a random one in its place; `tests/real` has it on the model itself."""
+    """Replaces the pretrained model by a random one. `tests/real` runs the demo on the real model."""
     config = tiny_config(transformers.LlamaConfig, {"vocab_size": 320, "max_position_embeddings": 512})
     file = write_gguf(tmp_path / "random.gguf", new_model(config), "llama")
     convert(file, tmp_path / "random", dtype="bfloat16")

@@ -1,19 +1,21 @@
-"""What the README and the guides show runs as it is shown, on another checkpoint."""
+"""Run the snippets and commands of the documentation, and check every name in them."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoints import stored
+import typer
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
@@ -22,76 +24,153 @@ from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.cli import app
 from nrl_models.parity import compare_tensors
 from nrl_models.testing.case import FamilyCase
-from tools.mutants import CATALOGUE
-
-ROOT = Path(__file__).parents[2]
-
-
-def blocks(file: str, language: str) -> list[str]:
-    """The code blocks of a page, in their order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / file).read_text(), re.MULTILINE | re.DOTALL)
-
-
-def block_with(file: str, text: str) -> str:
-    """The one Python block of a page that has `text` in it."""
-    (found,) = [block for block in blocks(file, "python") if text in block]
-    return found
+from tests.unit.docs_pages import (
+    PAGES,
+    ROOT,
+    SHELLS,
+    block_with,
+    blocks,
+    class_names_read,
+    command_lines,
+    defined_names,
+    dotted_names,
+    imported_names,
+    inline_code,
+    installed,
+    make_targets,
+    options_of_commands,
+    resolves,
+    shell_lines,
+    words_of_sources,
+)
+from tools.mutants import CATALOG
 
 
 @pytest.fixture
 def here(llama_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a checkpoint where the demo leaves it."""
+    """A working directory with a checkpoint at the demo's path."""
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "checkpoint").symlink_to(llama_shards)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_readmes_code(here: Path, llama: PreTrainedModel) -> None:
+def test_readme_snippet_runs(here: Path, llama: PreTrainedModel) -> None:
+    """The example runs with an in-process engine instead of a server."""
+    (block,) = blocks("README.md", "python")
+    assert block.count(SERVER) == 1
     found: dict[str, Any] = {}
-    for block in blocks("README.md", "python"):
-        exec(block, found)
-    model = found["model"]
-    q_proj, qkv_proj = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "qkv_proj"))
-    assert q_proj.data_ptr() == qkv_proj.data_ptr()
-    assert torch.equal(q_proj, llama.model.layers[0].self_attn.q_proj.weight)
-    assert stored(here / "out").keys() == llama.state_dict().keys()
-    assert found["name"] in llama.state_dict()
+    exec(block.replace(SERVER, '"hf-generate"'), found)
+    assert found["metrics"].tokens == found["trainer"].mask.sum() > 0
+    assert found["metrics"].token_mult_prob_error < 1.0001
+    assert torch.equal(found["model"].lm_head.weight, llama.lm_head.weight)
 
 
-def test_the_readmes_commands(here: Path) -> None:
-    lines = "".join(blocks("README.md", "console")).splitlines()
-    shown = [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("$ nrl-models ")]
-    commands = {words[0]: words for words in reversed(shown)}
-    assert commands["diagnose"][1] == "embeddings", "the first of them, which needs no engine"
-    for command in ("inspect", "convert", "plan", "quirks", "parity", "diagnose"):
-        result = CliRunner().invoke(app, commands[command])
+SERVER = '"http://localhost:8000"'
+
+
+def test_readme_commands_run(here: Path) -> None:
+    rows = re.findall(r"^\| `nrl-models ([^`]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = {words[0]: words for words in map(shlex.split, rows)}
+    known = {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
+    assert {"demo", *commands} == {*known, "diagnose"}
+    (here / "capsule.safetensors").touch()
+    paths = {"PATH": "demo/checkpoint", "OUT": "out", "CAPSULE": "capsule.safetensors"}
+    program = typer.main.get_command(app)
+    for name in (
+        "certify",
+        "consistency",
+        "replay",
+        "refit-check",
+        "train",
+        "new",
+    ):  # parsed with their values, but not run
+        arguments = [paths.get(word, word) for word in commands[name][1:]]
+        program.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+    for name in ("inspect", "convert", "plan", "quirks", "parity", "diagnose"):
+        result = CliRunner().invoke(app, [paths.get(word, word) for word in commands[name]])
         assert result.exit_code == 0, result.output
     assert (here / "out" / "model.safetensors").is_file()
 
 
-def test_the_readmes_figures() -> None:
-    """Correct the README when this fails."""
+def test_certify_snippet_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks("docs/certify.md", "python")
+    exec(block, {})
+    sentence, validity = capsys.readouterr().out.splitlines()[-2:]
+    assert sentence.startswith("llama-shards")
+    assert validity == "valid"
+
+
+def test_watch_snippet_runs(here: Path) -> None:
+    code, _ = blocks("docs/watch.md", "python")
+    exec(code, {})
+    events = [json.loads(line) for line in Path("watch.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["step", "sync"] * 2
+    assert not any(event["findings"] for event in events)
+
+
+def test_readme_figures_match_generated_pages() -> None:
+    """The README's counts match the generated pages."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    tested, bugs = len(registry.architectures(aliases=False)), len(CATALOGUE)
-    _, vllm, images, mlx = (ROOT / "docs/engine-coverage.md").read_text().split("\n## ")
-    assert f"generated tests for each of [{tested} architectures]" in text
-    assert f"Each of the {tested} architectures" in text
-    assert f"{bugs} known bugs" in text
-    published = sum(len(json.loads(file.read_text())) for file in (ROOT / "tests/unit/config/published").glob("*.json"))
-    assert published > 100, "the README says so"
-    assert f"{agreeing(vllm)} architectures compared so far with vLLM agree" in text
-    assert f"{agreeing(mlx)} with MLX" in text
-    assert f"{agreeing(images)} that were given the same images" in text
+    assert f"**{len(registry.architectures(aliases=False))} architectures**" in text
+    assert f"{len(CATALOG)} known bugs" in text
+    _, vllm, images, mlx = (counts(part) for part in (ROOT / "docs/engine-coverage.md").read_text().split("\n## "))
+    failing = vllm.compared - vllm.agreeing
+    assert (
+        f"of {vllm.compared + vllm.not_run} architectures, {vllm.agreeing} agree after each of two refits, "
+        f"{failing} disagree or cannot be refitted, and {vllm.not_run} could not be run on a CPU"
+    ) in text
+    assert (
+        f"Of {images.compared + images.not_run} architectures with images, {images.agreeing} agree, "
+        f"{images.compared - images.agreeing} disagree and {images.not_run} could not be run"
+    ) in text
+    assert (
+        f"of {mlx.compared + mlx.not_run}, {mlx.agreeing} agree to 1.00001, "
+        f"{mlx.compared - mlx.agreeing} disagree and {mlx.not_run} could not be run"
+    ) in text
 
 
-def agreeing(section: str) -> str:
-    """How many of how many agree, as the README has it."""
-    outcomes = re.findall(r"^- (\d+) (agree|disagree)\b", section, re.MULTILINE)
-    return f"{outcomes[0][0]} of the {sum(int(count) for count, _ in outcomes)}"
+def test_quickstart_commands_run(here: Path) -> None:
+    """Commands for the engine's environment run with an in-process engine."""
+    lines = "".join(blocks("docs/quickstart.md", "console")).splitlines()
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if "bin/nrl-models " in line]
+    assert {words[1] for words in commands} == {"inspect", "quirks", "certify", "refit-check"}
+    for program, *arguments in commands:
+        assert program in (".venv/bin/nrl-models", ".venv-engine/bin/nrl-models")
+        arguments = ["hf-generate" if word == "vllm" else word for word in arguments]
+        if arguments[0] == "certify":  # its engine checks are tested elsewhere
+            arguments += ["--only", "files", "--only", "tokenizer"]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == (3 if arguments[0] == "certify" else 0), result.output
 
 
-def test_the_code_for_who_comes_from_nemo(here: Path) -> None:
+def test_quickstart_snippet_runs(here: Path) -> None:
+    found: dict[str, Any] = {}
+    (block,) = blocks("docs/quickstart.md", "python")
+    exec(block, found)
+    assert found["model"].dtype == torch.float32
+    for text in ("nrl_models.adapters.trl.send_hub_tensors", "nrl_models.adapters.automodel.register"):
+        module, _, function = text.rpartition(".")
+        assert text in (ROOT / "docs/quickstart.md").read_text()
+        assert callable(getattr(import_module(module), function))
+
+
+class Counts(NamedTuple):
+    """Numbers of architectures by outcome, in a section of the engine coverage page."""
+
+    agreeing: int
+    compared: int
+    not_run: int
+
+
+def counts(section: str) -> Counts:
+    """Read the counts of a section. Zeros if it does not exist."""
+    outcomes = [(int(count), words) for count, words in re.findall(r"^- (\d+) (.+)$", section, re.MULTILINE)]
+    not_run = sum(count for count, words in outcomes if words.startswith("cannot be run"))
+    return Counts(outcomes[0][0] if outcomes else 0, sum(count for count, _ in outcomes) - not_run, not_run)
+
+
+def test_from_nemo_snippets_run(here: Path) -> None:
     tests = block_with("docs/from-nemo.md", "@pytest.fixture")
     found: dict[str, Any] = {}
     for block in blocks("docs/from-nemo.md", "python"):
@@ -104,16 +183,16 @@ def test_the_code_for_who_comes_from_nemo(here: Path) -> None:
     assert not model.get_input_embeddings().weight.requires_grad
 
 
-def test_the_onboarding_guides_tests(pytester: pytest.Pytester) -> None:
+def test_from_nemo_example_tests_pass(pytester: pytest.Pytester) -> None:
     code = block_with("docs/from-nemo.md", "@pytest.fixture")
     pytester.makepyfile(code)
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=code.count("def test_"))
 
 
-def test_the_parity_guides_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parity_snippets_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every snippet, in the order of the page, as a reader runs them."""
     found: dict[str, Any] = {}
-    for block in blocks("docs/parity.md", "python"):
+    for block in [*blocks("docs/parity.md", "python"), *blocks("docs/parity-steps.md", "python")]:
         exec(block, found)
     assert found["report"].passed
     lines = capsys.readouterr().out.splitlines()
@@ -127,7 +206,7 @@ def test_the_parity_guides_code(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert sum(line.startswith("grad_") for line in lines) == len(list(found["model"].parameters()))
 
 
-def test_the_guides_code_for_loading(llama_checkpoint: Path) -> None:
+def test_loading_snippet_runs(llama_checkpoint: Path) -> None:
     code = block_with("docs/loading.md", "path_or_id")
     assert 'device="cuda"' in code
     found: dict[str, Any] = {"path_or_id": llama_checkpoint, "torch": torch}
@@ -135,20 +214,20 @@ def test_the_guides_code_for_loading(llama_checkpoint: Path) -> None:
     assert found["model"].dtype == torch.float32
 
 
-def test_the_guides_code_for_a_refit(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_refit_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     weights: dict[str, torch.Tensor] = {}
     engine = SimpleNamespace(update=weights.__setitem__)
     own = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
     weight = model.model.layers[0].self_attn.q_proj.weight
     exec(
-        block_with("docs/refit.md", "engine.update"),
+        block_with("docs/refit.md", "export_plan()"),
         {"model": model, "engine": engine, "gradients": own, "weight": weight},
     )
     assert weights.keys() == llama.state_dict().keys()
 
 
-def test_the_guides_code_for_adapters_in_engines(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_lora_export_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(llama_checkpoint),
@@ -156,12 +235,12 @@ def test_the_guides_code_for_adapters_in_engines(llama_checkpoint: Path, llama: 
     )
     weights: dict[str, torch.Tensor] = {}
     names = {"nrl_models": nrl_models, "peft_model": adapted, "engine": SimpleNamespace(refit=weights.update)}
-    exec(block_with("docs/loading.md", "export_adapter"), names)
+    exec(block_with("docs/lora.md", "export_adapter"), names)
     changed = {name for name, tensor in llama.state_dict().items() if not torch.equal(weights[name], tensor)}
     assert changed == {name for name in weights if name.endswith("q_proj.weight")}
 
 
-def test_the_guides_code_for_freezing() -> None:
+def test_freezing_snippet_runs() -> None:
     _, model = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration")).new_pair()
     found: dict[str, Any] = {"model": model, "torch": torch}
     exec(block_with("docs/training.md", "freeze_vision_tower"), found)
@@ -171,7 +250,7 @@ def test_the_guides_code_for_freezing() -> None:
     assert all("vision_tower" in name or "projector" in name for name in frozen)
 
 
-def test_the_loss_of_the_guide(llama: PreTrainedModel) -> None:
+def test_logprobs_snippets_give_equal_gradients(llama: PreTrainedModel) -> None:
     input_ids = torch.randint(16, 400, (2, 9), generator=torch.Generator().manual_seed(0))
     sampled = torch.zeros(2, 9, dtype=torch.bool)
     sampled[:, 4:] = True
@@ -184,20 +263,18 @@ def test_the_loss_of_the_guide(llama: PreTrainedModel) -> None:
         "advantages": torch.tensor([1.0, -1.0]),
         "weights": sampled / 10,
     }
-    exec(block_with("docs/training.md", "found.loss.backward()"), given)
+    exec(block_with("docs/logprobs.md", "found.loss.backward()"), given)
     expected = llama.lm_head.weight.grad
     assert expected.any()
     llama.zero_grad()
     given |= {"sequences": input_ids.tolist(), "score": sampled.tolist(), "optimizer": Mock()}
-    exec(block_with("docs/training.md", "rollout_logprobs(model"), given)
+    exec(block_with("docs/logprobs.md", "rollout_logprobs(model"), given)
     torch.testing.assert_close(llama.lm_head.weight.grad, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
     given["optimizer"].step.assert_called_once_with()
     llama.zero_grad()
 
 
-def test_the_guides_code_for_what_runs_as_one_matmul(
-    llama_checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fused_projections_snippet_runs(llama_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     projection = model.model.layers[0].self_attn.k_proj
     projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
@@ -205,7 +282,7 @@ def test_the_guides_code_for_what_runs_as_one_matmul(
     exec(block_with("docs/training.md", "join(model)"), found)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith(
-        "model.layers.0.self_attn.qkv_proj ('q_proj', 'k_proj', 'v_proj') weights are not side by side"
+        "model.layers.0.self_attn.qkv_proj ('q_proj', 'k_proj', 'v_proj') weights do not share one buffer"
     )
     assert second == "model.layers.0.mlp.gate_up_proj ('gate_proj', 'up_proj') True"
     assert all(group.joined for group in found["report"](model))
@@ -214,7 +291,7 @@ def test_the_guides_code_for_what_runs_as_one_matmul(
 VARIABLE = re.compile(r"(NRL|VLLM|OMP|HF_HUB|TRANSFORMERS|XDG|PYTEST)_[A-Z0-9_]+")
 
 
-def test_every_environment_variable_is_on_its_page() -> None:
+def test_environment_page_lists_every_variable() -> None:
     page = (ROOT / "docs/environment.md").read_text()
     named = {
         node.value
@@ -226,9 +303,9 @@ def test_every_environment_variable_is_on_its_page() -> None:
     assert not {name for name in named if f"`{name}`" not in page}
 
 
-def test_every_promise_of_the_security_page_is_held_by_a_test() -> None:
+def test_security_page_names_existing_tests() -> None:
     page = (ROOT / "docs/security.md").read_text()
-    promises = page[page.index("## What is not trusted") : page.index("## What is trusted")]
+    promises = page[page.index("## Untrusted inputs") : page.index("## Trusted inputs")]
     rows = [line for line in promises.splitlines() if re.match(r"\| (?!input \|)", line)]
     assert len(rows) > 10
     assert not [row for row in rows if not re.findall(r"`test_\w+`", row.rsplit(" | ", 1)[1])]
@@ -237,9 +314,161 @@ def test_every_promise_of_the_security_page_is_held_by_a_test() -> None:
     assert not missing, "no such tests: did their names change?"
 
 
-def test_outcomes_name_nothing_of_the_machine_that_made_them() -> None:
-    """Neither directories that nobody else has, nor line breaks as two letters."""
+def test_pages_contain_no_paths_of_the_build_machine() -> None:
+    """Neither local directories nor escaped line breaks."""
     records = ROOT / "docs" / "model-coverage" / "results"
     files = [*(ROOT / "docs").rglob("*.md"), *records.glob("*.json")]
     found = {file.name for file in files if re.search(r"site-packages|(?<![\w.])/(work|home)/|\\\\n", file.read_text())}
     assert not found
+
+
+OTHER_OPTIONS = {
+    "--against": "benchmarks.save",
+    "--api-key": "vLLM's server",
+    "--check-weight-update-equal": "miles",
+    "--checkout": "tools.release_check",
+    "--full-torch": "tools.release_check",
+    "--jobs": "tools.release_check",
+    "--true-on-policy-mode": "miles",
+}
+"""Options in code spans that belong to other programs than `nrl-models`, with the program."""
+
+OTHER_NAMES = {
+    *("CombinedGateUpMLP", "CombinedProjectionStateDictAdapter", "CombinedQKVAttentionMixin", "GroupedExperts"),
+    *("HFCheckpointingMixin", "MoEConfig", "MoEFSDPSyncMixin"),  # NeMo AutoModel
+    *("NovaMixer", "NovaModel", "NovaNorm"),  # the invented model of docs/add-a-family.md
+    *("IPCTrainerInitInfo", "NCCLTrainerInitInfo"),  # vLLM
+    "FsdpWeightSource",  # SkyRL
+    "PretrainedConfig",  # transformers
+}
+"""Class names in code spans that do not exist in this repository."""
+
+INVENTED = re.compile(r"\bnova\b|model_diagnostics|upstream-changes|judgments")
+"""Files that a reader or a command creates, and files of other repositories."""
+
+ENTRY_POINTS = ("nrl_models.configs", "nrl_models.families")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short(page: str) -> None:
+    longest = 120 if page == "README.md" else 200
+    assert len((ROOT / page).read_text().splitlines()) <= longest
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_the_site(page: str) -> None:
+    """Code blocks of the site have 100 columns on a screen of 1440 pixels."""
+    code = re.findall(r"^```.*?^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert not [line for block in code for line in block.splitlines() if len(line) > 100]
+
+
+def test_api_reference_lists_every_public_name() -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    directives = re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)
+    assert not [name for name in directives if not resolves(name)]
+    packages = [import_module(name) for name in directives if hasattr(import_module_or_none(name), "__path__")]
+    listed = {name.rpartition(".")[2] for name in directives}
+    listed |= {name for package in packages for name in getattr(package, "__all__", ())}
+    errors = {name for name in nrl_models.__all__ if name.endswith("Error")}  # ::: nrl_models.errors
+    assert {*nrl_models.__all__} - errors - {"__version__"} <= listed
+
+
+def import_module_or_none(name: str) -> Any:
+    """Import a module. Returns None if the name is an attribute, or a module whose requirements are not installed."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_exist(page: str) -> None:
+    targets = make_targets((ROOT / "Makefile").read_text())
+    named = {name for line in shell_lines(page) for name in re.findall(r"(?:^|[\s(])make ([a-z][a-z-]*)", line)}
+    assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_options_exist(page: str) -> None:
+    known = options_of_commands()
+    for line in command_lines(page):
+        assert line.command in known, line
+        unknown = {word.split("=")[0] for word in line.arguments if word.startswith("-")} - known[line.command]
+        assert not unknown, f"nrl-models {line.command} has no option {unknown}"
+    options = {span.split()[0].split("=")[0].rstrip(",") for span in inline_code(page) if span.startswith("--")}
+    assert options <= {*OTHER_OPTIONS, *set().union(*known.values())}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_in_snippets_resolve(page: str) -> None:
+    """Imports, dotted names and class names; classes may come from an earlier snippet of the page."""
+    defined: set[str] = set()
+    for block in blocks(page, "python"):
+        if INVENTED.search(block) or block.startswith('"cwm": Row("CwmForCausalLM"'):
+            continue
+        imported = {name for _, name in imported_names(block)}
+        ours = {name for name in imported | dotted_names(block) if name.split(".")[0] == "nrl_models"}
+        assert not {name for name in ours if not resolves(name)}
+        for name in imported - ours:
+            module, _, attribute = name.rpartition(".")
+            if module and installed(module):
+                assert hasattr(import_module(module), attribute) or importlib.util.find_spec(name), name
+        defined |= defined_names(block)
+        assert class_names_read(block) <= defined
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_files_and_classes_in_code_exist(page: str) -> None:
+    """Names in shell commands, configuration and code spans."""
+    for code in (*inline_code(page), *blocks(page, *SHELLS, "json", "text", "toml")):
+        if INVENTED.search(code):
+            continue
+        modules = re.findall(r"(?<![\w./\"-])nrl_models(?:\.\w+)+", code)
+        modules += re.findall(r"-m ((?:benchmarks|tools|tests)(?:\.\w+)+)", code)
+        modules += re.findall(r"external_lib=([\w.]+)", code)
+        assert not {name for name in modules if not resolves(name) and name not in ENTRY_POINTS}
+        folders = "benchmarks|docs|examples|nrl_models|tests|tools"
+        files = re.findall(rf"(?<![\w/.])((?:{folders})/[\w./-]+\.(?:json|md|py|toml))", code)
+        assert not {file for file in files if not (ROOT / file).exists()}
+        if page != "docs/comparison.md":  # about other projects
+            classes = set(re.findall(r"\b[A-Z][a-z0-9]+(?:[A-Z]+[a-z0-9]*)+\b|\b[A-Z]{2,}[a-z]\w+\b", code))
+            assert classes <= words_of_sources() | OTHER_NAMES
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "fault", "test"),
+    [
+        (
+            "docs/trainers.md",
+            "external_lib=nrl_models.adapters.verl",
+            "external_lib=nrl_models.adapters.verll",
+            "modules",
+        ),
+        (
+            "docs/quickstart.md",
+            "external_lib=nrl_models.adapters.verl",
+            "external_lib=nrl_models.adapter.verl",
+            "modules",
+        ),
+        ("docs/refit.md", "import AdapterSource,", "import AdapterSorce,", "snippets"),
+        ("docs/refit.md", "source=AdapterSource(model)", "source=AdapterSorce(model)", "snippets"),
+        ("docs/refit.md", "`AdapterSource(model)` is", "`AdapterSorce(model)` is", "modules"),
+        ("docs/vllm.md", "$ make engine", "$ make engin", "make"),
+        ("README.md", "nrl-models demo --break", "nrl-models demo --brake", "options"),
+        ("README.md", "nrl-models refit-check PATH --engine", "nrl-models refit-check PATH --engin", "options"),
+        ("docs/quickstart.md", "nrl-models refit-check", "nrl-models refit-chek", "options"),
+    ],
+)
+def test_planted_faults_are_found(page: str, text: str, fault: str, test: str, tmp_path: Path) -> None:
+    tests = {
+        "make": test_make_targets_exist,
+        "modules": test_modules_files_and_classes_in_code_exist,
+        "options": test_commands_and_options_exist,
+        "snippets": test_names_in_snippets_resolve,
+    }
+    original = (ROOT / page).read_text()
+    assert text in original
+    faulty = tmp_path / "page.md"
+    faulty.write_text(original.replace(text, fault, 1))
+    with pytest.raises(AssertionError):
+        tests[test](str(faulty))

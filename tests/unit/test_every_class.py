@@ -1,7 +1,7 @@
-"""Every registered class on the cheap checks of `tools.release_check.sweep`, also those without a generated test.
+"""Run the cheap checks of `tools.release_check.sweep` on every registered class, also without generated tests.
 
-The generated suite runs for one family of each pattern in `make test`. Changes of transformers reach families in other
-combinations: 16 vision-language models once decoded wrong logits after an image while that selection passed.
+In `make test` the generated suite runs for one family of each pattern. A change in transformers may break other
+families: 16 vision-language models once decoded wrong logits after an image, although that selection passed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ FEATURES = {
     Check.MEDIA_GREEDY: ("cached decoding", "generate"),
     Check.LEFT_PADDING: ("left padding", "generate"),
 }
-"""Features of `FamilyModel.limits` that state why transformers' own class fails a check."""
+"""Features of `FamilyModel.limits` that explain why transformers' own class fails a check."""
 
 REFERENCE_FAULTS: dict[tuple[str, Check], str] = {
     ("Dots3NoteForConditionalGeneration", Check.CACHED_STEPS): "rounding decides which blocks of keys are chosen",
     ("GitForCausalLM", Check.MEDIA_CACHED_STEPS): "a step without the image has other positions",
 }
-"""Other checks in which transformers' own class fails and ours does the same, with the reason."""
+"""Other checks that transformers' class and ours fail in the same way, with the reason."""
 
 UNKNOWN_FORMS = {"VibeVoiceAsrForConditionalGeneration": "its forward adds random numbers to audio by default"}
-"""Classes whose images or audio `nrl_models.inputs` does not make, with the reason."""
+"""Classes whose images or audio `nrl_models.inputs` cannot create, with the reason."""
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_class_equals_its_reference(architecture: str) -> None:
 
 
 def is_expected(outcome: SweepOutcome) -> bool:
-    """Whether an outcome passes: equal, or transformers' own fault, which has to be stated for the tested version."""
+    """Return True if an outcome passes: equal, or a bug of transformers that is listed for the tested version."""
     is_tested_version = Version(transformers.__version__) == tested_version()
     stated = (outcome.architecture, outcome.check) in REFERENCE_FAULTS
     if outcome.outcome in PASSED:
-        # A fault that transformers has fixed has to be removed here, or it would hide the next one.
+        # A bug that transformers has fixed must be removed here. Otherwise it would hide the next one.
         return not (stated and is_tested_version) or outcome.outcome is Outcome.NOT_APPLICABLE
     if outcome.outcome is Outcome.NO_INPUTS:
         return outcome.architecture in UNKNOWN_FORMS

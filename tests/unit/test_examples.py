@@ -1,4 +1,4 @@
-"""The parts of the examples that need no engine: the task, its reward, the table."""
+"""The parts of the examples that need no engine: the task, its reward and the table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_no_held_out_sum_is_trained_on_either_way_round() -> None:
     ("reply", "ended", "worth"),
     [
         ("17 + 25 = 42", True, 1.0),
-        ("17 + 25 = 42", False, 0.0),  # cut off: the next token may be a digit
+        ("17 + 25 = 42", False, 0.0),  # truncated: the next token may be a digit
         ("17 + 25 = 43", True, 0.2),
         ("The sum is 42", True, 0.8),
         ("17 + 25 = 42, or 43", True, 0.0),
@@ -44,7 +44,7 @@ def test_reward(reply: str, ended: bool, worth: float) -> None:
 def test_the_gain_is_paired_and_questions_alike_are_drawn_together() -> None:
     before = [0.0, 0.2, 1.0, 0.2] * 30
     questions = range(len(before))
-    # Each question rose by as much: no spread.
+    # All questions rose by the same amount, so there is no spread.
     assert runs.gain(before, [given + 0.1 for given in before], questions) == pytest.approx((0.1, 0.1, 0.1))
     after = before[1:] + before[:1]
     mean, low, high = runs.gain(before, after, questions)

@@ -1,4 +1,4 @@
-"""What transformers reads off a model's class and its module, in the order in which it comes to ask."""
+"""Properties that transformers derives from a model's class and module, independent of the order of queries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVED = [registry.model_class(name) for name in registry.architectures() if reg
 
 @pytest.fixture
 def _nothing_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers keeps the answers on the class, so that a subclass finds those for a class asked before."""
+    """Clear transformers' caches on the classes, which subclasses would inherit."""
     for model_class in SERVED:
         for base in model_class.__mro__:
             for kept in [f"{question}_cached_value" for question in QUESTIONS]:
@@ -43,7 +43,7 @@ def test_a_family_can_be_set_to_what_its_reference_can(question: str) -> None:
 )
 @pytest.mark.usefixtures("_nothing_asked_yet")
 def test_a_rewritten_decoder_answers_as_what_it_replaces(question: str) -> None:
-    """Or transformers renames none of its tensors, and sets nothing of it."""
+    """Otherwise transformers would not rename its tensors or apply its settings."""
     original = modeling_paligemma.PaliGemmaModel
     rewritten = registry.model_class("PaliGemmaForConditionalGeneration").rewrite_of(original)
     assert rewritten is not None
@@ -72,7 +72,7 @@ def test_the_default_implementations_are_the_references(mixtral_config: MixtralC
 
 
 class OwnDecoder(modeling_llama.LlamaModel):
-    """A decoder that a family writes itself."""
+    """A decoder written by the family."""
 
 
 class OwnDecoderForCausalLM(FamilyModel, modeling_llama.LlamaForCausalLM):
@@ -91,7 +91,7 @@ def test_a_rewritten_decoder_returns_what_is_asked_for(llama_config: LlamaConfig
 
 
 class Tuned(FamilyModel):
-    """A family whose class has another name than upstream's."""
+    """A family class with another name than transformers'."""
 
 
 TunedLlama = Tuned.head(modeling_llama.LlamaForCausalLM)
@@ -101,4 +101,4 @@ def test_a_class_may_be_assigned_to_another_name_than_upstreams(llama_config: Ll
     model = TunedLlama.from_config(llama_config)
     copied = pickle.loads(pickle.dumps(model))
     assert type(copied) is TunedLlama
-    assert type(copied).__name__ == "LlamaForCausalLM"  # which is what a saved checkpoint names
+    assert type(copied).__name__ == "LlamaForCausalLM"  # the name that saved checkpoints contain

@@ -1,4 +1,4 @@
-"""Importing: what is imported when, what public names stand for, and which way imports run."""
+"""Imports: lazy imports, public names, and the import order of packages."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ from nrl_models.families.table import TABLE
 ROOT = Path(nrl_models.__file__).parent
 PYPROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
 
+FAMILY_PACKAGES = [ROOT / "families" / name for name in families.folders()]
+"""Packages that declare a family in `FAMILY` and export nothing."""
+
 HEAVY = ("torch", "transformers", "accelerate", "safetensors", "numpy", "tokenizers")
 
 
 def run_python(code: str) -> str:
-    """What `code` prints in a fresh Python."""
+    """Return the output of `code` in a new Python process."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-# What is imported
+# Lazy imports
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ print(json.dumps(found))
 def test_the_module_starts_as_the_command_does() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "nrl_models", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent, check=True)
-    assert "Prepares Hugging Face models" in done.stdout
+    assert "Prepare Hugging Face models" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
     assert "nrl_models.cli" in imported
     assert not imported & set(HEAVY)
@@ -104,22 +107,41 @@ def test_every_public_name_resolves() -> None:
     assert set(nrl_models.__all__) <= everything.keys()
 
 
+PACKAGES = [file.parent for file in ROOT.rglob("__init__.py") if file.parent not in (ROOT, *FAMILY_PACKAGES)]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: str(package.relative_to(ROOT)))
+def test_packages_that_export_names_list_them(package: Path) -> None:
+    module = importlib.import_module(".".join(package.relative_to(ROOT.parent).parts))
+    code = ast.parse((package / "__init__.py").read_text()).body
+    defines = [node for node in code if not isinstance(node, ast.Expr) and getattr(node, "module", "") != "__future__"]
+    assert hasattr(module, "__all__") is bool(defines)
+    names = getattr(module, "__all__", [])
+    assert len(names) == len(set(names))
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_main_functions_are_exported() -> None:
+    names = "start_engine token_logprobs rollout_logprobs consistency_metrics check_parity check_consistency"
+    assert {*names.split(), "parallelize", "export_adapter"} <= set(nrl_models.__all__)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="No nrl_models attribute AutoModelForNothing"):
         nrl_models.AutoModelForNothing  # noqa: B018
 
 
 NEED_VLLM = {"nrl_models.engines.transfer.vllm_engines"}
-"""Modules of classes that are derived from vLLM's."""
+"""Modules with classes derived from vLLM's."""
 
 NEED_VERL = {"nrl_models.adapters.verl"}
-"""verl imports it by name, for what importing it does."""
+"""verl imports this module by name, for its side effects."""
 
 NEED_MLX = {"nrl_models.engines.processes.mlx_worker"}
-"""What runs in the process of that engine alone."""
+"""Modules that run only in the engine's process."""
 
 NEED_MEGATRON = {"nrl_models.megatron.latent_attention"}
-"""Modules of classes that are derived from Megatron-Core's."""
+"""Modules with classes derived from Megatron-Core's."""
 
 
 def test_every_module_imports_and_has_what_it_says() -> None:
@@ -137,7 +159,7 @@ def test_every_module_imports_and_has_what_it_says() -> None:
     names = [package.name for package in pkgutil.walk_packages([str(ROOT)], "nrl_models.")]
     assert len(names) > 50
     for name in names:
-        if name in unmet or name == "nrl_models.__main__":  # which runs the command
+        if name in unmet or name == "nrl_models.__main__":  # importing it runs the command
             continue
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", ()):
@@ -154,12 +176,15 @@ def test_entry_points_and_the_version_are_those_of_the_package() -> None:
         assert callable(getattr(found, attribute)) if attribute else found
 
 
-# Which way imports run
+# Import order
 
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"onboarding", "diagnostics", "consistency", "recipes", "adapters"},
+    {"certify"},
+    {"onboarding", "diagnostics", "recipes", "adapters"},
+    {"watch"},
+    {"consistency"},
     {"engines"},
     {"megatron"},
     {"quirks"},
@@ -173,25 +198,25 @@ LAYERS = (
     {"distributed"},
     {"inputs", "logprobs", "losses"},
     {"common"},
-    {"errors"},
+    {"errors", "deprecation"},
 )
-"""The rooms from top to bottom, as CONTRIBUTING.md has them: a room imports its own files and rooms further down."""
+"""Packages from top to bottom, as in CONTRIBUTING.md. A package imports its own files and packages further down."""
 
-INSIDE_COMMON = ("config", "forward", "state_dict", "views", "projections", "trust", "gguf", "checkpoint")
-"""The rooms inside `common` in the same order; the files beside them are below all of these."""
+INSIDE_COMMON = ("config", "forward", "state_dict", "views", "projections", "trust", "gguf", "compressed", "checkpoint")
+"""Packages inside `common` in the same order. Files directly in `common` are below all of these."""
 
-LARGEST_ROOM = 14
-"""Files."""
+LARGEST_ROOM = 15
+"""Maximum number of files."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import of something in this package: at the top of a file, in a function, or for annotations only.
+    """One import within this package: at the top of a file, in a function, or only for annotations.
 
     Args:
-        module: the full name of the module that imports.
-        line: its line.
-        target: the full name of the module that it imports.
+        module: Full name of the importing module.
+        line: Its line.
+        target: Full name of the imported module.
     """
 
     module: str
@@ -200,7 +225,7 @@ class Import:
 
 
 def sources() -> Iterator[tuple[str, str]]:
-    """Every file of the package, from its root, and what is in it."""
+    """Yield every file of the package, relative to its root, with its content."""
     for path in sorted(ROOT.rglob("*.py")):
         yield path.relative_to(ROOT).as_posix(), path.read_text()
 
@@ -231,7 +256,7 @@ IMPORTS = [found for module, text in MODULES.items() for found in imports_of(mod
 
 
 def room(module: str) -> str:
-    """The room right below the root, or the file there."""
+    """Return the package or file directly below the root."""
     return [*module.split("."), ""][1]
 
 
@@ -279,11 +304,11 @@ def test_no_file_imports_what_imports_it() -> None:
         if found.module != found.target:
             graph.setdefault(found.module, set()).add(found.target)
     graph.pop("nrl_models", None)  # its names are imported on first use
-    TopologicalSorter(graph).prepare()  # raises on a circle, naming it
+    TopologicalSorter(graph).prepare()  # raises for a cycle, and names it
 
 
 def test_a_name_stands_once() -> None:
-    """A file and a room are found by their name alone; families have the same files, each in its folder."""
+    """Names of files and packages are unique, except for the files of families, which are in separate folders."""
     files = {}
     for module in MODULES:
         if "families." not in module.replace("families.table", "") and not module.endswith(("__main__", "__init__")):
@@ -306,7 +331,7 @@ PRIVATE_ATTRIBUTES = {"_get_dtype_plan", "_is_hf_initialized", "_weight_conversi
 
 
 def test_private_hooks_of_transformers_are_in_one_module() -> None:
-    """So that a new version of transformers is one file's work. What model classes declare is not private."""
+    """A new transformers version then changes one file. Declarations of model classes are not private."""
     found = []
     for file, text in sources():
         if file == "common/upstream.py":
@@ -340,7 +365,7 @@ def test_families_import_common_and_transformers_only() -> None:
             family = "nrl_models." + file.rpartition("/")[0].replace("/", ".")
             for name in names:
                 root = name.partition(".")[0]
-                # Of huggingface_hub is what transformers' configurations are decorated with.
+                # transformers' configurations use a decorator of huggingface_hub.
                 allowed = name == "huggingface_hub.dataclasses" or root in {"torch", "transformers", "einops"}
                 allowed = allowed or root in sys.stdlib_module_names
                 shared = ("nrl_models.common.", *(f"nrl_models.families.{file}" for file in SHARED_BY_FAMILIES))
@@ -349,31 +374,31 @@ def test_families_import_common_and_transformers_only() -> None:
 
 
 def test_nothing_is_imported_from_transformers_integrations() -> None:
-    """They move between the versions this package works with, so only `common/upstream.py` may."""
+    """These modules move between supported versions, so only `common/upstream.py` may import them."""
     for file, text in sources():
         is_allowed = file == "common/upstream.py"
         assert is_allowed or not re.search(r"^\s*(from|import) transformers\.integrations", text, re.MULTILINE), file
 
 
-# What knows models by name
+# Model names in code
 
 STEMS = {re.split(r"[\d_]", family)[0] for family in families.folders()}
 MODEL_NAMES = {family.replace("_", "") for family in families.folders()} | {
     stem for stem in STEMS if len(stem) > 4 or stem == "qwen"
 }
-"""Names of families as one word, `qwen3moe`, and what they begin with, unless that may be an ordinary word."""
+"""Family names as one word (`qwen3moe`), and their first parts, unless these may be ordinary words."""
 
 SERVED = (
     family.replace("_", "")
     for family, entry in TABLE.items()
-    if entry.architectures and family != "git"  # also the program, whose folder is passed over
+    if entry.architectures and family != "git"  # also the program, whose folder is excluded
 )
 ROWS = re.compile(f"({'|'.join(SERVED)})(for|config|model|$)")
-"""How a word begins that names a family of the table; some of those are in ordinary words (`opt`, `git`)."""
+"""Prefixes of words that name a family of the table. Some occur in ordinary words (`opt`, `git`)."""
 
 
 def words_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Identifiers and strings of a file, docstrings apart, with their lines."""
+    """Yield identifiers and strings of a file, without docstrings, with their lines."""
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
@@ -387,10 +412,10 @@ def words_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 NAMED = ("families/", "registry.py", "cli/demo.py", "onboarding/real_weights.py")
-"""The table of families, the demonstration of one, and the packages that hold published weights."""
+"""The table of families, the demo, and the packages that contain published weights."""
 
 TOOLS = re.compile(r"llama\.cpp|llama-quantize|llama-gguf-split|^llama3$")
-"""Programs, and a way to scale rotary positions, that are called after a model."""
+"""Programs, and a RoPE scaling method, that are named after a model."""
 
 
 @pytest.mark.parametrize("file", [file for file, _ in sources() if not file.startswith(NAMED)])
@@ -406,7 +431,7 @@ def test_no_model_is_known_by_name_outside_its_family(file: str) -> None:
 
 
 def test_no_code_asks_for_a_model_type() -> None:
-    """No `config.model_type == "..."`, nor `in ("...", "...")`, outside families."""
+    """No `config.model_type == "..."` or `in ("...", "...")` outside of families."""
     for file, text in sources():
         if file.startswith("families/"):
             continue
@@ -419,7 +444,7 @@ def test_no_code_asks_for_a_model_type() -> None:
 
 
 def is_text(node: ast.AST) -> bool:
-    """Whether it is a string, or a collection of them, written out."""
+    """Return True for a string literal, or a collection of string literals."""
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return any(map(is_text, node.elts))
     return isinstance(node, ast.Constant) and isinstance(node.value, str)

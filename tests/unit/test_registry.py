@@ -1,8 +1,9 @@
-"""Which class serves which architecture, and how families from outside join."""
+"""Mapping architectures to classes, and registering external families."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -21,6 +22,7 @@ from nrl_models import (
     registry,
 )
 from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.families.table import TABLE
 
 FAMILY = """
 from transformers.models.llama import modeling_llama as hf
@@ -44,7 +46,7 @@ class OutsideForCausalLM(FamilyModel, hf.LlamaForCausalLM):
 
 @pytest.fixture
 def outside(sandbox: Path) -> Path:
-    """A package `outside` that nobody has registered."""
+    """A package `outside` that is not registered."""
     package = sandbox / "outside"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -61,7 +63,7 @@ def registered() -> tuple[object, ...]:
     return tuple(dict(table) for table in tables)
 
 
-# Built in
+# Included families
 
 
 def test_every_built_in_architecture_imports_and_is_a_class_of_that_name() -> None:
@@ -71,6 +73,17 @@ def test_every_built_in_architecture_imports_and_is_a_class_of_that_name() -> No
         found = registry.model_class(architecture)
         assert found.__name__ == registry.ALIASES.get(architecture, architecture)
         assert found.__module__ == MODEL_ARCH_MAPPING[architecture][0]
+
+
+def test_full_class_names_stand_in_the_declarations() -> None:
+    root = Path(families.__file__).parent
+    words = {word for file in root.rglob("*.py") for word in re.findall(r"\w+", file.read_text())}
+    layers = {name.rpartition(".")[2] for row in TABLE.values() for name in {**row.mixins, **row.layers}}
+    for family in families.folders():
+        for value in vars(import_module(families.module_of(family))).values():
+            layers |= {layer.__name__ for layer in getattr(value, "rewrites", {})}
+    assert len(layers) > 300
+    assert sorted({*registry.architectures(), *layers} - words) == []
 
 
 def test_every_family_names_a_default_class() -> None:
@@ -221,7 +234,7 @@ def test_registering_again_forgets_the_old_requirement() -> None:
     assert registry.model_class("NewForCausalLM") is AtTheTop
 
 
-# Families that do not import
+# Families that fail to import
 
 
 @pytest.mark.parametrize(
@@ -252,7 +265,7 @@ def test_a_configuration_that_does_not_import_does_not_stop_other_models() -> No
     registry._CUSTOM_CONFIG_REGISTRATIONS["broken"] = ("outside.nowhere", "Config")  # as an entry point declares it
     with pytest.warns(UserWarning, match=r"models of type broken will not load: .*outside\.nowhere:Config"):
         registry.register_custom_configs()
-    registry.register_custom_configs()  # warned of once
+    registry.register_custom_configs()  # warns only once
     assert isinstance(AutoConfig.for_model("llama"), LlamaConfig)
 
 

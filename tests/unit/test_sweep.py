@@ -1,4 +1,4 @@
-"""A sweep records outcomes as they come, and goes on where one stopped."""
+"""A sweep records each outcome immediately, and resumes after an interruption."""
 
 import sys
 from argparse import ArgumentParser
@@ -16,7 +16,7 @@ RIGHT = dict.fromkeys(NAMES, "1")
 
 
 class Swept:
-    """A sweep over three architectures, and what was run of it."""
+    """A sweep over three architectures that records which ones ran."""
 
     def __init__(self, pages: Path, found: dict[str, str], version: str = "1", more: tuple[Kind, ...] = ()) -> None:
         self.ran: list[str] = []
@@ -41,7 +41,7 @@ class Swept:
 
 
 def statuses(pages: Path, kind: Kind = Kind.TP) -> dict[str, tuple[str, str]]:
-    """The recorded outcomes, and their versions."""
+    """Return the recorded outcomes and their versions."""
     return {
         name: (read_record.outcome["status"], read_record.versions["torch"])
         for name, read_record in read_records(pages)[kind].items()
@@ -90,7 +90,7 @@ def test_outcomes_of_other_versions_stay_until_their_own_run(tmp_path: Path) -> 
 
 def test_what_cannot_be_tried_here_stays_too(tmp_path: Path) -> None:
     Swept(tmp_path, RIGHT, more=(Kind.QLORA,)).sweep.go_on([])
-    Swept(tmp_path, RIGHT, version="2").sweep.go_on([A])  # where bitsandbytes is not installed
+    Swept(tmp_path, RIGHT, version="2").sweep.go_on([A])  # without bitsandbytes
     assert statuses(tmp_path, Kind.QLORA) == dict.fromkeys(NAMES, ("1", "1"))
     assert statuses(tmp_path)[A] == ("1", "2")
 

@@ -1,4 +1,4 @@
-"""What older versions of transformers lack."""
+"""Features that older versions of transformers do not have."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from nrl_models.testing.case import FamilyCase
 
 
 def wider_full_attention(*layers: int, **values: int) -> dict[str, Any]:
-    """Keys by which full attention, in these layers of a Gemma 4, has heads of 64, and these other values."""
+    """Return configuration keys that give full attention in these Gemma 4 layers heads of 64, plus other values."""
     if has_reached("5.15"):
         return {"per_layer_config": {str(layer): {"head_dim": 64, **values} for layer in layers}}
     return {"global_head_dim": 64, **{f"num_global_{key.removeprefix('num_')}": value for key, value in values.items()}}
 
 
 def tested_version() -> Version:
-    """The version of transformers that tests are written for."""
+    """Return the transformers version that tests are written for."""
     lines = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
     return next(Version(line.removeprefix("transformers==")) for line in lines if line.startswith("transformers=="))
 
 
 def since(version: str) -> pytest.MarkDecorator:
-    """Marks a test of what transformers has had since a version."""
+    """Mark a test of a feature that transformers has since a version."""
     return pytest.mark.skipif(not has_reached(version), reason=f"transformers {version} has what is tested")
 
 
 def needs(*architectures: str) -> pytest.MarkDecorator:
-    """Marks tests of architectures that the installed transformers may not have."""
+    """Mark tests of architectures that the installed transformers may not have."""
     unmet = next(filter(None, map(registry.unmet_requirement, architectures)), None)
     return pytest.mark.skipif(unmet is not None, reason=f"needs {unmet}")
 
 
 def case_of(architecture: str) -> FamilyCase:
-    """The case of an architecture, for tests that share it; one that needs more than is installed skips a user."""
+    """Return the shared case of an architecture. Skips the test if its requirements are not installed."""
     if unmet := registry.unmet_requirement(architecture):
         return cast(FamilyCase, _Lacking(unmet))
     return FamilyCase(registry.model_class(architecture))

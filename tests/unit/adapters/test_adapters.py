@@ -1,4 +1,4 @@
-"""The room of adapters: nothing of it is imported unless asked for, and no trainer that is missing goes unnoticed."""
+"""Adapters are imported lazily, and a missing trainer package raises an error."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_a_class_registered_with_transformers_loads(llama_checkpoint: Path, monk
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.float32)
     assert type(model) is LlamaForCausalLM
     assert model.dtype == torch.float32
-    with pytest.raises(UnknownArgumentError, match=r"some/where is an adapter\. Load what it was trained on"):
+    with pytest.raises(UnknownArgumentError, match=r"some/where is an adapter\. Load its base model"):
         LlamaForCausalLM.from_pretrained(llama_checkpoint, adapter_kwargs={"_adapter_model_path": "some/where"})

@@ -1,4 +1,4 @@
-"""prime-rl's interface, as its public source has it (0.8), with a stand-in: the package is not on the index."""
+"""The interface of prime-rl 0.8, with a stand-in written from its public source: the package is not on the index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IMAGES = "Gemma3ForConditionalGeneration"
 
 
 class Base(PreTrainedModel):
-    """What `PreTrainedModelPrimeRL` asks of a class, and what it changes for its own layers."""
+    """The interface of `PreTrainedModelPrimeRL`, with the settings of prime-rl's own layers."""
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *_: Any, **__: Any) -> str:
         return attn_implementation or "flash_attention_3"
@@ -69,7 +69,7 @@ class Base(PreTrainedModel):
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`prime_rl.trainer.models`, with a class of its own for one configuration."""
+    """A stand-in for `prime_rl.trainer.models` with a custom class for one configuration."""
     module: Any = ModuleType("prime_rl.trainer.models")
     module.PreTrainedModelPrimeRL = Base
     module._CUSTOM_CAUSAL_LM_MAPPING = _LazyAutoMapping(CONFIG_MAPPING_NAMES, OrderedDict())
@@ -84,12 +84,12 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def installs(monkeypatch: pytest.MonkeyPatch, prime: str) -> None:
-    """As if that version of prime-rl was installed."""
+    """Pretend that this version of prime-rl is installed."""
     monkeypatch.setattr(registry, "version", lambda name: prime if name == "prime-rl" else version(name))
 
 
 def made(models: Any, name: str) -> tuple[FamilyCase, Any]:
-    """A tiny model of the class that prime-rl gets for an architecture, with the reference's weights."""
+    """Build a tiny model of the class that prime-rl receives for an architecture, with the reference's weights."""
     assert prime_rl.register(name) == [name]
     case = FamilyCase(registry.model_class(name))
     by_model_type = models._CUSTOM_VLM_MAPPING if name == IMAGES else models._CUSTOM_CAUSAL_LM_BY_MODEL_TYPE
@@ -119,7 +119,7 @@ def test_the_chain_converts_both_ways(name: str, models: Any) -> None:
     assert (model.is_prime_state_dict(converted), model.is_hf_state_dict(converted)) == (False, True)
     assert model.convert_to_prime(converted) is converted
     assert_same(converted, own)
-    (table,) = type(model).conversion_chain(case.config)  # asked of the class, too, with a configuration alone
+    (table,) = type(model).conversion_chain(case.config)  # also available on the class, with only a configuration
     assert table.parts == model.conversion_chain(model.config)[0].parts
     assert model.conversion_chain(model.config)[0] is model.conversion_chain(model.config)[0]
 
@@ -191,7 +191,7 @@ def test_buffers_are_computed_after_meta(models: Any) -> None:
 def test_routers_kept_in_fp32_are_sent_so(models: Any) -> None:
     _, model = made(models, "DeepseekV3ForCausalLM")
     kept = [name for name in model.state_dict() if model.keep_in_fp32_for_weight_transfer(name)]
-    patterns = model._keep_in_fp32_modules_strict  # since 5.24 also the router's weight
+    patterns = model._keep_in_fp32_modules_strict  # since transformers 5.24 also the router's weight
     assert any("e_score_correction_bias" in name for name in kept)
     assert kept == [name for name in model.state_dict() if any(pattern in name for pattern in patterns)]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold, and what is wrong with them."""
+"""Reading the files of a checkpoint, and the errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_file_is_opened_and_mapped_once_by_many_threads(
 
 
 def write_by_hand(path: Path, tensors: dict[str, torch.Tensor], padding: int = 0, **header: Any) -> None:
-    """A safetensors file with any header, which `save_file` would not write."""
+    """Write a safetensors file with any header, including headers that `save_file` does not write."""
     position, data = 0, b""
     for key, tensor in tensors.items():
         raw = tensor.numpy().tobytes()
@@ -158,7 +158,7 @@ def test_nothing_is_mapped_where_it_would_not_be_aligned(tmp_path: Path, padding
 
 
 def test_a_single_file_next_to_an_index(shards: Path) -> None:
-    """transformers reads the single file. That is right if the shards are equal or missing."""
+    """transformers reads the single file, which is correct if the shards are equal or missing."""
     tensors = stored(shards)
     name = next(iter(tensors))
     save_file(tensors, shards / WEIGHTS)
@@ -265,7 +265,7 @@ def test_a_tensor_that_is_not_where_the_index_says(shards: Path) -> None:
     edit_index(shards, lambda entries: entries.update({key: other}))
     error = refuse(shards)
     assert problems(error) == {("index", key)}
-    assert f"({other}): is not in {other}, where {INDEX} says it is" in str(error)
+    assert f"({other}): is not in {other}, although {INDEX} lists it there" in str(error)
     assert "do not trust this directory" in str(error)
 
 
@@ -358,7 +358,7 @@ def test_everything_that_is_wrong_is_listed_at_once(shards: Path) -> None:
     }
 
 
-# Where a checkpoint is
+# Locating a checkpoint
 
 
 def test_a_folder_is_itself(llama_checkpoint: Path) -> None:
@@ -427,7 +427,7 @@ def test_only_configuration_code_and_safetensors_are_fetched(
 def test_shards_that_only_an_index_names_are_fetched(
     monkeypatch: pytest.MonkeyPatch, llama_shards: Path, tmp_path: Path
 ) -> None:
-    """Some repositories call their shards `layers-1.safetensors`, `outside.safetensors` and `mtp.safetensors`."""
+    """Some repositories name their shards `layers-1.safetensors`, `outside.safetensors` and `mtp.safetensors`."""
     repository = shutil.copytree(llama_shards, tmp_path / "repository")
     renamed = {name: name.replace("model-", "layers[1]-") for name in weight_map(repository).values()}
     edit_index(repository, lambda entries: entries.update({key: renamed[name] for key, name in entries.items()}))

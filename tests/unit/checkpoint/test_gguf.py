@@ -1,4 +1,4 @@
-"""GGUF files load as the plain weights they stand for: those that were written, and those that transformers loads."""
+"""GGUF files load dequantized, with the values that were written and that transformers loads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MIXED = {"attn_v": Kind.Q8_0, "ffn": Kind.Q4_1, "attn_k": Kind.F16, "attn_q.": K
 def written(
     file: Path, architecture: str, kinds: Any = Kind.F32, *, values: dict[str, int] | None = None, **options: Any
 ) -> PreTrainedModel:
-    """Write a random model to a file; returns it."""
+    """Write a random model to a file and return it."""
     config, own_values = ARCHITECTURES[architecture]
     model = new_model(config)
     write_gguf(file, model, architecture, kinds, values=own_values | (values or {}), **options)
@@ -100,17 +100,17 @@ def test_floats_come_back_as_they_were(architecture: str, tmp_path: Path) -> Non
     assert_same(in_hf_names(loaded), expected)
     ids = torch.arange(2, 34)[None]
     if architecture != "gemma2":
-        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)  # the configuration is the same, too
+        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)  # the configuration is also the same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_quantised_tensors_are_bit_for_bit_what_transformers_loads(
+def test_quantized_tensors_are_bit_for_bit_what_transformers_loads(
     architecture: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.gguf"
     written(file, architecture, MIXED)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)  # the directory
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)  # load from the directory
     assert_same(in_hf_names(loaded), theirs(file, dtype))
 
 
@@ -134,7 +134,7 @@ def test_types_that_only_llama_cpp_writes(kind: Kind, tmp_path: Path) -> None:
     assert_same(loaded.state_dict(), expected)
 
 
-# Which file
+# Choosing the file
 
 
 def test_a_file_of_several_is_chosen(llama: Path) -> None:
@@ -156,7 +156,7 @@ def test_safetensors_come_first_unless_the_file_is_named(llama: Path) -> None:
     assert type(loaded).__name__.startswith("Llama")
 
 
-# What comes out
+# Loaded values
 
 
 @since("5.6")
@@ -211,8 +211,8 @@ def test_what_needs_plain_weights_says_so(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"nrl-models convert .*llama\.gguf"):
         start_engine("vllm", llama)
     with pytest.raises(CheckpointError, match="nrl-models convert"):
-        diagnose_embeddings(llama, reinitialise=tmp_path / "out")
-    with pytest.raises(CheckpointError, match="asks for bitsandbytes"):
+        diagnose_embeddings(llama, reinitialize=tmp_path / "out")
+    with pytest.raises(CheckpointError, match="requests bitsandbytes"):
         AutoModelForCausalLM.from_pretrained(llama, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     assert diagnose_embeddings(llama).outcome
 
@@ -223,14 +223,14 @@ def test_transformers_own_keywords_are_accepted(llama: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(source, **keywords)
     assert_same(loaded.state_dict(), theirs(llama, torch.float32))
     packed = transformers.GgufConfig(dequantize=False)
-    with pytest.raises(CheckpointError, match="read as the plain weights"):
+    with pytest.raises(CheckpointError, match="is dequantized on load"):
         AutoModelForCausalLM.from_pretrained(llama, quantization_config=packed)
 
 
-# What is refused
+# Errors
 
 
-def test_one_tensor_at_a_time_is_dequantised(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tensor_at_a_time_is_dequantized(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, sizes = gguf.dequantize, []
 
     def counted(data: np.ndarray, kind: Kind) -> np.ndarray:
@@ -240,7 +240,7 @@ def test_one_tensor_at_a_time_is_dequantised(llama: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(gguf, "dequantize", counted)
     files = GGUFFiles(llama)
-    assert sum(sizes) < 1000  # a block of each type, to see whether it can be read
+    assert sum(sizes) < 1000  # one block of each type, to find out whether it is readable
     sizes.clear()
     key = "model.layers.1.self_attn.k_proj.weight"
     assert files.read(files.tensors[key]).shape == (32, 64)
@@ -280,7 +280,7 @@ def test_an_architecture_without_tables(tmp_path: Path) -> None:
     assert ", llama, " in str(raised.value)
 
 
-def test_a_type_that_nobody_dequantises(llama: Path) -> None:
+def test_a_type_that_nobody_dequantizes(llama: Path) -> None:
     header = read_header(llama)
     content = bytearray(llama.read_bytes())
     name = b"blk.0.ffn_up.weight"
@@ -301,12 +301,12 @@ def test_without_the_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         "nrl_models.common.gguf.gguf_tables.find_spec", lambda name: None if name == "gguf" else find(name)
     )
-    with pytest.raises(CheckpointError, match=r"pip install 'nrl_models\[gguf\]'"):
+    with pytest.raises(CheckpointError, match=r"pip install gguf"):
         AutoModelForCausalLM.from_pretrained(llama)
 
 
 def test_a_tensor_that_transformers_has_no_name_for_is_not_dropped(tmp_path: Path) -> None:
-    """Llama 3.1's RoPE scaling stands in such a tensor, and nowhere else in the file."""
+    """Llama 3.1 stores its RoPE scaling only in such a tensor."""
     factors = {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}
     model = written(tmp_path / "model.gguf", "llama", extra=factors)
     with pytest.raises(CheckpointError) as raised:

@@ -1,4 +1,4 @@
-"""Metadata that changes what is computed is used, or raises by name."""
+"""Metadata that changes the model's output is either used or raises an error that names it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 from checkpoints import new_model
-from gguf_checkpoints import add_value, write_gguf
+from gguf_checkpoints import header_only, write_gguf
 from transformers import AutoConfig, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from nrl_models import AutoModelForCausalLM, CheckpointError, check_parity
@@ -68,7 +68,12 @@ CASES: dict[str, Case] = {
     "gemma2 softcaps": (
         "gemma2",
         Gemma2Config,
-        {"attn_logit_softcapping": 0.02, "final_logit_softcapping": 0.5, "sliding_window": 8},
+        {
+            "attn_logit_softcapping": 0.02,
+            "final_logit_softcapping": 0.5,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+        },
         {"attn_logit_softcapping": 0.02, "final_logit_softcapping": 0.5, "attention.sliding_window": 8},
     ),
 }
@@ -78,7 +83,7 @@ CASES: dict[str, Case] = {
 def test_logits_are_those_of_the_same_configuration(case: str, tmp_path: Path) -> None:
     architecture, config_class, settings, keys = CASES[case]
     model = new_model(config_class(**SIZES, **HEADS, **POSITIONS, **settings)).eval()
-    model.set_attn_implementation("eager")  # in older releases, another one leaves softcaps out
+    model.set_attn_implementation("eager")  # in older releases, other attention implementations ignore softcaps
     file = tmp_path / "model.gguf"
     write_gguf(file, model, architecture, values={f"{architecture}.{key}": value for key, value in keys.items()})
     loaded = AutoModelForCausalLM.from_pretrained(file).eval()
@@ -87,22 +92,8 @@ def test_logits_are_those_of_the_same_configuration(case: str, tmp_path: Path) -
     assert check_parity(file).passed
 
 
-def header_only(file: Path, architecture: str, keys: dict[str, Any]) -> Path:
-    """A file of metadata alone."""
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_name("Tiny")
-    for key, value in keys.items():
-        add_value(writer, f"{architecture}.{key}", value)
-    writer.add_tokenizer_model("none")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
 def base_keys(architecture: str) -> dict[str, Any]:
-    """Sizes, as far as transformers' table of the architecture has them."""
+    """Return the metadata keys of sizes that transformers maps for the architecture."""
     sizes = {
         "block_count": 2,
         "context_length": 128,
@@ -116,7 +107,7 @@ def base_keys(architecture: str) -> dict[str, Any]:
     }
     if architecture == "lfm2":
         sizes["attention.head_count_kv"] = [0, 4]  # type: ignore[assignment]
-    if architecture in ("gemma4", "mamba"):  # their heads differ by layer, or there are none
+    if architecture in ("gemma4", "mamba"):  # heads that differ by layer, or no heads
         del sizes["attention.key_length"], sizes["rope.dimension_count"]
     if architecture == "stablelm":
         sizes["rope.dimension_count"] = 4
@@ -125,11 +116,19 @@ def base_keys(architecture: str) -> dict[str, Any]:
 
 def table(architecture: str) -> dict[str, Any]:
     tables = gguf_reading().GGUF_TO_TRANSFORMERS_MAPPING["config"]
-    return tables[architecture]
+    return tables.get(SPELLED.get(architecture, architecture)) or tables["t5"]
 
 
-ARCHITECTURES = sorted(set(gguf_reading().GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer", "deci"})
-"""Those that transformers reads; it has no model for the last."""
+SPELLED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+"""Architecture names of transformers by those of llama.cpp, which the files contain."""
+
+_TABLES = {*gguf_reading().GGUF_SUPPORTED_ARCHITECTURES, "t5encoder"}
+ARCHITECTURES = sorted(
+    name
+    for name in gguf.MODEL_ARCH_NAMES.values()
+    if SPELLED.get(name, name) in _TABLES and name not in ("deci", "gpt-oss")
+)
+"""Readable architectures, by llama.cpp's names. transformers has no model for deci, and misreads gpt-oss."""
 
 UNREAD = {
     "residual_scale": 0.5,

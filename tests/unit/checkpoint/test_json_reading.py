@@ -1,4 +1,4 @@
-"""Reading JSON that somebody else wrote."""
+"""Reading untrusted JSON."""
 
 from __future__ import annotations
 

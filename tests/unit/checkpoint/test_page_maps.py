@@ -1,4 +1,4 @@
-"""Concatenation by the page table."""
+"""Concatenating tensors by mapping pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nrl_models.common.checkpoint.page_maps import HUGE, MAX_RUNS, PAGE, Run, jo
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are mapped on Linux only")
 
 SIZE = 64 * PAGE + 123
-"""The files do not end with a page."""
+"""Size of each file, not a multiple of the page size."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def files(contents: list[bytes], tmp_path: Path) -> Iterator[list[int]]:
 
 
 def read(runs: list[tuple[int, int, int]], files: list[int]) -> bytes | None:
-    """What is mapped for runs of (file, start, size); None if nothing is."""
+    """Return the bytes mapped for runs of (file, start, size), or None if nothing is mapped."""
     mapped = map_runs([Run(files[file], start, size) for file, start, size in runs])
     if mapped is None:
         return None
@@ -73,7 +73,7 @@ def test_holds_the_runs_one_after_the_other(
     runs: list[tuple[int, int, int]], files: list[int], contents: list[bytes]
 ) -> None:
     actual = read(runs, files)
-    if runs is CASES["many small runs"]:  # none covers a page, so next to nothing lies as it would in memory
+    if runs is CASES["many small runs"]:  # no run covers a page, so almost nothing can be mapped
         assert actual is None
     else:
         assert actual == expected(runs, contents)
@@ -104,7 +104,7 @@ def test_very_many_runs_are_left_to_reading(files: list[int], monkeypatch: pytes
     assert read(runs, files) is not None
     monkeypatch.setattr(page_maps, "MAX_RUNS", 19)
     assert read(runs, files) is None
-    assert MAX_RUNS < 65_530  # what a process may map
+    assert MAX_RUNS < 65_530  # the limit of mappings per process
 
 
 def test_other_systems_read(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_other_systems_read(files: list[int], monkeypatch: pytest.MonkeyPatch) -
     assert read([(0, 0, 3 * PAGE)], files) is None
 
 
-def test_neighbours_are_joined() -> None:
+def test_neighbors_are_joined() -> None:
     runs = [Run(3, 0, 10), Run(3, 10, 5), Run(3, 16, 4), Run(4, 20, 4), Run(4, 24, 1)]
     assert joined(runs) == [Run(3, 0, 15), Run(3, 16, 4), Run(4, 20, 5)]
 
@@ -147,12 +147,12 @@ def test_pages_are_unmapped_when_the_tensor_goes(files: list[int], tmp_path: Pat
 def test_a_file_that_is_cut_meanwhile_is_noticed(files: list[int], tmp_path: Path) -> None:
     with open(tmp_path / "pages-0", "r+b") as file:
         file.truncate(12 * PAGE)
-    with pytest.raises(EOFError, match=r"the file ended at byte 49152, 24 bytes early: it was truncated meanwhile"):
+    with pytest.raises(EOFError, match=r"the file ended at byte 49152, 24 bytes early: it was truncated since"):
         map_runs([Run(files[0], 0, 3 * PAGE), Run(files[0], 11 * PAGE, PAGE + 24)])
 
 
 def test_large_runs_lie_in_memory_as_in_their_file(tmp_path: Path) -> None:
-    # Modulo what a kernel maps at once, for the longest of the runs.
+    # At the same offset modulo HUGE, for the longest of the runs.
     path = tmp_path / "large"
     data = random.Random(0).randbytes(3 * HUGE)
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Whoever reads a checkpoint while it is saved, or after a save was killed, finds one that is whole.
+"""A reader finds a complete checkpoint during a save, and after a save was killed.
 
 `tests/campaign/test_kill_points.py` does the same for every pair of generations, with thousands of schedules.
 """
@@ -26,7 +26,7 @@ from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, Watch
 from nrl_models.common.checkpoint.local_path import GENERATION_NAME
 from nrl_models.common.checkpoint.writing import staged, write_whole
-from nrl_models.diagnostics.embeddings import write_reinitialised
+from nrl_models.diagnostics.embeddings import write_reinitialized
 from nrl_models.errors import ProblemKind, SaveError
 from nrl_models.loading import pretrained
 from nrl_models.onboarding.convert import convert
@@ -47,17 +47,17 @@ from tests.campaign.publishing import (
     save_and_be_killed,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, from Python 3.12 on
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # about fork, since Python 3.12
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Generation]:
-    """Generations of a checkpoint, each in a folder."""
+    """Generations of a checkpoint, each in a separate folder."""
     return make_generations(tmp_path_factory.mktemp("generations"))
 
 
 def published_by_a_killed_save(saved: list[Generation], folder: Path) -> Path:
-    """A folder of generation 0 in which the save of generation 2 was killed when it was published."""
+    """Return a folder of generation 0 in which the save of generation 2 was killed while publishing."""
     target = prepare(folder, saved[0])
     at = 1
     while save_and_be_killed(saved[2], target, at) and not (target / PUBLISHED).exists():
@@ -67,7 +67,7 @@ def published_by_a_killed_save(saved: list[Generation], folder: Path) -> Path:
     return target
 
 
-# Killed and overlapped saves
+# Killed and concurrent saves
 
 
 @pytest.mark.parametrize(("old", "new"), [(0, 2), (None, 1)])
@@ -84,7 +84,7 @@ def test_saves_killed_one_after_the_other(saved: list[Generation], tmp_path: Pat
 
 @pytest.mark.long
 def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_path: Path) -> None:
-    """It is read again: there is no error."""
+    """The reader starts again and raises no error."""
     at, steps = 0, 0
     while at <= steps:
         found, steps, _ = overlapped(
@@ -99,7 +99,7 @@ def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_p
 def test_the_rename_that_publishes_between_any_two_calls_of_a_reader(
     saved: list[Generation], first: int, tmp_path: Path
 ) -> None:
-    """The writer stops near it, and goes on by one call while it is read: generations stay in two places."""
+    """The writer stops near the rename and continues call by call during the read. Two places then hold generations."""
     at, steps = 0, 0
     while at <= steps:
         schedule = {0: first, at: 1} if at else {0: first}
@@ -140,7 +140,7 @@ def test_generation_settings_that_move_before_they_are_read_are_not_lost(
 
 
 def configuration_first(stage: Path, target: Path) -> None:
-    """Publishing as it was: file by file."""
+    """Publish in the former way, file by file."""
     for path in sorted(stage.iterdir()):
         os.replace(path, target / path.name)
 
@@ -171,7 +171,7 @@ def test_the_checks_find_bugs(
             test_a_save_between_any_two_calls_of_a_reader(saved, tmp_path)
 
 
-# What another program wrote
+# Folders written by other programs
 
 
 def test_what_another_program_wrote_after_a_killed_save_is_not_hidden(saved: list[Generation], tmp_path: Path) -> None:
@@ -194,9 +194,9 @@ def test_what_an_interrupted_save_left_is_converted_and_copied_as_a_whole(
     with pytest.raises(CheckpointError, match="in place"):
         convert(target, target)
     with pytest.raises(CheckpointError, match="in place"):
-        write_reinitialised(resolve_folder(target), target, [], 0)
+        write_reinitialized(resolve_folder(target), target, [], 0)
     convert(target, tmp_path / "converted")
-    write_reinitialised(resolve_folder(target), tmp_path / "copied", [], 0)
+    write_reinitialized(resolve_folder(target), tmp_path / "copied", [], 0)
     for folder in (tmp_path / "converted", tmp_path / "copied"):
         assert read(folder, saved) == 2
         assert (folder / "optimizer.pt").exists() == (folder.name == "copied")
@@ -242,12 +242,12 @@ def test_a_file_that_is_replaced_is_read_as_it_was_opened(folder: Path) -> None:
     assert all(torch.equal(files.read(tensor), expected[key]) for key, tensor in files.tensors.items())
 
 
-# Disks
+# Disk errors
 
 
 @pytest.fixture
 def limited() -> Iterator[Callable[[int], None]]:
-    """Limits the size of files of this process."""
+    """Limit the file size of this process."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -260,9 +260,9 @@ def test_a_file_that_cannot_be_written_whole(
     target = prepare(tmp_path / "work", saved[0])
     model = AutoModelForCausalLM.from_pretrained(saved[2].folder)
     limited(4096)
-    with pytest.raises(SaveError, match=r"(?i)file too large.*as it was"):
+    with pytest.raises(SaveError, match=r"(?i)file too large.*did not change"):
         model.save_pretrained(target)
-    with pytest.raises(SaveError, match=r"report\.json.*as it was"):
+    with pytest.raises(SaveError, match=r"report\.json.*did not change"):
         write_whole(target / "report.json", "x" * 10_000)
     check_saved(target, saved[0], set(OTHERS))
 
@@ -271,7 +271,7 @@ TAKES_ROOM = ("mkdir", "open", "link", "symlink", "rename", "replace")
 
 
 def test_a_disk_that_fails_at_any_call(saved: list[Generation], tmp_path: Path) -> None:
-    """From one call on everything that takes room fails: an error that says so, a whole checkpoint, and no litter."""
+    """From one call on, every call that needs disk space fails. The save raises, and leaves a complete checkpoint."""
     at, found, failed = 0, [], True
     while failed:
         at, failed, said = at + 1, False, ""
@@ -292,7 +292,7 @@ def test_a_disk_that_fails_at_any_call(saved: list[Generation], tmp_path: Path) 
             failed, said = True, str(error)
         found.append(read(target, saved))
         assert found[-1] == (2 if not failed or "is saved" in said else 0)
-        assert not failed or "is saved" in said or "as it was" in said
+        assert not failed or "is saved" in said or "did not change" in said
         Writer(saved[1], target, lambda: None).save()
         check_saved(target, saved[1], set(OTHERS))
     assert found[0] == 0
@@ -307,7 +307,9 @@ def test_a_folder_that_cannot_be_written_to(
 
     target = prepare(tmp_path / "work", saved[0])
     monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(SaveError, match=r"Read-only file system\. What was there is as it was; make room, or give"):
+    with pytest.raises(
+        SaveError, match=r"Read-only file system\. Existing files did not change; use another directory"
+    ):
         AutoModelForCausalLM.from_pretrained(target).save_pretrained(target)
     check_saved(target, saved[0], set(OTHERS))
 

@@ -1,4 +1,4 @@
-"""A save replaces a checkpoint as a whole or not at all."""
+"""A save replaces a checkpoint completely or not at all."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def small_model(seed: int) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """An old and a new model."""
+    """The old and the new model."""
     return small_model(0), small_model(1)
 
 
 @pytest.fixture
 def target(models: tuple[LlamaForCausalLM, LlamaForCausalLM], before: str, tmp_path: Path) -> Path:
-    """The old model's checkpoint, with files of others beside it."""
+    """The old model's checkpoint, in a folder with unrelated files."""
     folder = tmp_path / "checkpoint"
     models[0].save_pretrained(folder, max_shard_size=SIZES[before])
     (folder / "optimizer.pt").write_text("state")
@@ -69,7 +69,7 @@ OTHERS = {"optimizer.pt", "logs/model.txt"}
 
 
 def which(folder: Path, models: tuple[PreTrainedModel, ...]) -> int:
-    """Which of `models` the folder holds: the same one for us and for transformers, exactly."""
+    """Return which of `models` the folder holds. nrl_models and transformers must read exactly the same one."""
     loaded = [hf_tensors(AutoModelForCausalLM.from_pretrained(folder)), HFLlama.from_pretrained(folder).state_dict()]
     assert_same(*loaded)
     return next(
@@ -79,7 +79,7 @@ def which(folder: Path, models: tuple[PreTrainedModel, ...]) -> int:
     )
 
 
-# Whole or not at all
+# Atomic saves
 
 
 @transitions
@@ -107,14 +107,14 @@ def test_the_sizes_here_give_one_three_and_more_files(
 
 
 class InterruptedError(Exception):
-    """A save that was stopped."""
+    """Raised to interrupt a save."""
 
 
 STEPS = ("replace", "rename", "link", "unlink")
 
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) -> Callable[[], int]:
-    """Call `stop` in place of the `at`-th step that changes a folder (from 1); returns a count of the steps so far."""
+    """Call `stop` instead of the `at`-th step that changes a folder (starting at 1). Returns the step counter."""
     steps = 0
 
     def patched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,16 +154,16 @@ def test_an_exception_at_any_step_leaves_the_old_or_the_new_model(
                 break
         assert steps() >= len(found) + 1
         assert files_of(target) >= OTHERS
-        assert not list(target.glob(".*"))  # the folder that was written to is removed
+        assert not list(target.glob(".*"))  # the temporary folder is removed
         found.append(which(target, models))
-        # A later save repairs everything.
+        # A later save repairs the checkpoint.
         models[1].save_pretrained(target, max_shard_size=SIZES[after])
         assert files_of(target) == files_of(target.parent / "new") | OTHERS
         assert which(target, models) == 1
         shutil.rmtree(target)
         shutil.copytree(spare, target)
     assert found[0] == 0
-    assert found == sorted(found)  # once new, always new
+    assert found == sorted(found)  # the new checkpoint never turns back into the old one
     assert len(found) >= 3
 
 
@@ -220,7 +220,7 @@ def test_file_systems_without_hard_links(
     assert which(target, models) == 1
 
 
-# Where
+# Target folders
 
 
 def test_folders_are_made(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_variant_is_saved_beside_the_weights(
     assert_same(load_file(target / "model.new.safetensors"), hf_tensors(models[1]))
 
 
-# What
+# Saved contents
 
 
 def test_only_hugging_face_names_reach_the_disk(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_only_hugging_face_names_reach_the_disk(tmp_path: Path) -> None:
 
 
 def test_grouped_query_attention_is_split_where_the_heads_are(tmp_path: Path) -> None:
-    # transformers' own `Concatenate` reverses to chunks of 22, 22 and 20 rows.
+    # transformers' own `Concatenate` splits back into chunks of 22, 22 and 20 rows.
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
     model = LlamaForCausalLM.from_config(config)
@@ -437,14 +437,14 @@ def test_config_values_are_saved_as_they_are_now(tmp_path: Path) -> None:
 def test_both_formats_are_transformers_own(
     mixtral_checkpoint: Path, mixtral_config: MixtralConfig, loaded: bool, size: str, original: bool, tmp_path: Path
 ) -> None:
-    """Of a mixture the hub's format has one tensor an expert, and the one in memory has stacks."""
+    """For a mixture of experts, the hub layout has one tensor per expert, and the in-memory layout has stacks."""
     for name, model_class in (("ours", MixtralForCausalLM), ("theirs", HFMixtral)):
         torch.manual_seed(0)
         model = model_class.from_pretrained(mixtral_checkpoint) if loaded else model_class._from_config(mixtral_config)
         model.save_pretrained(tmp_path / name, save_original_format=original, max_shard_size=size)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     assert_same(stored(ours), stored(theirs))
-    # transformers' experts are views of one stack, which huggingface_hub puts into one file, as if they were tied.
+    # transformers' experts are views of one stack. huggingface_hub saves them in one file, as if they were tied.
     if size == "5GB" or not original:
         assert files_of(ours) == files_of(theirs)
         assert all((ours / file.name).read_bytes() == file.read_bytes() for file in theirs.glob("model*"))

@@ -1,4 +1,4 @@
-"""Choices made for a run, and that a family leaves transformers' own choices as they are."""
+"""Settings of a run. Loading a family does not change transformers' own settings."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_experts_are_chosen(
 
 @pytest.fixture(params=[name for name in registry.MODEL_ARCH_MAPPING if registry.unmet_requirement(name) is None])
 def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Each architecture's class, before transformers has found out anything about it or what it extends."""
+    """The class of each architecture, before transformers has cached any property of it or of its bases."""
     model_class = registry.model_class(request.param)
     for base in model_class.__mro__:
         for name in ("attn", "experts"):
@@ -106,8 +106,8 @@ def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_family_may_choose_its_kernels_as_transformers_may(model_class: Any) -> None:
-    # transformers reads it off the source of a class's module. Experts were computed one by one, in silence, unless
-    # the Hugging Face class had been asked before.
+    # transformers reads it from the source of a class's module. Experts silently ran one by one, unless the Hugging
+    # Face class had been checked before.
     can_set = model_class._can_set_attn_implementation(), model_class._can_set_experts_implementation()
     reference = model_class.reference_class()
     assert can_set == (reference._can_set_attn_implementation(), reference._can_set_experts_implementation())

@@ -1,4 +1,4 @@
-"""Flags, and that they say what is true of the families that set them."""
+"""Model flags, and their values for the families that set them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_names_are_of_the_flags_that_are_set() -> None:
 
 def test_no_two_flags_are_one() -> None:
     values = [flag.value for flag in ModelFlag]
-    assert len(set(values)) == len(values) == len(ModelFlag.__members__) - 1  # NONE is no flag
+    assert len(set(values)) == len(values) == len(ModelFlag.__members__) - 1  # NONE is not a flag
 
 
 def test_what_ties_at_every_size_follows_from_the_configurations() -> None:
@@ -45,7 +45,7 @@ def test_an_engine_reads_the_checkpoint_of_a_family_that_asks_for_it(tmp_path: P
 
 @pytest.mark.parametrize("name", list(registry.FAMILIES))
 def test_every_class_of_a_family_has_its_flags(name: str) -> None:
-    """Those of one configuration, from which some follow."""
+    """Classes of one family with the same configuration class have the same flags."""
     classes = [
         registry.model_class(architecture)
         for architecture in registry.FAMILIES[name]

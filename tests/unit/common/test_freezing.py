@@ -1,4 +1,4 @@
-"""Components frozen by name: what each is, strict keys, and what an optimiser is given."""
+"""Freezing components by name: their parameters, strict keys, and the parameters passed to an optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOME = (
     "Gemma4ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "KimiVLForConditionalGeneration",
-    "IdeficsForVisionText2Text",  # its decoder is all of it, with the tower's embeddings
+    "IdeficsForVisionText2Text",  # its decoder is the complete model, with the tower's embeddings
 )
 
 
@@ -46,7 +46,7 @@ def test_every_parameter_is_of_some_component_and_only_parts_overlap(architectur
     assert components.get("freeze_routers", {}).keys() <= text
     tied = {name for name, component in components["freeze_embeddings"].items() if component.ndim == 2}
     rest = [set(own) for key, own in components.items() if key not in ("freeze_embeddings", "freeze_routers")]
-    assert sum(map(len, rest)) - len(set().union(*rest)) <= len(tied)  # a tied head is an embedding, too
+    assert sum(map(len, rest)) - len(set().union(*rest)) <= len(tied)  # a tied head is also an embedding
     if getattr(model.config, "vision_config", None) is not None:
         assert "freeze_vision_tower" in components
         assert not any("vision_tower" in name or ".visual." in name for name in text)
@@ -92,7 +92,7 @@ def test_what_is_not_named_stays_as_it_is() -> None:
         ({"freeze_vison_tower": True}, r"freeze_vison_tower \(did you mean freeze_vision_tower\?\).*freeze_projector"),
         ({"vison": True}, r"vison \(did you mean vision\?\)"),
         ({"freeze_audio_tower": True, "freeze_sound": True}, r"parts of \w+: freeze_sound"),  # absent, and unknown
-        ({"vision": True, "freeze_vision_tower": True}, r"freeze_vision_tower \(given as freeze_vision_tower, too\)"),
+        ({"vision": True, "freeze_vision_tower": True}, r"freeze_vision_tower \(also passed as freeze_vision_tower\)"),
         ({"vision_tower": True, "freeze_lm_head": 1}, r"vision_tower .*, freeze_lm_head=1 \(neither True nor False\)"),
     ],
 )
@@ -104,7 +104,7 @@ def test_keys_and_values_that_are_unknown_are_refused_and_nothing_is_frozen(conf
 
 
 SEEDS = {"vision": True, "audio": True, "language": False}
-"""The block of NeMo RL's recipes: towers frozen, the language model trained."""
+"""The freeze block of NeMo RL's recipes: towers are frozen and the language model is trained."""
 
 
 def test_one_block_serves_every_family(family_case: FamilyCase, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +124,7 @@ def test_one_block_serves_every_family(family_case: FamilyCase, caplog: pytest.L
     assert len(notes) == bool(absent) + bool(kept)
     assert all(key in notes[0] for key in absent)
     assert all(name in notes[-1] for name in kept[:1])
-    # What transformers does not train, such as sinusoidal positions, is not trained by a recipe that freezes towers.
+    # Freezing towers does not unfreeze parameters that transformers freezes, such as sinusoidal positions.
     assert _frozen_names(model) == towers.keys() | never_trained
 
 
@@ -176,7 +176,7 @@ def test_what_a_loss_does_not_reach_is_frozen_and_reported() -> None:
         ("JambaForCausalLM", ["model.layers.1.feed_forward.router.weight"]),
         ("LongcatFlashForCausalLM", [f"model.layers.{layer}.mlp.router.classifier.weight" for layer in (0, 1)]),
         (
-            "Ernie4_5_VLMoeForConditionalGeneration",  # declares blocks with their experts
+            "Ernie4_5_VLMoeForConditionalGeneration",  # declares the layers that contain its experts
             [
                 f"model.language_model.layers.1.mlp.{kind}_moe.gate.{own}"
                 for kind in ("text", "vision")

@@ -1,4 +1,4 @@
-"""Collections are switched off while much is made."""
+"""Garbage collection is disabled while many objects are created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a message or a log shows of names that somebody else chose."""
+"""Untrusted names in error messages and logs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_names_are_escaped_wherever_they_stand(name: str) -> None:
         assert len(str(message).split("\n")) == lines
         assert all(line.isprintable() for line in str(message).split("\n"))
         assert shown in str(message)
-    assert (problem.subject, problem.file) == (name, name)  # code gets the name itself
+    assert (problem.subject, problem.file) == (name, name)  # attributes hold the original name
 
 
 def test_a_warning_escapes_names(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,7 +49,7 @@ def test_an_error_survives_pickling() -> None:
 
 
 def test_errors_keep_every_line_and_are_those_that_transformers_raises(folder: Path) -> None:
-    """`OSError` takes five arguments for a number, a message and files, and keeps two of them."""
+    """`OSError` interprets its arguments as a number, a message and files, and keeps only two of them."""
     problems = [Problem(ProblemKind.MISSING, f"layer.{number}", "is not there") for number in range(4)]
     error = CheckpointError("cannot load x", problems, ["save it again"])
     for copy in (error, pickle.loads(pickle.dumps(error))):
@@ -59,7 +59,7 @@ def test_errors_keep_every_line_and_are_those_that_transformers_raises(folder: P
             "  What to do: save it again",
         ]
     edit_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
-    with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):  # as for any mismatched shape
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):  # as for any other shape mismatch
         AutoModelForCausalLM.from_pretrained(folder)
     (folder / WEIGHTS).unlink()
     with pytest.raises(OSError, match=r"has neither model\.safetensors"):

@@ -1,4 +1,4 @@
-"""Which modules are running, seen from inside."""
+"""Names of the modules whose forward is running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters a loss does not depend on."""
+"""Parameters that a loss does not depend on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_each_is_named_with_its_reason(model: LlamaForCausalLM, input_ids: torch
         model.gradient_checkpointing_enable()
     model.model.norm.weight.requires_grad_(False)
     first, second = model.model.layers
-    second.mlp.forward = torch.zeros_like  # called, but without its parameters
+    second.mlp.forward = torch.zeros_like  # called, but without using its parameters
     first.self_attn.o_proj.register_forward_hook(lambda module, args, output: output.detach())
     found = unreachable_parameters(model, lambda: model(input_ids, labels=input_ids).loss)
     uncalled = "belongs to a module that is never called"

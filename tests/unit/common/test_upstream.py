@@ -1,4 +1,4 @@
-"""Names of arguments and fields that differ between versions of transformers."""
+"""Argument and field names that differ between versions of transformers."""
 
 from __future__ import annotations
 

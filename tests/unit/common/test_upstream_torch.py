@@ -1,4 +1,4 @@
-"""Private names of torch are all in `nrl_models.common.upstream_torch`, and exist."""
+"""All private names of torch are used in `nrl_models.common.upstream_torch`, and exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_private(name: str) -> bool:
 
 
 def dotted(node: ast.expr) -> str:
-    """`torch.utils._pytree` of an expression; empty if it is something else."""
+    """Return the dotted name of an expression, such as `torch.utils._pytree`, or an empty string."""
     if isinstance(node, ast.Attribute):
         base = dotted(node.value)
         return f"{base}.{node.attr}" if base else ""
@@ -33,7 +33,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def private_names(text: str) -> Iterator[str]:
-    """Private names of torch that a module imports or reads from a module of torch."""
+    """Return the private names of torch that a module imports or reads from a torch module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -73,7 +73,7 @@ def test_private_name_is_found(text: str) -> None:
 
 
 def test_private_attributes_are_listed() -> None:
-    """Attributes that torch's objects have and that no module of ours defines."""
+    """Private attributes of torch objects that are not defined by a module of nrl_models."""
     texts = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
     own = {
         name

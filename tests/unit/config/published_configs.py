@@ -1,4 +1,4 @@
-"""Configurations as they are published, and the same with small sizes: every key that they have, odd ones included."""
+"""Published configurations, and copies with small sizes. They contain every published key, unusual ones included."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FOLDER = Path(__file__).with_name("published")
 """A file for each family: `{repository: {"config": ..., "unread": ..., "tiny": ..., "auto": ...}}`, see `Published`."""
 
 STORED_OTHERWISE = ("quantization_config", "compression_config")
-"""Keys that say how weights are stored, which for tiny models are stored plain."""
+"""Keys that describe how weights are stored. Tiny models store unquantized weights."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A configuration of a repository of the hub.
+    """The configuration of a hub repository.
 
     Args:
-        config: its `config.json`.
-        unread: the paths of the keys in it that nothing reads, which are mentioned when it is loaded.
-        tiny: what to write over it for a tiny model where the general rules do not find it.
-        auto: the auto class that loads it.
+        config: Its `config.json`.
+        unread: Paths of keys that are not read. Loading logs them.
+        tiny: Values to override for a tiny model, in addition to the general rules.
+        auto: The auto class that loads it.
     """
 
     config: Mapping[str, Any]
@@ -40,17 +40,17 @@ class Published:
 
 @cache
 def published() -> Mapping[str, Published]:
-    """All of them, by repository."""
+    """Return all published configurations, by repository."""
     files = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
     return {name: Published(**entry) for entries in files for name, entry in entries.items()}
 
 
 def shrunk(entry: Published, config: PreTrainedConfig) -> dict[str, Any]:
-    """The content of `entry` for a tiny model: the same keys, and other values where a size is one.
+    """Return `entry` for a tiny model: the same keys, with smaller sizes.
 
     Args:
-        entry: what is published.
-        config: transformers' reading of it.
+        entry: The published content.
+        config: transformers' configuration object for it.
     """
     tiny = shrink(config, {}, Needs())
     values = _with_sizes(dict(entry.config), config, tiny) | dict(entry.tiny)
@@ -65,7 +65,7 @@ def _with_sizes(values: dict[str, Any], config: PreTrainedConfig, tiny: PreTrain
             if key in values:
                 values[key] = _with_sizes(dict(values[key]), part, value)
             elif "num_hidden_layers" in values and part is config.get_text_config():
-                values = _with_sizes(values, part, value)  # its keys stand beside the other parts
+                values = _with_sizes(values, part, value)  # its keys are on the same level as the other parts
             else:
                 values[key] = {"model_type": part.model_type} | _with_sizes({}, part, value)
         elif key == "rope_parameters":
@@ -76,7 +76,7 @@ def _with_sizes(values: dict[str, Any], config: PreTrainedConfig, tiny: PreTrain
 
 
 def _with_rope(values: dict[str, Any], old: Any, new: Any) -> dict[str, Any]:
-    """`values` with the new sizes in its rotary parameters, spelt as they are there."""
+    """Update the rotary parameters in `values` with the new sizes, in the same notation."""
     if old == new:
         return values
     if "rope_parameters" in values or not values.get("rope_scaling"):

@@ -1,4 +1,4 @@
-"""`--ignore-config-key` is an option of every command that builds a model, and holds for that command."""
+"""Every command that builds a model has the option `--ignore-config-key`. It applies to that command only."""
 
 from __future__ import annotations
 

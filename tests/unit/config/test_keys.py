@@ -1,4 +1,4 @@
-"""Which keys code reads, found in the code."""
+"""Finding the configuration keys that code reads."""
 
 from __future__ import annotations
 

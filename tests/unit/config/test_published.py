@@ -1,4 +1,4 @@
-"""Published configurations load as they are, and give the model that transformers makes of them."""
+"""Published configurations load unchanged, and give the same model as in transformers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from nrl_models.common.forward.soft_cap import reference_attention
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.loading.read_config import config_for, read_config
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import silent_transformers
 
 
 class Notes(logging.Handler):
-    """What `check_config` mentions."""
+    """Messages logged by `check_config`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ def class_of(auto: str, folder: Path) -> tuple[type[FamilyModel], PreTrainedConf
 
 
 def as_transformers(model_class: type[FamilyModel], config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    """transformers' model of the checkpoint in `folder`, after giving it random weights and no other `config.json`."""
+    """Save a model with random weights and the unchanged `config.json`, and load it with transformers."""
     content = (folder / "config.json").read_text()
     upstream = model_class.reference_class()
     torch.manual_seed(0)
     model = upstream._from_config(config, dtype=torch.float32)
     assert model.num_parameters() < 8e6, "sizes that the general rules do not know: say them in `tiny`"
-    randomise(model)
+    randomize(model)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(content)
     return upstream.from_pretrained(folder, dtype=torch.float32, **reference_attention(upstream)).eval()
@@ -83,7 +83,7 @@ SINCE = {
     "nvidia/Nemotron-H-8B-Base-8K": "5.8",
     **dict.fromkeys(("MiniMaxAI/MiniMax-M2.5", "MiniMaxAI/MiniMax-M2.7"), "5.16"),
 }
-"""The first transformers that has the configuration as published, or reads all of it that matters."""
+"""The first transformers version that has the published configuration, or reads all its relevant keys."""
 
 
 @pytest.mark.long
@@ -95,7 +95,7 @@ def test_a_published_configuration_gives_transformers_model(repository: str, tmp
     write(tmp_path, dict(entry.config))
     model_class, config = class_of(entry.auto, tmp_path)
     unread = set(examine(model_class, config).unread)
-    if has_reached("5.16"):  # older classes read fewer keys, or others
+    if has_reached("5.16"):  # older classes read fewer or other keys
         assert unread == set(entry.unread)
     write(tmp_path, dict(entry.config) | {"tie_word_embeding": "yes", "use_fourth_dimension": True})
     odd = examine(*class_of(entry.auto, tmp_path))

@@ -1,4 +1,4 @@
-"""A configuration that asks for something nobody does is refused; a key that does nothing is mentioned."""
+"""Validation raises an error for unsupported configuration values, and logs keys without an effect."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def test_a_number_that_another_model_computes_with_is_refused(
         assert not examine(LlamaForCausalLM, llama_with(llama_config, **{key: neutral})).problems
 
 
-@pytest.mark.parametrize(("misspelt", "value", "meant"), [
+@pytest.mark.parametrize(("misspelled", "value", "meant"), [
     ("num_key_value_head", 8, "num_key_value_heads"), ("rope_thetaa", 1e6, "rope_theta"),
     ("rms_norm_epsilon", 1e-5, "rms_norm_eps"), ("rope_scalings", {"factor": 2.0}, "rope_scaling"),
     ("rmsnorm_eps", 1e-5, "rms_norm_eps"), ("attn_bias", True, "attention_bias"), ("hiden_act", "gelu", "hidden_act"),
     ("tie_word_embedding", True, "tie_word_embeddings"), ("hidden_activation", "gelu", "hidden_act"),
     ("Hidden_Act", "gelu", "hidden_act"), ("num_hidden_layer", 0, "num_hidden_layers"),
 ])  # fmt: skip
-def test_a_misspelt_key_is_refused(misspelt: str, value: Any, meant: str, llama_config: LlamaConfig) -> None:
-    kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{misspelt: value}))[misspelt]
+def test_a_misspelled_key_is_refused(misspelled: str, value: Any, meant: str, llama_config: LlamaConfig) -> None:
+    kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{misspelled: value}))[misspelled]
     assert kind == "unknown"
     assert detail == f"is {value!r}, and neither LlamaConfig nor the model reads it; did you mean {meant}?"
 
@@ -118,7 +118,7 @@ def test_a_rotary_embedding_that_there_is_not_is_refused(rope: dict, what: str, 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
 def test_weights_that_mlx_packed_are_refused(key: str, folder: Path) -> None:
     edit_config(folder, **{key: {"group_size": 64, "bits": 4}})
-    with pytest.raises(ConfigurationError, match=f"{key}: .* MLX's.*\n.*\n.*mlx_lm.convert --dequantize"):
+    with pytest.raises(ConfigurationError, match=f"{key}: .* the format of MLX.*\n.*\n.*mlx_lm.convert --dequantize"):
         AutoModelForCausalLM.from_pretrained(folder)
     old_bitsandbytes = {"load_in_8bit": True, "bits": 8}
     assert not examine(LlamaForCausalLM, LlamaConfig(quantization_config=old_bitsandbytes)).problems
@@ -143,7 +143,7 @@ def test_everything_that_is_wrong_is_named_with_the_nearest_key_and_the_way_out(
     with pytest.raises(ConfigurationError) as caught:
         AutoModelForCausalLM.from_config(config)
     message = str(caught.value)
-    assert "LlamaForCausalLM does not do (2 problems)" in message
+    assert "LlamaForCausalLM does not support (2 problems)" in message
     assert "rms_norm_epsilon: is 1e-05" in message
     assert "did you mean rms_norm_eps?" in message
     assert "attn_logit_softcapping: is 50.0, which " in message
@@ -197,17 +197,17 @@ def test_a_value_the_family_does_not_do_is_refused(key: str) -> None:
     check_config(model_class, config, key)
 
 
-def test_a_value_no_code_honours_is_refused() -> None:
-    # gpt-oss computes its own activation, whatever the configuration says.
+def test_a_value_no_code_honors_is_refused() -> None:
+    # gpt-oss always uses its own activation and ignores the configuration.
     model_class, config = config_of("openai/gpt-oss-20b", hidden_act="gelu")
     assert problems(model_class, config) == {
-        "hidden_act": ("unsupported", "is 'gelu', which no code honours; only 'silu' is supported")
+        "hidden_act": ("unsupported", "is 'gelu', which no code supports; only 'silu' is supported")
     }
     check_config(model_class, config, "hidden_act")
 
 
-def test_a_key_that_only_the_modelling_code_reads_is_known() -> None:
-    # `classifier_dropout` is declared nowhere; the token classifier of every model asks for it.
+def test_a_key_that_only_the_modeling_code_reads_is_known() -> None:
+    # `classifier_dropout` is not declared, but the token classifier of every model reads it.
     config = tiny_config(LlamaConfig)
     config.classifier_dropout = 0.3
     check_config(registry.model_class("LlamaForTokenClassification"), config)

@@ -1,4 +1,4 @@
-"""Outcomes of the generated tests: what is recorded of a run, and what it leaves alone."""
+"""Recording the outcomes of generated tests replaces only the records of the tested architectures."""
 
 import json
 from pathlib import Path
@@ -120,6 +120,6 @@ def test_only_what_is_named_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run_generated_tests([], tmp_path / "results.json")
 
 
-def test_a_misspelt_architecture_is_refused(tmp_path: Path) -> None:
+def test_a_misspelled_architecture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownArchitectureError, match=r"LamaForCausalLM \(did you mean LlamaForCausalLM\?\)"):
         run_generated_tests(["LamaForCausalLM"], tmp_path / "results.json")

@@ -1,4 +1,4 @@
-"""The overview: a row for each architecture, and the rows that a reader asks for."""
+"""The overview: one row per architecture, and filters."""
 
 from dataclasses import asdict
 from pathlib import Path

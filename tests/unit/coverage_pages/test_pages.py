@@ -1,4 +1,4 @@
-"""The committed coverage pages are those of what is recorded."""
+"""The committed coverage pages match the recorded outcomes."""
 
 import json
 import shutil
@@ -15,13 +15,13 @@ from tools.coverage_pages.errors import CoverageError
 from tools.coverage_pages.pages import write_pages
 from tools.coverage_pages.results import FOLDER, Kind, Record, read_records, write_record
 from tools.ledger.ledger import KeyKind, Ledger, recorded
-from tools.mutants import CATALOGUE
+from tools.mutants import CATALOG
 from tools.mutants.campaign import Outcome
 
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Path:
-    """A copy of what is recorded, without pages."""
+    """A copy of the recorded outcomes, without pages."""
     shutil.copytree(PAGES / FOLDER, tmp_path / FOLDER)
     return tmp_path
 
@@ -47,7 +47,7 @@ def test_an_untested_architecture_is_an_error(pages: Path) -> None:
 
 @pytest.fixture
 def two_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if no others were registered."""
+    """Restrict the registry to two families."""
     families = {name: registry.FAMILIES[name] for name in ("mixtral", "phi3")}
     monkeypatch.setattr(registry, "FAMILIES", families)
 
@@ -62,7 +62,7 @@ def test_the_command_records_given_results_and_writes_the_pages(pages: Path, tmp
     assert "recorded the generated tests of 1 architectures" in result.output
     assert "wrote 3 pages" in result.output
     assert (
-        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe |  | FSDP2, TP, EP, PP, QLoRA | 1 |"
+        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe |  | FSDP2, TP, EP, compiled, PP, QLoRA | 1 |"
         in (pages / "index.md").read_text()
     )
 
@@ -99,7 +99,7 @@ def test_a_family_that_needs_a_missing_package_keeps_its_page(pages: Path, monke
 
 @pytest.mark.usefixtures("two_families")
 def test_survivors_of_the_mutation_run_are_listed(pages: Path) -> None:
-    first, second = (mutant.name for mutant in CATALOGUE[:2])
+    first, second = (mutant.name for mutant in CATALOG[:2])
     outcome = Outcome({first: "test_lora"}, [second])
     write_record(pages, Kind.MUTANTS, "Phi3ForCausalLM", Record({"torch": "9"}, outcome.to_json()))
     write_pages(pages)

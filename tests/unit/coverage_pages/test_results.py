@@ -1,4 +1,4 @@
-"""What is recorded: one file a family; an outcome is replaced by its own run, and by nothing else."""
+"""Recorded outcomes: one file per family. A run replaces only the outcome of the same kind and architecture."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What pages say of architectures that were sharded, and what is recorded of them."""
+"""Recording outcomes of sharded architectures, and their text on the pages."""
 
 from nrl_models import registry
 from tools.checkout import PAGES
@@ -28,10 +28,10 @@ def test_verdicts_and_reasons() -> None:
         }
     )
     assert sharding_outcomes.verdicts(found, "NovaForCausalLM") == {
-        "FSDP2": "yes", "TP": "refused", "EP": "n/a", "PP": "n/a", "QLoRA": "limited"
+        "FSDP2": "yes", "TP": "refused", "EP": "n/a", "compiled": "n/a", "PP": "n/a", "QLoRA": "limited"
     }  # fmt: skip
     assert sharding_outcomes.verdicts(found, "NovaMoeForCausalLM") == {
-        "FSDP2": "fails", "TP": "refused", "EP": "fails", "PP": "yes", "QLoRA": "not tested"
+        "FSDP2": "fails", "TP": "refused", "EP": "fails", "compiled": "n/a", "PP": "yes", "QLoRA": "not tested"
     }  # fmt: skip
     assert set(sharding_outcomes.verdicts(found, "Other").values()) == {"not tested"}
     assert sharding_outcomes.reasons(found, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
@@ -40,16 +40,18 @@ def test_verdicts_and_reasons() -> None:
         "FSDP2 disagrees: loss (NovaMoeForCausalLM)",
         "EP error: KeyError: 1 (NovaMoeForCausalLM)",
     ]
-    assert "- FSDP2: 1 yes, 0 refused, 0 limited, 1 fails; with torch 9" in sharding_outcomes.summary(found)
+    row = next(line for line in sharding_outcomes.summary(found) if line.startswith("| FSDP2 |"))
+    assert row.startswith("| FSDP2 | 1 | 0 | 0 | 1 | loads over two processes")
+    assert row.endswith("| torch 9 |")
     assert sharding_outcomes.summary(records({})) == []
 
 
 def test_versions_of_several_runs_are_all_named() -> None:
     found = records({Kind.TP: {name: ShardingOutcome(Status.AGREES) for name in "abc"}})
     found[Kind.TP]["b"] = Record({"torch": "8"}, found[Kind.TP]["b"].outcome)
-    assert "- TP: 3 yes, 0 refused, 0 limited, 0 fails; with torch 9 (2 architectures); torch 8 (1 architectures)" in (
-        sharding_outcomes.summary(found)
-    )
+    (row,) = [line for line in sharding_outcomes.summary(found) if line.startswith("| TP |")]
+    assert row.startswith("| TP | 3 | 0 | 0 | 0 |")
+    assert row.endswith("| torch 9 (2 architectures); torch 8 (1 architectures) |")
 
 
 def test_every_outcome_that_is_not_agreement_has_a_reason() -> None:

@@ -1,4 +1,4 @@
-"""What counts as an untrained row, on embeddings that are made like trained ones."""
+"""Detection of untrained rows in embeddings that resemble trained ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FALSE_ALARMS = 0.001
 
 @pytest.fixture(scope="module")
 def trained() -> torch.Tensor:
-    """Rows as trained ones are: a common mean, few strong directions, topics, norms that differ by a factor of five."""
+    """Return rows like trained ones: a common mean, few strong directions, topics, norms within a factor of five."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def zero(rows: torch.Tensor) -> torch.Tensor:
 
 
 def near_zero(rows: torch.Tensor) -> torch.Tensor:
-    """Far above the guide's threshold of 1e-10, as weight decay leaves rows."""
+    """Rows left small by weight decay, far above the guide's threshold of 1e-10."""
     return rows * 1e-3
 
 
@@ -57,7 +57,7 @@ def constant(rows: torch.Tensor) -> torch.Tensor:
 
 
 def at_the_mean(rows: torch.Tensor) -> torch.Tensor:
-    """As `resize_token_embeddings` puts new tokens."""
+    """Rows as `resize_token_embeddings` initializes new tokens."""
     return rows.mean(0) + 1e-3 * rows
 
 
@@ -66,7 +66,7 @@ def pairs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def one_direction(rows: torch.Tensor) -> torch.Tensor:
-    """As the gradient that all tokens share moves rows that are never seen."""
+    """Rows moved only by the gradient that all tokens share."""
     noise = rows - rows.mean(0)
     common = 3 * noise[0]
     return rows.mean(0) + common + 0.2 * common.norm() * torch.nn.functional.normalize(noise)
@@ -80,7 +80,7 @@ PLANTED: dict[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]] = {
     pairs: ("duplicates",),
     one_direction: ("clusters",),
 }
-"""What is planted, and the kinds of untrained rows that all of it is."""
+"""Planted rows, and the kinds of untrained rows that apply to all of them."""
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
@@ -89,8 +89,8 @@ def test_all_planted_rows_are_found_and_few_others(
 ) -> None:
     rows = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[: 4 * SMALLEST_CLUSTER]
     weight = trained.clone()
-    centred = trained[rows].float() - trained[rows].float().mean(0) + trained.float().mean(0)
-    weight[rows] = plant(centred).bfloat16()
+    centered = trained[rows].float() - trained[rows].float().mean(0) + trained.float().mean(0)
+    weight[rows] = plant(centered).bfloat16()
     found, expected = find(weight), set(rows.tolist())
     for kind in PLANTED[plant]:
         listed = getattr(found, kind)
@@ -99,7 +99,7 @@ def test_all_planted_rows_are_found_and_few_others(
 
 
 def test_a_row_is_reported_once_where_kinds_exclude_each_other(trained: torch.Tensor) -> None:
-    """Zeros are equal to each other, too; duplicates point the same way."""
+    """Rows of zeros are also identical to each other. Duplicates also have the same direction."""
     weight = trained.clone()
     weight[10:20] = 0.0
     weight[30:34] = trained[30]

@@ -1,4 +1,4 @@
-"""Diagnostics 1, 2, 4 and 5 over transformers as the engine; tests/engine has them over vLLM."""
+"""Diagnostics 1, 2, 4 and 5 with transformers as the engine. tests/engine runs them with vLLM."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PROMPT = list(range(20, 44))
 
 @pytest.fixture
 def engine(llama_checkpoint: Path) -> HFEngine:
-    """transformers' model, to change at will."""
+    """transformers' model as an engine. Tests may change it."""
     return HFEngine.start(llama_checkpoint, dtype=torch.float32)
 
 
 def test_an_engine_without_a_limit_of_its_own_cannot_be_checked(engine: HFEngine) -> None:
-    with pytest.raises(EngineError, match="no limit of its own"):
+    with pytest.raises(EngineError, match="no length limit"):
         diagnose_max_model_len(engine, "tiny", PROMPT)
 
 
@@ -47,7 +47,7 @@ def test_the_limit_is_on_prompt_and_generated_tokens_together(engine: HFEngine, 
     known = replace(engine.capabilities(), own_limit=True, max_length=limit)
     engine.capabilities = lambda: known
     generate = HFEngine(engine.model).generate
-    # It stops at 20 tokens, whatever it was told.
+    # The engine stops at 20 tokens and ignores the request.
     engine.generate = lambda prompts, sampling, **asked: generate(
         prompts, sampling, max_new_tokens=20 - len(prompts[0])
     )
@@ -70,7 +70,7 @@ def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HF
         return [first, replace(second, logprobs=tuple(logprob - 0.06 for logprob in second.logprobs))]
 
     engine.generate = spoiled
-    # exp(0.06) is 1.062 over what was generated; with 200 prompt tokens averaged in it would be 1.002.
+    # exp(0.06) is 1.062 over the generated tokens. Averaged with 200 prompt tokens it would be 1.002.
     prompts = [PROMPT, [token % 480 + 16 for token in range(200)]]
     result = diagnose_decode_vs_prefill(engine, "tiny", prompts, new_tokens=8)
     assert not result.passed
@@ -97,7 +97,7 @@ def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
         "Eager and cuda graph mode lps with backend=eager (generation lps)": False,
     }
     assert [found["elements"] for found in result.measured["comparisons"][:2]] == [23 + 8, 12]
-    # The guide's lines, with both arrays; shorter sequences are padded with NaN.
+    # The guide's code with both arrays. Shorter sequences are padded with NaN.
     lines = result.lines
     assert "Eager and cuda graph mode lps (prompt lps): PASSED - Arrays are close within tolerance" in "\n".join(lines)
     place = lines.index("Eager and cuda graph mode lps with backend=eager (prompt lps): FAILED - Arrays are different")
@@ -144,7 +144,7 @@ def test_the_command_says_what_the_engine_cannot_do(llama_checkpoint: Path) -> N
         app, ["diagnose", "max-model-len", str(llama_checkpoint), "--engine", "hf-generate", "--dtype", "float32"]
     )
     assert result.exit_code == 2
-    assert "no limit of its own" in result.output + result.stderr
+    assert "no length limit" in result.output + result.stderr
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_command_says_what_the_engine_cannot_do(llama_checkpoint: Path) -> N
 def test_what_a_diagnostic_needs_is_said(llama_checkpoint: Path, name: str, words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, ["diagnose", name, str(llama_checkpoint), "--engine", "hf-generate"])
     assert result.exit_code == 2
-    for word in (*words, "make test-engine"):
+    for word in (*words, "make engine"):
         assert word in " ".join((result.output + result.stderr).split())
 
 

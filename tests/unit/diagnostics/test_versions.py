@@ -1,4 +1,4 @@
-"""Prefix caching over versions of vLLM in other environments, which are made up: what each answers is in a file."""
+"""Prefix caching in several versions of vLLM, each in a synthetic environment. A file contains the output of each."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Environment = Callable[..., Path]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    """Makes an environment with a vLLM of its own, which needs no torch."""
+    """Create an environment with a fake vLLM, which does not need torch."""
 
     def make(version: str, *, nan: int = 0, dies: int = 0, known: str = "logprobs_mode") -> Path:
         folder = tmp_path / version
@@ -115,7 +115,7 @@ def test_every_version_is_in_the_table(llama_checkpoint: Path, environment: Envi
 
 
 def test_versions_that_pass_exit_with_0(llama_checkpoint: Path, environment: Environment) -> None:
-    """One of them is so old that it knows neither keyword that others are started with."""
+    """One version is too old for either of the keywords that newer versions are started with."""
     options = [
         "--engine-python",
         str(environment("0.9.2", known="model")),
@@ -147,6 +147,6 @@ def test_what_vllm_raises_is_said(llama_checkpoint: Path, environment: Environme
         start_engine("vllm", llama_checkpoint, **options)
     with (
         start_engine("vllm", llama_checkpoint, max_length=64, **options) as engine,
-        pytest.raises(EngineError, match="from before the temperature"),
+        pytest.raises(EngineError, match="without temperature"),
     ):
         engine.generate([[5]], Sampling(0.5), max_new_tokens=3)

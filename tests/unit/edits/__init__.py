@@ -1,4 +1,4 @@
-"""The same edit, made to transformers' model and to ours of the same weights: outcomes must be equal.
+"""Make the same edit to transformers' model and to ours with the same weights. The outcomes must be equal.
 
-Each file of edits is about one kind of edit; `test_same_edit.py` makes them all.
+Each file contains one kind of edit. `test_same_edit.py` runs them all.
 """

@@ -1,4 +1,4 @@
-"""accelerate: saving, loading, offloading, dispatching, models without memory."""
+"""accelerate: saving, loading, offloading, dispatching, and models on the meta device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nrl_models.common.upstream import CACHE_NAMES
 
 
 def accelerator(**options) -> Accelerator:
-    """One of a single process, on the CPU; what another left behind is cleared."""
+    """Return a single-process accelerator on the CPU, after clearing the state of earlier ones."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state() if hasattr(state, "_reset_state") else state._shared_state.clear()
     return Accelerator(cpu=True, **options)
@@ -65,7 +65,7 @@ def save_model_without_safetensors(subject: Subject) -> Outcome:
 
 @edit()
 def load_checkpoint_into_a_model(subject: Subject) -> Outcome:
-    """A folder that the other library's model was saved to, with other weights."""
+    """Load a folder that the other library's model was saved to, with other weights."""
     other = subject.other()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -87,7 +87,7 @@ def load_checkpoint_into_a_model_without_memory(subject: Subject) -> Outcome:
 
 @edit()
 def training_state_is_saved_and_loaded(subject: Subject) -> Outcome:
-    """`save_state` of one library's model, `load_state` into the other's."""
+    """`save_state` with one library's model, then `load_state` with the other's."""
     outcome = {}
     for number, model in enumerate((subject.model, subject.other())):
         made = accelerator()
@@ -150,7 +150,7 @@ def offloading_is_undone(subject: Subject) -> Outcome:
 
 
 def on_meta(subject: Subject) -> list[str]:
-    """The parameters that have no memory."""
+    """Return the parameters on the meta device."""
     return [name for name, parameter in subject.model.named_parameters() if parameter.is_meta]
 
 

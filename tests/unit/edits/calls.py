@@ -1,6 +1,6 @@
-"""Parts called otherwise than their owner calls them: alone, twice, never, in another order, with other inputs.
+"""Calls of a group's linears in other ways than usual: alone, twice, never, in another order, with other inputs.
 
-The owner's forward is replaced on transformers' class, as kernels and patches are put in: ours inherits from it.
+The parent module's forward is replaced on transformers' class, as kernels and patches do. Our class inherits it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from edits.table import Subject, add, edit, forward, gradients, step
 
 @contextmanager
 def mlp_forward(forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Every Llama MLP runs `forward(mlp, x)`."""
+    """Replace the forward of every Llama MLP by `forward(mlp, x)`."""
     with mock.patch.object(hf.LlamaMLP, "forward", forward):
         yield
 
 
 @contextmanager
 def attention_parts(parts: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, ...]]) -> Iterator[None]:
-    """Every Llama attention gets its queries, keys and values from `parts(attention, hidden_states)`."""
+    """Compute queries, keys and values of every Llama attention by `parts(attention, hidden_states)`."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -41,7 +41,7 @@ def attention_parts(parts: Callable[[nn.Module, torch.Tensor], tuple[torch.Tenso
 
 
 def replaced_mlp(replacement: Callable[[nn.Module, torch.Tensor], torch.Tensor], graph: bool = True) -> Callable:
-    """An edit that replaces the MLPs' forward and looks at a step, or, where there is to be no graph, at logits."""
+    """Return an edit that replaces the MLPs' forward, and records a step, or only logits if there is no graph."""
 
     def apply(subject: Subject) -> Outcome:
         with mlp_forward(replacement):
@@ -51,7 +51,7 @@ def replaced_mlp(replacement: Callable[[nn.Module, torch.Tensor], torch.Tensor],
 
 
 def replaced_parts(parts: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, ...]]) -> Callable:
-    """An edit that replaces how attention gets queries, keys and values."""
+    """Return an edit that replaces how attention computes queries, keys and values."""
 
     def apply(subject: Subject) -> Outcome:
         with attention_parts(parts):
@@ -115,27 +115,27 @@ add(
 
 
 def scaled_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The input is scaled in place between the parts."""
+    """Scale the input in place between the calls."""
     gate = mlp.gate_proj(x)
     return mlp.down_proj(gate * mlp.up_proj(x.mul_(2)))
 
 
 def replaced_data_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The input's data is exchanged between the parts; autograd does not see it."""
+    """Replace the input's data between the calls. autograd does not record it."""
     gate = mlp.gate_proj(x)
     x.data = x.detach() * 2
     return mlp.down_proj(gate * mlp.up_proj(x))
 
 
 def replaced_weight_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The second part's weight gets other data between the parts."""
+    """Replace the data of the second linear's weight between the calls."""
     gate = mlp.gate_proj(x)
     mlp.up_proj.weight.data = mlp.up_proj.weight.detach() * 2
     return mlp.down_proj(gate * mlp.up_proj(x))
 
 
 def edited_weight_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The second part's weight is scaled in place between the parts."""
+    """Scale the second linear's weight in place between the calls."""
     gate = mlp.gate_proj(x)
     with torch.no_grad():
         mlp.up_proj.weight.mul_(2)
@@ -143,21 +143,21 @@ def edited_weight_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def frozen_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The second part stops training between the parts."""
+    """Freeze the second linear between the calls."""
     gate = mlp.gate_proj(x)
     mlp.up_proj.weight.requires_grad_(False)
     return mlp.down_proj(gate * mlp.up_proj(x))
 
 
 class Doubled(nn.Module):
-    """A parametrisation: twice the weight."""
+    """A parametrization that doubles the weight."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
 
 
-def parametrised_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The second part is parametrised between the parts, and only for this call."""
+def parametrized_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Parametrize the second linear between the calls, for this call only."""
     gate = mlp.gate_proj(x)
     parametrize.register_parametrization(mlp.up_proj, "weight", Doubled())
     up = mlp.up_proj(x)
@@ -166,7 +166,7 @@ def parametrised_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def replaced_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The second part is replaced between the parts, and only for this call."""
+    """Replace the second linear between the calls, for this call only."""
     gate, old = mlp.gate_proj(x), mlp.up_proj
     mlp.up_proj = nn.Sequential(old, nn.Tanh())
     up, mlp.up_proj = mlp.up_proj(x), old
@@ -174,28 +174,28 @@ def replaced_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def hooked_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The second part has a hook from between the parts on, and only for this call."""
+    """Add a hook to the second linear between the calls, for this call only."""
     gate = mlp.gate_proj(x)
     with mlp.up_proj.register_forward_hook(lambda module, args, output: output * 2):
         return mlp.down_proj(gate * mlp.up_proj(x))
 
 
 def hooked_backward_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The second part has a backward hook from between the parts on."""
+    """Add a backward hook to the second linear between the calls."""
     gate = mlp.gate_proj(x)
     mlp.up_proj.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 2,))
     return mlp.down_proj(gate * mlp.up_proj(x))
 
 
 def swapped_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The second part gets another Parameter between the parts."""
+    """Replace the second linear's Parameter between the calls."""
     gate = mlp.gate_proj(x)
     mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.detach() * 2)
     return mlp.down_proj(gate * mlp.up_proj(x))
 
 
 def in_place_output(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The first part's output is edited in place before the second part is called."""
+    """Edit the first linear's output in place before calling the second linear."""
     gate = mlp.gate_proj(x)
     gate.mul_(2)
     return mlp.down_proj(mlp.up_proj(x).add_(gate))
@@ -208,7 +208,7 @@ add("the input gets other data between parts of a graph", replaced_mlp(replaced_
 add("a weight gets other data between parts", replaced_mlp(replaced_weight_between))
 add("a weight is scaled in place between parts", replaced_mlp(edited_weight_between))
 add("a weight is frozen between parts", replaced_mlp(frozen_between))
-add("a part is parametrised between parts", replaced_mlp(parametrised_between))
+add("a part is parametrized between parts", replaced_mlp(parametrized_between))
 add("a part is replaced between parts", replaced_mlp(replaced_between))
 add("a part gets a hook between parts", replaced_mlp(hooked_between))
 add("a part gets a backward hook between parts", replaced_mlp(hooked_backward_between))
@@ -235,13 +235,13 @@ add(
 
 
 def reversed_parts(attention: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values, computed from the last to the first; values are doubled to show it ran."""
+    """Compute queries, keys and values in reverse order. Doubled values show that the replacement ran."""
     value = attention.v_proj(x)
     key = attention.k_proj(x)
     return attention.q_proj(x), key, value * 2
 
 
-# Outside of the owner's forward
+# Outside of the parent module's forward
 
 
 @edit()
@@ -308,8 +308,8 @@ def a_part_serves_in_another_owner(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_owner_calls_its_neighbour_within_its_forward(subject: Subject) -> Outcome:
-    """The activation of the first MLP runs the second MLP's parts, on another input."""
+def an_owner_calls_its_neighbor_within_its_forward(subject: Subject) -> Outcome:
+    """The activation of the first MLP calls the second MLP's linears on another input."""
     layers = subject.model.model.layers
     activation = subject.mlp.act_fn
 
@@ -340,7 +340,7 @@ def an_owner_runs_within_its_own_forward(subject: Subject) -> Outcome:
 
 @edit()
 def inputs_of_other_shapes(subject: Subject) -> Outcome:
-    """Without batch, without tokens, one vector, many dimensions, not contiguous, expanded."""
+    """Inputs without a batch, without tokens, as one vector, with many dimensions, noncontiguous or expanded."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"vector": (64,), "tokens": (5, 64), "none": (0, 64), "many": (2, 1, 3, 64)}
     inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -385,7 +385,7 @@ def embeddings_in_place_of_tokens(subject: Subject) -> Outcome:
 
 @edit()
 def the_owner_runs_over_chunks(subject: Subject) -> Outcome:
-    """Three tokens at a time, as long sequences are run."""
+    """Run three tokens per call, as for long sequences."""
     seen = []
 
     def chunked(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -399,7 +399,7 @@ def the_owner_runs_over_chunks(subject: Subject) -> Outcome:
 
 @edit()
 def a_parts_forward_is_replaced_while_its_owner_runs(subject: Subject) -> Outcome:
-    """By the activation, which comes between the parts; it stays replaced."""
+    """The activation, which runs between the calls, replaces the forward. It stays replaced."""
     activation = subject.mlp.act_fn
 
     class Replacing(nn.Module):

@@ -1,4 +1,4 @@
-"""Compilers, exporters and tracers, over the model, an owner and one part."""
+"""Compilers, exporters and tracers, on the model, a parent module and one linear."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edits.table import Subject, add, edit, forward, gradients, step
 
 
 class Logits(nn.Module):
-    """A model of one tensor in and one out, as exporters ask for."""
+    """A model with one input tensor and one output tensor, as exporters require."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -25,19 +25,19 @@ class Logits(nn.Module):
 
 
 def compiled(module: Callable, backend: str = "eager", **options) -> Callable:
-    """The module, compiled as one graph."""
+    """Compile the module as one graph."""
     torch.compiler.reset()
     return torch.compile(module, backend=backend, fullgraph=True, **options)
 
 
 def trained(call: Callable, module: nn.Module, x: torch.Tensor) -> Outcome:
-    """Output and gradients of one pass."""
+    """Return output and gradients of one pass."""
     output = call(x)
     output.square().sum().backward()
     return {"output": output.detach(), "gradients": gradients(module)}
 
 
-# The whole model takes ten seconds to compile: one row does it, the others take an owner.
+# Compiling the complete model takes ten seconds, so one row does. The others compile a parent module.
 @edit()
 def the_model_is_compiled(subject: Subject) -> Outcome:
     model = Logits(subject.model)
@@ -61,7 +61,7 @@ for backend in ("eager", "aot_eager"):
         return {"compiled": step(subject)}
 
     def edited(subject: Subject, backend: str = backend) -> Outcome:
-        """Weights change, a hook is put on, between calls of one compiled module."""
+        """Change weights and add a hook between calls of one compiled module."""
         model = compiled(subject.mlp, backend)
         x = subject.hidden_states()
         outputs = [model(x).detach()]
@@ -109,7 +109,7 @@ def compiled_with_a_hook_on_a_part(subject: Subject) -> Outcome:
 
 @edit()
 def a_graph_break_in_the_activation(subject: Subject) -> Outcome:
-    """The owner is compiled in pieces: what runs between them is not."""
+    """The parent module is compiled in pieces. Code between them is not compiled."""
     activation = subject.mlp.act_fn
     seen = []
 
@@ -127,7 +127,7 @@ def a_graph_break_in_the_activation(subject: Subject) -> Outcome:
 
 @edit()
 def exported(subject: Subject) -> Outcome:
-    """The whole model."""
+    """Export the complete model."""
     program = torch.export.export(Logits(subject.model), (subject.input_ids,), strict=False)
     return {
         "logits": program.module()(subject.input_ids).detach(),
@@ -188,7 +188,7 @@ def make_fx_of_an_owner(subject: Subject) -> Outcome:
 
 @edit()
 def make_fx_of_a_gradient(subject: Subject) -> Outcome:
-    """As activation checkpointing by a compiler sees it: parameters are inputs of the graph."""
+    """Trace as compilers do for activation checkpointing: parameters are inputs of the graph."""
     state = {name: parameter.detach() for name, parameter in subject.mlp.named_parameters()}
 
     def gradient(state: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -209,7 +209,7 @@ def symbolically_traced_by_fx(subject: Subject) -> Outcome:
 
 @edit()
 def fake_tensors(subject: Subject) -> Outcome:
-    """Memory is estimated without any: `FakeTensorMode` over a model of real weights."""
+    """Run a model with real weights under `FakeTensorMode`, as memory estimation does."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

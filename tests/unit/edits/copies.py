@@ -1,4 +1,4 @@
-"""Copies: of the model, a layer, one part, a pair; through pickle, torch.save and other processes."""
+"""Copies of the model, a layer, one linear or two linears, also through pickle, torch.save and other processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COPIES: dict[str, Callable] = {
 for name, made_by in COPIES.items():
 
     def whole(subject: Subject, made_by: Callable = made_by) -> Outcome:
-        """The copy and the original are edited and trained; neither sees the other."""
+        """Edit and train both the copy and the original. Neither affects the other."""
         copied = made_by(subject.model)
         shared = made_by is through_shared_memory
         with torch.no_grad():
@@ -67,7 +67,7 @@ for name, made_by in COPIES.items():
         return {**step(subject), "alone": copied(x).detach(), "type": type(copied), "values": values(copied)}
 
     def pair(subject: Subject, made_by: Callable = made_by) -> Outcome:
-        """The copied part is the copied owner's."""
+        """The copied linear belongs to the copied parent module."""
         copied, owner = made_by([subject.q, subject.attention])
         subject.model.model.layers[0].self_attn = owner
         copied.register_forward_hook(lambda module, args, output: output * 2)
@@ -96,7 +96,7 @@ def a_copy_of_a_copy(subject: Subject) -> Outcome:
 
 @edit()
 def a_shallow_copy(subject: Subject) -> Outcome:
-    """It shares modules with the original: the edit is made to both."""
+    """A shallow copy shares its modules with the original, so the edit applies to both."""
     copied = copy.copy(subject.mlp)
     copied.up_proj.register_forward_hook(lambda module, args, output: output * 2)
     return {**step(subject), "copy": copied(subject.hidden_states()).detach()}
@@ -114,7 +114,7 @@ def a_shallow_copy_with_a_part_of_its_own(subject: Subject) -> Outcome:
 
 @edit()
 def a_copy_after_a_backward_pass(subject: Subject) -> Outcome:
-    """Gradients are copied, too."""
+    """Gradients are also copied."""
     step(subject)
     copied = copy.deepcopy(subject.model)
     return {"before": gradients(copied), "after": step(subject, copied)}
@@ -152,7 +152,7 @@ def a_copy_with_frozen_and_cast_parts(subject: Subject) -> Outcome:
 
 @edit()
 def a_copy_that_shares_memory(subject: Subject) -> Outcome:
-    """A memo that names the weights keeps them: the copy computes with the original's."""
+    """A deepcopy memo that contains the weights keeps them: the copy uses the original's weights."""
     memo = {id(parameter): parameter for parameter in subject.model.parameters()}
     copied = copy.deepcopy(subject.model, memo)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def a_copy_that_shares_memory(subject: Subject) -> Outcome:
 
 @edit()
 def a_copy_is_made_within_a_hook(subject: Subject) -> Outcome:
-    """While the owner runs."""
+    """Copy while the parent module runs."""
     copies = []
     activation = subject.mlp.act_fn
 
@@ -183,7 +183,7 @@ def a_copy_is_made_within_a_hook(subject: Subject) -> Outcome:
 
 @edit()
 def the_model_is_saved_while_it_runs(subject: Subject) -> Outcome:
-    """An activation that saves the whole model, as a watcher may."""
+    """An activation saves the complete model, as monitoring code may do."""
     saved = []
 
     class Saving(nn.Module):

@@ -1,4 +1,4 @@
-"""Wrappers and checkpoints of torch.distributed, in a world of one process."""
+"""Wrappers and checkpoints of torch.distributed, with a world size of one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 @contextmanager
 def world_of_one(folder: Path) -> Iterator[None]:
-    """gloo with one process, met through a file."""
+    """Initialize gloo with one process and a file store."""
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     try:
         yield
@@ -44,7 +44,7 @@ def world_of_one(folder: Path) -> Iterator[None]:
 
 
 def in_a_world(apply: Callable[[Subject], Outcome]) -> Callable[[Subject], Outcome]:
-    """The edit, in a world of one process."""
+    """Run the edit with a world size of one."""
 
     def within(subject: Subject) -> Outcome:
         with world_of_one(subject.folder):
@@ -55,14 +55,14 @@ def in_a_world(apply: Callable[[Subject], Outcome]) -> Callable[[Subject], Outco
 
 
 def whole(value: Outcome) -> Outcome:
-    """Sharded tensors, gathered, in nested dicts."""
+    """Gather sharded tensors in nested dicts."""
     if isinstance(value, dict):
         return {name: whole(each) for name, each in value.items()}
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def trained(subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    """Some steps."""
+    """Train some steps."""
     for _ in range(steps):
         optimizer.zero_grad()
         loss_of(subject, model).backward()
@@ -70,7 +70,7 @@ def trained(subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """In double precision: see `optimisers.py`."""
+    """AdamW in fp64, for the reason given in the optimizer edits."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -88,7 +88,7 @@ def dcp_gives_full_state_dicts(subject: Subject) -> Outcome:
 
 
 @edit(dtype=torch.float64)
-def dcp_gives_flat_optimiser_states(subject: Subject) -> Outcome:
+def dcp_gives_flat_optimizer_states(subject: Subject) -> Outcome:
     optimizer = adamw(subject.model)
     trained(subject, subject.model, optimizer)
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
@@ -181,9 +181,9 @@ def ddp_with_a_frozen_part(subject: Subject) -> Outcome:
 @edit()
 @in_a_world
 def ddp_with_a_hook_on_its_communication(subject: Subject) -> Outcome:
-    """Gradients are halved on their way."""
+    """Gradients are halved during communication."""
 
-    def hook(state, bucket):  # DDP reads annotations, and not those that are text
+    def hook(state, bucket):  # DDP reads annotations, but not strings
         halved: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         halved.set_result(bucket.buffer() * 0.5)
         return halved
@@ -214,7 +214,7 @@ def fsdp2_trains(subject: Subject) -> Outcome:
 @edit()
 @in_a_world
 def fsdp2_of_parts(subject: Subject) -> Outcome:
-    """Each linear is a shard of its own: q is gathered when k is not."""
+    """Each linear is a separate FSDP unit: q is gathered when k is not."""
     mesh = init_device_mesh("cpu", (1,))
     for part in (subject.q, subject.k, subject.v, subject.up):
         fully_shard(part, mesh=mesh)
@@ -253,7 +253,7 @@ def fsdp1_trains(subject: Subject) -> Outcome:
 @edit(dtype=torch.float64)
 @in_a_world
 def tensor_parallel_by_torch(subject: Subject) -> Outcome:
-    """torch's own styles, on an MLP."""
+    """torch's own parallel styles on an MLP."""
     mesh = init_device_mesh("cpu", (1,))
     plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     parallelize_module(subject.mlp, mesh, plan)
@@ -266,7 +266,7 @@ def tensor_parallel_by_torch(subject: Subject) -> Outcome:
 @edit()
 @in_a_world
 def parameters_are_broadcast_by_name(subject: Subject) -> Outcome:
-    """As trainers send weights to engines."""
+    """Broadcast parameters by name, as trainers send weights to engines."""
     seen = []
     for name, parameter in subject.model.named_parameters():
         dist.broadcast(parameter.data, 0)

@@ -1,4 +1,4 @@
-"""State dicts and files: of the model, of a layer, of one part; strict or not; over the other library."""
+"""State dicts and files of the model, a layer or one linear, strict or not, also loaded by the other library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edits.table import Subject, edit, forward, gradients, step, values
 
 
 def stored(folder: Path) -> dict[str, Outcome]:
-    """What every file of a folder holds, by name."""
+    """Read the tensors in all files of a folder, by name."""
     found: dict[str, Outcome] = {}
     for file in sorted(folder.rglob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -28,7 +28,7 @@ def stored(folder: Path) -> dict[str, Outcome]:
 
 
 def saved_by_the_other(subject: Subject, scale: float = 1.5) -> dict[str, torch.Tensor]:
-    """The state dict of a model of the other library, with other weights."""
+    """Return the state dict of the other library's model with other weights."""
     return {name: tensor * scale for name, tensor in subject.other().state_dict().items()}
 
 
@@ -44,7 +44,7 @@ def the_state_dict_of_a_layer(subject: Subject) -> Outcome:
 
 @edit()
 def the_state_dict_is_the_memory(subject: Subject) -> Outcome:
-    """An edit of a tensor in it is an edit of the model."""
+    """Editing a tensor of the state dict edits the model."""
     subject.model.state_dict()["model.layers.0.self_attn.k_proj.weight"].mul_(2)
     return step(subject)
 
@@ -118,7 +118,7 @@ def a_state_dict_of_the_wrong_shape(subject: Subject) -> Outcome:
 
 @edit()
 def a_state_dict_is_loaded_after_edits(subject: Subject) -> Outcome:
-    """Data exchanged, a part replaced, a part cast: what is loaded lands where it belongs."""
+    """Load after replacing data, replacing a linear and casting a linear. The values arrive in the right parameters."""
     subject.q.weight.data = subject.q.weight.data.clone()
     subject.attention.v_proj = nn.Linear(64, 32, bias=False)
     subject.up.half().float()
@@ -207,7 +207,7 @@ def save_pretrained_with_experts_as_in_memory(subject: Subject) -> Outcome:
 
 @edit()
 def safetensors_saves_the_model(subject: Subject) -> Outcome:
-    """It looks for tensors that share memory, and leaves all but one out."""
+    """safetensors finds tensors that share memory, and drops all but one."""
     file = subject.folder / "model.safetensors"
     safetensors.torch.save_model(subject.model, file)
     with torch.no_grad():
@@ -241,7 +241,7 @@ def torch_saves_the_state_dict(subject: Subject) -> Outcome:
 
 @edit()
 def torch_saves_one_part(subject: Subject) -> Outcome:
-    """The file holds the part's weight, not its neighbours'."""
+    """The file contains the linear's weight only, not the shared buffer."""
     file = subject.folder / "part.pt"
     torch.save(subject.k.state_dict(), file)
     return {"loaded": torch.load(file), "bytes": file.stat().st_size}
@@ -267,7 +267,7 @@ def the_model_is_built_on_meta_and_assigned(subject: Subject) -> Outcome:
 
 @edit()
 def weights_are_copied_by_name_from_the_other_library(subject: Subject) -> Outcome:
-    """As trainers sync weights: `named_parameters` of the one, `copy_` into the other."""
+    """Copy weights as trainers do: `named_parameters` of one model, `copy_` into the other."""
     other = dict(subject.other().named_parameters())
     with torch.no_grad():
         for name, parameter in subject.model.named_parameters():
@@ -277,7 +277,7 @@ def weights_are_copied_by_name_from_the_other_library(subject: Subject) -> Outco
 
 @edit()
 def weights_of_an_engine_are_exchanged_by_name(subject: Subject) -> Outcome:
-    """As engines take weights: found by a module's name, set through `data`."""
+    """Set weights as engines do: find the module by name and assign `data`."""
     for name, tensor in saved_by_the_other(subject).items():
         module_name, _, kind = name.rpartition(".")
         getattr(subject.model.get_submodule(module_name), kind).data = tensor

@@ -1,4 +1,4 @@
-"""torch.func over the model, an owner and one part."""
+"""torch.func on the model, a parent module and one linear."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ State = dict[str, torch.Tensor]
 
 
 def parameters_of(module: nn.Module) -> State:
-    """The module's parameters, detached, by name."""
+    """Return the module's detached parameters by name."""
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def logits_of(subject: Subject, state: State, input_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits of the subject's model with other parameters."""
+    """Return the logits of the subject's model with other parameters."""
     tokens = subject.input_ids if input_ids is None else input_ids
     return func.functional_call(subject.model, state, (), {"input_ids": tokens, "use_cache": False}).logits
 
 
 def loss_of(state: State, subject: Subject, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean log probability of each next token, negated, of one sequence."""
+    """Return the negative mean log-probability of the next tokens of one sequence."""
     logits = logits_of(subject, state, tokens[None])[0]
     return nn.functional.cross_entropy(logits[:-1], tokens[1:])
 
@@ -59,7 +59,7 @@ def functional_call_of_one_part(subject: Subject) -> Outcome:
 
 @edit()
 def functional_call_with_weights_that_are_outputs(subject: Subject) -> Outcome:
-    """A hyper-network: weights are computed, and what computes them trains."""
+    """A hypernetwork computes weights, and is trained through them."""
     scale = torch.ones((), requires_grad=True)
     state = {name: tensor * scale for name, tensor in parameters_of(subject.model).items()}
     logits = logits_of(subject, state)
@@ -89,7 +89,7 @@ def gradients_of_each_sample(subject: Subject) -> Outcome:
 
 @edit()
 def an_owner_over_a_batch(subject: Subject) -> Outcome:
-    """vmap over inputs: parts are called under a transform that batches."""
+    """vmap over inputs: the linears run inside a batching transform."""
     x = subject.hidden_states()
     return {"output": func.vmap(subject.mlp)(x).detach(), "in another dimension": func.vmap(subject.mlp, 1)(x).detach()}
 
@@ -103,7 +103,7 @@ def a_batch_that_trains(subject: Subject) -> Outcome:
 
 @edit()
 def an_ensemble_of_owners(subject: Subject) -> Outcome:
-    """Parameters of several modules are stacked, and one call computes all of them."""
+    """Stack the parameters of several modules, and run all of them in one call."""
     modules = [subject.mlp, subject.model.model.layers[1].mlp, subject.new().model.layers[0].mlp]
     parameters, buffers = func.stack_module_state(modules)
     x = subject.hidden_states()
@@ -174,7 +174,7 @@ def hessian_by_the_input(subject: Subject) -> Outcome:
 
 @edit()
 def jacobian_by_autograd(subject: Subject) -> Outcome:
-    """Vectorised: a backward pass under vmap, of a graph that was made without."""
+    """Vectorized: a backward pass under vmap through a graph built without vmap."""
     x = subject.hidden_states()[0, :1]
     jacobian = torch.autograd.functional.jacobian
     return {"one by one": jacobian(subject.mlp, x), "at once": jacobian(subject.mlp, x, vectorize=True)}
@@ -191,7 +191,7 @@ def a_backward_pass_of_many_gradients_at_once(subject: Subject) -> Outcome:
 
 @edit()
 def attention_parts_under_vmap(subject: Subject) -> Outcome:
-    """The whole attention over stacked inputs."""
+    """Run the complete attention on stacked inputs."""
     x = torch.stack([subject.hidden_states(2), subject.hidden_states(3)])
     positions = torch.arange(7)[None].expand(2, 7)
     position_embeddings = subject.model.model.rotary_emb(x[0], positions)
@@ -201,7 +201,7 @@ def attention_parts_under_vmap(subject: Subject) -> Outcome:
 
 @edit()
 def the_fisher_information_of_one_part(subject: Subject) -> Outcome:
-    """Squares of each sample's gradients, of `k_proj` alone."""
+    """Square the per-sample gradients of `k_proj` only."""
     name = "model.layers.0.self_attn.k_proj.weight"
 
     def loss(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def the_fisher_information_of_one_part(subject: Subject) -> Outcome:
 
 @edit()
 def steps_that_gradients_pass_through(subject: Subject) -> Outcome:
-    """Meta-learning: the loss after a step, derived by the weights before it."""
+    """Meta-learning: differentiate the loss after a step with respect to the weights before it."""
     parameters = parameters_of(subject.model)
     tokens = subject.input_ids[0]
 

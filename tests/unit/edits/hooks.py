@@ -1,4 +1,4 @@
-"""Hooks of every kind, on parts, on their owners, on parameters and on all modules."""
+"""All kinds of hooks, on linears, their parent modules, parameters and all modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def each_part(name: str):
-    """Enter an edit once for each part; `{}` in the name stands for the part's."""
+    """Register an edit for each linear. `{}` in its name is replaced by the linear's name."""
 
     def enter(apply):
         for part in PARTS:
@@ -49,7 +49,7 @@ def edit_input(subject: Subject, part: nn.Linear) -> Outcome:
     return {"logits": forward(subject)}
 
 
-@each_part("a forward hook of {} edits the input that its neighbours read, in place")
+@each_part("a forward hook of {} edits the input that its neighbors read, in place")
 def edit_input_afterwards(subject: Subject, part: nn.Linear) -> Outcome:
     def hook(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
         args[0].add_(1)
@@ -96,7 +96,7 @@ def hook_on_weight(subject: Subject, part: nn.Linear) -> Outcome:
 
 
 @each_part("a hook steps {} as soon as its gradient is there")
-def optimiser_in_backward(subject: Subject, part: nn.Linear) -> Outcome:
+def optimizer_in_backward(subject: Subject, part: nn.Linear) -> Outcome:
     @part.weight.register_post_accumulate_grad_hook
     def hook(weight: torch.Tensor) -> None:
         with torch.no_grad():
@@ -191,7 +191,7 @@ def a_hook_that_is_removed_between_forward_and_backward(subject: Subject) -> Out
 
 @edit()
 def a_hook_added_while_the_owner_runs(subject: Subject) -> Outcome:
-    """The MLP's activation comes between its parts: there is a hook on `up_proj` when it is called."""
+    """The MLP's activation runs between its linears: it adds a hook to `up_proj` before that runs."""
     activation = subject.mlp.act_fn
 
     class Hooking(nn.Module):
@@ -281,8 +281,8 @@ def gradients_of_all_linears_are_collected(subject: Subject) -> Outcome:
 
 
 @edit()
-def gradients_are_averaged_as_a_distributed_optimiser_does(subject: Subject) -> Outcome:
-    """A hook on each parameter's AccumulateGrad node, as DDP and Apex have them."""
+def gradients_are_averaged_as_a_distributed_optimizer_does(subject: Subject) -> Outcome:
+    """Register a hook on each parameter's AccumulateGrad node, as DDP and Apex do."""
     seen = []
     nodes = []
     for name, parameter in subject.model.named_parameters():
@@ -412,7 +412,7 @@ def a_hook_after_a_part_is_loaded(subject: Subject) -> Outcome:
     return {**step(subject), "seen": seen}
 
 
-# Not a hook by name
+# Hooks without a hook API
 
 
 @each_part("{}.forward is replaced on the instance")

@@ -1,4 +1,4 @@
-"""transformers' model and ours of the same weights: tiny, in a moment, the same at every call."""
+"""Tiny transformers models and ours with the same weights, identical on every call."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SIZES = {
     "attn_implementation": "eager",
 }
 
-# Llama has no biases; Qwen2 has them in q, k and v; Mixtral's experts are three-dimensional parameters.
+# Llama has no biases. Qwen2 has biases in q, k and v. Mixtral's experts are three-dimensional parameters.
 CONFIGS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
     "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
-    # q, k and v of one shape, so that one can stand for another.
+    # q, k and v have one shape, so that they are interchangeable.
     "square": (LlamaForCausalLM, LlamaConfig(**{**SIZES, "num_key_value_heads": 4})),
     "tied": (LlamaForCausalLM, LlamaConfig(**{**SIZES, "tie_word_embeddings": True})),
 }
@@ -47,7 +47,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
 
 @cache
 def weights(which: str) -> dict[str, torch.Tensor]:
-    """Random weights of `CONFIGS[which]`, by transformers' names; norms and biases are random, too."""
+    """Return random weights of `CONFIGS[which]` by transformers' names. Norms and biases are also random."""
     torch.manual_seed(0)
     transformers_class, config = CONFIGS[which]
     model = transformers_class(config)
@@ -57,19 +57,19 @@ def weights(which: str) -> dict[str, torch.Tensor]:
 
 
 def filled(model: PreTrainedModel, which: str) -> PreTrainedModel:
-    """The model with `weights(which)`, in evaluation mode."""
+    """Load `weights(which)` into the model, in evaluation mode."""
     model.load_state_dict(weights(which))
     return model.eval()
 
 
 def theirs(which: str) -> PreTrainedModel:
-    """transformers' model."""
+    """Create transformers' model."""
     transformers_class, config = CONFIGS[which]
     return filled(transformers_class(type(config)(**config.to_dict(), attn_implementation="eager")), which)
 
 
 def ours(which: str) -> PreTrainedModel:
-    """Our model of the same weights."""
+    """Create our model with the same weights."""
     transformers_class, config = CONFIGS[which]
     our_class = registry.model_class(transformers_class.__name__)
     return filled(our_class(type(config)(**config.to_dict(), attn_implementation="eager")), which)

@@ -1,4 +1,4 @@
-"""Modes of torch around one part, and around the whole model."""
+"""torch modes around one linear and around the complete model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Doubling(TorchFunctionMode):
-    """Doubles what `linear` gives."""
+    """Double the output of `linear`."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
@@ -32,7 +32,7 @@ class Doubling(TorchFunctionMode):
 
 
 class DoublingMatmuls(TorchDispatchMode):
-    """Doubles what matrix products give, below autograd."""
+    """Double the output of matrix products, below autograd."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
@@ -53,7 +53,7 @@ CONTEXTS: dict[str, Context] = {
 
 
 def around(part: str, context: Context) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """A forward for MLPs that calls one part within the context, the other outside of it."""
+    """Return an MLP forward that calls one linear within the context, and the other outside of it."""
 
     def forward_with_context(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
         contexts = {name: context if name == part else nullcontext for name in ("gate_proj", "up_proj")}
@@ -67,7 +67,7 @@ def around(part: str, context: Context) -> Callable[[nn.Module, torch.Tensor], t
 
 
 def calling(part: str, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Callable:
-    """A forward for MLPs that calls one part through `call`."""
+    """Return an MLP forward that calls one linear through `call`."""
 
     def forward_with_call(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
         calls = {name: call if name == part else nn.Module.__call__ for name in ("gate_proj", "up_proj")}
@@ -78,7 +78,7 @@ def calling(part: str, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) 
 
 
 def with_mlp(replacement: Callable[[nn.Module, torch.Tensor], torch.Tensor], subject: Subject) -> Outcome:
-    """A step with the replaced forward of MLPs, and twice the logits of one without a graph."""
+    """Run a step with the replaced MLP forward, and compute logits twice without a graph."""
     with mlp_forward(replacement):
         return {**step(subject), "without graph": forward(subject)}
 
@@ -106,7 +106,7 @@ def no_grad_on_both_parts(subject: Subject) -> Outcome:
 
 @edit()
 def grad_switched_off_by_the_activation(subject: Subject) -> Outcome:
-    """The activation comes between the parts and leaves gradients switched off."""
+    """The activation, which runs between the linears, disables gradients and does not enable them again."""
     activation = subject.mlp.act_fn
 
     class Switching(nn.Module):
@@ -150,7 +150,7 @@ def a_layer_is_checkpointed(subject: Subject) -> Outcome:
 
 @edit()
 def a_layer_is_checkpointed_selectively(subject: Subject) -> Outcome:
-    """Matrix products are kept, all else is computed again."""
+    """Save the outputs of matrix products, and recompute everything else."""
 
     def policy(context, function, *args, **kwargs) -> CheckpointPolicy:
         matmul = function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -161,12 +161,12 @@ def a_layer_is_checkpointed_selectively(subject: Subject) -> Outcome:
 
 
 def checkpointed(subject: Subject, **options: Any) -> Outcome:
-    """A step whose first layer is checkpointed; `seen` counts how often its norm ran."""
+    """Run a step whose first layer is checkpointed. `seen` counts the calls of its norm."""
     seen = []
     layer = subject.model.model.layers[0]
     layer.input_layernorm.register_forward_hook(lambda *args: seen.append("ran"))
     original = layer.forward
-    # Keywords are bound: a re-entrant checkpoint takes none.
+    # Bind keyword arguments: a reentrant checkpoint accepts none.
     layer.forward = lambda x, **kwargs: checkpoint(partial(original, **kwargs), x, **options)
     return {**step(subject), "seen": seen}
 
@@ -204,7 +204,7 @@ def the_owner_is_checkpointed(subject: Subject) -> Outcome:
     return {**step(subject), "seen": seen}
 
 
-# Around the whole model
+# Around the complete model
 
 
 @edit(half=True)
@@ -260,7 +260,7 @@ def saved_tensors_are_packed(subject: Subject) -> Outcome:
 
 @edit()
 def saved_tensors_are_rounded(subject: Subject) -> Outcome:
-    """Activations are kept in bfloat16; weights, which are saved too, as they are."""
+    """Activations are saved in bfloat16. Weights, which are also saved, are not converted."""
     weights = {parameter.data_ptr() for parameter in subject.model.parameters()}
 
     def pack(saved: torch.Tensor) -> torch.Tensor:
@@ -282,7 +282,7 @@ def what_is_saved_lies_on_the_cpu(subject: Subject) -> Outcome:
 
 @edit()
 def mutation_of_saved_tensors_is_allowed(subject: Subject) -> Outcome:
-    """An optimiser step between forward and backward: gradients are those of the old weights."""
+    """An optimizer step between forward and backward: the gradients are those of the old weights."""
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         loss = subject.model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False).loss
         with torch.no_grad():
@@ -361,11 +361,11 @@ def one_thread_for_the_backward_pass(subject: Subject) -> Outcome:
         return {"step": step(subject)}
 
 
-# Generation under each
+# Generation in each mode
 
 
 def generated(subject: Subject) -> torch.Tensor:
-    """Six greedy tokens."""
+    """Generate six tokens greedily."""
     return subject.model.generate(subject.input_ids, max_new_tokens=6, do_sample=False)
 
 

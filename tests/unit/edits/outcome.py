@@ -1,4 +1,4 @@
-"""What an edit led to, as nested data that two models of it can be compared in."""
+"""The outcome of an edit as nested data, to compare two models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ TOLERANCE = 2e-5
 
 
 def differences(actual: Outcome, expected: Outcome, tolerance: float = TOLERANCE, at: str = "") -> Iterator[str]:
-    """Where two outcomes differ, each in one line; nothing where they are equal.
+    """List the differences between two outcomes, one per line. Empty if they are equal.
 
-    Tensors are equal if shape, dtype and `requires_grad` are, and values within `tolerance`, relative to the largest.
+    Tensors are equal if shape, dtype and `requires_grad` agree, and values agree within `tolerance`, relative to the
+    largest.
 
     Raises:
-        TypeError: an outcome holds what cannot be compared.
+        TypeError: An outcome contains a value that cannot be compared.
     """
     at = at or "outcome"
     if isinstance(expected, torch.Tensor) and isinstance(actual, torch.Tensor):

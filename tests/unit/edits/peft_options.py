@@ -1,4 +1,4 @@
-"""What PEFT's LoRA is asked for: starts, patterns, biases, modules to save, weights as targets, several adapters."""
+"""Options of PEFT's LoRA: initialization, patterns, biases, modules to save, target parameters, several adapters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from edits.training import loss_of
 
 
 def lora(**options: Any) -> LoraConfig:
-    """LoRA of rank 4 for `PARTS`, with dropout off."""
+    """Return a LoRA configuration of rank 4 for `PARTS`, without dropout."""
     return LoraConfig(**{"r": 4, "target_modules": PARTS, "task_type": "CAUSAL_LM", **options})
 
 
 def train_reload_merge(subject: Subject, **options: Any) -> Outcome:
-    """Trained, saved, loaded over the other library, then merged."""
+    """Train, save, load with the other library, and merge."""
     outcome = train_and_reload(subject, lambda: lora(**options))
-    # The tuner has changed the model in place: it is wrapped still.
+    # The tuner has modified the model in place, so it is still wrapped.
     wrapped = PeftModel.from_pretrained(subject.new(), subject.folder)
     merged = wrapped.merge_and_unload()
     return {**outcome, "merged": forward(subject, merged), "values": values(merged)}
@@ -87,7 +87,7 @@ for targets in (["experts.gate_up_proj"], ["experts.gate_up_proj", "experts.down
 
 @edit()
 def eva(subject: Subject) -> Outcome:
-    """LoRA started from the singular vectors of what each linear reads."""
+    """LoRA initialized from the singular vectors of each linear's input."""
     from peft import initialize_lora_eva_weights
 
     torch.manual_seed(3)
@@ -96,14 +96,14 @@ def eva(subject: Subject) -> Outcome:
     for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     initialize_lora_eva_weights(model, batches, show_progress_bar=False)
-    # Singular vectors have either sign: A's rows are compared up to theirs.
+    # The sign of singular vectors is arbitrary: compare the rows of A up to sign.
     starts = {name: value.abs() for name, value in values(model).items() if "lora_A" in name}
     return {"starts": starts, "logits": forward(subject, model)}
 
 
 @edit()
 def lora_ga(subject: Subject) -> Outcome:
-    """LoRA started from gradients, which PEFT collects by hooks on linears."""
+    """LoRA initialized from gradients, which PEFT collects with hooks on linears."""
     from peft import LoraGAConfig
     from peft.tuners.lora.loraga import preprocess_loraga
 
@@ -116,12 +116,12 @@ def lora_ga(subject: Subject) -> Outcome:
 
 @edit(needs=("attr",))
 def corda(subject: Subject) -> Outcome:
-    """LoRA started from covariances of inputs."""
+    """LoRA initialized from covariances of inputs."""
     from peft.tuners.lora.config import CordaConfig
     from peft.tuners.lora.corda import preprocess_corda
 
     config = lora(init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm"))
-    # Of one sequence: it takes the first dimension off.
+    # One sequence, because PEFT removes the first dimension.
     run_model = lambda: subject.model(subject.input_ids[:1])  # noqa: E731
     preprocess_corda(subject.model, config, run_model=run_model)
     model = get_peft_model(subject.model, config)
@@ -132,7 +132,7 @@ def corda(subject: Subject) -> Outcome:
 
 
 def two(subject: Subject) -> PeftModel:
-    """A model with the adapters `default` and `second`, of other parts."""
+    """Return a model with the adapters `default` and `second` on different linears."""
     model = adapted(subject, lora)
     model.add_adapter("second", lora(target_modules=["k_proj", "gate_proj"], init_lora_weights=False))
     return model
@@ -208,7 +208,7 @@ def an_adapter_is_injected(subject: Subject) -> Outcome:
 
 @edit()
 def an_adapter_of_transformers(subject: Subject) -> Outcome:
-    """`add_adapter` of transformers, written to a file and loaded by the other library."""
+    """`add_adapter` of transformers, saved to a file and loaded by the other library."""
     torch.manual_seed(3)
     subject.model.add_adapter(lora(init_lora_weights=False))
     subject.model.save_pretrained(subject.folder)
@@ -253,7 +253,7 @@ def gradient_checkpointing_with_an_adapter(subject: Subject) -> Outcome:
 
 @edit()
 def a_preference_against_the_disabled_adapter(subject: Subject) -> Outcome:
-    """DPO's way: the reference is the same model without its adapter, within one graph."""
+    """DPO: the reference is the same model without its adapter, in one graph."""
     model = adapted(subject, lora)
     policy = model(subject.input_ids, use_cache=False).logits.log_softmax(-1)
     with torch.no_grad(), model.disable_adapter():
@@ -264,12 +264,12 @@ def a_preference_against_the_disabled_adapter(subject: Subject) -> Outcome:
 
 
 def by_name(wanted: Callable[[str], bool], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The values whose names are wanted."""
+    """Return the values with matching names."""
     return {name: value for name, value in values(model).items() if wanted(name)}
 
 
 @edit()
-def lora_plus_and_its_optimiser(subject: Subject) -> Outcome:
+def lora_plus_and_its_optimizer(subject: Subject) -> Outcome:
     from peft.optimizers import create_loraplus_optimizer
 
     model = adapted(subject, lora)

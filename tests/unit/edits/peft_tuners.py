@@ -1,4 +1,4 @@
-"""Every tuner of PEFT that works on linears: trained, saved, loaded over the other library, merged, unloaded."""
+"""All PEFT tuners for linears: trained, saved, loaded with the other library, merged, unloaded."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ALL = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
 
 def config(kind: str, **options: Any) -> partial[peft.PeftConfig]:
-    """A configuration of that class, by default for `PARTS`; made when it is asked for, as tuners keep state in it."""
+    """Create a configuration of this class, by default for `PARTS`. Not cached: tuners store state in it."""
     made = getattr(peft, f"{kind}Config", None)
-    if made is None:  # not exported at the top by this version
+    if made is None:  # not exported at the top level by this version
         made = getattr(__import__(f"peft.tuners.{kind.lower()}", fromlist=["config"]), f"{kind}Config")
     if "target_modules" in inspect.signature(made).parameters:
         options = {"target_modules": PARTS, **options}
@@ -81,20 +81,20 @@ PROMPTS: Mapping[str, partial[peft.PeftConfig]] = {
 
 
 def adapted(subject: Subject, of_config: Callable[[], peft.PeftConfig]) -> PeftModel:
-    """The subject's model with an adapter that is random, the same for both libraries."""
+    """Add a random adapter to the subject's model, the same for both libraries."""
     torch.manual_seed(3)
     model = get_peft_model(subject.model, of_config())
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Adapters start as none at all; this makes them visible at once.
+            # Adapters start without an effect. Random weights make them visible immediately.
             if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
     return model
 
 
 def trained(subject: Subject, model: nn.Module, steps: int = 2) -> dict[str, Outcome]:
-    """What is trained after some steps of plain gradient descent, and the last gradients."""
+    """Return the trained parameters after some SGD steps, and the last gradients."""
     model.train()
     torch.manual_seed(5)
     for _ in range(steps):
@@ -111,7 +111,7 @@ def trained(subject: Subject, model: nn.Module, steps: int = 2) -> dict[str, Out
 
 
 def train_and_reload(subject: Subject, of_config: Callable[[], peft.PeftConfig]) -> Outcome:
-    """Trained, saved, and loaded over a model of the other library."""
+    """Train, save, and load into a model of the other library."""
     model = adapted(subject, of_config)
     outcome = trained(subject, model)
     model.save_pretrained(subject.folder)
@@ -125,7 +125,7 @@ def train_and_reload(subject: Subject, of_config: Callable[[], peft.PeftConfig])
 
 
 def merge(subject: Subject, of_config: Callable[[], peft.PeftConfig]) -> Outcome:
-    """Merged and unmerged in place, taken out by `disable_adapter`, then merged for good."""
+    """Merge and unmerge in place, disable with `disable_adapter`, then merge permanently."""
     model = adapted(subject, of_config)
     trained(subject, model, 1)
     outcome = {"logits": forward(subject, model)}
@@ -146,7 +146,7 @@ def merge(subject: Subject, of_config: Callable[[], peft.PeftConfig]) -> Outcome
 
 
 def unload(subject: Subject, of_config: Callable[[], peft.PeftConfig]) -> Outcome:
-    """Trained, then taken away: the model is what it was."""
+    """Train, then unload: the model is unchanged."""
     model = adapted(subject, of_config)
     trained(subject, model, 1)
     whole = model.unload()
@@ -157,7 +157,7 @@ for name, of_config in {**TUNERS, **PROMPTS}.items():
     options: dict[str, Any] = {
         "which": "qwen2" if name == "BEFT" else "llama",
         "needs": NEEDS.get(name, ()),
-        # RandLoRA multiplies long products of random matrices: rounding grows.
+        # RandLoRA multiplies long products of random matrices, which amplifies rounding.
         "tolerance": 2e-4 if name == "RandLoRA" else TOLERANCE,
     }
 
@@ -167,5 +167,5 @@ for name, of_config in {**TUNERS, **PROMPTS}.items():
     add(f"{name}: trained, saved, loaded over the other", bound(train_and_reload), **options)
     if name in TUNERS:
         add(f"{name}: unloaded", bound(unload), **options)
-        raises = NotImplementedError if name == "Lily" else None  # whose adapters depend on one another
+        raises = NotImplementedError if name == "Lily" else None  # its adapters depend on each other
         add(f"{name}: merged", bound(merge), raises=raises, **options)

@@ -1,4 +1,4 @@
-"""Modules that are exchanged, shared, moved, resized and looked at."""
+"""Modules that are replaced, shared, moved, resized and inspected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils import skip_init
 from edits.outcome import Outcome
 from edits.table import Subject, add, edit, forward, gradients, step, values
 
-# What others see
+# Inspection
 
 
 @edit()
@@ -65,7 +65,7 @@ def owners_are_of_transformers_classes(subject: Subject) -> Outcome:
 
 @edit()
 def signatures(subject: Subject) -> Outcome:
-    """What trainers and tracers ask a forward for."""
+    """Forward arguments as trainers and tracers inspect them."""
     modules = (subject.model, subject.attention, subject.mlp, subject.q)
     return [list(inspect.signature(module.forward).parameters) for module in modules]
 
@@ -93,7 +93,7 @@ def what_a_part_has(subject: Subject) -> Outcome:
 
 @edit()
 def storages_are_separate(subject: Subject) -> Outcome:
-    """As accelerate and safetensors look for tied weights."""
+    """Detect tied weights as accelerate and safetensors do."""
     pointers = [parameter.untyped_storage().data_ptr() for parameter in subject.model.parameters()]
     sizes = [parameter.untyped_storage().nbytes() for parameter in subject.model.parameters()]
     return {"storages": len(set(pointers)), "sizes": sizes, "footprint": subject.model.get_memory_footprint()}
@@ -110,18 +110,18 @@ def tied_embeddings(subject: Subject) -> Outcome:
     }
 
 
-# Exchanged modules
+# Replaced modules
 
 
 class Scaled(nn.Linear):
-    """A user's linear."""
+    """A custom linear class."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 2
 
 
 def with_weight_of(new: nn.Linear, old: nn.Linear) -> nn.Linear:
-    """The new linear with the old one's weight."""
+    """Copy the old linear's weight into the new linear."""
     new.weight = old.weight
     return new
 
@@ -139,7 +139,7 @@ REPLACEMENTS = {
     "a low rank": lambda old: nn.Sequential(
         nn.Linear(old.in_features, 4, bias=False), nn.Linear(4, old.out_features, bias=False)
     ),
-    "a linear that is not initialised": lambda old: with_weight_of(
+    "a linear that is not initialized": lambda old: with_weight_of(
         skip_init(nn.Linear, old.in_features, old.out_features, bias=False), old
     ),
 }
@@ -194,7 +194,7 @@ def an_owner_is_replaced(subject: Subject) -> Outcome:
 
 @edit()
 def an_owners_class_is_transformers_again(subject: Subject) -> Outcome:
-    """As patches put a class of their own over a module."""
+    """Patches replace the class of a module in this way."""
     from transformers.models.llama import modeling_llama as hf
 
     class Patched(hf.LlamaMLP):
@@ -281,7 +281,7 @@ def layers_change_places(subject: Subject) -> Outcome:
 
 @edit()
 def a_layer_is_copied_on_top(subject: Subject) -> Outcome:
-    """Depth is doubled, as models are grown."""
+    """Double the depth by copying layers, as model growing does."""
     layers = subject.model.model.layers
     new = copy.deepcopy(layers[0])
     new.self_attn.layer_idx = 2
@@ -298,7 +298,7 @@ def one_module_serves_as_two_parts(subject: Subject) -> Outcome:
 
 @edit()
 def parts_in_a_module_of_their_own(subject: Subject) -> Outcome:
-    """Parts are also found in a list elsewhere; names and gradients are those of both places."""
+    """The linears are also in a separate list. Names and gradients exist at both places."""
     subject.model.probes = nn.ModuleList([subject.q, subject.v])
     return {**step(subject), "names": list(subject.model.state_dict())}
 
@@ -393,8 +393,8 @@ def dropout_in_attention(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_model_is_made_and_initialised(subject: Subject) -> Outcome:
-    """A new model of the same seed has the same random weights."""
+def a_model_is_made_and_initialized(subject: Subject) -> Outcome:
+    """A new model with the same seed has the same random weights."""
     torch.manual_seed(3)
     return values(type(subject.model)(subject.model.config))
 
@@ -410,7 +410,7 @@ def a_part_is_used_after_the_model_is_gone(subject: Subject) -> Outcome:
 
 @edit()
 def an_owner_in_another_model(subject: Subject) -> Outcome:
-    """Attention and MLP are lifted out and trained in a model of the user's own."""
+    """Extract attention and MLP, and train them in a custom model."""
 
     class Mine(nn.Module):
         def __init__(self) -> None:

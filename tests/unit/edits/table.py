@@ -1,4 +1,4 @@
-"""The table of edits, and what most of them look at afterwards."""
+"""The table of edits, and the results that most of them return."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from edits.outcome import TOLERANCE, Outcome
 
 @dataclass
 class Subject:
-    """A model to edit, and what an edit may need beside it.
+    """A model to edit, with everything an edit may need.
 
     Args:
-        library: whose model it is, `transformers` or `ours`.
-        which: the configuration, a key of `models.CONFIGS`.
-        dtype: that of its parameters.
-        folder: an empty folder to write into.
+        library: The model's library, `transformers` or `ours`.
+        which: The configuration, a key of `models.CONFIGS`.
+        dtype: The dtype of its parameters.
+        folder: An empty folder to write into.
 
     Attributes:
-        model: the model to edit, in evaluation mode.
-        input_ids: two sequences of seven tokens.
+        model: The model to edit, in evaluation mode.
+        input_ids: Two sequences of seven tokens.
     """
 
     library: str
@@ -36,21 +36,21 @@ class Subject:
     folder: Path
 
     def __post_init__(self) -> None:
-        # Not when it is first asked for, which may be under the mode that is tried.
+        # Created now, because a first access might happen under the mode being tested.
         self.model = self.new()
         self.input_ids = torch.randint(2, 128, (2, 7), generator=torch.Generator().manual_seed(1))
 
     def new(self) -> PreTrainedModel:
-        """Another model of the same library with the same weights."""
+        """Create another model of the same library with the same weights."""
         return models.BUILDERS[self.library](self.which).to(self.dtype)
 
     def other(self) -> PreTrainedModel:
-        """A model of the other library with the same weights."""
+        """Create a model of the other library with the same weights."""
         other = "ours" if self.library == "transformers" else "transformers"
         return models.BUILDERS[other](self.which).to(self.dtype)
 
     def hidden_states(self, seed: int = 2) -> torch.Tensor:
-        """What a part could be given: [2, 7, 64]."""
+        """An input for a linear, of shape `(2, 7, 64)`."""
         return torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
     @property
@@ -84,25 +84,25 @@ class Subject:
         return self.mlp.up_proj
 
     def part(self, name: str) -> nn.Linear:
-        """The first layer's `q_proj`, `gate_proj`, ..."""
+        """Return the first layer's `q_proj`, `gate_proj`, ..."""
         return getattr(self.attention, name) if hasattr(self.attention, name) else getattr(self.mlp, name)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """An edit that someone may make to a model.
+    """An edit that a user may make to a model.
 
     Args:
-        name: what it does, in a few words.
-        kind: the file it stands in.
-        apply: makes the edit and returns what it led to. What shows that the edit took place, where outputs do not,
-            stands under `seen`, and may not be empty.
-        which: the configuration it is made to, a key of `models.CONFIGS`.
-        dtype: that of the model; fp64 where rounding would be amplified.
-        raises: the error that transformers' model raises, too; None where nothing is raised.
-        needs: packages without which it is skipped.
-        half: whether it computes in half precision, where one product rounds once and the parts' products each.
-        tolerance: how far outcomes may be apart, at most 2e-4; a few steps of bfloat16 where `half`.
+        name: A short description.
+        kind: The file that defines it.
+        apply: Makes the edit and returns its outcome. If outputs do not show that the edit took place, other evidence
+            is in the outcome under `seen`, which must not be empty.
+        which: The configuration, a key of `models.CONFIGS`.
+        dtype: The model's dtype. fp64 if rounding would be amplified.
+        raises: The error that transformers' model also raises. None if nothing is raised.
+        needs: Packages without which it is skipped.
+        half: Whether it computes in half precision, where the fused matmul rounds once and separate matmuls once each.
+        tolerance: The largest difference of outcomes, at most 2e-4. A few steps of bfloat16 if `half`.
     """
 
     name: str
@@ -131,7 +131,7 @@ EDITS: list[Edit] = []
 
 
 def edit(name: str = "", **options) -> Callable:
-    """Enter a function into the table; its name is the edit's, unless another is given."""
+    """Register a function as an edit. The function name is the edit's name, unless another is passed."""
 
     def enter(apply: Callable[[Subject], Outcome]) -> Callable[[Subject], Outcome]:
         kind = apply.__module__.rpartition(".")[2].rstrip("_")
@@ -142,10 +142,10 @@ def edit(name: str = "", **options) -> Callable:
 
 
 def add(name: str, apply: Callable[[Subject], Outcome], kind: str = "", **options) -> None:
-    """Enter an edit into the table, for rows that a loop makes; `kind` is the calling file's name.
+    """Register an edit, for rows created in a loop. `kind` is the calling file's name.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: The name exists already.
     """
     kind = kind or sys._getframe(1).f_globals["__name__"].rpartition(".")[2].rstrip("_")
     new = Edit(name, kind, apply, **options)
@@ -155,24 +155,24 @@ def add(name: str, apply: Callable[[Subject], Outcome], kind: str = "", **option
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The gradient of every parameter, None where there is none."""
+    """Return the gradient of every parameter, or None without a gradient."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of the state dict."""
+    """Return a copy of the state dict."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def forward(subject: Subject, model: nn.Module | None = None) -> torch.Tensor:
-    """The logits, without a graph."""
+    """Return the logits without a graph."""
     with torch.no_grad():
         model = subject.model if model is None else model
         return model(input_ids=subject.input_ids, use_cache=False).logits
 
 
 def step(subject: Subject, model: nn.Module | None = None) -> dict[str, Outcome]:
-    """Logits and gradients of a forward and a backward pass; gradients that are there accumulate."""
+    """Return logits and gradients of a forward and backward pass. Gradients accumulate."""
     model = subject.model if model is None else model
     output = model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False)
     if output.loss.requires_grad:

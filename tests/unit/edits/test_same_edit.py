@@ -1,4 +1,4 @@
-"""Each edit of the table is made to transformers' model and to ours; outcomes must be equal."""
+"""Make each edit of the table to transformers' model and to ours. The outcomes must be equal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for file in sorted(Path(__file__).parent.glob("*.py")):
     if not file.stem.startswith(("test_", "__")):
         import_module(f"edits.{file.stem}")
 
-# Edits that ours refuses and transformers' model does not: the error, and why.
+# Edits for which our model raises an error and transformers' does not: the error, and the reason.
 DOCUMENTED: dict[str, tuple[type[Exception], str]] = {
     "modes: mutation of saved tensors is allowed": (
         RuntimeError,
@@ -34,19 +34,19 @@ DOCUMENTED: dict[str, tuple[type[Exception], str]] = {
 }
 
 
-# Edits that transformers' own model does not take before a version.
+# Edits that transformers' model supports only since some version.
 SINCE = {"compilers: jit trace of the model": "5.9"}
 
 
 def outcome_of(edit: Edit, library: str, folder: Path) -> Outcome | Exception:
-    """What the edit leads to on a new model of that library, be it an error."""
+    """Return the outcome of the edit on a new model of this library. An error is also an outcome."""
     folder.mkdir()
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
     try:
         return edit.apply(Subject(library, edit.which, edit.dtype, folder))
-    except Exception as error:  # whatever it raises is the outcome
+    except Exception as error:  # any exception is an outcome
         return error
 
 
@@ -82,7 +82,7 @@ def test_same_edit(edit: Edit, tmp_path: Path) -> None:
 
 
 def assert_effective(edit: Edit, outcome: Outcome | Exception) -> None:
-    """The edit did something to transformers' model: a row that does nothing would pass whatever ours did."""
+    """Check that the edit changed transformers' model. An edit without an effect would always pass."""
     if edit.raises is not None:
         assert type(outcome) is edit.raises, f"transformers' model should raise {edit.raises.__name__}: {outcome!r}"
         return
@@ -95,7 +95,7 @@ def assert_effective(edit: Edit, outcome: Outcome | Exception) -> None:
 
 @cache
 def unedited(which: str, dtype: torch.dtype) -> Outcome:
-    """A step of transformers' model that nobody edited."""
+    """Return a step of transformers' model without an edit."""
     return step(Subject("transformers", which, dtype, Path()))
 
 
@@ -107,7 +107,7 @@ def test_table() -> None:
 
 
 def test_differences_are_found() -> None:
-    """The comparison sees what it must: a value, a flag, a key, an order, a missing gradient, NaN."""
+    """The comparison detects a different value, flag, key, order, missing gradient or NaN."""
     one = {"a": torch.ones(2), "b": None, "c": ["x", 1.0]}
     assert not list(differences({**one, "a": torch.ones(2) + 1e-6}, one))
     for other in (
@@ -124,7 +124,7 @@ def test_differences_are_found() -> None:
         assert list(differences(other, one)), other
 
 
-# What PEFT has besides, and why it is not in the table.
+# Other features of PEFT, and why they are not in the table.
 OTHER_TUNERS = {
     "CARTRIDGE": "a cache that is made elsewhere; it touches no weight",
     "CPT": "prompt tuning over given tokens; it touches no weight",
@@ -143,7 +143,7 @@ def test_every_tuner_of_peft() -> None:
 
 @pytest.mark.parametrize("which", CONFIGS)
 def test_untouched(which: str, tmp_path: Path) -> None:
-    """Without an edit the two are the same model, and ours is one whose groups run as one matmul."""
+    """Without an edit, both are the same model, and our groups run as one matmul."""
     untouched = Edit("nothing", "", step, which=which)
     expected, actual = (outcome_of(untouched, library, tmp_path / library) for library in BUILDERS)
     assert not list(differences(actual, expected))

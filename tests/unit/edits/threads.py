@@ -1,4 +1,4 @@
-"""Several threads over one module; what is counted are wrong results over many tries."""
+"""Several threads use one module. The outcome counts wrong results over many tries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRIES = 100
 
 
 def at_once(*works: Callable[[], torch.Tensor], tries: int = TRIES) -> list[list[torch.Tensor]]:
-    """What each work gives, each in a thread of its own, try by try; all begin together."""
+    """Run each function in a separate thread, all starting together. Returns their results per try."""
     barrier = Barrier(len(works))
 
     def repeated(work: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -31,12 +31,12 @@ def at_once(*works: Callable[[], torch.Tensor], tries: int = TRIES) -> list[list
 
 
 def wrong(results: list[torch.Tensor], expected: torch.Tensor) -> int:
-    """How many are not what is expected."""
+    """Count the results that differ from the expected one."""
     return sum(not torch.allclose(result, expected, atol=1e-4, rtol=1e-4) for result in results)
 
 
 def gradient_of(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """All weights' gradients of one pass, in a row; `.grad`, which threads would share, is not touched."""
+    """Return all weight gradients of one pass as one vector, without `.grad`, which threads would share."""
     found = torch.autograd.grad(mlp(x).square().sum(), list(mlp.parameters()), allow_unused=True)
     return torch.cat([torch.full((1,), torch.nan) if tensor is None else tensor.flatten() for tensor in found])
 
@@ -103,7 +103,7 @@ def one_thread_calls_a_part_while_another_runs_its_owner(subject: Subject) -> Ou
 
 @edit()
 def threads_that_accumulate_gradients(subject: Subject) -> Outcome:
-    """Forward passes in threads, one backward pass over all of them."""
+    """Forward passes in threads, then one backward pass over all of them."""
     inputs = [subject.hidden_states(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(subject.mlp, inputs))
@@ -113,7 +113,7 @@ def threads_that_accumulate_gradients(subject: Subject) -> Outcome:
 
 @edit()
 def a_hook_is_put_on_by_another_thread(subject: Subject) -> Outcome:
-    """It is put on and taken off while the owner runs: each result is that of either state."""
+    """The hook is added and removed while the parent module runs. Each result matches one of the two states."""
     mlp, x = subject.mlp, subject.hidden_states()
     plain = without_graph(mlp, x)
 

@@ -1,4 +1,4 @@
-"""Freezing, gradients that are read, set, clipped and accumulated, derivatives of derivatives."""
+"""Freezing; reading, setting, clipping and accumulating gradients; higher-order derivatives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from edits.table import Subject, add, edit, forward, gradients, step, values
 
 
 def loss_of(subject: Subject, model: nn.Module | None = None) -> torch.Tensor:
-    """The loss of the subject's tokens."""
+    """Return the loss of the subject's tokens."""
     model = subject.model if model is None else model
     return model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False).loss
 
 
 def sgd(model: nn.Module, lr: float = 0.5) -> None:
-    """One step of plain gradient descent."""
+    """Take one step of SGD."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -26,7 +26,7 @@ def sgd(model: nn.Module, lr: float = 0.5) -> None:
 
 
 def trained(subject: Subject, steps: int = 2) -> Outcome:
-    """Weights and flags after some steps."""
+    """Return weights and `requires_grad` flags after some steps."""
     for _ in range(steps):
         subject.model.zero_grad()
         loss_of(subject).backward()
@@ -38,7 +38,7 @@ def trained(subject: Subject, steps: int = 2) -> Outcome:
     }
 
 
-# Who trains, by name
+# Trainable parameters by name
 
 TRAINABLE = {
     "only q_proj": "*q_proj.weight",
@@ -98,7 +98,7 @@ def the_model_is_frozen_and_its_input_trains(subject: Subject) -> Outcome:
 
 @edit()
 def a_new_linear_trains_beside_a_frozen_part(subject: Subject) -> Outcome:
-    """An adapter written by hand."""
+    """A hand-written adapter."""
     subject.model.requires_grad_(False)
     down, up = nn.Linear(64, 4, bias=False), nn.Linear(4, 32, bias=False)
 
@@ -114,7 +114,7 @@ def a_new_linear_trains_beside_a_frozen_part(subject: Subject) -> Outcome:
     return trained(subject)
 
 
-# Gradients at hand
+# Access to gradients
 
 
 @edit()
@@ -163,7 +163,7 @@ def gradients_accumulate(subject: Subject) -> Outcome:
 
 @edit()
 def gradients_accumulate_into_a_buffer_of_their_own(subject: Subject) -> Outcome:
-    """As Megatron and DeepSpeed keep gradients: one flat buffer, of which each parameter has a view."""
+    """Accumulate as Megatron and DeepSpeed do: parameters have views of one flat gradient buffer."""
     parameters = list(subject.model.parameters())
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
     for parameter, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -216,7 +216,7 @@ def gradients_get_noise_by_name(subject: Subject) -> Outcome:
 
 @edit()
 def gradients_are_kept_from_step_to_step(subject: Subject) -> Outcome:
-    """Whoever keeps a gradient finds it unchanged after the next backward pass."""
+    """A stored gradient does not change in the next backward pass."""
     loss_of(subject).backward()
     kept = gradients(subject.model)
     subject.model.zero_grad(set_to_none=True)
@@ -245,7 +245,7 @@ def derivatives_with_respect_to_weights_and_activations(subject: Subject) -> Out
 
 @edit()
 def one_part_with_respect_to_another_parts_weight(subject: Subject) -> Outcome:
-    """There is no derivative, as the one does not depend on the other."""
+    """The derivative does not exist, because one linear does not depend on the other."""
     outputs = {}
     for part in ("q_proj", "k_proj", "v_proj"):
         add_output = lambda module, args, output, part=part: outputs.update({part: output})  # noqa: E731
@@ -280,7 +280,7 @@ def one_part_with_respect_to_another_parts_weight_unasked(subject: Subject) -> O
 
 @edit()
 def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
-    """The gate's output is caught where it is used: its derivatives are its own weight's and the input's alone."""
+    """Capture the gate's output where it is used. It depends only on the gate's weight and the input."""
     x = subject.hidden_states().requires_grad_()
     outputs = []
     activation = subject.mlp.act_fn
@@ -298,7 +298,7 @@ def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
 
 @edit()
 def backward_from_one_part_alone(subject: Subject) -> Outcome:
-    """What nothing depends on has no gradient, in place of one that is zero."""
+    """Parameters that do not affect the output have no gradient, rather than a zero gradient."""
     outputs = []
     activation = subject.mlp.act_fn
 
@@ -382,7 +382,7 @@ def gradcheck_of_the_owner(subject: Subject) -> Outcome:
 
 @edit()
 def two_graphs_at_once(subject: Subject) -> Outcome:
-    """Two forward passes, then their backward passes in the other order."""
+    """Two forward passes, then their backward passes in reverse order."""
     first, second = loss_of(subject), subject.model(subject.input_ids.flip(0), labels=subject.input_ids).loss
     second.backward()
     kept = {name: gradient.clone() for name, gradient in gradients(subject.model).items()}
@@ -392,7 +392,7 @@ def two_graphs_at_once(subject: Subject) -> Outcome:
 
 @edit()
 def a_reward_from_the_same_model_without_its_gradient(subject: Subject) -> Outcome:
-    """A policy and its frozen reference are one model; the reference's pass lies between forward and backward."""
+    """Policy and frozen reference are the same model. The reference runs between the policy's forward and backward."""
     policy = subject.model(subject.input_ids, use_cache=False).logits.log_softmax(-1)
     with torch.no_grad():
         reference = subject.model(subject.input_ids.flip(1), use_cache=False).logits.log_softmax(-1)
@@ -402,7 +402,7 @@ def a_reward_from_the_same_model_without_its_gradient(subject: Subject) -> Outco
 
 @edit()
 def sharpness_aware_steps(subject: Subject) -> Outcome:
-    """SAM: weights are moved along the gradient, a second gradient is taken, and weights are put back."""
+    """SAM: move weights along the gradient, compute a second gradient, and restore the weights."""
     loss_of(subject).backward()
     moves = {parameter: parameter.grad * 0.1 for parameter in subject.model.parameters()}
     with torch.no_grad():

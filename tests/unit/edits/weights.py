@@ -1,4 +1,4 @@
-"""Weights and biases that are cast, exchanged, edited, tied, pruned and parametrised."""
+"""Weights and biases that are cast, replaced, edited, tied, pruned and parametrized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def scaled(weight: torch.Tensor, by: float = 2.0) -> torch.Tensor:
-    """A scaled copy, detached."""
+    """Return a scaled, detached copy."""
     return weight.detach().clone() * by
 
 
@@ -39,7 +39,7 @@ def delete_and_set_a_tensor(part: nn.Linear) -> None:
     part.weight = weight * 2
 
 
-# Ways to give a part another weight. Each is tried on the first, the middle and the last of a group.
+# Ways to replace a linear's weight. Each is tried on the first, middle and last linear of a group.
 CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "gets other data": lambda part: setattr(part.weight, "data", scaled(part.weight)),
     "is scaled through data": lambda part: part.weight.data.mul_(2),
@@ -51,7 +51,7 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "is another Parameter": lambda part: setattr(part, "weight", nn.Parameter(scaled(part.weight))),
     "is registered anew": lambda part: part.register_parameter("weight", nn.Parameter(scaled(part.weight))),
     "is deleted and a plain tensor": delete_and_set_a_tensor,
-    "is initialised again": lambda part: nn.init.constant_(part.weight, 0.01),
+    "is initialized again": lambda part: nn.init.constant_(part.weight, 0.01),
     "is not contiguous": lambda part: setattr(part, "weight", nn.Parameter(scaled(part.weight).T.contiguous().T)),
     "is a slice of a larger tensor": lambda part: setattr(
         part.weight, "data", torch.cat([scaled(part.weight), scaled(part.weight)])[: part.out_features]
@@ -88,7 +88,7 @@ def a_weight_is_assigned_a_tensor(subject: Subject) -> Outcome:
 
 
 @edit(raises=RuntimeError)
-def a_weight_that_an_optimiser_changed_before_the_backward_pass(subject: Subject) -> Outcome:
+def a_weight_that_an_optimizer_changed_before_the_backward_pass(subject: Subject) -> Outcome:
     optimizer = torch.optim.SGD(subject.model.parameters(), lr=0.1)
     output = subject.model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False)
     subject.q.weight.grad = torch.ones_like(subject.q.weight)
@@ -110,7 +110,7 @@ def weights_change_in_place_again_and_again(subject: Subject) -> Outcome:
 
 @edit()
 def a_weight_of_another_type(subject: Subject) -> Outcome:
-    """A subclass of Tensor that sees what is done with it, as quantised weights are."""
+    """A Tensor subclass that intercepts operations, as quantized weights do."""
     seen = []
 
     class Watched(torch.Tensor):
@@ -128,7 +128,7 @@ def a_weight_of_another_type(subject: Subject) -> Outcome:
 
 
 def cast(*names: str, to: torch.dtype) -> Callable[[Subject], Outcome]:
-    """An edit that casts parts, and their inputs by a hook."""
+    """Return an edit that casts linears, and their inputs with a hook."""
 
     def apply(subject: Subject) -> Outcome:
         for name in names:
@@ -275,7 +275,7 @@ def a_weight_is_tied_across_layers(subject: Subject) -> Outcome:
 
 @edit()
 def neurons_are_cut_off(subject: Subject) -> Outcome:
-    """Structured pruning: the MLP loses a third of its neurons."""
+    """Structured pruning: remove a third of the MLP's neurons."""
     for part in (subject.gate, subject.up):
         part.weight = nn.Parameter(part.weight.detach()[:64].clone())
         part.out_features = 64
@@ -287,7 +287,7 @@ def neurons_are_cut_off(subject: Subject) -> Outcome:
 
 @edit()
 def neurons_are_cut_off_through_data(subject: Subject) -> Outcome:
-    """The linears' own sizes are not told."""
+    """The linears' `in_features` and `out_features` do not change."""
     for part in (subject.gate, subject.up):
         part.weight.data = part.weight.data[::2]
     subject.mlp.down_proj.weight.data = subject.mlp.down_proj.weight.data[:, ::2]
@@ -303,11 +303,11 @@ def neurons_are_added(subject: Subject) -> Outcome:
     return step(subject)
 
 
-# Parametrisations
+# Parametrizations
 
 
 class Doubled(nn.Module):
-    """Twice the weight; its inverse."""
+    """A parametrization that doubles the weight, with its inverse."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
@@ -317,20 +317,20 @@ class Doubled(nn.Module):
 
 
 @edit()
-def a_weight_is_parametrised(subject: Subject) -> Outcome:
+def a_weight_is_parametrized(subject: Subject) -> Outcome:
     parametrize.register_parametrization(subject.k, "weight", Doubled())
     return {**step(subject), "state dict": subject.model.state_dict()}
 
 
 @edit()
-def a_parametrisation_is_removed_and_its_weight_kept(subject: Subject) -> Outcome:
+def a_parametrization_is_removed_and_its_weight_kept(subject: Subject) -> Outcome:
     parametrize.register_parametrization(subject.k, "weight", Doubled())
     parametrize.remove_parametrizations(subject.k, "weight", leave_parametrized=True)
     return {**step(subject), "type": type(subject.k), "state dict": subject.model.state_dict()}
 
 
 @edit()
-def a_parametrisation_is_removed(subject: Subject) -> Outcome:
+def a_parametrization_is_removed(subject: Subject) -> Outcome:
     parametrize.register_parametrization(subject.gate, "weight", Doubled())
     subject.gate.weight = torch.ones(96, 64) * 0.1
     parametrize.remove_parametrizations(subject.gate, "weight", leave_parametrized=False)
@@ -338,7 +338,7 @@ def a_parametrisation_is_removed(subject: Subject) -> Outcome:
 
 
 @edit()
-def all_parts_are_parametrised_with_a_cache(subject: Subject) -> Outcome:
+def all_parts_are_parametrized_with_a_cache(subject: Subject) -> Outcome:
     for part in (subject.q, subject.k, subject.v):
         parametrize.register_parametrization(part, "weight", Doubled())
     with parametrize.cached():
@@ -423,7 +423,7 @@ def pruning_is_made_permanent(subject: Subject) -> Outcome:
 
 @edit()
 def pruned_by_activations(subject: Subject) -> Outcome:
-    """Wanda: what is pruned follows from the norms of each linear's inputs."""
+    """Wanda: prune by the norms of each linear's inputs."""
     norms = {}
     handles = [
         module.register_forward_pre_hook(
@@ -455,7 +455,7 @@ def parameters_as_one_vector(subject: Subject) -> Outcome:
 
 @edit()
 def all_parameters_become_slices_of_one_tensor(subject: Subject) -> Outcome:
-    """As DeepSpeed and Megatron lay parameters out."""
+    """DeepSpeed and Megatron store parameters in this way."""
     parameters = list(subject.model.parameters())
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -465,22 +465,22 @@ def all_parameters_become_slices_of_one_tensor(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_users_initialisation(subject: Subject) -> Outcome:
-    """It asks for the exact type, as many do."""
+def a_users_initialization(subject: Subject) -> Outcome:
+    """It checks for the exact type, as many initializers do."""
     seen = []
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         if type(module) is nn.Linear:
             seen.append(tuple(module.weight.shape))
             nn.init.xavier_uniform_(module.weight)
 
     torch.manual_seed(3)
-    subject.model.apply(initialise)
+    subject.model.apply(initialize)
     return {**step(subject), "seen": seen}
 
 
 @edit()
-def transformers_own_initialisation(subject: Subject) -> Outcome:
+def transformers_own_initialization(subject: Subject) -> Outcome:
     torch.manual_seed(3)
     subject.model.apply(subject.model._init_weights)
     return step(subject)
@@ -497,7 +497,7 @@ def every_linear_resets_itself(subject: Subject) -> Outcome:
 
 @edit()
 def low_rank_weights(subject: Subject) -> Outcome:
-    """Each weight is replaced by its best approximation of rank 8, found by name."""
+    """Replace each weight, found by name, by its best approximation of rank 8."""
     for name, parameter in subject.model.named_parameters():
         if name.endswith(("k_proj.weight", "up_proj.weight")):
             u, s, v = torch.linalg.svd(parameter.detach(), full_matrices=False)
@@ -507,7 +507,7 @@ def low_rank_weights(subject: Subject) -> Outcome:
 
 @edit()
 def a_weight_receives_a_merged_update(subject: Subject) -> Outcome:
-    """As LoRA is merged by hand, into `data`, then taken out again."""
+    """Merge LoRA manually into `data`, and subtract it again."""
     update = torch.randn(32, 4, generator=torch.Generator().manual_seed(5)) @ torch.ones(4, 64) * 0.01
     subject.v.weight.data += update
     merged = forward(subject)

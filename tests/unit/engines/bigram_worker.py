@@ -1,4 +1,4 @@
-"""A bigram model in a subprocess, for tests of the protocol: `python -m bigram_worker`."""
+"""A bigram model in a subprocess, to test the protocol: `python -m bigram_worker`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
 VOCABULARY = 512
 
 SLOW_TOKEN = 500
-"""A sequence that begins with it takes `DELAY` seconds, and so does a refit whose table begins with it."""
+"""A sequence that begins with this token takes `DELAY` seconds. So does a refit whose table begins with it."""
 
 DELAY = 0.8
 
 
 def table(seed: int) -> dict[str, torch.Tensor]:
-    """Logits of the next token, `(token, next token)`, as a head and its gate: both are needed."""
+    """Return logits of the next token, `(token, next token)`, computed from a head and its gate."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(VOCABULARY, VOCABULARY, generator=generator) for name in ("head", "gate")}
 
 
 def scores(weights: dict[str, torch.Tensor], tokens: list[int]) -> list[float]:
-    """Log-probability of each token but the first."""
+    """Return the log-probability of each token except the first."""
     logprobs = (weights["head"] + weights["gate"])[tokens[:-1]].log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 

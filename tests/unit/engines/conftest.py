@@ -1,4 +1,4 @@
-"""A small model with a distribution that is far from uniform, as checkpoint and as engines."""
+"""A small model whose distribution is far from uniform, as a checkpoint and as engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nrl_models.testing.tiny import tiny_config
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama whose logits spread over several nats: an error shows."""
+    """A tiny Llama whose logits spread over several nats, so that errors are visible."""
     folder = tmp_path_factory.mktemp("engine")
     model = new_model(tiny_config(LlamaConfig))
     with torch.no_grad():
@@ -27,18 +27,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trainer(checkpoint: Path) -> HFEngine:
-    """Our model of it. Shared: do not change it."""
+    """The nrl_models model of the checkpoint. Shared: do not change it."""
     return HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
 
 
 @pytest.fixture
 def engine(checkpoint: Path) -> HFEngine:
-    """transformers' model of it, to change at will."""
+    """transformers' model of the checkpoint as an engine. Tests may change it."""
     return HFEngine.start(checkpoint, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Three prompts, two of one length."""
+    """Three prompts, two of the same length."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(16, 480, (size,), generator=generator).tolist() for size in (9, 14, 9)]

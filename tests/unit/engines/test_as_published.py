@@ -1,4 +1,4 @@
-"""What transformers saves otherwise than it was published reaches vLLM as it was published; the rest as it is."""
+"""Tensors that transformers saves under other names or shapes reach vLLM in the published layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERTS, HIDDEN, INNER = 4, 32, 12
 
 
 def nested(*path: str) -> nn.Module:
-    """A model with one module at the end of a path."""
+    """Build a model with one module at the end of a path."""
     root = module = nn.Module()
     for part in path:
         module.add_module(part, nn.Module())
@@ -59,7 +59,7 @@ def test_a_wrapped_vision_tower_is_named_as_it_was_published() -> None:
 
 
 def stacks(hidden: int = HIDDEN, inner: int = INNER) -> dict[str, torch.Tensor]:
-    """As published: `(experts, in, out)`."""
+    """The published layout: `(experts, in, out)`."""
     return {
         "model.layers.0.mlp.experts.gate_up_proj": torch.randn(EXPERTS, hidden, 2 * inner),
         "model.layers.0.mlp.experts.down_proj": torch.randn(EXPERTS, inner, hidden),

@@ -1,4 +1,4 @@
-"""The codec of changes: exact to the bit for every dtype, small, and refusing what does not fit."""
+"""The delta codec is bit-exact for every dtype, small, and raises an error for invalid input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moved(old: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
-    """A copy of which some elements have other bits."""
+    """Return a copy with changed bits in some elements."""
     new = old.clone().contiguous()
     if old.dtype is torch.bool:
         return new ^ (torch.rand(old.shape, generator=generator) < share)
@@ -64,7 +64,7 @@ def test_elements_that_are_equal_and_not_the_same_are_sent() -> None:
     assert writer.add("x", old, new)
     ((_, found),) = patched({"x": old}, *writer.message())
     assert torch.equal(bits(found), bits(new))
-    assert not DeltaWriter().add("x", new, new.clone())  # NaN is itself
+    assert not DeltaWriter().add("x", new, new.clone())  # NaN equals itself
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.021), (torch.float32, 0.016)])
@@ -90,17 +90,17 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
     assert {name for name, _ in patched(old, tensors, text)} == {"x", "y"}
     far = tensors["steps"].to(torch.int64) * 60
     for damaged, said in (
-        ((old | {"y": torch.zeros(5)}, tensors, text), "'y' whole"),
+        ((old | {"y": torch.zeros(5)}, tensors, text), "complete 'y' that"),
         (({"y": old["y"]}, tensors, text), "'x', which the last"),
         (({**old, "x": torch.zeros(800)}, tensors, text), "past its end"),
         ((old, tensors | {"steps": far.to(torch.uint16)}, text), "past its end"),
         ((old, tensors | {"steps": tensors["steps"][:1]}, text), "too few changes"),
         ((old, tensors | {"steps": tensors["steps"] * 0}, text), "past its end"),
         ((old, tensors | {"values.4": tensors["values.4"].float()}, text), "too few changes"),
-        ((old, tensors, {}), "does not list"),
-        ((old, tensors, {"sparse": "[[1, 2]]"}), "does not list"),
-        ((old, tensors, {"sparse": '[["x", -2]]'}), "does not list"),
-        ((old, tensors, {"sparse": "[" * 100_000}), "does not list"),
+        ((old, tensors, {}), "has no list of"),
+        ((old, tensors, {"sparse": "[[1, 2]]"}), "has no list of"),
+        ((old, tensors, {"sparse": '[["x", -2]]'}), "has no list of"),
+        ((old, tensors, {"sparse": "[" * 100_000}), "has no list of"),
     ):
         with pytest.raises(EngineError, match=said):
             list(patched(*damaged))

@@ -1,4 +1,4 @@
-"""The protocol with a vLLM of another environment, whose interpreter is a script here."""
+"""The protocol with vLLM in another environment, whose interpreter is a script."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for number, answer in enumerate(json.loads((here / "answers.json").read_text()))
 
 @pytest.fixture
 def engine_with(tmp_path: Path) -> Callable[..., EnvironmentEngine]:
-    """An engine whose worker gives these answers, in this order."""
+    """Create an engine whose worker sends these responses in order."""
 
     def start(*answers: Any) -> EnvironmentEngine:
         lines = [answer if isinstance(answer, str) else json.dumps(answer) for answer in answers]
@@ -93,10 +93,10 @@ def test_what_a_dead_worker_said_last_comes_first(tmp_path: Path) -> None:
     with pytest.raises(EngineError) as raised:
         EnvironmentEngine.start("model", python=script)
     first, *others = str(raised.value).splitlines()
-    assert first.endswith("died (exit status 3), and said last: install ai2-olmo")
+    assert first.endswith("died (exit status 3). Its last output: install ai2-olmo")
     assert others == ["  a library was not found"]
     script.write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(EngineError, match=r"said last: nothing$"):
+    with pytest.raises(EngineError, match=r"Its last output: nothing$"):
         EnvironmentEngine.start("model", python=script)
 
 

@@ -34,7 +34,7 @@ def test_sampled_logprobs_are_those_of_a_prefill(
 
 
 def test_a_model_in_training_mode_answers_as_in_evaluation_mode(engine: HFEngine, prompts: list[list[int]]) -> None:
-    """Without dropout, and with a cache under activation checkpointing; each module has its own mode afterwards."""
+    """Dropout is off, and a cache works with activation checkpointing. Afterwards each module has its previous mode."""
     samples, scores = engine.generate(prompts, Sampling(), max_new_tokens=6), engine.score(prompts, Sampling())
     engine.model.gradient_checkpointing_enable()
     engine.model.train()
@@ -65,7 +65,7 @@ def test_seeds_decide(engine: HFEngine, prompts: list[list[int]]) -> None:
 
 
 class Restless(HFEngine):
-    """Draws and seeds wherever it is asked for something, as engines may."""
+    """An engine that seeds and draws random numbers in every call, as some engines do."""
 
     @classmethod
     def start(cls, *args: Any, **options: Any) -> HFEngine:
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_with_all_reasons(checkpoint: Path, engine:
     with pytest.raises(EngineError) as caught:
         engine.generate([[5, 6], list(range(250)), [], [700], [-1]], Sampling(), max_new_tokens=10)
     message = str(caught.value)
-    assert "sequence 1 has 250 tokens and 10 more are asked for, and the engine takes 256" in message
+    assert "sequence 1 has 250 tokens and 10 more are requested, and the engine's limit is 256" in message
     assert "sequence 2 is empty" in message
     assert "sequence 3 has token 700, and the vocabulary has 512" in message
     assert "sequence 4 has token -1" in message

@@ -20,7 +20,7 @@ Server = tuple[HTTPEngine, Served]
 
 @pytest.fixture(params=["vllm", "openai"])
 def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Server]:
-    """A connection to a server of either style, and what can be changed about it."""
+    """A connection to a server of either style, and the server's behavior to change."""
     with serving(HFEngine.start(checkpoint, dtype=torch.float32), request.param) as (address, served):
         yield start_engine(address, checkpoint, timeout=20), served
 
@@ -110,7 +110,7 @@ def test_an_early_end_is_seen(server: Server, prompts: list[list[int]]) -> None:
     served.engine.model.generation_config.eos_token_id = first.tokens[1]
     original = served.complete
     served.complete = lambda body: original(body | {"ignore_eos": False})  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="does not honour `ignore_eos`"):
+    with pytest.raises(EngineError, match="ignores `ignore_eos`"):
         engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=5)
 
 
@@ -118,7 +118,7 @@ def test_a_slow_server_times_out(checkpoint: Path, prompts: list[list[int]]) -> 
     with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
         engine = start_engine(address, checkpoint, timeout=0.5)
         served.delay = 1.5
-        with pytest.raises(EngineError, match=r"no answer within 0.5 s.*timeout=SECONDS"):
+        with pytest.raises(EngineError, match=r"did not answer within 0.5 s.*timeout=SECONDS"):
             engine.generate(prompts, Sampling(), max_new_tokens=5)
 
 
@@ -152,5 +152,5 @@ def test_one_of_several_models_has_to_be_chosen(server: Server, checkpoint: Path
 
 
 def test_unknown_options_are_refused(server: Server, checkpoint: Path) -> None:
-    with pytest.raises(EngineError, match="does not take enforce_eager"):
+    with pytest.raises(EngineError, match="a server has no option enforce_eager"):
         start_engine(server[0].address, checkpoint, enforce_eager=True)

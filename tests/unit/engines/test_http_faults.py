@@ -1,4 +1,4 @@
-"""Servers that are hostile or broken: what they answer is an EngineError, and what is secret stays so."""
+"""Malicious or broken servers raise EngineError, and errors do not contain secrets."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
 
 KEY = 'sk-"hunter2"/1\\2'
-"""With characters that JSON and addresses write otherwise."""
+"""Contains characters that JSON and URLs escape."""
 
 
 class Raw:
-    """A server that answers whatever it is told.
+    """A server with configurable responses.
 
     Attributes:
-        address: where it is.
-        models, completions: the two answers, as JSON or as text.
-        act: takes the place of both: writes to the handler.
-        seen: path and headers of each request.
+        address: Its address.
+        models, completions: The two responses, as JSON or text.
+        act: Replaces both: writes to the handler.
+        seen: Path and headers of each request.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def raw_server() -> Iterator[Raw]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.handle_error = lambda *_: None  # a client that no longer waits
+    server.handle_error = lambda *_: None  # the client has closed the connection
     raw.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
@@ -106,17 +106,17 @@ def generate(engine: HTTPEngine, count: int = 1) -> list[tuple[int, ...]]:
 
 
 def completion(**changes: Any) -> dict[str, Any]:
-    """The answer to `generate`, with some of its fields changed."""
+    """Return a response to `generate` with some fields changed."""
     logprobs = {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0]}
     return {"index": 0, "token_ids": [7, 8], "finish_reason": "length", "logprobs": logprobs} | changes
 
 
 def said(error: BaseException) -> str:
-    """All that a traceback of the error would show."""
+    """Return the complete traceback of the error as text."""
     return "".join(traceback.format_exception(error))
 
 
-# Where the key goes
+# Where the API key is sent
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -152,7 +152,7 @@ def test_the_key_does_not_follow_a_redirection(raw: Raw, status: int) -> None:
     ],
 )
 def test_only_addresses_of_servers_are_asked(address: str) -> None:
-    with pytest.raises(EngineError, match="no server's address: expected http://HOST:PORT"):
+    with pytest.raises(EngineError, match="not a server's address: expected http://HOST:PORT"):
         HTTPEngine(address)
 
 
@@ -162,7 +162,7 @@ def test_a_password_in_an_address_is_refused_and_not_shown(address: str, checkpo
         lambda: start_engine(address, checkpoint),
         lambda: check_consistency(checkpoint, engine=address, out=tmp_path / "out"),
     ):
-        with pytest.raises(EngineError, match=r"has a user and a password in it|unknown engine: expected") as caught:
+        with pytest.raises(EngineError, match=r"contains a user and a password|unknown engine: expected") as caught:
             ask()
         assert "hunter2" not in said(caught.value)
     result = CliRunner().invoke(app, ["refit-check", str(checkpoint), "--engine", address])
@@ -219,11 +219,11 @@ def test_a_key_on_the_command_line_is_text() -> None:
     assert engine_option("timeout=1e5").value == 1e5
 
 
-# How long an answer takes, and how large it is
+# Time limits and size limits of responses
 
 
 def drip(handler: Any, text: bytes) -> None:
-    with suppress(OSError):  # nobody waits any more
+    with suppress(OSError):  # the client has closed the connection
         for letter in text:
             handler.wfile.write(bytes([letter]))
             handler.wfile.flush()
@@ -242,9 +242,9 @@ def test_the_timeout_is_that_of_the_whole_answer(raw: Raw, where: str) -> None:
     engine = raw.engine(timeout=0.6)
     raw.act = slowly
     started = time.monotonic()
-    with pytest.raises(EngineError, match=r"no answer within 0.6 s.*timeout=SECONDS"):
+    with pytest.raises(EngineError, match=r"did not answer within 0.6 s.*timeout=SECONDS"):
         generate(engine)
-    assert time.monotonic() - started < 8  # dripping takes 25; creating a client may take a second
+    assert time.monotonic() - started < 8  # a slow response takes 25 s; creating a client may take one
 
 
 def test_an_endless_answer_is_cut_off(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_an_engine_can_be_asked_from_an_event_loop(raw: Raw) -> None:
     assert asyncio.run(in_a_notebook()) == [(7, 8)]
 
 
-# Fields
+# Fields of responses
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,10 @@ FIELDS: list[tuple[Any, str]] = [
         for token in (4.7, -4, 400_000, True, "8", None, [8], 10**400)
     ),
     ({"choices": [completion(token_ids=7)]}, "token_ids is 7, expected a list"),
-    ({"choices": [completion(token_ids=[7, 8, 9]) | listing(-1, -1, -1)]}, "generated 3 tokens: 2 were asked for"),
+    (
+        {"choices": [completion(token_ids=[7, 8, 9]) | listing(-1, -1, -1)]},
+        "generated 3 tokens, but max_new_tokens is 2",
+    ),
     ({"choices": [completion(token_ids=None)]}, "tokens as text only"),
     (
         {"choices": [completion(token_ids=None, logprobs={"tokens": ["token_id:7", "token_id:900"]})]},

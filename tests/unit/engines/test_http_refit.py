@@ -1,4 +1,4 @@
-"""Refits over HTTP, at a server that has vLLM's routes for new weights and fails in each of them."""
+"""Refits over HTTP to a server with vLLM's routes for new weights, with a failure in each route."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTES += ("finish_weight_update", "reset_prefix_cache", "resume")
 
 @torch.no_grad()
 def train(model: PreTrainedModel, share: float, generator: torch.Generator) -> None:
-    """Move a share of the elements, to values that an engine takes."""
+    """Change a fraction of the elements, to values that an engine accepts."""
     train_bits(model, share, generator)
     for tensor in model.state_dict().values():
         tensor.nan_to_num_()
@@ -36,9 +36,8 @@ class Served:
     """vLLM's routes for new weights over `Workers`.
 
     Attributes:
-        asked: the routes, in order.
-        answers: in place of the answer of a route, what `(status, headers, body)` it gives; it is done, too, if
-            `after`.
+        asked: The requested routes, in order.
+        answers: By route, a response `(status, headers, body)` to send instead. If `after`, the request also runs.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -152,7 +151,7 @@ def test_a_server_that_was_started_again_is_sent_everything(
 
 ANSWERS = {
     "an error": ((500, {}, b'{"error": {"message": "s3cret: it broke"}}'), "answered 500 to"),
-    "a redirection": ((307, {"Location": "http://127.0.0.1:1/"}, b""), "redirections are not followed"),
+    "a redirection": ((307, {"Location": "http://127.0.0.1:1/"}, b""), "Redirects are not followed"),
     "no JSON": ((200, {}, b"<html>"), "something that is not JSON"),
 }
 
@@ -164,9 +163,9 @@ ANSWERS = {
 def test_a_step_that_fails_leaves_one_version_or_an_engine_that_refuses(
     trainer: PreTrainedModel, both: tuple[HTTPEngine, Served], route: str, answer: str, after: bool
 ) -> None:
-    """Each request in turn fails before it is done, or its answer is lost after."""
+    """Each request in turn fails before it runs, or its response is lost afterwards."""
     engine, served = both
-    if route != "init_weight_transfer_engine":  # which is asked once
+    if route != "init_weight_transfer_engine":  # this request is sent only once
         engine.refit(exported(trainer))
     before = {name: tensor.clone() for name, tensor in served.workers.model.state_dict().items()}
     train(trainer, 0.01, torch.Generator().manual_seed(0))
@@ -181,7 +180,7 @@ def test_a_step_that_fails_leaves_one_version_or_an_engine_that_refuses(
     doubtful = route == "finish_weight_update" or took_effect
     if doubtful:
         assert isinstance(caught.value, MixedWeightsError)
-        with pytest.raises(MixedWeightsError, match="answers nothing until"):
+        with pytest.raises(MixedWeightsError, match="raises on every call until"):
             engine.score([[1, 2, 3]], Sampling())
     elif route not in ("weight_info", "pause"):
         assert not served.is_paused

@@ -1,4 +1,4 @@
-"""Calls of engines that an exception interrupts: the next call works, and its answer is its own."""
+"""Engine calls interrupted by an exception: the next call works and receives its own response."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from nrl_models.logprobs import Sampling
 
 
 class Cut(BaseException):
-    """What a timeout raises, or Ctrl-C."""
+    """An exception like those raised by a timeout or Ctrl-C."""
 
 
 @contextmanager
 def interrupted(after: float = 0.3) -> Iterator[None]:
-    """While open, an exception is raised in this thread, as by Ctrl-C."""
+    """Raise an exception in this thread within a `with` block, as Ctrl-C does."""
 
     def cut(*_: object) -> None:
         raise Cut
@@ -62,7 +62,7 @@ def worker(checkpoint: Path) -> Iterator[BigramEngine]:
 
 
 def check(worker: BigramEngine, prompts: list[list[int]], weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Require the right log-probabilities of each prompt, and the right tokens."""
+    """Check the log-probabilities of each prompt, and the tokens."""
     weights = weights or table(0)
     for prompt, found in zip(prompts, worker.score(prompts, Sampling()), strict=True):
         assert found[1:] == pytest.approx(scores(weights, prompt), abs=1e-5)
@@ -77,13 +77,13 @@ def test_interrupted_subprocess_call_is_not_answered_later(worker: BigramEngine,
     check(worker, prompts)
     with interrupted():
         worker.generate([[SLOW_TOKEN]], Sampling(), max_new_tokens=1)
-    with interrupted(0.1):  # while the worker is at the first
+    with interrupted(0.1):  # while the worker runs the first call
         worker.score(prompts[:1], Sampling())
     check(worker, prompts)
 
 
 def test_interrupted_call_with_long_answer_and_long_next_request(worker: BigramEngine) -> None:
-    """Both are longer than a pipe holds, so the worker can read the request only if its answer is read."""
+    """Both exceed the pipe buffer, so the worker reads the request only after its response is read."""
     rows = [[SLOW_TOKEN, *range(20, 220)]] + [list(range(20, 220)) for _ in range(80)]
     with interrupted():
         worker.score(rows, Sampling())
@@ -103,7 +103,7 @@ def test_refit_interrupted_while_the_worker_applies_it_is_in_doubt(
     slow["head"][0, 0] = SLOW_TOKEN
     with interrupted(DELAY * 0.7):
         worker.refit(slow.items())
-    with pytest.raises(MixedWeightsError, match="answers nothing until"):
+    with pytest.raises(MixedWeightsError, match="raises on every call until"):
         worker.score(prompts, Sampling())
     worker.refit(table(2).items())
     check(worker, prompts, table(2))
@@ -129,7 +129,7 @@ def test_weights_that_are_not_finite_are_not_sent(worker: BigramEngine, prompts:
 def test_calls_of_two_threads_take_turns(
     worker: BigramEngine, engine: HFEngine, trainer: HFEngine, prompts: list[list[int]]
 ) -> None:
-    """A refit waits for a generation in another thread, and a generation for a refit."""
+    """A refit waits for a generation in another thread, and the other way around."""
     weights = dict(trainer.model.state_dict_adapter.iter_export(trainer.model))
     started, order, errors = threading.Event(), [], []
 
@@ -172,5 +172,5 @@ def test_calls_of_two_threads_take_turns(
     ([float("-inf")], True), ([float("nan")], False), ([float("inf"), 1.0], False), ([], True),
 ])  # fmt: skip
 def test_one_infinite_value_is_a_bound(values: list[float], finite: bool) -> None:
-    """Gemma 4's linears clip their inputs between buffers, which are infinite where nothing is clipped."""
+    """Gemma 4's linears clip their inputs between buffers, which are infinite without clipping."""
     assert is_finite(torch.tensor(values)) is finite

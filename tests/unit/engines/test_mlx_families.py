@@ -1,4 +1,4 @@
-"""Families that both MLX and the registry have, at tiny size: one of each kind; `make mlx-coverage` compares all."""
+"""Tiny models of families in both MLX and the registry, one of each kind. `make mlx-coverage` compares all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("mlx_lm", reason="needs the extra `mlx`")
 
 from tests.engine import mlx_sweep
 from tests.engine.families import AGREES, DISAGREES
-from tests.engine.mlx_families import BOUND, LIMITS, OVERRIDES, hold_mlx, one_mlx
+from tests.engine.mlx_families import BOUND, LIMITS, OVERRIDES, hold_mlx, one_mlx, shared_architectures
 
 pytestmark = pytest.mark.integrations
 
@@ -28,7 +28,8 @@ PUBLISHED = read_records(PAGES)[Kind.MLX]
 
 def test_the_page_says_what_was_found_of_every_family() -> None:
     assert PUBLISHED.keys() >= OVERRIDES.keys() | LIMITS.keys()
-    assert mlx_sweep.PAGE.read_text() == mlx_sweep.page(PUBLISHED, [*PUBLISHED])
+    for path, text in mlx_sweep.pages(PUBLISHED, shared_architectures()).items():
+        assert path.read_text() == text
 
 
 def test_what_was_published_is_what_is_known() -> None:
@@ -38,7 +39,7 @@ def test_what_was_published_is_what_is_known() -> None:
     assert all(PUBLISHED[name].outcome["status"] == DISAGREES for name in LIMITS)
 
 
-# Of Gemma 3's class mlx-lm takes the head away when it first reads weights that are tied.
+# mlx-lm removes the head from Gemma 3's class when it first reads tied weights.
 @pytest.mark.parametrize(
     "architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"]
 )

@@ -1,4 +1,4 @@
-"""What mlx-lm is told of a configuration: the keys of transformers before 5, which it reads."""
+"""Configuration keys passed to mlx-lm: it reads the keys of transformers before version 5."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
             {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 7.0}, SLIDING: {"rope_theta": 3.0}}},
             {"rope_theta": 7.0, "rope_local_base_freq": 3.0},
         ),
-        # A pattern that says something else than the layers, which transformers goes by.
+        # A pattern that contradicts the layer types. transformers uses the layer types.
         ({"layer_types": [SLIDING, FULL] * 2, "sliding_window_pattern": 6}, {"sliding_window_pattern": 2}),
         ({"layer_types": [SLIDING, SLIDING, FULL, SLIDING]}, {"sliding_window_pattern": 3}),
         ({"layer_types": [LINEAR, LINEAR, FULL]}, {"full_attention_interval": 3}),

@@ -1,4 +1,4 @@
-"""Engines that fail in the middle of a refit: an EngineError, and a trainer and a new engine that work."""
+"""Engines that fail during a refit raise EngineError. The trainer and a new engine keep working."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nrl_models.logprobs import Sampling
 
 
 class DyingLLM:
-    """What `VLLMEngine` uses of vLLM. It dies in one call, and from then on every call of anything raises."""
+    """The interface of vLLM that `VLLMEngine` uses. It dies in one call, and every later call raises."""
 
     def __init__(self, dies_in: str, after: int = 0) -> None:
         self.dies_in, self.left, self.dead, self.calls = dies_in, after, False, []
@@ -61,7 +61,7 @@ def test_an_engine_that_dies_in_a_refit(
 def test_an_engine_whose_refit_was_cut_takes_the_next(
     trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]
 ) -> None:
-    """By an interruption of what gives the tensors, as Ctrl-C is."""
+    """The iterator of tensors is interrupted, as by Ctrl-C."""
 
     def cut() -> Iterator[NamedTensor]:
         for number, pair in enumerate(trainer.model.state_dict_adapter.iter_export(trainer.model)):
@@ -72,7 +72,7 @@ def test_an_engine_whose_refit_was_cut_takes_the_next(
     llm = DyingLLM("nothing")
     with pytest.raises(KeyboardInterrupt) as caught:
         VLLMEngine(llm).refit(cut(), bucket_bytes=1)
-    assert "answers nothing until" in caught.value.__notes__[0]
+    assert "raises on every call until" in caught.value.__notes__[0]
     assert llm.calls == ["nrl_refit_start", *["nrl_refit_load"] * 4, "nrl_refit_abandon"]
     engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
     with pytest.raises(KeyboardInterrupt):
@@ -113,7 +113,7 @@ def test_a_refit_that_changed_nothing_leaves_the_version_before(
     engine = HFEngine.start(checkpoint, dtype=torch.float32)
     before = [row[1:] for row in engine.score(prompts, Sampling())]
     name, tensor = next(iter(trainer.model.state_dict_adapter.iter_export(trainer.model)))
-    with pytest.raises(EngineError, match="cannot take") as caught:
+    with pytest.raises(EngineError, match="cannot load") as caught:
         engine.refit([(name, tensor[:-1])])
     assert not isinstance(caught.value, MixedWeightsError)
     assert [row[1:] for row in engine.score(prompts, Sampling())] == before

@@ -1,4 +1,4 @@
-"""Sampling parameters and end tokens mean the same in every engine, or raise."""
+"""Sampling parameters and end tokens have the same meaning in every engine, or raise an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nrl_models.logprobs import Sampling
 
 @pytest.fixture
 def folder(checkpoint: Path, tmp_path: Path) -> Path:
-    """The checkpoint, to change its configuration files."""
+    """A copy of the checkpoint, to change its configuration files."""
     return shutil.copytree(checkpoint, tmp_path / "copy")
 
 
@@ -60,7 +60,7 @@ def test_server_whose_default_cannot_be_overridden_raises(
 ) -> None:
     with serving(HFEngine.start(folder, dtype=torch.float32)) as (address, served):
         served.defaults, served.ignored = {name: value}, (name,)
-        assert len(start_engine(address, folder).generate(prompts, Sampling(), max_new_tokens=2)) == 3  # not known
+        assert len(start_engine(address, folder).generate(prompts, Sampling(), max_new_tokens=2)) == 3  # unknown key
         with_defaults(folder, **served.defaults)
         engine = start_engine(address, folder)
         for _ in range(2):
@@ -73,7 +73,7 @@ def test_server_whose_default_cannot_be_overridden_raises(
 
 
 class Ranged(Engine):
-    """An engine that samples as vLLM does."""
+    """An engine that samples like vLLM."""
 
     name = "ranged"
 

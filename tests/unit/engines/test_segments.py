@@ -1,4 +1,4 @@
-"""Shared memory: what another process finds, what it refuses, and what is left when a process dies."""
+"""Shared memory: reading from another process, errors, and cleanup after a process dies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_was_written_is_read() -> None:
         segment.close()
     assert text == {"said": "so"}
     torch.testing.assert_close(tensors, TENSORS, rtol=0, atol=0)
-    tensors["a"][0] = 5.0  # of this process alone, and it outlives the segment
+    tensors["a"][0] = 5.0  # changes this process only, and outlives the segment
     assert tensors["a"].sum() == 50
 
 
@@ -55,7 +55,7 @@ def test_it_can_be_neither_changed_nor_cut() -> None:
 
 
 def test_what_a_writer_that_is_killed_leaves() -> None:
-    """Who has mapped it keeps it, and nobody else can open it: it has no name that could stay behind."""
+    """Processes that mapped the segment keep it. No other process can open it, because it has no name on disk."""
     writer = subprocess.Popen([sys.executable, "-c", WRITE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     segment = Segment.of_json(json.loads(writer.stdout.readline()))
@@ -79,10 +79,10 @@ def test_what_is_no_segment_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"secret")
     os.mkfifo(tmp_path / "pipe")
-    for path in (file, tmp_path / "pipe"):  # a pipe would wait for who writes
+    for path in (file, tmp_path / "pipe"):  # opening a pipe would block until a writer opens it
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            with pytest.raises(EngineError, match="is no shared memory of a trainer") as caught:
+            with pytest.raises(EngineError, match="is not a trainer's shared memory") as caught:
                 Segment(os.getpid(), handle, "0" * 32, 6).read()
             assert "secret" not in str(caught.value)
         finally:
@@ -95,5 +95,5 @@ def test_what_is_no_segment_is_refused(tmp_path: Path) -> None:
     + [{"pid": pid, "descriptor": 1, "token": token, "nbytes": 0} for pid, token in ((-1, "a"), (True, "a"), (1, "ä"))],
 )
 def test_what_names_no_segment_is_refused(value: object) -> None:
-    with pytest.raises(EngineError, match="is no segment of shared memory: expected pid, descriptor, token, nbytes"):
+    with pytest.raises(EngineError, match="is not a segment of shared memory: expected pid, descriptor, token, nbytes"):
         Segment.of_json(value)

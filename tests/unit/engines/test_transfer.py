@@ -1,4 +1,4 @@
-"""Updates from a trainer to a receiver: exact over many architectures, and whole at whatever step something fails."""
+"""Updates from a trainer to a receiver are exact for many architectures, and atomic if any step fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nrl_models.engines.transfer.segments import Segment
 from nrl_models.engines.transfer.sender import ABANDON, Sender
 from nrl_models.engines.transfer.updates import Kind, Update, Weights
 from nrl_models.errors import EngineError, MixedWeightsError
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
 ARCHITECTURES = [
@@ -57,7 +57,7 @@ ARCHITECTURES = [
 ]
 
 DELTAS = 34
-"""For each architecture: more than 1,000 in all."""
+"""Number of deltas per architecture: more than 1,000 in total."""
 
 
 def model_of(architecture: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -66,16 +66,16 @@ def model_of(architecture: str, dtype: torch.dtype = torch.bfloat16) -> PreTrain
     torch.manual_seed(0)
     config = tiny_config(reference.config_class, model_class.tiny, reference)
     model = model_class.from_config(config, dtype=dtype, device="cpu").eval()
-    randomise(model)
+    randomize(model)
     return model
 
 
 class Workers:
-    """An engine's side: `Receiver` over a model of ours, which takes weights one by one, as vLLM's does.
+    """The engine side: a `Receiver` over one of our models, which loads weights one by one as vLLM does.
 
     Attributes:
-        steps: what the client asked, in order.
-        fails: called with each step and "before" or "after".
+        steps: The requested steps, in order.
+        fails: Called with each step and "before" or "after".
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -104,7 +104,7 @@ class Workers:
                     target.write_into(parameter, own[parameter], tensors[name])
                 self.loaded.append(name)
 
-    # vLLM's workers, as its client reaches them
+    # The interface of vLLM's workers that the client calls
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._step("init", lambda: setattr(self.receiver, "keep", init_info["deltas"]))
@@ -122,7 +122,7 @@ class Workers:
         def update() -> None:
             if not self.is_open:
                 raise RuntimeError("no update is open")
-            self.is_open = False  # as vLLM has it, if what follows raises
+            self.is_open = False  # as in vLLM, if the following code raises
             sent = json.loads(json.dumps(update_info))
             if sent == ABANDON:
                 self.receiver.start()
@@ -155,7 +155,7 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def differ(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of tensors whose bits differ."""
+    """Return the names of tensors that are not bit-identical."""
     assert one.keys() == other.keys()
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def differ(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 
 @torch.no_grad()
 def train(model: PreTrainedModel, share: float, generator: torch.Generator, only: str = "") -> None:
-    """Move a share of the elements of each parameter and buffer, by whatever bits."""
+    """Change random bits in a fraction of the elements of each parameter and buffer."""
     for name, tensor in model.state_dict().items():
         if only in name and tensor.is_floating_point() and tensor.is_contiguous():
             flat = tensor.view(-1).view(torch.uint8).view(tensor.numel(), -1)
@@ -175,7 +175,7 @@ def train(model: PreTrainedModel, share: float, generator: torch.Generator, only
 
 
 def served(trainer: PreTrainedModel, **options: Any) -> tuple[Workers, Sender]:
-    """An engine with other weights than the trainer's, and what sends to it."""
+    """Return an engine with other weights than the trainer's, and its sender."""
     engine = copy.deepcopy(trainer)
     train(engine, 0.5, torch.Generator().manual_seed(9))
     workers = Workers(engine)
@@ -247,7 +247,7 @@ STEPS = [
     (step, when, nth)
     for step in ("init", "start", "update", "finish")
     for when in ("before", "after")
-    for nth in ((1,) if step == "init" else (1, 2, 3))  # `init` is said once
+    for nth in ((1,) if step == "init" else (1, 2, 3))  # `init` is sent once
 ]
 
 
@@ -255,7 +255,7 @@ STEPS = [
 def test_a_trainer_that_dies_at_any_step_leaves_a_whole_version(
     llama: PreTrainedModel, step: str, when: str, nth: int
 ) -> None:
-    """It dies in its first update (of all weights), or in a later one, and another trainer goes on."""
+    """It dies in its first update (of all weights) or in a later one, and another trainer continues."""
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     generator = torch.Generator().manual_seed(0)
@@ -284,7 +284,7 @@ def test_a_trainer_that_dies_at_any_step_leaves_a_whole_version(
     assert other.send(exported(trainer)).kind is Kind.DENSE
     assert not differ(workers.model.state_dict(), trainer.state_dict())
     train(trainer, 0.01, generator)
-    assert sender.send(exported(trainer)).kind is Kind.DENSE  # the first one, too, after a failure
+    assert sender.send(exported(trainer)).kind is Kind.DENSE  # the first one after a failure is also dense
     assert not differ(workers.model.state_dict(), trainer.state_dict())
 
 
@@ -316,7 +316,7 @@ def test_other_tensors_than_before_are_refused_and_the_version_stays(
     with pytest.raises(EngineError, match=said):
         Sender(workers).send(weights.items())
     assert not differ(workers.model.state_dict(), before)
-    with pytest.raises(EngineError, match=r"of the version sent before"):  # the sender knows by itself
+    with pytest.raises(EngineError, match=r"of the version sent before"):  # the sender detects it without the worker
         sender.send(weights.items())
     assert workers.refused is None
     sender.send(exported(trainer))
@@ -334,7 +334,7 @@ def test_an_update_that_takes_effect_in_part_is_refused_until_a_whole_one(llama:
             raise RuntimeError("the fifth")
 
     workers.spoils = spoil
-    said = r"parts of version '1' of the weights and parts of version '2': the fifth\. It answers nothing until"
+    said = r"parts of version '1' of the weights and parts of version '2': the fifth\. It raises on every call until"
     with pytest.raises(MixedWeightsError, match=said):
         sender.send(exported(trainer))
     assert sender.in_doubt
@@ -365,7 +365,7 @@ def test_a_delta_against_the_last_whole_version_mends_a_mixed_engine(
     written = set(workers.loaded)
     workers.spoils = lambda name: None
     train(first, 0.01, torch.Generator().manual_seed(1), only="layers.1.mlp")
-    sent = certain.send(exported(first))  # of the five that were written, none changed since the first version
+    sent = certain.send(exported(first))  # none of the five written tensors changed since the first version
     assert sent.kind is Kind.DELTA
     assert not written & set(sent.changed)
     assert workers.refused is None
@@ -378,7 +378,7 @@ def test_a_delta_against_another_version_is_refused(llama: PreTrainedModel) -> N
     sender.send(exported(trainer))
     other = copy.deepcopy(trainer)
     train(other, 0.01, torch.Generator().manual_seed(5))
-    Sender(workers).send(exported(other), "1")  # somebody else's, under the same name
+    Sender(workers).send(exported(other), "1")  # another model under the same version name
     train(trainer, 0.01, torch.Generator().manual_seed(0))
     with pytest.raises(
         EngineError, match=r"made against version '1', digest .*, and the engine has version '1', digest"
@@ -390,7 +390,7 @@ def test_a_delta_against_another_version_is_refused(llama: PreTrainedModel) -> N
 
 
 def test_what_arrives_damaged_is_refused(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit of the engine's own copy, of what it makes of a delta, or of what it reads."""
+    """A flipped bit in the engine's copy, in the decoded delta, or in the data it reads."""
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     sender.send(exported(trainer))
@@ -436,5 +436,5 @@ def test_what_arrives_damaged_is_refused(llama: PreTrainedModel, monkeypatch: py
 
 @pytest.mark.parametrize("value", [{}, {"kind": "dense"}, {"abandon": False}, {"kind": 3}])
 def test_what_is_no_update_is_refused(value: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match="is no update of weights: expected kind"):
+    with pytest.raises(EngineError, match="is not an update of weights: expected kind"):
         Update.of_json(value)

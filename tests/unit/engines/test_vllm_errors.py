@@ -1,4 +1,4 @@
-"""What is quoted of an error of vLLM."""
+"""Quoting errors of vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nrl_models.engines.vllm import _said
 
 
 def raised(error: Exception) -> Exception:
-    """The error, with where it was raised."""
+    """Return the error with its traceback."""
     with pytest.raises(type(error)) as caught:
         raise error
     return caught.value
@@ -17,7 +17,7 @@ def raised(error: Exception) -> Exception:
 def test_an_error_is_quoted() -> None:
     assert _said(raised(ValueError("no such thing"))) == "ValueError: no such thing"
     assert _said(ValueError("2 errors:\n  a\n  b")) == "ValueError: 2 errors: a b"
-    assert _said(ValueError("x" * 700)) == f"ValueError: {'x' * 700}"  # an error of a worker ends with its cause
+    assert _said(ValueError("x" * 700)) == f"ValueError: {'x' * 700}"  # the error of a worker ends with its cause
 
 
 def test_an_error_without_words_is_told_by_its_code() -> None:

@@ -1,4 +1,4 @@
-"""Engines in a process of their own, for real: MLX, on a CPU where there is no Apple GPU, and Megatron-Core."""
+"""Real engines in a subprocess: MLX, on a CPU without an Apple GPU, and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PACKAGES = {"mlx": "mlx_lm", "megatron": "megatron.core"}
 
 
 def require(engine: str) -> str:
-    """The engine, if it is installed."""
+    """Skip if the engine is not installed."""
     pytest.importorskip(PACKAGES[engine], reason=f"needs the extra `{engine}`")
     return engine
 
 
 @pytest.fixture(params=PACKAGES)
 def engine_name(request: pytest.FixtureRequest) -> str:
-    """Which engine."""
+    """The name of the engine."""
     return require(request.param)
 
 
@@ -47,12 +47,12 @@ RUNS = [
     ("mlx", "DeepseekV3Config"),
     ("megatron", "DeepseekV3Config"),
 ]
-"""Engines, and what they run; Megatron-Core runs more in tests/distributed, and takes long to start."""
+"""Engines and the models they run. tests/distributed runs more with Megatron-Core, which starts slowly."""
 
 
 @pytest.fixture(scope="module", params=RUNS, ids="-".join)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """An engine, and a checkpoint as transformers 5 writes it; its base of rotation is nobody's default."""
+    """A checkpoint saved by transformers 5, with an engine for it. Its rotary base is not a default value."""
     engine, config_class = request.param
     require(engine)
     folder = tmp_path_factory.mktemp("worker")
@@ -67,13 +67,13 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def folder(run: tuple[str, Path]) -> Path:
-    """The checkpoint."""
+    """The checkpoint's folder."""
     return run[1]
 
 
 @pytest.fixture(scope="module")
 def running(run: tuple[str, Path]) -> Iterator[WorkerEngine]:
-    """The engine on it. Shared: to change its weights, take `refitted`."""
+    """The running engine. Shared: use `refitted` to change its weights."""
     with start_engine(*run, dtype=torch.float32) as engine:
         assert isinstance(engine, WorkerEngine)
         yield engine
@@ -81,7 +81,7 @@ def running(run: tuple[str, Path]) -> Iterator[WorkerEngine]:
 
 @pytest.fixture
 def refitted(running: Engine, folder: Path) -> Iterator[Engine]:
-    """The same; afterwards it has the checkpoint's weights again."""
+    """The running engine. The checkpoint's weights are restored afterwards."""
     yield running
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     running.refit(model.state_dict_adapter.iter_export(model))
@@ -89,7 +89,7 @@ def refitted(running: Engine, folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def model(folder: Path) -> PreTrainedModel:
-    """Our model of it."""
+    """Our model of the checkpoint."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -196,7 +196,7 @@ def test_what_it_lacks_is_said(tmp_path: Path, engine_name: str) -> None:
     new_model(tiny_config(transformers.BioGptConfig)).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=LACKING[engine_name]):
         start_engine(engine_name, tmp_path)
-    with pytest.raises(EngineError, match=rf"{engine_name} does not know python: expected load_format"):
+    with pytest.raises(EngineError, match=rf"{engine_name} has no option python: expected load_format"):
         start_engine(engine_name, tmp_path, python="x")
 
 

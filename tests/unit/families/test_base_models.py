@@ -1,4 +1,4 @@
-"""Base models: what a family's layers are without a head, from a head's checkpoint and from their own."""
+"""Base models: a family's layers without a head, loaded from a head's checkpoint and from their own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from nrl_models.testing.case import FamilyCase
 HEADS = (
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",
-    "MixtralForCausalLM",  # experts one by one
-    "BertLMHeadModel",  # a pooler that the head lacks
+    "MixtralForCausalLM",  # one tensor per expert
+    "BertLMHeadModel",  # a pooler that the head does not have
     "XLMRobertaForCausalLM",
     "NemotronHForCausalLM",  # another prefix on the hub
     "Gemma3nForCausalLM",  # layers that share keys and values
-    "Qwen2_5_VLForConditionalGeneration",  # a base model that is rewritten itself
+    "Qwen2_5_VLForConditionalGeneration",  # a base model that is rewritten
     "Glm4vForConditionalGeneration",
-    "LlavaForConditionalGeneration",  # a head that the hub has inside the text model
+    "LlavaForConditionalGeneration",  # a head inside the text model on the hub
 )
 
 
@@ -57,7 +57,7 @@ def test_a_base_model_is_transformers_own(architecture: str, tmp_path: Path) -> 
     assert type(pickle.loads(pickle.dumps(model))) is type(model)
     inputs = case.inputs()
     torch.testing.assert_close(model(**inputs)[0], expected(**inputs)[0], atol=1e-5, rtol=1e-5)
-    # What is saved is what transformers saves, and is a checkpoint of the base model.
+    # The saved checkpoint equals transformers', and is a checkpoint of the base model.
     model.save_pretrained(tmp_path / "ours")
     expected.save_pretrained(tmp_path / "theirs")
     assert_same(stored(tmp_path / "ours"), upstream.as_meant(stored(tmp_path / "theirs")))

@@ -1,4 +1,4 @@
-"""Every registered architecture is tested with all it reads: nothing is proven of a tower that no input reaches."""
+"""Every registered architecture is tested with all its input modalities. Otherwise its towers would be untested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks that are not built: what sees them attends by document, and what looks inside gets the mask."""
+"""Masks are not built if attention can use document boundaries. Code that reads the mask receives a real one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[DocumentMask]:
-    """The masks that were built after all."""
+    """Record the masks that were built."""
     found: list[DocumentMask] = []
     build = DocumentMask.built
 
@@ -60,7 +60,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[DocumentMask]:
 
 
 def made(how: str = "sdpa", function: Any = masking_utils.causal_mask_function, **options: Any) -> Any:
-    """A mask that transformers' registry makes for a batch of these positions."""
+    """Create the mask of transformers' registry for a batch with these positions."""
     attend_by_document()
     asked = {"batch_size": 2, "q_length": 30, "kv_length": 30, "q_offset": 0, "kv_offset": 0, "device": "cpu"}
     return ALL_MASK_ATTENTION_FUNCTIONS[how](**(asked | {"mask_function": function} | options))
@@ -107,7 +107,7 @@ def test_a_document_is_bit_for_bit_what_it_is_alone() -> None:
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 13, 30])
 @pytest.mark.parametrize("width", [16, 24])
 def test_attention_is_that_of_the_mask(window: int | None, width: int) -> None:
-    # Values wider than keys, too, as multi-head latent attention has them.
+    # Also values wider than keys, as in multi-head latent attention.
     shapes = ((2, 4, 30, 16), (2, 2, 30, 16), (2, 2, 30, width))
     query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
     documents, place = Documents.from_positions(POSITIONS), torch.arange(30)
@@ -151,7 +151,7 @@ def test_what_looks_inside_gets_the_mask(packed: Documents, built: list[Document
     assert torch.equal(mask[:, 0, 3:], expected[:, 3:])
     assert torch.equal(torch.where(mask, 1.0, 0.0), expected[:, None].float())
     query = torch.randn(2, 4, 30, 16)
-    biased = scaled_dot_product_attention(query, query, query, attn_mask=~mask)  # some other mask
+    biased = scaled_dot_product_attention(query, query, query, attn_mask=~mask)  # another mask
     assert torch.equal(biased, scaled_dot_product_attention(query, query, query, attn_mask=~expected[:, None]))
     assert built
 
@@ -192,7 +192,7 @@ def test_a_mask_is_told_by_what_made_it(function: Any, documents: tuple, window:
 
 @pytest.mark.parametrize("how", ["sdpa", "eager"])
 def test_chunks_begin_with_their_document(how: str, packed: Documents) -> None:
-    """Whatever the row's places are: transformers 5.18 counts chunks from the row's beginning."""
+    """Independent of positions in the row: transformers 5.18 counts chunks from the start of the row."""
     chunks = masking_utils.chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long))
     mask = made(how, chunks)
     seen = mask == 0 if how == "eager" else (mask * 1).bool()
@@ -219,7 +219,7 @@ def test_other_masks_are_built_and_keep_documents_apart(how: str, packed: Docume
 @pytest.mark.parametrize(
     "other",
     [
-        {"function": masking_utils.bidirectional_mask_function},  # a tower's
+        {"function": masking_utils.bidirectional_mask_function},  # the mask of a tower
         {"batch_size": 1},
         {"q_length": 29},
         {"kv_length": 31},
@@ -244,7 +244,7 @@ def test_a_mask_of_ones_says_nothing(packed: Documents) -> None:
 def test_nothing_is_done_where_no_packed_batch_runs() -> None:
     assert made() is None
     assert ALL_ATTENTION_FUNCTIONS["sdpa"].__name__ == "sdpa_attention_forward"
-    assert type(ALL_ATTENTION_FUNCTIONS)()["sdpa"].__module__.startswith("transformers.")  # as registered
+    assert type(ALL_ATTENTION_FUNCTIONS)()["sdpa"].__module__.startswith("transformers.")  # the registered function
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Which documents run, and that layers which run again in a backward pass are told the same."""
+"""Running documents. Layers that are recomputed in a backward pass receive the same documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_DOCUMENT = torch.arange(6).expand(2, 6)
 
 
 class Layer(nn.Module):
-    """Scales by the number of the document, and remembers what it was told."""
+    """A layer that scales by the document's number, and records the documents it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A layer under the checkpoint function it holds, as transformers' layers are."""
+    """A layer inside the checkpoint function stored on it, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def documents(positions: list, mask: list | None = None) -> Documents:
         ([[0, 1, 2, 3]], None, ((4,),)),
         ([[0, 1, 0, 1]], None, ((2, 2),)),
         ([[0, 1, 0, 0]], None, ((2, 1, 1),)),
-        ([[0, 1, 0, 0, 0]], [[1, 1, 1, 0, 0]], ((2, 1, 2),)),  # neighbouring padding is one document
+        ([[0, 1, 0, 0, 0]], [[1, 1, 1, 0, 0]], ((2, 1, 2),)),  # adjacent padding is one document
         ([[0, 1, 2, 3, 4]], [[1, 1, 1, 0, 0]], ((3, 2),)),
         ([[0, 0, 0, 1, 0]], [[0, 0, 1, 1, 1]], ((2, 2, 1),)),
         ([[0, 0, 0, 1, 0]], [[0, 1, 1, 1, 1]], ((1, 1, 2, 1),)),
@@ -110,7 +110,7 @@ def test_outside_a_packed_batch_there_are_none() -> None:
 @pytest.mark.parametrize("how", ["none", "reentrant", "plain", "wrapper"])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_layers_that_run_again_are_told_the_same(how: str, in_thread: bool) -> None:
-    # Two batches before one backward pass: as gradient accumulation, or a policy and its reference, have it.
+    # Two batches before one backward pass, as with gradient accumulation or with a policy and its reference.
     model = checkpointed(how)
     hidden = torch.arange(1.0, 13).view(2, 6).requires_grad_()
     losses = [model(hidden, position_ids=positions).sum() for positions in (TWO_ROWS, ONE_DOCUMENT)]
@@ -134,7 +134,7 @@ def test_a_model_with_a_checkpoint_that_carries_is_copied_as_it_is() -> None:
     for _ in range(2):
         model(torch.ones(2, 6, requires_grad=True), position_ids=TWO_ROWS)
     function = model.layer._gradient_checkpointing_func
-    assert function.args[0].func is checkpoint  # carried once, however often it ran
+    assert function.args[0].func is checkpoint  # wrapped once, however often it ran
     told(model).clear()
     copied = pickle.loads(pickle.dumps(model))
     hidden = torch.ones(2, 6, requires_grad=True)
@@ -144,7 +144,7 @@ def test_a_model_with_a_checkpoint_that_carries_is_copied_as_it_is() -> None:
 
 @pytest.mark.parametrize("how", ["reentrant", "plain", "wrapper"])
 def test_checkpointing_works_after_packed_passes_without_gradients(how: str) -> None:
-    """A rollout is scored in packed rows, then trained on in padded rows."""
+    """Score a packed rollout, then train on padded sequences."""
     model = checkpointed(how)
     with torch.no_grad():
         model(torch.ones(2, 6), position_ids=TWO_ROWS)
@@ -171,8 +171,8 @@ def test_another_checkpoint_is_an_error_and_not_a_wrong_gradient(reentrant: bool
         plain = model.layer.forward
         model.layer.forward = partial(checkpoint, plain, use_reentrant=reentrant)
     hidden = torch.ones(2, 6, requires_grad=True)
-    packed(hidden, position_ids=ONE_DOCUMENT).sum().backward()  # nothing packed so far
+    packed(hidden, position_ids=ONE_DOCUMENT).sum().backward()  # no packed batch so far
     loss = packed(hidden, position_ids=TWO_ROWS).sum()
-    other(hidden, position_ids=ONE_DOCUMENT).sum().backward()  # nor ever here
-    with pytest.raises(RuntimeError, match=r"Layer runs again .* which documents it has to keep apart is not known"):
+    other(hidden, position_ids=ONE_DOCUMENT).sum().backward()  # no packed batch at all
+    with pytest.raises(RuntimeError, match=r"Layer runs again .* its documents are unknown"):
         loss.backward()

@@ -1,4 +1,4 @@
-"""Layers through which documents go by themselves: a state begins with each, whatever else goes with a row."""
+"""Layers that run each document separately, so that their state starts again with each document."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from nrl_models.logprobs.microbatches import Layout, layout_of
 from nrl_models.testing.case import FamilyCase
 
 ROWS = ((5, 1, 3, 3), (4, 4, 2, 2))
-"""Lengths of documents, by row; with one of a single token, of no length that another part of a model has."""
+"""Document lengths by row. One has a single token. No length equals another dimension of the model."""
 LENGTH = sum(ROWS[0])
 POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in ROWS])
 
 
 class Sum(nn.Module):
-    """A layer whose state is the sum of all tokens so far; it returns it, too, and keeps what it was given."""
+    """A layer whose state is the sum of all previous tokens. It returns the state, and records its arguments."""
 
     def forward(
         self, hidden_states: torch.Tensor, rotary: Any = None, mask: torch.Tensor | None = None, **kwargs: Any
@@ -43,7 +43,7 @@ class Sum(nn.Module):
 
 
 class SumByDocument(ByDocument, Sum):
-    """The same, document by document."""
+    """`Sum`, run separately for each document."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_kernels_are_told_of_no_boundaries_within_a_document() -> None:
 
 
 class Stack(Sum):
-    """A layer that returns what decoders do: hidden states of all layers, and routers' scores of all tokens."""
+    """A layer with the outputs of a decoder: hidden states of all layers, and router scores of all tokens."""
 
     def forward(self, hidden_states: torch.Tensor, attentions: Any = None) -> ModelOutput:  # type: ignore[override]
         summed, _ = super().forward(hidden_states)
@@ -105,7 +105,7 @@ class Stack(Sum):
 
 
 class StackByDocument(ByDocument, Stack):
-    """The same, document by document."""
+    """`Stack`, run separately for each document."""
 
 
 def test_outputs_of_decoders_are_joined() -> None:
@@ -122,7 +122,7 @@ def test_outputs_of_decoders_are_joined() -> None:
 
 
 class Counting(nn.Module):
-    """A decoder that counts positions itself, where it is given none."""
+    """A decoder that computes positions itself if none are passed."""
 
     def forward(
         self,
@@ -136,7 +136,7 @@ class Counting(nn.Module):
 
 
 class CountingByDocument(DecoderByDocument, Counting):
-    """The same, document by document."""
+    """`Counting`, run separately for each document."""
 
 
 def test_a_decoder_counts_positions_of_each_document() -> None:
@@ -151,17 +151,17 @@ def test_a_decoder_counts_positions_of_each_document() -> None:
 def test_a_decoder_is_given_nothing_that_could_be_of_any_document() -> None:
     input_ids, states = torch.zeros_like(POSITIONS), torch.zeros(2, LENGTH, 3)
     given = {"encoder_hidden_states": states, "pixel_values": states[:, :5], "sizes": torch.zeros(1)}
-    message = r"encoder_hidden_states \(2, 12, 3\), pixel_values \(2, 5, 3\), sizes \(1,\) belongs"
+    message = r"encoder_hidden_states \(2, 12, 3\), pixel_values \(2, 5, 3\), sizes \(1,\) are unknown"
     with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match=message):
         CountingByDocument()(input_ids, position_ids=POSITIONS, **given)
 
 
 def test_a_decoder_that_fsdp_shards_takes_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each document would gather its layers, on ranks with other numbers of documents."""
+    """Each document would gather the layers, and ranks may have different numbers of documents."""
     decoder = CountingByDocument()
     decoder.layer = nn.Linear(1, 1)
     monkeypatch.setattr(layer_by_document, "FSDPModule", nn.Linear)
-    with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match="wait for each other"):
+    with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match="would deadlock"):
         decoder(torch.zeros_like(POSITIONS))
     decoder(torch.zeros_like(POSITIONS))
 
@@ -199,7 +199,7 @@ def test_within_a_document_nothing_is_packed() -> None:
 
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "BambaForCausalLM", "Lfm2ForCausalLM"])
 def test_padding_of_a_single_row_reaches_no_state(architecture: str) -> None:
-    """Before 5.15, transformers' layers let it in."""
+    """Before 5.15, transformers' layers include padding in the state."""
     case = FamilyCase(registry.model_class(architecture))
     model, words = case.model(), case.inputs(images=False, length=6)["input_ids"][:1]
     with torch.no_grad():
@@ -225,13 +225,13 @@ def test_the_class_is_upstreams_with_groups_and_their_signature(case: FamilyCase
 
 
 def alone(model: nn.Module, input_ids: torch.Tensor) -> list[torch.Tensor]:
-    """The logits of every document by itself."""
+    """Return the logits of each document in a separate forward."""
     documents = Documents.from_positions(POSITIONS).split(input_ids)
     return [model(input_ids=document, use_cache=False).logits for document in documents]
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """What every parameter of the first layer learns."""
+    """Return the gradient of every parameter of the first layer."""
     model.zero_grad()
     loss.backward()
     return [parameter.grad.clone() for parameter in model.model.layers[0].parameters()]
@@ -257,7 +257,7 @@ def test_what_is_learned_is_what_documents_alone_teach(case: FamilyCase, checkpo
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     actual = packed(model, input_ids)
     alone(model, input_ids)  # another forward before the backward pass
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # their logits are some units large
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # the logits have values of several units
     for ours, theirs in zip(gradients(model, loss_of(actual)), learned, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
@@ -273,7 +273,7 @@ def test_copies_do_the_same(case: FamilyCase, copied: Any) -> None:
 
 
 def test_a_compiled_layer_keeps_documents_apart() -> None:
-    """A compiler cannot read which documents run, and leaves it to Python; of one graph it makes an error."""
+    """A compiler cannot read the running documents. It falls back to Python, or fails if one graph is required."""
     hidden, documents = torch.randn(2, LENGTH, 3), Documents.from_positions(POSITIONS)
     layer = SumByDocument()
     torch.compiler.reset()

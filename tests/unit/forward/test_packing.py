@@ -1,4 +1,4 @@
-"""Documents in one row, and what a mask says of them beside their positions."""
+"""Packed documents in one row, with positions and masks in several combinations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
 
 
 class Spy(torch.nn.Module):
-    """A model that only shows which mask reaches it."""
+    """A model that records the mask it receives."""
 
     @keep_documents_apart
     def forward(
@@ -44,7 +44,7 @@ def model(llama: PreTrainedModel) -> PreTrainedModel:
 
 
 def test_transformers_lets_documents_see_each_other_where_there_is_a_mask_or_a_cache(llama: PreTrainedModel) -> None:
-    # The reason for all this; once it fails, `keep_documents_apart` can go.
+    # This bug is why `keep_documents_apart` exists. Once this check fails, the function can be removed.
     input_ids = torch.arange(16, 28)[None]
     with torch.no_grad():
         apart = llama(input_ids, position_ids=PACKED, use_cache=False).logits
@@ -76,16 +76,16 @@ def test_copies_do_the_same(model: PreTrainedModel, copied) -> None:
 
 LENGTHS = [4, 3, 5]
 INNER = ["LlamaForCausalLM", "Qwen3_5ForCausalLM", "OPTForCausalLM"]
-"""Packing in transformers is wrong with a mask of ones; in a layer with a state; and in every case."""
+"""Packing in transformers is wrong for these: with a mask of ones, in a layer with a state, and in every case."""
 
 
 def in_documents(run: Callable[..., Any], input_ids: torch.Tensor) -> torch.Tensor:
-    """What `run` returns for each document alone."""
+    """Return the output of `run` for each document separately."""
     return torch.cat([run(input_ids=document)[0] for document in input_ids.split(LENGTHS, 1)], 1)
 
 
 def case_of(architecture: str) -> tuple[PreTrainedModel, torch.Tensor]:
-    """A tiny model to change, and tokens of `PACKED`."""
+    """Return a tiny model that may be changed, and tokens for `PACKED`."""
     case = FamilyCase(registry.model_class(architecture))
     return copy.deepcopy(case.model()), case.inputs(images=False, length=12)["input_ids"][:1]
 
@@ -142,7 +142,7 @@ def test_replaced_forward_of_a_base_model_keeps_documents_apart() -> None:
 
 
 def test_class_patches_take_effect_and_can_be_undone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liger patches transformers' classes, before or after ours were made."""
+    """Liger patches transformers' classes, before or after our classes are created."""
 
     def patched(self: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         return self.model(input_ids, position_ids=position_ids, **kwargs)
@@ -187,12 +187,12 @@ def test_the_signature_is_upstreams() -> None:
         ([[0, 0, 1, 1, 1]], [[1, 1, 0, 1, 2]]),
         ([[1, 1, 1, 0, 0]], [[0, 1, 2, 2, 2]]),
         ([[1, 1, 1, 0, 0]], [[0, 1, 2, 0, 0]]),
-        ([[1, 1, 1, 1, 1]], [[7, 8, 9, 10, 11]]),  # somewhere inside a document
-        ([[1, 0, 1, 1, 1]], [[0, 0, 1, 2, 3]]),  # a hole in the mask, which positions skip
+        ([[1, 1, 1, 1, 1]], [[7, 8, 9, 10, 11]]),  # starts inside a document
+        ([[1, 0, 1, 1, 1]], [[0, 0, 1, 2, 3]]),  # a hole in the mask that positions skip
         ([[1, 0, 1, 1, 1]], [[0, 1, 1, 2, 3]]),
         ([[1, 1, 0, 1, 1]], [[0, 1, 0, 2, 3]]),
         ([[1, 1, 0, 0, 1]], [[0, 1, 1, 1, 2]]),
-        ([[1, 0, 1, 0, 1]], [[0, 1, 2, 3, 4]]),  # or count
+        ([[1, 0, 1, 0, 1]], [[0, 1, 2, 3, 4]]),  # a hole in the mask that positions count
     ],
     ids=str,
 )
@@ -206,9 +206,9 @@ def test_one_document_a_row_is_left_as_it_is(mask: list, positions: list) -> Non
     [
         ([[1, 1, 1, 1, 1]], [[0, 1, 2, 0, 1]]),
         ([[1, 1, 1, 1, 0]], [[0, 1, 0, 1, 0]]),
-        ([[1, 1, 1, 1, 0]], [[0, 1, 0, 1, 2]]),  # padding may go on behind the last word
+        ([[1, 1, 1, 1, 0]], [[0, 1, 0, 1, 2]]),  # padding may continue after the last token
         ([[0, 1, 1, 1, 1]], [[0, 0, 1, 0, 1]]),
-        ([[1, 1, 0, 1, 1]], [[0, 1, 2, 0, 1]]),  # between documents, too
+        ([[1, 1, 0, 1, 1]], [[0, 1, 2, 0, 1]]),  # also between documents
         ([[1, 1, 1, 1], [1, 1, 1, 1]], [[0, 1, 2, 3], [0, 1, 0, 1]]),
     ],
     ids=str,
@@ -228,7 +228,7 @@ def test_a_packed_row_has_more_than_one_score(llama: PreTrainedModel) -> None:
     values = llama.config.to_dict() | {"num_labels": 1, "pad_token_id": 0}
     model = AutoModelForSequenceClassification.from_config(type(llama.config)(**values)).eval()
     ids = torch.arange(16, 28)[None]
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification gives one score per row"):
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification returns one score per row"):
         model(ids, position_ids=PACKED)
     assert model(ids, position_ids=torch.arange(12)[None]).logits.shape == (1, 1)
 

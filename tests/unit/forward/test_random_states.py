@@ -1,4 +1,4 @@
-"""Random states come through what others seed and draw."""
+"""Random states are unaffected by code that seeds or draws random numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nrl_models.common.forward.random_states import random_states_kept
 
 
 def drawn() -> tuple[float, float, float]:
-    """A number of each generator."""
+    """Draw a number from each generator."""
     return random.random(), float(numpy.random.rand()), torch.rand(()).item()
 
 
 def disturb() -> None:
-    """What vLLM does where it starts."""
+    """Seed and draw as vLLM does at startup."""
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
     drawn()
@@ -25,7 +25,7 @@ def disturb() -> None:
 
 @pytest.fixture(params=[1, 0])
 def expected(request: pytest.FixtureRequest) -> tuple[float, float, float]:
-    """What comes next; 0 is the seed of `disturb`, too."""
+    """Return the next numbers. 0 is also the seed in `disturb`."""
 
     def begin() -> None:
         for seed in (random.seed, numpy.random.seed, torch.manual_seed):
@@ -56,41 +56,41 @@ def test_states_are_kept_where_something_fails(expected: tuple[float, float, flo
 
 
 class FakeCuda:
-    """What torch would be asked of CUDA."""
+    """The part of `torch.cuda` that is used."""
 
-    def __init__(self, initialised: bool) -> None:
-        self.initialised, self.state, self.seeds = initialised, ["state"], []
+    def __init__(self, initialized: bool) -> None:
+        self.initialized, self.state, self.seeds = initialized, ["state"], []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.initialised)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.initialized)
         monkeypatch.setattr(torch.cuda, "get_rng_state_all", self.get)
         monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda state: setattr(self, "state", state))
         monkeypatch.setattr(torch.cuda, "manual_seed_all", self.seeds.append)
 
     def get(self) -> list[str]:
-        assert self.initialised, "initialises CUDA"
+        assert self.initialized, "initializes CUDA"
         return self.state
 
 
 def test_cuda_that_is_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(initialised=True)
+    cuda = FakeCuda(initialized=True)
     cuda.install(monkeypatch)
     with random_states_kept():
         cuda.state = ["moved"]
     assert cuda.state == ["state"]
 
 
-@pytest.mark.parametrize("initialised_inside", [False, True])
-def test_cuda_that_is_not_initialised_yet(monkeypatch: pytest.MonkeyPatch, initialised_inside: bool) -> None:
+@pytest.mark.parametrize("initialized_inside", [False, True])
+def test_cuda_that_is_not_initialized_yet(monkeypatch: pytest.MonkeyPatch, initialized_inside: bool) -> None:
     torch.manual_seed(9)
-    cuda = FakeCuda(initialised=False)
+    cuda = FakeCuda(initialized=False)
     cuda.install(monkeypatch)
     with random_states_kept():
         torch.manual_seed(3)
-        cuda.initialised = initialised_inside
+        cuda.initialized = initialized_inside
     assert cuda.seeds[-1] == 9
     cuda.seeds.clear()
-    cuda.initialised = False
+    cuda.initialized = False
     with random_states_kept():
         torch.rand(3)
-    assert not cuda.seeds  # nobody seeded anything: nothing is asked of CUDA
+    assert not cuda.seeds  # nothing was seeded, so CUDA is not called

@@ -1,4 +1,4 @@
-"""Layers that share keys and values: checkpointing that would lose their gradients raises."""
+"""Layers that share keys and values raise an error if checkpointing would lose their gradients."""
 
 from __future__ import annotations
 

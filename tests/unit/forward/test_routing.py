@@ -1,4 +1,4 @@
-"""Choices of experts, recorded and replayed."""
+"""Recording and replaying the experts that routers choose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from nrl_models import registry
 from nrl_models.common.forward.routing import engine_routing, flip_rate, record_routing, replay_routing
 from nrl_models.logprobs import token_logprobs
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
 GATES = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
@@ -22,7 +22,7 @@ GATES = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
 
 @pytest.fixture
 def other(mixtral: PreTrainedModel) -> PreTrainedModel:
-    """The same model with routers that choose otherwise."""
+    """Return the model with routers that choose other experts."""
     model = copy.deepcopy(mixtral)
     with torch.no_grad():
         for name in GATES:
@@ -139,7 +139,7 @@ def test_a_dense_model_chooses_nothing(llama: PreTrainedModel, input_ids: torch.
 def test_log_probabilities_are_computed_under_replay_from_the_first_call_on(
     mixtral: PreTrainedModel, other: PreTrainedModel, input_ids: torch.Tensor
 ) -> None:
-    """The first call looks at the model's head on a few tokens, for which nothing was recorded."""
+    """The first call tests the model's head on a few tokens without recorded choices."""
     with record_routing(mixtral) as record, torch.no_grad():
         mixtral(input_ids)
     with replay_routing(other, record):
@@ -148,11 +148,11 @@ def test_log_probabilities_are_computed_under_replay_from_the_first_call_on(
     torch.testing.assert_close(found[:, 1:], wanted, rtol=1e-5, atol=1e-5)
 
 
-# What an engine reports
+# Choices reported by an engine
 
 
 def as_an_engine_reports(model: PreTrainedModel, tokens: torch.Tensor, layers: int) -> numpy.ndarray:
-    """What vLLM 0.32 reports of a sequence: `(tokens - 1, layers, experts per token)`, uint8, 0 without experts."""
+    """Return choices as vLLM 0.32 reports them: `(tokens - 1, layers, experts per token)`, uint8, 0 without experts."""
     with record_routing(model) as record, torch.no_grad():
         model(tokens[:, :-1], use_cache=False)
     chosen = {int(name.split(".")[2]): choices[-1].reshape(tokens.shape[1] - 1, -1) for name, choices in record.items()}
@@ -166,15 +166,15 @@ def as_an_engine_reports(model: PreTrainedModel, tokens: torch.Tensor, layers: i
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"])
 @pytest.mark.parametrize("left", [False, True])
 def test_an_engines_choices_are_replayed(architecture: str, left: bool) -> None:
-    """In a batch of two lengths, of a model with layers without experts, or with groups of them."""
+    """A batch of two lengths, on models with layers without experts or with groups of experts."""
     model_class = registry.model_class(architecture)
     torch.manual_seed(0)
     reference = model_class.reference_class()
     config = tiny_config(reference.config_class, model_class.tiny, reference)
     model = model_class.from_config(config, dtype=torch.float32).eval()
-    randomise(model)
+    randomize(model)
     engine = copy.deepcopy(model)
-    with torch.no_grad():  # it chooses otherwise
+    with torch.no_grad():  # the engine chooses other experts
         for name, tensor in engine.state_dict().items():
             if "gate." in name or "router." in name:
                 tensor.neg_()
@@ -210,7 +210,7 @@ def test_an_engines_choices_are_replayed(architecture: str, left: bool) -> None:
         for line, place, table in zip(chosen, places, routed, strict=True):
             wanted = torch.from_numpy(table[:, int(name.split(".")[2])]).long()
             assert torch.equal(line[place][:-1], wanted)
-        first = name == next(iter(record))  # before anything is chosen otherwise, the rest chooses itself
+        first = name == next(iter(record))  # until the first different choice, the rest of the model chooses normally
         if first:
             last = record[name][-1].reshape(2, length, -1)[..., 0] < 0
             assert torch.equal(chosen[last], own[name][-1].reshape(2, length, -1)[last])
@@ -229,5 +229,5 @@ def test_an_engines_choices_that_do_not_fit_are_refused(mixtral: PreTrainedModel
     ):
         with pytest.raises(ValueError, match=said):
             engine_routing(mixtral, routed)
-    with pytest.raises(ValueError, match="for 4 tokens of a sequence, and a row of the batch has 3"):
+    with pytest.raises(ValueError, match="for 4 tokens of a sequence, but length is 3"):
         engine_routing(mixtral, [fits], 3)

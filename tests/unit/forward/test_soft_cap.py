@@ -1,4 +1,4 @@
-"""Soft-capped attention is computed by a kernel that applies the cap, whatever transformers chooses."""
+"""Attention with soft-capping uses a kernel that applies the cap, even if transformers selects another one."""
 
 from __future__ import annotations
 

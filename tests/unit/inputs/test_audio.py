@@ -1,4 +1,4 @@
-"""Random audio reaches models that take it, in whatever form they do."""
+"""Random audio inputs for every input format."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nrl_models import registry
 from nrl_models.inputs.audio import audio_token
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.onboarding.detect import detect
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
-# One model for each form of audio, what it comes with, and how many tokens it is.
+# One model for each audio format, with its other inputs and its number of audio tokens.
 FORMS = {
     "GlmAsrForConditionalGeneration": ({"input_features": (2, 128, 48), "input_features_mask": (2, 48)}, 6),
     "GraniteSpeechForConditionalGeneration": ({"input_features": (2, 48, 160)}, 12),
@@ -46,7 +46,7 @@ FORMS = {
 
 @lru_cache
 def shared(name: str) -> PreTrainedModel:
-    """A tiny model with random weights throughout; not to be changed."""
+    """A tiny model with random weights. Do not change it."""
     if unmet := registry.unmet_requirement(name):
         pytest.skip(f"{name} needs {unmet}")
     if (model_class := getattr(transformers, name, None)) is None:
@@ -54,7 +54,7 @@ def shared(name: str) -> PreTrainedModel:
     family = registry.model_class(name)
     torch.manual_seed(0)
     model = model_class._from_config(tiny_config(model_class.config_class, family and family.tiny, model_class)).eval()
-    randomise(model)
+    randomize(model)
     return model
 
 
@@ -67,7 +67,7 @@ def test_audio_comes_in_the_models_form(name: str) -> None:
 
 
 CODED = ("Apertus1p5ForConditionalGeneration",)
-"""Models that read codes of audio. With random weights, every clip has the same."""
+"""Models that read audio codes. With random weights, all clips have the same codes."""
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in CODED])
@@ -94,7 +94,7 @@ def test_no_loss_is_taken_on_audio_tokens() -> None:
 
 
 def test_a_form_that_is_not_known_is_said() -> None:
-    found = detect(transformers.VoxtralForConditionalGeneration)  # whose sizes do not fit each other by default
+    found = detect(transformers.VoxtralForConditionalGeneration)  # its default sizes do not match each other
     assert found.modalities == ("text",)
     assert found.note == "takes audio, which was not tried"
 

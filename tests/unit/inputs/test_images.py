@@ -1,4 +1,4 @@
-"""Random images reach vision-language models in whatever form they take them."""
+"""Random image inputs for every input format of vision-language models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from versions import case_of
 
 from nrl_models.inputs.images import ImageInputsError, image_token, takes_images
 from nrl_models.inputs.model_inputs import inputs_for
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
-# One model for each form of an image, and what it comes with.
+# One model for each image format, with its other inputs.
 FORMS = {
     "Gemma3ForConditionalGeneration": {"pixel_values": (2, 3, 56, 56)},
     "LlavaForConditionalGeneration": {"pixel_values": (2, 3, 56, 56)},
@@ -46,14 +46,14 @@ FORMS = {
         "cross_attention_mask": (2, 24, 1, 4),
     },
 }
-NOT_IN_THE_TEXT = {"MllamaForConditionalGeneration"}  # text attends to the image from layers of its own
+NOT_IN_THE_TEXT = {"MllamaForConditionalGeneration"}  # text attends to the image in separate layers
 
 models: dict[str, PreTrainedModel] = {}
 
 
 @pytest.fixture(params=FORMS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """A tiny model with random weights throughout; not to be changed."""
+    """A tiny model with random weights. Do not change it."""
     return shared(request.param)
 
 
@@ -63,7 +63,7 @@ def shared(name: str) -> PreTrainedModel:
     if name not in models:
         torch.manual_seed(0)
         models[name] = model_class._from_config(tiny_config(model_class.config_class, None, model_class)).eval()
-        randomise(models[name])
+        randomize(models[name])
     return models[name]
 
 
@@ -88,7 +88,7 @@ def test_the_logits_after_an_image_depend_on_it_and_those_before_do_not(model: P
     moved = (logits(model, inputs) - logits(model, others)).abs().amax(dim=(0, 2))
     assert moved[-1] > 1e-6
     if type(model).__name__ not in NOT_IN_THE_TEXT:
-        # Which experts later tokens go to decides how grouped experts round the earlier ones' sums.
+        # The experts chosen for later tokens affect the rounding of earlier sums in grouped experts.
         assert moved[:2].max() < min(0.1 * moved[-1], 1e-5)
 
 
@@ -104,7 +104,7 @@ def test_an_image_is_as_many_tokens_as_the_model_makes_of_it(model: PreTrainedMo
     assert places.shape[1] >= count + 8
     for name in ("token_type_ids", "mm_token_type_ids"):
         assert name not in inputs or torch.equal(inputs[name].bool(), places)
-    # One more is one that the model has nothing for.
+    # The model has no image features for an additional image token.
     wrong = inputs["input_ids"].clone()
     wrong[0, -1] = image_token(model.config)
     with pytest.raises((ValueError, RuntimeError)):
@@ -176,7 +176,7 @@ def test_a_model_that_was_made_without_a_tower_gets_text_unless_an_image_is_aske
 
 
 def test_a_tiny_model_without_an_image_token_by_default_gets_one() -> None:
-    """Otherwise the forward runs on text, and nothing that is tested with images sees them."""
+    """Otherwise the forward would run on text only, and image tests would not use images."""
     case = case_of("MiniCPMV4_7ForConditionalGeneration")
     inputs = case.inputs(length=12, images=True)
     assert image_token(case.config) is not None

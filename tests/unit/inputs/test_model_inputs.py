@@ -1,4 +1,4 @@
-"""Random inputs of the kind a model takes."""
+"""Random inputs for each kind of model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_words_alone() -> None:
     assert ids.shape == (3, 500)
     assert ids.dtype == torch.int64
     assert ids.min() >= FIRST_TEXT_TOKEN
-    assert ids.max() == 511  # every word of the vocabulary
+    assert ids.max() == 511  # the last token of the vocabulary
     assert len(ids.unique()) > 400
 
 
@@ -46,7 +46,7 @@ def test_no_special_token_is_a_word() -> None:
 
 
 def test_a_seed_gives_the_same_numbers_and_draws_no_others() -> None:
-    inputs(), vision_inputs()  # building the models draws some
+    inputs(), vision_inputs()  # building the models draws random numbers
     state = torch.get_rng_state()
     for given in (inputs, vision_inputs):
         first, again, other = given(labels=True), given(labels=True), given(labels=True, seed=1)

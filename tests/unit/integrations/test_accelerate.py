@@ -1,4 +1,4 @@
-"""accelerate: prepared, offloaded and dispatched models compute and save what they would by themselves."""
+"""Models prepared, offloaded or dispatched by accelerate compute and save the same as without it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAP = {
     "model.rotary_emb": "cpu",
     "lm_head": "disk",
 }
-"""Where `dispatch_model` puts what. With the CPU as the main device, "disk" is all that is elsewhere."""
+"""A device map for `dispatch_model`. With the CPU as the main device, only "disk" is another device."""
 
 
 def offloaded_to_memory(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -58,7 +58,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.fixture
 def _fresh_state() -> Iterator[None]:
-    """accelerate keeps one state in a process; leave none to other tests."""
+    """Reset accelerate's process-wide state, so that other tests start without it."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     yield
@@ -143,7 +143,7 @@ def test_a_prepared_model_trains_the_same(precision: str, llama_checkpoint: Path
 
 @pytest.mark.usefixtures("_fresh_state")
 def test_a_model_that_accelerate_saves_is_transformers(llama_checkpoint: Path, tmp_path: Path) -> None:
-    """Every tensor is there: none is taken for tied to its neighbour. transformers loads the file, and so do we."""
+    """Every tensor is saved, because fused linears are not mistaken for tied ones. Both libraries load the file."""
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     accelerate.Accelerator(cpu=True).save_model(model, str(tmp_path))
     assert_same(stored(tmp_path), stored(llama_checkpoint))

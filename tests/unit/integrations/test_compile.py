@@ -17,7 +17,7 @@ from nrl_models import AutoModelForCausalLM
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     _dynamo.reset()
-    _dynamo.utils.counters.clear()  # `reset` leaves the graph breaks that earlier tests counted
+    _dynamo.utils.counters.clear()  # `reset` keeps the graph breaks counted by earlier tests
     yield
     _dynamo.reset()
 
@@ -44,7 +44,7 @@ def test_a_forward_and_backward_is_one_graph_compiled_once(
             ids = input_ids.roll(seed, dims=1)
             torch.testing.assert_close(gradients(model, compiled, ids), gradients(model, model, ids))
     assert backend.frame_count == 1
-    # Under no_grad transformers runs other code, so that is another graph, of one piece too.
+    # Under no_grad transformers runs other code, so this compiles a second graph, also without breaks.
     with torch.no_grad():
         torch.testing.assert_close(compiled(input_ids=input_ids, use_cache=False).logits, expected)
     assert not _dynamo.utils.counters["graph_break"]

@@ -1,4 +1,4 @@
-"""`generate`: the tokens that transformers' model gives, however they are chosen."""
+"""`generate` returns the same tokens as transformers' model for every decoding strategy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nrl_models.testing.tiny import tiny_config
 
 NEW = 12
 
-# Each is run under one seed on both models.
+# Each runs on both models with the same seed.
 OPTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 1.3},
     "sampling, top k and top p": {"do_sample": True, "top_k": 20, "top_p": 0.9},
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def models(llama_checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """transformers' model and ours, of one checkpoint."""
+    """transformers' model and ours, from one checkpoint."""
     return (
         transformers.AutoModelForCausalLM.from_pretrained(llama_checkpoint),
         AutoModelForCausalLM.from_pretrained(llama_checkpoint),
@@ -96,7 +96,7 @@ def test_assisted_generation_gives_the_tokens_of_the_model_alone(
 
 
 def test_generating_between_training_steps(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
-    """What an RL trainer does: sample, train on the samples, sample from what it became."""
+    """Sample, train on the samples, and sample again, as an RL trainer does."""
     rollouts = []
     for auto in (transformers.AutoModelForCausalLM, AutoModelForCausalLM):
         model = auto.from_pretrained(llama_checkpoint)

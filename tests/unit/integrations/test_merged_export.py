@@ -1,4 +1,4 @@
-"""What a model with PEFT adapters exports: what merging and unloading it would, and it stays as it is."""
+"""Exporting a model with PEFT adapters gives its merged weights. The model does not change."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def adapted(architecture: str, config: Any) -> Any:
-    """A model with an adapter that changes it."""
+    """Return a model with an adapter that changes its output."""
     torch.manual_seed(0)
     model = get_peft_model(copy.deepcopy(FamilyCase(registry.model_class(architecture)).model()), config).eval()
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_it_is_what_merging_would_give(name: str) -> None:
 
 
 def test_the_weights_changed() -> None:
-    """Or what is compared above would be the base model."""
+    """The adapter changes weights, so the comparisons above are not trivially true."""
     model = adapted(MIXTURE, CONFIGS["experts"][1]())
     sent = export(model)
     plain = FamilyCase(registry.model_class(MIXTURE)).model()
@@ -103,7 +103,7 @@ def test_the_weights_changed() -> None:
 
 
 def test_what_forward_computes_is_sent() -> None:
-    """Of several adapters the active one; of disabled ones none; of merged ones nothing twice."""
+    """The export matches the forward: only the active adapter, no disabled adapter, no merged adapter twice."""
     model = adapted(DENSE, lora())
     model.add_adapter("second", lora(target_modules=["k_proj"]))
     first = export(model)
@@ -128,7 +128,7 @@ def test_of_a_model_without_adapters_it_is_its_own() -> None:
 
 @pytest.mark.usefixtures("accepts_installed_peft")
 def test_a_model_that_adapters_were_added_to() -> None:
-    """By transformers' `add_adapter`, without a `PeftModel` around."""
+    """Adapters added by transformers' `add_adapter`, without a `PeftModel`."""
     model = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
     model.add_adapter(lora())
     wrapped = get_peft_model(copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()), lora())
@@ -138,7 +138,7 @@ def test_a_model_that_adapters_were_added_to() -> None:
 
 
 def test_without_it_an_engine_gets_nothing_and_says_what_to_do() -> None:
-    """Neither the base weights alone, nor names that engines do not know."""
+    """Without merging, the refit sends nothing: neither base weights alone nor names that engines do not know."""
     plain = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
     before = plain.state_dict_adapter
     model = get_peft_model(plain, lora())
@@ -149,7 +149,7 @@ def test_without_it_an_engine_gets_nothing_and_says_what_to_do() -> None:
                 engine.refit(adapter.iter_export(given), partial=True)
     with pytest.raises(StateDictError, match="would lack the adapters"):
         plain.state_dict_adapter.export_plan()
-    engine.generate([[1, 2]], Sampling(), max_new_tokens=1)  # it was not left between two versions
+    engine.generate([[1, 2]], Sampling(), max_new_tokens=1)  # the engine still works, because no weights were sent
     engine.refit(export_adapter(model).iter_export(model))
     assert_same(dict(engine.model.state_dict_adapter.iter_export(engine.model)), merged_by_peft(model))
 
@@ -168,7 +168,7 @@ ON_TIED: dict[str, tuple[dict[str, Any], bool]] = {
     "other tokens": ({"trainable_token_indices": {"embed_tokens": [3, 5], "lm_head": [4]}}, True),
     "neither": ({}, False),
 }
-"""Options of an adapter for a tied model, and whether merging it unties the model."""
+"""Adapter options for a tied model, and whether merging unties the model."""
 
 
 @pytest.mark.parametrize("name", ON_TIED)
@@ -176,7 +176,7 @@ def test_tied_model_with_adapters_exports_what_its_forward_computes(name: str) -
     options, unties = ON_TIED[name]
     case = FamilyCase(registry.model_class(DENSE), tiny={"tie_word_embeddings": True})
     torch.manual_seed(0)
-    model = get_peft_model(copy.deepcopy(case.model()), lora(**copy.deepcopy(options))).eval()  # PEFT edits lists
+    model = get_peft_model(copy.deepcopy(case.model()), lora(**copy.deepcopy(options))).eval()  # PEFT modifies lists
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -213,7 +213,7 @@ def test_model_that_peft_merged_and_untied_keeps_its_head(tmp_path: Path) -> Non
         assert torch.equal(case.model_class.from_pretrained(tmp_path).lm_head.weight, head)
 
 
-# What cannot be
+# Unsupported adapters
 
 
 def test_prompts_reach_no_weight() -> None:
@@ -292,7 +292,7 @@ def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         export_adapter(model)
 
 
-# The bugs these tests are for
+# Bugs that these tests must find
 
 
 @pytest.mark.parametrize("bug", ["the base is sent", "the model is merged"])

@@ -1,4 +1,4 @@
-"""PEFT: adapters are those of the Hugging Face model, in memory, in training and on disk."""
+"""PEFT: adapters match those of the Hugging Face model in memory, in training and on disk."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from nrl_models.errors import CheckpointError, PackageVersionError
 
 TARGETS = ["q_proj", "v_proj", "up_proj"]
 
-# Each is trained on one model and loaded into the other. Some rewrite the base weights at the start (PiSSA, OLoRA) or
-# read them at each step (DoRA); IA3 changes a linear's input, so that it reads another tensor than its neighbours.
-# `modules_to_save` trains a copy of a whole module, be it one of a group.
+# Each is trained on one model and loaded into the other. PiSSA and OLoRA rewrite the base weights at the start, and
+# DoRA reads them in each step. IA3 scales a linear's input, so the linear no longer shares the group's input.
+# `modules_to_save` trains a copy of a complete module, which may be in a group.
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "LoRA": lambda: LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
     "rsLoRA, all linears": lambda: LoraConfig(r=4, target_modules="all-linear", use_rslora=True),
@@ -65,7 +65,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 def trained(model: nn.Module, input_ids: torch.Tensor) -> nn.Module:
-    """The model after a few steps on what is trainable."""
+    """Return the model after a few training steps."""
     model.train()
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     for _ in range(3):
@@ -76,7 +76,7 @@ def trained(model: nn.Module, input_ids: torch.Tensor) -> nn.Module:
 
 
 def random_lora(**options: Any) -> LoraConfig:
-    """LoRA whose `B` is not zero, so that it changes the model from the start."""
+    """Return a LoRA configuration with nonzero `B`, so that it changes the model from the start."""
     return LoraConfig(
         r=4, **{"target_modules": TARGETS, "init_lora_weights": False, "task_type": "CAUSAL_LM", **options}
     )
@@ -84,7 +84,7 @@ def random_lora(**options: Any) -> LoraConfig:
 
 @pytest.fixture(params=["q, v, up", "all-linear"])
 def adapter(request: pytest.FixtureRequest, llama_checkpoint: Path, tmp_path: Path) -> Path:
-    """A random adapter for the Hugging Face model, as PEFT saves it."""
+    """A random adapter of the Hugging Face model, saved by PEFT."""
     targets = TARGETS if request.param == "q, v, up" else request.param
     torch.manual_seed(0)
     get_peft_model(theirs(llama_checkpoint), random_lora(target_modules=targets)).save_pretrained(tmp_path / "adapter")
@@ -104,7 +104,7 @@ def test_a_trained_adapter_loads_in_the_other_library(
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(load(llama_checkpoint), tmp_path)
     expected = logits(model, input_ids)
-    assert (expected - logits(train(llama_checkpoint), input_ids)).abs().max() > 0.01  # it changed the model
+    assert (expected - logits(train(llama_checkpoint), input_ids)).abs().max() > 0.01  # the training changed the model
     assert_close(logits(loaded, input_ids), expected)
 
 
@@ -151,7 +151,7 @@ def test_an_adapter_with_a_task_type_is_found_by_peft_alone(
     "options",
     [
         {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-        {"target_modules": ["q_proj", "w1", "w2", "w3"]},  # as experts were named before they were stacked
+        {"target_modules": ["q_proj", "w1", "w2", "w3"]},  # the names of experts before they were stacked
     ],
     ids=["stacks", "old names"],
 )
@@ -178,7 +178,8 @@ def test_an_adapters_folder_is_no_model(adapter: Path) -> None:
 def test_an_adapter_beside_a_model_is_not_left_out_in_silence(adapter: Path, folder: Path) -> None:
     shutil.copytree(adapter, folder, dirs_exist_ok=True)
     with pytest.raises(
-        CheckpointError, match=r"(?s)adapter_config\.json: .*beside the model's files, .*move the adapter"
+        CheckpointError,
+        match=r"(?s)adapter_config\.json: .*same directory as the model's files, .*move the adapter",
     ):
         ours(folder)
 
@@ -216,7 +217,7 @@ UNMERGED_LAZILY: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", UNMERGED_LAZILY)
 def test_adapters_that_were_merged_can_be_disabled(name: str, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
-    """PEFT then unmerges each linear when it is called, which leaves the weights' versions alone."""
+    """PEFT unmerges each linear when it is called, without changing the version counters of the weights."""
     torch.manual_seed(0)
     base = ours(llama_checkpoint)
     expected = logits(base, input_ids)
@@ -236,7 +237,7 @@ def test_adapters_that_were_merged_can_be_disabled(name: str, llama_checkpoint: 
 def test_groups_that_peft_wraps_run_apart_and_merged_ones_together_again(
     adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor
 ) -> None:
-    """A linear inside an adapter is called with other neighbours' calls between: each adapter computes itself."""
+    """Each adapter runs its linear separately, with other calls in between."""
     model = PeftModel.from_pretrained(ours(llama_checkpoint), adapter)
     expected = logits(model, input_ids)
     assert not any(group.joined for group in report(model))
@@ -292,7 +293,7 @@ def test_several_adapters(adapter: Path, llama_checkpoint: Path, input_ids: torc
         for active in ("second", "default"):
             model.set_adapter(active)
             outputs[-1].append(logits(model, input_ids))
-        # Rows of one batch, each with an adapter of its own.
+        # Each sequence of the batch uses another adapter.
         with torch.no_grad():
             names = ["second", "__base__"]
             outputs[-1].append(model(input_ids=input_ids, adapter_names=names, use_cache=False).logits)
@@ -323,7 +324,7 @@ def test_a_merged_model_saves_what_the_merged_hugging_face_model_saves(
     base = stored(llama_checkpoint)
     changed = {name for name in base if not torch.equal(base[name], saved[name])}
     assert changed == {name for name in base if not torch.equal(base[name], expected[name])}
-    # What both libraries load from it is this model.
+    # Both libraries load it as the merged model.
     for load in (theirs, ours):
         assert_close(logits(load(tmp_path / "ours"), input_ids), outputs[0])
 
@@ -344,7 +345,7 @@ def test_a_whole_part_is_merged_into_what_is_saved(
 def test_merging_in_place_and_back_for_a_refit(
     adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    """What an RL trainer does at each step: merge, send the weights to the engine, unmerge, train on."""
+    """Merge, send the weights to the engine, unmerge, and train on, as an RL trainer does in each step."""
     model = PeftModel.from_pretrained(ours(llama_checkpoint), adapter)
     base = model.get_base_model()
     expected = logits(model, input_ids)
@@ -399,7 +400,7 @@ def test_a_wrapped_model_loads_the_state_dict_of_the_wrapped_hugging_face_model(
 def integrated(
     llama_checkpoint: Path, tmp_path: Path, accepts_installed_peft: None
 ) -> Iterator[dict[str, PreTrainedModel]]:
-    """Both models with the same adapter, by transformers' own `add_adapter`, and what they save."""
+    """Return both models with the same adapter, added by transformers' `add_adapter`, and their saved files."""
     models = {}
     for load in (theirs, ours):
         models[load.__name__] = model = load(llama_checkpoint)

@@ -1,4 +1,4 @@
-"""transformers' Trainer: the same losses, checkpoints that either library reads, and runs that go on from them."""
+"""transformers' Trainer: equal losses, and checkpoints from which either library resumes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_lora(load: Load) -> Load:
 
 @dataclass
 class Run:
-    """A finished run: the trainer, what it logged at each step, and its folder with a checkpoint for each half."""
+    """A finished run: the trainer, its log of each step, and its folder with a checkpoint for each half."""
 
     trainer: Trainer
     out: Path
@@ -76,7 +76,7 @@ def run(
     evaluate: bool = False,
     **options: Any,
 ) -> Run:
-    """Train for six steps on random tokens, or on from a checkpoint."""
+    """Train for six steps on random tokens, or resume from a checkpoint."""
     settings = {
         "max_steps": STEPS,
         "save_steps": HALF,
@@ -108,7 +108,7 @@ def assert_same_run(actual: Run, expected: Run, tolerance: float = 1e-5) -> None
 
 
 def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """On average: where a gradient is next to nothing, Adam makes a whole step of its rounding."""
+    """Compare on average: if a gradient is almost zero, Adam turns its rounding error into a full step."""
     assert list(actual) == list(expected)
     assert max((actual[name] - expected[name]).abs().mean().item() for name in expected) < 1e-6
 
@@ -158,7 +158,8 @@ def test_lora_trains_the_same(llama_checkpoint: Path, tmp_path: Path) -> None:
     actual = run(with_lora(ours)(llama_checkpoint), tmp_path / "ours")
     assert_same_run(actual, expected)
     assert set(stored(actual.checkpoint())) == set(stored(expected.checkpoint()))
-    # The adapter's parameters are the Hugging Face model's, in its order: each goes on from the other's checkpoint.
+    # The adapter's parameters have the Hugging Face model's names and order, so each resumes from the other's
+    # checkpoint.
     for load, source in ((ours, expected), (theirs, actual)):
         resumed = run(with_lora(load)(llama_checkpoint), tmp_path / f"{load.__name__}-on", source.checkpoint())
         assert_same_run(resumed, expected)
@@ -210,7 +211,7 @@ def test_the_best_model_is_loaded_at_the_end(llama_checkpoint: Path, tmp_path: P
     ]
     best = [Path(run.trainer.state.best_model_checkpoint).name for run in runs]
     assert best[0] == best[1] != f"checkpoint-{STEPS}"
-    assert_same_run(runs[1], runs[0], 1e-3)  # at this rate rounding grows
+    assert_same_run(runs[1], runs[0], 1e-3)  # rounding grows at this learning rate
     expected = stored(runs[1].out / best[1])
     assert_same(hf_tensors(runs[1].trainer.model), expected)
     assert not torch.equal(expected["lm_head.weight"], stored(runs[1].checkpoint(STEPS))["lm_head.weight"])
@@ -220,7 +221,7 @@ def test_the_best_model_is_loaded_at_the_end(llama_checkpoint: Path, tmp_path: P
 def test_a_resumed_mixture_goes_on_from_the_experts_it_saved(
     max_shard_size: str, mixtral_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Its files name experts one by one, as the hub does; in memory they are stacks."""
+    """The files store one tensor per expert, as on the hub. In memory the experts are stacked."""
     base = transformers.AutoConfig.from_pretrained(mixtral_checkpoint)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(base).save_pretrained(tmp_path / "checkpoint-0", max_shard_size=max_shard_size)
@@ -241,7 +242,7 @@ def test_a_resumed_mixture_goes_on_from_the_experts_it_saved(
 def test_a_run_goes_on_from_the_others_checkpoint(
     load: Load, source: str, request: pytest.FixtureRequest, llama_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Weights and optimizer state are the same file for transformers' class, ours, and ours without groups."""
+    """Weights and optimizer state are in the same format for transformers' class and ours, with or without groups."""
     first: Run = request.getfixturevalue(source)
     resumed = run(load(llama_checkpoint), tmp_path, first.checkpoint())
     assert_same_run(resumed, first)

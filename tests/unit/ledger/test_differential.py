@@ -1,4 +1,4 @@
-"""Changing a key on both sides finds what a family does otherwise, and what each key does."""
+"""Changing a key in the model and its reference finds deviations of a family, and the effect of each key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FixedNorm(hf.LlamaRMSNorm):
 
 
 class FixedNormForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Right at the epsilon that everybody has."""
+    """Correct only at the default epsilon."""
 
     rewrites = Nova.rewrites | {hf.LlamaRMSNorm: FixedNorm}
 
@@ -39,7 +39,7 @@ class SiluMLP(hf.LlamaMLP):
 
 
 class SiluForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Right at the activation that everybody has."""
+    """Correct only at the default activation."""
 
     rewrites = {hf.LlamaMLP: SiluMLP}
 
@@ -51,13 +51,13 @@ class NoDropoutAttention(hf.LlamaAttention):
 
 
 class NoDropoutForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Right unless something is dropped, which shows in training only."""
+    """Correct without dropout. The bug only shows in training."""
 
     rewrites = {hf.LlamaAttention: NoDropoutAttention}
 
 
 class FixedScaleForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Right at the spread of new weights that everybody has."""
+    """Correct only at the default initializer range."""
 
     def __init__(self, config: LlamaConfig, **options: Any) -> None:
         config.initializer_range = 0.06
@@ -65,7 +65,7 @@ class FixedScaleForCausalLM(Nova, hf.LlamaForCausalLM):
 
 
 class RefusingForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Refuses what upstream takes."""
+    """Raises an error for a value that transformers supports."""
 
     def __init__(self, config: LlamaConfig, **options: Any) -> None:
         if config.mlp_bias:
@@ -85,7 +85,7 @@ class SilentForCausalLM(Nova, hf.LlamaForCausalLM):
 
 
 class EagerForCausalLM(Nova, hf.LlamaForCausalLM):
-    """Follows a key that upstream does not read."""
+    """Uses a key that transformers does not read."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = super().forward(*args, **kwargs)
@@ -146,7 +146,7 @@ class GatedModel(hf.LlamaForCausalLM):
 
 
 class GatedForCausalLM(Nova, GatedModel):
-    """Reads the second key of its own only if the first is set."""
+    """Reads its second key only if the first is set."""
 
 
 def test_what_is_read_only_after_another_change_is_tried_then() -> None:

@@ -1,4 +1,4 @@
-"""The ledger holds every key of every registered architecture, as it is, and nothing else."""
+"""The ledger contains exactly the keys of every registered architecture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_key_is_in_the_ledger(family_case: FamilyCase) -> None:
     unknown = set(ledger_keys(config)) - set(ledger.kinds)
     gone = set(ledger.kinds) - set(ledger_keys(config))
     if Version(version("transformers")) < Version(ledger.transformers):
-        unknown = gone = set()  # keys have come and gone since
+        unknown = gone = set()  # keys have been added and removed in newer versions
     assert not unknown, f"keys that are not in the ledger of {name}: {sorted(unknown)}: {REMEDY.format(name)}"
     assert not gone, f"keys in the ledger of {name} that it does not have: {sorted(gone)}: {REMEDY.format(name)}"
     assert not ledger.departures

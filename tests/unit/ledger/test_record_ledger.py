@@ -1,4 +1,4 @@
-"""Recording ledgers: what is recorded is not found out again, and nothing is mixed."""
+"""Recorded ledgers are not tested again, and ledgers of different architectures are not mixed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """For which architectures ledgers are found out, and whether by a survey; at no cost."""
+    """Record the tested architectures and whether only a survey ran, without running the test."""
     found: list[tuple[str, bool]] = []
 
     def find(case: Any, *, survey: bool = False) -> Ledger:
@@ -63,7 +63,7 @@ def test_only_what_is_missing_is_found_out(tmp_path: Path, asked: list[tuple[str
     list(write_ledger(names[:1], survey=True, folder=tmp_path))
     list(write_ledger(names[:1], survey=True, folder=tmp_path))
     assert asked == [(names[0], True)]
-    list(write_ledger(names, folder=tmp_path))  # what was only surveyed is found out, too
+    list(write_ledger(names, folder=tmp_path))  # surveyed architectures are also tested
     list(write_ledger(names, folder=tmp_path))
     assert asked[1:] == [(names[0], False), (names[1], False)]
     list(write_ledger(names[1:], again=True, folder=tmp_path))

@@ -1,22 +1,29 @@
-"""compressed-tensors checkpoints load as plain weights, or raise where transformers loads wrong values."""
+"""compressed-tensors checkpoints load, save and export as unquantized weights, in every supported format."""
 
 from __future__ import annotations
 
+import inspect
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import new_model
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from checkpoints import edit_config, edit_weights
+from compressed_checkpoints import FORMS, Parts, group, write
+from packaging.version import Version
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
+from transformers import CompressedTensorsConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers.utils import logging as hf_logging
 
-from nrl_models import AutoModelForCausalLM, CheckpointError
+from nrl_models import AutoModelForCausalLM, CheckpointError, check_parity, start_engine
+from nrl_models.common.compressed import compressed_files
+from nrl_models.errors import UnmetRequirementError
 
 pytestmark = pytest.mark.integrations
-FP8, INT8 = "float-quantized", "int-quantized"
-LARGEST = {FP8: 448.0, INT8: 127.0}
+pytest.importorskip("compressed_tensors")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -31,58 +38,185 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "experts": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16),
 }
 
-
-def quantized(weight: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight in 8 bits, and the scale of each row."""
-    scale = weight.abs().amax(1, keepdim=True) / LARGEST[form]
-    rows = weight / scale
-    return (rows.to(torch.float8_e4m3fn) if form == FP8 else rows.round().to(torch.int8)), scale
-
-
-def write(folder: Path, config: PreTrainedConfig, form: str) -> dict[str, torch.Tensor]:
-    """Write a random model whose linears are quantized; returns the weights that they stand for."""
-    new_model(config).save_pretrained(folder)
-    stored: dict[str, torch.Tensor] = {}
-    plain: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        stored[name] = plain[name] = tensor
-        if name.endswith("proj.weight"):
-            stored[name], scale = quantized(tensor, form)
-            stored[f"{name}_scale"], plain[name] = scale, stored[name].float() * scale
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 8, "type": "float" if form == FP8 else "int", "strategy": "channel", "symmetric": True}
-    settings = {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | {"dynamic": False}}},
-    }
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": settings}))
-    return plain
+REQUEST: dict[str, Any] = (
+    {"dequantize": True}
+    if "dequantize" in inspect.signature(CompressedTensorsConfig).parameters
+    else {"run_compressed": False}
+)
+"""Keywords that request unquantized weights. The second is the former name."""
 
 
-@pytest.mark.parametrize(("kind", "form"), [("dense", FP8), ("dense", INT8), ("experts", FP8)])
+def require_plain(model: Any, expected: Parts, folder: Path, form: str) -> None:
+    """Check a loaded model, its export and its saved checkpoint."""
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    assert exported.keys() == saved.keys() == expected.keys()
+    # The package dequantizes FP4 in bf16.
+    tolerance = {"rtol": 2**-7, "atol": 0.0} if form.endswith("fp4") else {"rtol": 2e-7, "atol": 1e-7}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, **tolerance)
+        torch.testing.assert_close(exported[name], tensor, **tolerance)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_loaded_saved_and_exported_as_plain_weights(kind: str, form: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     expected = write(tmp_path / "in", CONFIGS[kind], form)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
-    model(torch.arange(32)[None])  # compressed layers decompress on their first forward
-    exported = dict(model.state_dict_adapter.iter_export(model))
-    model.save_pretrained(tmp_path / "out")
+    require_plain(model, expected, tmp_path / "out", form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dense_weights_are_those_of_transformers(form: str, tmp_path: Path) -> None:
+    if form == "fp8-block" and Version(version("compressed-tensors")) < Version("0.19"):
+        pytest.skip("the package dequantizes uneven blocks incorrectly")
+    write(tmp_path, CONFIGS["dense"], form)
+    dequantize = CompressedTensorsConfig(**REQUEST)
+    theirs: Any = HFAutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=dequantize)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path)
+    state = theirs.state_dict()
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, state[name].to(parameter.dtype)), name
+
+
+@pytest.mark.parametrize(("kind", "form"), [("dense", "int4"), ("experts", "int8"), ("experts", "nvfp4")])
+def test_references_have_the_plain_weights(kind: str, form: str, tmp_path: Path) -> None:
+    expected = write(tmp_path, CONFIGS[kind], form)
+    assert check_parity(tmp_path, checks=["1", "3"]).passed
+    with start_engine("hf-generate", tmp_path) as engine:
+        engine.model.save_pretrained(tmp_path / "out")
     saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert exported.keys() == saved.keys() == expected.keys()
+    assert saved.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-6)
-        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-6)
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+        torch.testing.assert_close(saved[name], tensor, rtol=2**-7 if form == "nvfp4" else 2e-7, atol=1e-7)
 
 
-def test_experts_in_nvfp4_raise_before_anything_is_loaded(tmp_path: Path) -> None:
-    write(tmp_path, CONFIGS["experts"], FP8)
-    tensors = load_file(tmp_path / "model.safetensors")
-    key = "model.layers.0.mlp.experts.0.up_proj.weight_global_scale"
-    save_file(tensors | {key: torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight_global_scale .*experts in NVFP4"):
+def test_groups_are_found_by_the_names_of_layers(tmp_path: Path) -> None:
+    expected = write(tmp_path / "in", CONFIGS["experts"], "fp8", experts="int4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    require_plain(model, expected, tmp_path / "out", "int4")
+
+
+def test_bfloat16_scales(tmp_path: Path) -> None:
+    expected = write(tmp_path, CONFIGS["experts"], "int8")
+
+    def to_bfloat16(tensors: Parts) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            tensors[name] = tensors[name].bfloat16()
+            weight = name.removesuffix("_scale")
+            expected[weight] = (tensors[weight].float() * tensors[name].float()).bfloat16()
+
+    edit_weights(tmp_path, to_bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    for name in expected:
+        assert torch.equal(exported[name], expected[name].bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    "requested",
+    [CompressedTensorsConfig(**REQUEST), {"quant_method": "compressed-tensors", "dequantize": True}, None],
+    ids=["object", "mapping", "none"],
+)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_dequantization_may_be_requested(
+    kind: str, requested: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = write(tmp_path / "in", CONFIGS[kind], "int8")
+    hf_logging.enable_propagation()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=requested)
+    finally:
+        hf_logging.disable_propagation()
+    assert "run_compressed" not in caplog.text
+    require_plain(model, expected, tmp_path / "out", "int8")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "requested",
+    [
+        CompressedTensorsConfig(run_compressed=True),
+        CompressedTensorsConfig(),
+        {"quant_method": "compressed-tensors"},
+        {"quant_method": "torchao"},
+    ],
+    ids=["run_compressed", "default", "mapping", "other method"],
+)
+def test_weights_are_not_kept_quantized(kind: str, requested: Any, tmp_path: Path) -> None:
+    write(tmp_path, CONFIGS[kind], "fp8")
+    with pytest.raises(CheckpointError, match=r"(?s)dequantized on load.*CompressedTensorsConfig\(dequantize=True\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=requested)
+
+
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "value", "said"),
+    [
+        ("int4", "_packed", torch.zeros(64, 9, dtype=torch.int32), r"has shape \(64, 9\), expected \(64, 8\)"),
+        ("int4", "_packed", torch.zeros(64, 8), r"is torch\.float32, expected torch\.int32"),
+        ("int4", "_scale", torch.ones(64, 3), r"has shape \(64, 3\), expected \(64, 2\)"),
+        ("int4", "_shape", torch.tensor([64]), "expected two sizes"),
+        ("int4", "_shape", torch.tensor([64, -1]), "has shape"),
+        ("int4", "_shape", None, r"weight_shape.*is missing"),
+        ("int4", "_scale", None, r"weight_scale.*is missing"),
+        ("int4-zeros", "_zero_point", None, r"weight_zero_point.*is missing"),
+        ("int4", "_g_idx", torch.zeros(64, dtype=torch.int32), "orders columns"),
+        ("nvfp4", "_global_scale", None, r"weight_global_scale.*is missing"),
+        ("nvfp4", "_scale", torch.ones(64, 4), r"is torch\.float32, expected torch\.float8_e4m3fn"),
+        ("int8", "", None, r"weight.*is missing"),
+        ("int8", "", torch.zeros(64, 64), r"is torch\.float32, expected torch\.int8"),
+        ("int8", "_scale", torch.ones(64), r"has shape \(64,\), expected \(64, 1\)"),
+    ],
+)
+def test_damaged_parts(form: str, part: str, value: torch.Tensor | None, said: str, tmp_path: Path) -> None:
+    write(tmp_path, CONFIGS["dense"], form)
+
+    def edit(tensors: Parts) -> None:
+        tensors.pop(WEIGHT + part, None)
+        if value is not None:
+            tensors[WEIGHT + part] = value
+
+    edit_weights(tmp_path, edit)
+    with pytest.raises(CheckpointError, match=said):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"format": "marlin-24"}, "is stored in format 'marlin-24'"),
+        ({"format": "nonsense"}, "is stored in format 'nonsense'"),
+        ({"config_groups": {"a": group("fp8", ["re:.*mlp.*"])}}, "no group"),
+        ({"config_groups": {"a": group("fp8"), "b": group("int8")}}, "is a target of 2 groups"),
+        ({"config_groups": 3}, "quantization_config: is invalid"),
+        ({"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": "x"}}}}, "is invalid"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_read(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write(tmp_path, CONFIGS["dense"], "fp8")
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    edit_config(tmp_path, quantization_config=settings | values)
+    with pytest.raises(CheckpointError, match=said):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, CONFIGS["dense"], "fp8")
+    monkeypatch.setattr(compressed_files, "find_spec", lambda name: None)
+    with pytest.raises(UnmetRequirementError, match=r"not installed.*pip install compressed-tensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_old_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, CONFIGS["dense"], "fp8")
+    monkeypatch.setattr(compressed_files, "version", lambda name: "0.15.0")
+    with pytest.raises(UnmetRequirementError, match=r"needs compressed-tensors>=0\.16; 0\.15\.0 is installed"):
         AutoModelForCausalLM.from_pretrained(tmp_path)

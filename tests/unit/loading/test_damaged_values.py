@@ -1,4 +1,4 @@
-"""Values of a configuration that nothing can be built of: typed errors that name the key, before weights are read."""
+"""Invalid configuration values raise typed errors that name the key, before weights are read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_position_embeddings": 10**10}, "max_position_embeddings", "expected at most 67,108,864"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers", "expected at most 20,000"),
         ({"num_labels": 2**31}, "num_labels", "expected at most 1,048,576"),
-        ({"num_hidden_layers": 9_000}, "the configuration", r"more than 20,\d+ modules, and the checkpoint has"),
+        ({"num_hidden_layers": 9_000}, "the configuration", r"more than 20,\d+ modules, but the checkpoint has"),
         ({"head_dim": 2**31}, "head_dim", "expected at most"),
         ({"hidden_act": "silly"}, "hidden_act", "is 'silly': KeyError"),
         ({"rope_parameters": {"rope_type": "yarm", "rope_theta": 1.0}}, "rope_parameters.rope_type", "is 'yarm'; only"),
@@ -90,7 +90,7 @@ def test_no_published_value_is_beyond_the_limits() -> None:
     for config_class in set(CONFIG_MAPPING.values()):
         try:
             values = config_class().to_dict()
-        except Exception:  # some have no default
+        except Exception:  # some classes have no default
             continue
         check_limits(values, config_class.__name__)
 
@@ -106,7 +106,7 @@ def test_no_published_value_is_beyond_the_limits() -> None:
     ],
 )
 def test_a_table_that_fills_memory(table: Callable[[], torch.Tensor]) -> None:
-    with pytest.raises(ConfigurationError, match="asks for a table of"), limited_build(0):
+    with pytest.raises(ConfigurationError, match="needs a table of"), limited_build(0):
         table()
 
 

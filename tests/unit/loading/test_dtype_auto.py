@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,3 +68,27 @@ def test_dtype_without_one_in_the_configuration(
     expected = HFLlama.from_pretrained(folder, dtype="auto")
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {parameter.dtype for parameter in model.parameters()} == {expected.dtype}
+
+
+def test_training_in_a_default_16_bit_dtype_warns_once(
+    llama_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16).save_pretrained(tmp_path)
+
+    def warnings_of(**options: Any) -> list[str]:
+        caplog.clear()
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        model.train()
+        model.eval()
+        model.train()
+        return [record.getMessage() for record in caplog.records if "round away" in record.getMessage()]
+
+    (message,) = warnings_of()
+    assert message.startswith("LlamaForCausalLM is trained in bfloat16, the dtype of its checkpoint.")
+    assert not warnings_of(dtype=torch.bfloat16)
+    assert not warnings_of(dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.requires_grad_(False)  # as adapters do
+    caplog.clear()
+    model.train()
+    assert not caplog.records

@@ -1,4 +1,4 @@
-"""Code that a checkpoint brings or names is not run unasked: kernels of the hub, and pickles."""
+"""Code in a checkpoint, or named by it, does not run without permission: hub kernels and pickles."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import WEIGHTS, edit_config
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import hub_kernels
 from versions import since
 
 from nrl_models import AutoModelForCausalLM, CheckpointError
 from nrl_models.engines import start_engine
 from nrl_models.errors import RemoteCodeError
-from nrl_models.families.llama.model import LlamaForCausalLM
-from nrl_models.loading.options import LoadOptions
-from nrl_models.loading.quantised import load_quantised
 from nrl_models.loading.read_config import read_config
 
 NAMED: dict[str, dict[str, Any]] = {
     "attn_implementation": {"attn_implementation": "someone/kernel"},
-    "of the verified organisation": {"attn_implementation": "kernels-community/flash-attn2"},
+    "of the verified organization": {"attn_implementation": "kernels-community/flash-attn2"},
     "with a revision and a function": {"attn_implementation": "someone/kernel@v1:run"},
     "paged": {"attn_implementation": "paged|someone/kernel"},
     "by part": {"attn_implementation": {"": "sdpa", "text_config": "someone/kernel"}},
@@ -37,7 +34,7 @@ NAMED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The repositories that transformers would fetch kernels from."""
+    """Record the repositories from which transformers would fetch kernels."""
     found: list[str] = []
 
     def fetch(name: str, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +78,7 @@ def test_other_values_with_slashes_are_no_kernels(folder: Path) -> None:
 
 
 class Payload:
-    """Runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -90,16 +87,16 @@ class Payload:
         return os.mkdir, (str(self.mark),)
 
 
-def test_pickled_weights_are_never_opened(
-    folder: Path, tmp_path: Path, llama_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickled_weights_are_never_opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / WEIGHTS).unlink()
     torch.save({"model.norm.weight": Payload(tmp_path / "was-run")}, folder / "pytorch_model.bin")
     opened = []
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: opened.append(args))
     loads: dict[str, Callable[[], Any]] = {
         "ours": lambda: AutoModelForCausalLM.from_pretrained(folder),
-        "quantised": lambda: load_quantised(LlamaForCausalLM, folder, llama_config, LoadOptions(), {}),
+        "quantized": lambda: AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+        ),
     }
     for name, load in loads.items():
         with pytest.raises(CheckpointError, match=r"safetensors"):

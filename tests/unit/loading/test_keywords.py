@@ -1,4 +1,4 @@
-"""transformers' keywords: what each gives here is what it gives in transformers."""
+"""transformers' keywords have the same effect as in transformers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers import LlamaForCausalLM as HFLlama
 
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, BackendConfig, CheckpointError
 from nrl_models.common.checkpoint import files
-from nrl_models.errors import DeviceError, UnknownArgumentError
+from nrl_models.errors import ConfigurationError, DeviceError, UnknownArgumentError
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.loading import keywords as of_keywords
 
 
 def facts(model: PreTrainedModel) -> dict[str, Any]:
-    """What a keyword may change of a model."""
+    """Return the properties of a model that a keyword may change."""
     return {
         "dtypes": {name: parameter.dtype for name, parameter in model.named_parameters()},
         "devices": {name: parameter.device for name, parameter in model.named_parameters()},
@@ -50,7 +50,7 @@ HALVES = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu
         {"device_map": {"": "cpu"}},
         {"device_map": {"": torch.device("cpu")}},
         {"device_map": HALVES | {"lm_head": "cpu"}},
-        {"device_map": HALVES},  # the head is where all else is
+        {"device_map": HALVES},  # the head is on the same device as everything else
         {"device_map": "auto"},
         {"device_map": "balanced"},
         {"device_map": "balanced_low_0"},
@@ -88,7 +88,7 @@ def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytes
     for _ in range(2):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, torch_dtype="bf16", dtype="bf16")
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "`torch_dtype` is deprecated, in transformers, too"
+        "`torch_dtype` is deprecated here and in transformers"
     ]
 
 
@@ -99,22 +99,30 @@ def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytes
         ({"device_map": {"": "cqu"}}, UnknownArgumentError, r"device_map\[''\]='cqu': expected a device"),
         ({"device_map": 1.5}, UnknownArgumentError, "device_map=1.5"),
         ({"device": "bogus"}, UnknownArgumentError, "device='bogus': expected a device"),
-        ({"device_map": -1}, DeviceError, "device_map=-1: there is no accelerator of this number, but cpu"),
+        ({"device_map": -1}, DeviceError, "device_map=-1: no such accelerator; available: cpu"),
         ({"device_map": 99}, DeviceError, "device_map=99"),
         ({"device_map": {"model": 99}}, DeviceError, r"device_map\['model'\]=99"),
-        ({"device_map": "cuda:99"}, DeviceError, "device_map='cuda:99': there is no such device, but cpu"),
+        ({"device_map": "cuda:99"}, DeviceError, "device_map='cuda:99': .*; available: cpu"),
         ({"device": "cuda:99"}, DeviceError, "device='cuda:99'"),
         ({"dtype": "float23"}, UnknownArgumentError, "dtype='float23'"),
+        ({"dtpe": "float32"}, UnknownArgumentError, r"unknown keyword dtpe \(did you mean dtype\?\)"),
+        ({"load_in_4bit": True}, UnknownArgumentError, r"load_in_4bit \(pass quantization_config=transformers\.Bits"),
+        ({"device": "xpu"}, DeviceError, "device='xpu': XPU is not available to torch; available: cpu"),
+        (
+            {"attn_implementation": "flash_attn"},
+            ConfigurationError,
+            "(?s)config: attn_implementation: .*What to do: pass a supported attn_implementation to from_pretrained",
+        ),
         (
             {"dtype": "bf16", "torch_dtype": "fp16"},
             UnknownArgumentError,
-            "torch_dtype='fp16': dtype is given otherwise",
+            "torch_dtype='fp16': dtype is also passed",
         ),
-        ({"use_safetensors": False}, UnknownArgumentError, "use_safetensors=False: .* only safetensors are read"),
-        ({"model_type": "mistral"}, UnknownArgumentError, "model_type: expected values of the configuration"),
+        ({"use_safetensors": False}, UnknownArgumentError, "use_safetensors=False: .* Only safetensors are supported"),
+        ({"model_type": "mistral"}, UnknownArgumentError, "model_type: not a configuration value"),
         ({"sub_configs": {}, "base_model_tp_plan": {}}, UnknownArgumentError, "sub_configs, base_model_tp_plan: "),
         ({"from_tf": True, "use_safetensors": False}, UnknownArgumentError, "from_tf: .*; use_safetensors=False"),
-        ({"key_mapping": {"(": "x"}}, UnknownArgumentError, r"key_mapping: '\(' is no regular expression"),
+        ({"key_mapping": {"(": "x"}}, UnknownArgumentError, r"key_mapping: '\(' is not a regular expression"),
         ({"local_file_only": True}, UnknownArgumentError, r"local_file_only \(did you mean local_files_only\?\)"),
         ({"torch_dtpye": "auto"}, UnknownArgumentError, r"torch_dtpye \(did you mean torch_dtype\?\)"),
         ({"backend_confg": None}, UnknownArgumentError, r"backend_confg \(did you mean backend_config"),

@@ -1,4 +1,4 @@
-"""The layer of multi-token prediction as a module: what it computes, what it trains, what becomes of its weights."""
+"""The multi-token prediction (MTP) layer as a module: its output, its training, and its weights in files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WORDS = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(0
 
 
 def mtp_layer_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """A layer that can be trained, as checkpoints have it: random, but for the model's embeddings, in its dtype.
+    """Return the tensors of a trainable MTP layer as in checkpoints: random, except for the model's embeddings.
 
     Args:
-        model: of a family with an `mtp_form`; its last decoder layer with `self_attn` is the pattern.
+        model: A model of a family with an `mtp_form`. Its last decoder layer with `self_attn` is the template.
     """
     own = model.state_dict_adapter.to_hf(model.state_dict())
     parts = MTPParts.of(model.mtp_form, MTPNames(model).first)
@@ -53,7 +53,7 @@ def mtp_layer_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def published(architecture: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint with an MTP layer, in fp64, and the layer's tensors."""
+    """Save a checkpoint with an MTP layer in fp64, and return it with the layer's tensors."""
     model = copy.deepcopy(FamilyCase(registry.model_class(architecture)).model(torch.float64))
     model.save_pretrained(folder)
     torch.manual_seed(1)
@@ -68,7 +68,7 @@ def loaded(architecture: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor
 
 
 def read(folder: Path) -> Any:
-    """In fp64, in which experts are not grouped."""
+    """Load in fp64, which does not group experts."""
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, backend=BackendConfig(experts="eager")
     ).eval()  # fmt: skip
@@ -79,7 +79,7 @@ def last_hidden(model: Any, words: torch.Tensor = WORDS, **options: Any) -> torc
 
 
 def by_hand(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Tensor:
-    """The logits, by transformers' own class of a decoder that has the layer as one more of its layers."""
+    """Compute the logits with transformers' own decoder class, which has the layer as an additional layer."""
     parts, number = MTPParts.of(model.mtp_form, MTPNames(model).first), model.config.num_hidden_layers
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = number + 1
@@ -111,7 +111,7 @@ def by_hand(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Ten
     joined = joined @ mtp[f"{parts.joint}.weight"].T
     length = joined.shape[1]
     positions = torch.arange(length)[None]
-    # Before 5.23 the one of a model that reads images takes positions by axis alone.
+    # Before 5.23, the class of a vision-language model requires positions per axis.
     axes = positions[None].expand(3, -1, -1) if hasattr(decoder.rotary_emb, "mrope_section") else positions
     output = decoder.layers[number](
         joined,
@@ -159,7 +159,7 @@ def test_its_weights_are_saved_and_exported_as_they_are_trained(architecture: st
     assert [name for name, _, _ in adapter.export_plan()] == list(exported)
     parts = MTPParts.of(model.mtp_form, MTPNames(model).first)
     embeddings = {f"{part}.weight" for part in (parts.input, parts.output) if part}
-    corrections = {name for name in mtp if name.endswith("e_score_correction_bias")}  # a buffer
+    corrections = {name for name in mtp if name.endswith("e_score_correction_bias")}  # buffers
     assert {name for name in mtp if torch.equal(exported[name], mtp[name])} == embeddings | corrections
     assert_same({name: exported[name] for name in exported.keys() - mtp.keys()}, dict(stored_own(tmp_path, mtp)))
     model.save_pretrained(tmp_path / "again")
@@ -251,7 +251,7 @@ def test_it_computes_with_the_models_kernels(tmp_path: Path) -> None:
         assert type(layer.decoder.layers[0].self_attn) is type(model.model.layers[0].self_attn)
 
 
-# What is refused
+# Errors
 
 
 def test_what_cannot_be_trained_says_why(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_what_cannot_be_trained_says_why(tmp_path: Path) -> None:
     mimo = FamilyCase(registry.model_class("MiMoV2FlashForCausalLM")).model()
     with pytest.raises(UnknownArgumentError, match="MiMoV2FlashForCausalLM: its MTP layers cannot be trained here"):
         MTPLayer(mimo)
-    with pytest.raises(ValueError, match=r"as of hidden_states \(2, 12\), of three words at least"):
+    with pytest.raises(ValueError, match=r"as of hidden_states \(2, 12\), with at least three tokens"):
         MTPLayer(AutoModelForCausalLM.from_pretrained(folder))(torch.zeros(2, 12, 64), WORDS[:, :5])
 
 
@@ -275,7 +275,7 @@ def test_images_are_refused(tmp_path: Path) -> None:
     reference = FamilyCase(registry.model_class(architecture)).reference()
     reference.save_pretrained(tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.update(mtp_tensors(reference)))
-    with pytest.raises(UnknownArgumentError, match="takes images"):
+    with pytest.raises(UnknownArgumentError, match="accepts images"):
         MTPLayer(registry.model_class(architecture).from_pretrained(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Weights of multi-token prediction: which tensors they are, and that none is lost, made up or taken for another."""
+"""Weights of multi-token prediction (MTP): finding them, keeping all of them, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMBERED, PREFIXED = "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"
 
 @pytest.fixture(params=[NUMBERED, PREFIXED])
 def published(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint with MTP weights, and these."""
+    """A checkpoint with MTP weights, and these weights."""
     return with_mtp(request.param, tmp_path / "published")
 
 
@@ -51,7 +51,7 @@ def export(model: Any, **options: Any) -> dict[str, torch.Tensor]:
     return dict(model.state_dict_adapter.iter_export(model, **options))
 
 
-# What is kept
+# Kept weights
 
 
 def test_the_model_computes_and_trains_without_them(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -130,14 +130,14 @@ def test_an_engine_without_them_takes_the_export(published: tuple[Path, dict[str
 
 @pytest.mark.parametrize("architecture", ["NemotronH_Omni_Reasoning_V3", "KimiVLForConditionalGeneration"])
 def test_weights_of_a_language_model_inside_are_kept(architecture: str, tmp_path: Path) -> None:
-    """Its class, not that of the whole, says what they are called, or has the output embeddings."""
+    """The inner class, not the outer one, defines their names or has the output embeddings."""
     folder, mtp = with_mtp(architecture, tmp_path / "published")
     model = registry.model_class(architecture).from_pretrained(folder)
     assert_same({name: kept.read() for name, kept in kept_by(model).items()}, mtp)
 
 
 def test_layers_of_a_model_inside_are_found(tmp_path: Path) -> None:
-    """Its configuration says how many there are; without a number there are none."""
+    """The inner configuration contains the number of layers. Without a number there are no MTP layers."""
     folder, mtp = with_mtp("Step3p7ForConditionalGeneration", tmp_path / "step", text_config=STEP)
     assert {name.partition(".eh_proj")[0] for name in mtp if "eh_proj" in name} == {"layers.2", "layers.3"}
     published = {f"model.{name}": tensor for name, tensor in mtp.items()}
@@ -149,7 +149,7 @@ def test_layers_of_a_model_inside_are_found(tmp_path: Path) -> None:
 STEP = {"num_nextn_predict_layers": 2}
 
 
-# What is not
+# Other weights
 
 
 def test_dropping_is_said_once(published: tuple[Path, dict[str, torch.Tensor]], caplog: Any, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_base_model_leaves_them_out_with_the_head(
 def test_none_where_some_are_announced_is_said(numbered: Path, caplog: Any) -> None:
     edit_weights(numbered, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.2." in name])
     model = AutoModelForCausalLM.from_pretrained(numbered)
-    assert "announces 1 layers of multi-token prediction (num_nextn_predict_layers) and holds none" in caplog.text
+    assert "announces 1 layers of multi-token prediction (num_nextn_predict_layers), but has none" in caplog.text
     assert not any(".layers.2." in name for name in export(model))
 
 
@@ -195,7 +195,7 @@ def test_some_of_the_announced_layers_are_refused(numbered: Path) -> None:
 
 
 def test_a_decoder_layer_too_many_is_none(numbered: Path) -> None:
-    """It has the number of an MTP layer, but nothing that joins hidden states and embeddings."""
+    """The layer has the index of an MTP layer, but no projection that combines hidden states and embeddings."""
     edit_weights(numbered, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.2\.enorm\.weight"):
         AutoModelForCausalLM.from_pretrained(numbered)
@@ -208,7 +208,7 @@ def test_layers_beyond_the_announced_are_unexpected(numbered: Path) -> None:
 
 
 def test_the_published_number_is_of_no_other_model(numbered: Path) -> None:
-    """transformers ignores `model.layers.92` and `46` of any GLM-4.5, MTP layer or not."""
+    """transformers ignores `model.layers.92` and `46` of any GLM-4.5, with or without an MTP layer."""
     edit_weights(numbered, lambda tensors: tensors.update({"model.layers.92.mlp.up_proj.weight": torch.ones(2)}))
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.92"):
         AutoModelForCausalLM.from_pretrained(numbered)
@@ -224,7 +224,7 @@ def test_an_adapter_of_a_model_that_lost_them_is_refused(published: tuple[Path, 
     assert not mtp.keys() & {name for name, _, _ in model.state_dict_adapter.export_plan()}
 
 
-# Bugs for which the generated test is
+# Bugs that the generated test must find
 
 
 def a_tensor_less(files: Any, keys: Any, *rest: Any, **options: Any) -> Any:
@@ -251,7 +251,7 @@ def test_the_generated_test_finds(bug: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_every_family_whose_checkpoints_have_them_is_known() -> None:
-    """Families that vLLM 0.32 drafts with (its `*_mtp` models), as far as transformers has them."""
+    """Families that vLLM 0.32 uses for drafting (its `*_mtp` models), if transformers has them."""
     families = [
         *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Ernie4_5_MoeForCausalLM"),
         *("ExaoneMoeForCausalLM", "Exaone4_5_ForConditionalGeneration", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"),

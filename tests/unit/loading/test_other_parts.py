@@ -1,4 +1,4 @@
-"""Checkpoints with other heads or towers than the model that is loaded, new heads, and state dicts."""
+"""Checkpoints with other heads or towers than the loaded model, new heads, and state dicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HIDDEN = 256
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
-    """bert-base-uncased as published: two heads, `architectures` naming one of them."""
+    """bert-base-uncased as published: two heads, of which `architectures` names one."""
     model = new_model(tiny_config(BertConfig), "ForPreTraining")
     model.save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=["BertForMaskedLM"])
@@ -44,7 +44,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def body_of(folder: Path) -> dict[str, torch.Tensor]:
-    """transformers' base model of a checkpoint."""
+    """Load transformers' base model of a checkpoint."""
     return dict(transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).state_dict())
 
 
@@ -80,7 +80,7 @@ def test_a_weight_of_the_body_that_nothing_uses_is_an_error(llama: Path, name: s
 
 
 def test_a_reward_model_of_a_language_model(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The head has transformers' initialization, and the rest the checkpoint's weights."""
+    """The head is initialized as in transformers. All other weights come from the checkpoint."""
     with pytest.raises(CheckpointError, match=r"missing: score\.weight[\s\S]*new_head=True.*score\.weight"):
         AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1)
     with caplog.at_level(logging.WARNING):
@@ -122,7 +122,7 @@ def test_a_new_head_excuses_nothing_else(llama: Path) -> None:
 
 
 def test_mismatched_sizes(llama: Path) -> None:
-    """As in transformers, which tensors are initialized is in the loading information."""
+    """As in transformers, the loading information lists the initialized tensors."""
     with pytest.raises(StateDictError, match=r"embed_tokens"):
         AutoModelForCausalLM.from_pretrained(llama, vocab_size=600)
     keywords: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
@@ -152,7 +152,7 @@ def test_a_state_dict_in_place_of_files(llama: Path) -> None:
         assert_same(hf_tensors(model), tensors)
     with torch.no_grad():
         model.model.norm.weight.zero_()
-    assert tensors["model.norm.weight"].abs().sum() > 0  # the model has copies
+    assert tensors["model.norm.weight"].abs().sum() > 0  # the model holds copies
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_no_path_needs_a_configuration_and_a_state_dict(llama: Path) -> None:
 
 
 def test_a_stale_file_next_to_an_index(llama: Path) -> None:
-    """The same weights twice load; other weights are an error that names the file."""
+    """Equal duplicate weights load. Different ones raise an error that names the file."""
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(llama / "shards", max_shard_size="500KB")
     for file in (llama / "shards").glob("model*"):
@@ -205,7 +205,7 @@ def test_layers_with_a_window_need_its_size(tmp_path: Path) -> None:
 
 
 def composites() -> list[str]:
-    """Architectures with towers whose configuration transformers maps to a causal language model of its text part."""
+    """Architectures with towers whose configuration transformers maps to a causal LM of its text part."""
     found = []
     for name in registry.architectures(aliases=False):
         if registry.unmet_requirement(name):
@@ -229,7 +229,7 @@ def test_the_text_model_of_a_checkpoint_with_towers(
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
     )
-    if info["missing_keys"]:  # which transformers initializes
+    if info["missing_keys"]:  # transformers initializes these
         with pytest.raises(CheckpointError, match="missing: "):
             AutoModelForCausalLM.from_pretrained(tmp_path)
         return
@@ -271,7 +271,7 @@ CLASSIFIERS = {
     if (language_model := modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)) in registry.architectures()
     and classifier in registry.architectures()
 }
-"""For each registered classifier a language model with the same configuration class."""
+"""For each registered classifier, a language model with the same configuration class."""
 
 
 def test_classifiers_are_found() -> None:

@@ -1,4 +1,4 @@
-"""Where a model goes: device maps, as transformers dispatches them, and the devices that surround a call."""
+"""Device maps, dispatched as in transformers, and device contexts around a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.errors import DeviceError, NRLModelsError
 from nrl_models.families.gemma3n.model import Gemma3nForCausalLM
 from nrl_models.families.llama.model import LlamaForCausalLM
-from nrl_models.loading import pretrained
+from nrl_models.loading import pretrained, source
 from nrl_models.loading.fit import Fit
 from nrl_models.loading.weights import load_weights
 from nrl_models.testing.case import FamilyCase
@@ -26,7 +26,7 @@ from nrl_models.testing.case import FamilyCase
 
 
 def hooks_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What accelerate hangs on each module that transformers has, too."""
+    """Return the settings of accelerate's hook on each module that transformers also has."""
     told = ("execution_device", "offload", "io_same_device", "offload_buffers", "skip_keys", "place_submodules")
     hooks = {name: getattr(module, "_hf_hook", None) for name, module in model.named_modules()}
     return {
@@ -38,7 +38,7 @@ def hooks_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> tuple[FamilyCase, Path, dict[str, str]]:
-    """A model whose layers hand keys and values to later ones in a dict; where it is, and a map with layers on disk."""
+    """A model whose layers share keys and values through a dict, its folder, and a map with layers on disk."""
     case = FamilyCase(Gemma3nForCausalLM)
     folder = tmp_path_factory.mktemp("gemma3n")
     model = case.reference()
@@ -87,11 +87,11 @@ def test_max_memory_sends_the_rest_to_disk(llama_checkpoint: Path, tmp_path: Pat
         torch.testing.assert_close(model(input_ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-# Devices that surround a call
+# Device contexts
 
 
 class default_device(AbstractContextManager[None]):  # noqa: N801
-    """`torch.set_default_device`, undone."""
+    """A context manager for `torch.set_default_device`."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -114,8 +114,8 @@ def test_meta_around_a_load_is_refused_before_anything_is_read(
     def reads(*_: object, **__: object) -> None:
         raise AssertionError("read")
 
-    monkeypatch.setattr(pretrained, "resolve_folder", reads)
-    # The error is transformers' own type, too, and holds its words.
+    monkeypatch.setattr(source, "resolve_folder", reads)
+    # The error is also of transformers' type, and contains its message.
     words = "You are using `from_pretrained` with a meta device context manager"
     with surrounding("meta"), pytest.raises(RuntimeError, match=words) as caught:
         model_class.from_pretrained(llama_checkpoint)
@@ -136,7 +136,7 @@ def test_meta_around_a_load_that_says_where_to(
 ) -> None:
     with surrounding("meta"):
         model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **place)
-        assert torch.empty(1).is_meta  # it is still the default
+        assert torch.empty(1).is_meta  # the context is still active
     assert_same_model(model, llama)
 
 
@@ -150,7 +150,7 @@ def test_meta_around_a_new_model_gives_shapes(llama_config: LlamaConfig, surroun
 def test_a_device_around_a_load_is_where_the_model_goes(
     llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen without such a device: what loads the weights is told of it."""
+    """Simulates the device context, and checks the device passed to the weight loader."""
     told: list[torch.device] = []
 
     def load(model: PreTrainedModel, files: Any, *, device: torch.device, **how: Any) -> Fit:

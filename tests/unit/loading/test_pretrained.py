@@ -1,4 +1,4 @@
-"""The one path from a checkpoint, or a configuration, to a model."""
+"""Loading a model from a checkpoint, and building one from a configuration."""
 
 from __future__ import annotations
 
@@ -76,6 +76,15 @@ def test_building_does_not_change_how_others_build(llama_checkpoint: Path) -> No
     assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
+def test_a_model_loaded_in_inference_mode_trains(llama_checkpoint: Path) -> None:
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+        assert torch.is_inference_mode_enabled()
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_the_default_dtype_stays(llama_checkpoint: Path) -> None:
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16)
     assert torch.get_default_dtype() == torch.float32
@@ -118,7 +127,7 @@ def test_new_weights_are_those_of_transformers_under_a_seed(llama_config: LlamaC
         assert_same(hf_tensors(model), tensors[0].state_dict())
 
 
-def test_adopting_rewrites_never_initialises(llama_config: LlamaConfig) -> None:
+def test_adopting_rewrites_never_initializes(llama_config: LlamaConfig) -> None:
     for combine in (True, False):
         model = AutoModelForCausalLM.from_config(llama_config, combine=combine)
         with torch.no_grad():
@@ -166,12 +175,12 @@ def test_a_given_configuration_is_used_and_not_changed(llama_checkpoint: Path) -
         ("rms_norm_epsilon", "did you mean rms_norm_eps"),
         ("trust_remote", "did you mean trust_remote_code"),
         ("nonsense", "unknown keyword nonsense: expected one of config, dtype, device"),
-        # What transformers' configuration loader takes for itself, without a word:
+        # Keywords that transformers' configuration loader consumes silently:
         ("force_download", "unknown keyword force_download"),
         ("code_revision", "unknown keyword code_revision"),
         ("proxies", "unknown keyword proxies"),
         ("return_unused_kwargs", "unknown keyword return_unused_kwargs"),
-        # A method of configurations is no value of theirs.
+        # Methods of configurations are not configuration values.
         ("push_to_hub", "unknown keyword push_to_hub"),
         ("to_dict", "unknown keyword to_dict"),
     ],
@@ -189,9 +198,7 @@ def test_an_unknown_keyword_is_refused(llama_checkpoint: Path, keyword: str, hin
     "keyword", ["model_type", "transformers_version", "sub_configs", "use_return_dict", "_name_or_path"]
 )
 def test_an_attribute_that_is_no_value_is_refused(llama_checkpoint: Path, keyword: str) -> None:
-    with pytest.raises(
-        UnknownArgumentError, match=f"^{keyword}: expected values of the configuration, and this is none"
-    ):
+    with pytest.raises(UnknownArgumentError, match=f"^{keyword}: not a configuration value, because"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, **{keyword: "mixtral"})
 
 
@@ -245,7 +252,7 @@ def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert "check its name, your token and the network" in str(caught.value)
 
 
-# A family's own class
+# Family classes
 
 
 def test_a_familys_class_loads_directly(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
@@ -258,7 +265,7 @@ def test_a_familys_class_loads_directly(llama_checkpoint: Path, llama: PreTraine
 
 @pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM])
 def test_a_class_refuses_another_models_configuration(llama_checkpoint: Path, model_class: Any) -> None:
-    # Llama's weights fit Mistral, which would attend otherwise.
+    # Llama's weights fit Mistral, which uses another attention.
     for attempt in (
         lambda: model_class.from_pretrained(llama_checkpoint),
         lambda: model_class.from_config(LlamaConfig.from_pretrained(llama_checkpoint)),
@@ -282,14 +289,14 @@ def test_a_subclass_of_a_configuration_is_fine() -> None:
     assert Qwen2ForCausalLM.from_config(tiny_config(Tuned), device="meta").config.__class__ is Tuned
 
 
-# Quantised checkpoints
+# Quantized checkpoints
 
 
 @pytest.fixture
-def quantised(folder: Path) -> Path:
-    """`llama_checkpoint` with its linears in FP8, by blocks, as DeepSeek publishes."""
+def quantized(folder: Path) -> Path:
+    """`llama_checkpoint` with its linears quantized to FP8 by blocks, in DeepSeek's format."""
 
-    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
         for key in [key for key in tensors if key.endswith("proj.weight")]:
             rows, columns = tensors[key].shape
             blocks = tensors[key].view(rows // 128, 128, columns // 128, 128)
@@ -297,20 +304,20 @@ def quantised(folder: Path) -> Path:
             values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
             tensors[key], tensors[f"{key}_scale_inv"] = values.view(rows, columns), scales
 
-    edit_weights(folder, quantise)
+    edit_weights(folder, quantize)
     method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     edit_config(folder, quantization_config=method)
     return folder
 
 
 @pytest.fixture
-def awq(quantised: Path) -> Path:
-    """`quantised` as if by a method that is left to transformers."""
-    edit_config(quantised, quantization_config={"quant_method": "awq", "bits": 4})
-    return quantised
+def awq(quantized: Path) -> Path:
+    """The FP8 checkpoint with another method in its configuration, which transformers loads."""
+    edit_config(quantized, quantization_config={"quant_method": "awq", "bits": 4})
+    return quantized
 
 
-def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
+def test_what_transformers_does_not_find_of_a_quantized_checkpoint(
     awq: Path, monkeypatch: pytest.MonkeyPatch, llama_config: LlamaConfig
 ) -> None:
     asked = {}
@@ -330,20 +337,20 @@ def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
     assert asked["model_class"] is LlamaForCausalLM
     assert (asked["dtype"], asked["device_map"], asked["combine"]) == (torch.bfloat16, torch.device("cpu"), True)
     assert AutoModelForCausalLM.from_pretrained(awq, strict=False)
-    # Where a quantised model goes, transformers has to know while it loads.
+    # transformers needs the target devices while it loads a quantized model.
     AutoModelForCausalLM.from_pretrained(awq, strict=False, device_map="auto", max_memory={"cpu": "1GB"})
     assert (asked["device_map"], asked["max_memory"]) == ("auto", {"cpu": "1GB"})
 
 
 @pytest.mark.skipif(
-    Version(transformers_version) < Version("5.18"), reason="transformers 5.16 dequantises no Llama without a GPU"
+    Version(transformers_version) < Version("5.18"), reason="transformers 5.16 dequantizes no Llama without a GPU"
 )
 @pytest.mark.parametrize("combine", [True, False])
-def test_fp8_loads_as_transformers_dequantises_it(
-    quantised: Path, llama: PreTrainedModel, tmp_path: Path, combine: bool
+def test_fp8_loads_as_transformers_dequantizes_it(
+    quantized: Path, llama: PreTrainedModel, tmp_path: Path, combine: bool
 ) -> None:
-    expected = HFLlama.from_pretrained(quantised, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32, combine=combine)
+    expected = HFLlama.from_pretrained(quantized, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32, combine=combine)
     assert type(model) is LlamaForCausalLM
     assert not model.training
     assert_same(hf_tensors(model), expected.state_dict())
@@ -354,7 +361,7 @@ def test_fp8_loads_as_transformers_dequantises_it(
 
 
 @pytest.mark.integrations
-def test_what_bitsandbytes_quantises_computes_itself_and_the_rest_is_joined(
+def test_what_bitsandbytes_quantizes_computes_itself_and_the_rest_is_joined(
     llama_checkpoint: Path, input_ids: torch.Tensor
 ) -> None:
     pytest.importorskip("bitsandbytes")
@@ -373,7 +380,7 @@ def test_what_bitsandbytes_quantises_computes_itself_and_the_rest_is_joined(
     assert [type(getattr(attention, name)).__name__ for name in ("q_proj", "k_proj", "v_proj")] == ["Linear4bit"] * 3
 
 
-def test_integers_without_a_quantisation_are_refused(folder: Path) -> None:
+def test_integers_without_a_quantization_are_refused(folder: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}))
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
@@ -381,7 +388,7 @@ def test_integers_without_a_quantisation_are_refused(folder: Path) -> None:
     assert (folder / WEIGHTS).exists()
 
 
-# Several at once
+# Concurrent loads
 
 
 def test_a_sequence_classifier_of_a_base_model_trains(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
@@ -392,10 +399,10 @@ def test_a_sequence_classifier_of_a_base_model_trains(llama_checkpoint: Path, in
 
 
 def open_files(folder: Path) -> list[str]:
-    """What this process has open of a folder: a path once for each descriptor."""
+    """Return the paths of a folder that this process has open, one for each descriptor."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the one that lists them
+        with suppress(OSError):  # the descriptor that lists the directory
             links.append(os.readlink(descriptor))
     return [link for link in links if link.startswith(str(folder.resolve()))]
 
@@ -405,12 +412,12 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
 @on_linux
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # mapped, and copied
-@pytest.mark.parametrize("name", ["folder", "shards", "quantised"])
+@pytest.mark.parametrize("name", ["folder", "shards", "quantized"])
 def test_no_file_of_a_loaded_model_stays_open(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert open_files(folder) == []
-    assert model.model.embed_tokens.weight.isfinite().all()  # its pages are there
+    assert model.model.embed_tokens.weight.isfinite().all()  # reads all pages
 
 
 @on_linux
@@ -427,7 +434,7 @@ def test_no_file_stays_open_where_loading_fails(folder: Path, monkeypatch: pytes
         AutoModelForCausalLM.from_pretrained(folder)
     assert seen
     assert open_files(folder) == []
-    assert caught.value  # whose traceback holds what was read
+    assert caught.value  # the traceback references the file contents
 
 
 @on_linux
@@ -452,7 +459,7 @@ def test_no_file_stays_open_where_sharded_loading_fails(folder: Path, monkeypatc
 def test_a_checkpoint_is_loaded_the_same_twice(llama_checkpoint: Path) -> None:
     first, second = (AutoModelForCausalLM.from_pretrained(llama_checkpoint) for _ in range(2))
     with torch.no_grad():
-        first.model.norm.weight.zero_()  # not shared with the second
+        first.model.norm.weight.zero_()  # does not affect the second model
     assert second.model.norm.weight.all()
 
 

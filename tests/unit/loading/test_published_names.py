@@ -1,4 +1,4 @@
-"""Names of a checkpoint that transformers reads, and saves as others: engines read them as they are published."""
+"""Checkpoints whose names transformers reads but saves differently keep their published names for engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_kimi = pytest.mark.skipif(
 
 
 def otherwise(model: FamilyModel) -> dict[str, str]:
-    """For hub names of a model others that transformers reads as the same: with one renaming that is not undone."""
+    """Map hub names of a model to other names that transformers reads as the same, by omitting one renaming on save."""
     adapter, conversions = model.state_dict_adapter, hub_conversions(model) or []
     saved = {tensor.pieces: name for name, tensor in adapter.hub.items()}
     found: dict[str, str] = {}
@@ -58,18 +58,18 @@ def test_every_architecture_keeps_the_names_of_its_checkpoint(tmp_path: Path) ->
             assert_same(exported(case.model_class.from_pretrained(folder)), tensors)
             shutil.rmtree(folder)
             tried.append(name)
-    assert len(tried) > 5  # as many as transformers 5.5 has
+    assert len(tried) > 5  # transformers 5.5 has this many
 
 
 def as_published(name: str) -> str:
-    """The name that Kimi-K2.5's checkpoint has in place of what transformers saves."""
+    """Return the published name in Kimi-K2.5's checkpoint for a name that transformers saves."""
     name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
     name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
     return name.replace("model.mm_projector.", "mm_projector.")
 
 
 def rename(folder: Path, new: Callable[[str], str]) -> Tensors:
-    """Rename the tensors of a checkpoint; returns them."""
+    """Rename the tensors of a checkpoint, and return them."""
 
     def edit(tensors: Tensors) -> None:
         for name in list(tensors):
@@ -80,13 +80,13 @@ def rename(folder: Path, new: Callable[[str], str]) -> Tensors:
 
 @pytest.fixture(scope="module")
 def saved_by_transformers() -> PreTrainedModel:
-    """transformers' own model."""
+    """transformers' model."""
     return FamilyCase(registry.model_class(NAME)).reference()
 
 
 @pytest.fixture
 def folder(saved_by_transformers: PreTrainedModel, tmp_path: Path) -> Path:
-    """A checkpoint as transformers saves it."""
+    """A checkpoint saved by transformers."""
     saved_by_transformers.save_pretrained(tmp_path)
     return tmp_path
 
@@ -124,7 +124,7 @@ def test_a_tower_that_is_wrapped_as_published(tmp_path: Path) -> None:
 
 @needs_kimi
 def test_transformers_itself_saves_other_names(folder: Path, tmp_path: Path) -> None:
-    """Once it no longer does, names need not be noted."""
+    """If transformers starts to save the published names, nrl_models no longer needs to record them."""
     tensors = rename(folder, as_published)
     upstream: Any = registry.model_class(NAME).reference_class()
     upstream.from_pretrained(folder).save_pretrained(tmp_path / "again")
@@ -149,7 +149,7 @@ def test_names_that_a_user_maps_are_not_published_ones(folder: Path) -> None:
 
 @needs_kimi
 def test_names_of_either_kind_are_taken(folder: Path, tmp_path: Path) -> None:
-    """By the adapter, and by an engine that began on the other kind."""
+    """The adapter, and an engine that started with either kind of names."""
     saved = stored(folder)
     plain = AutoModelForImageTextToText.from_pretrained(folder)
     tensors = rename(folder, as_published)

@@ -1,4 +1,4 @@
-"""Jobs shared out to reading threads in batches."""
+"""Reading threads that take jobs in batches."""
 
 from __future__ import annotations
 

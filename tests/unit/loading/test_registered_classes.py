@@ -1,4 +1,4 @@
-"""Classes outside transformers that are registered with its auto classes, by their authors or by remote code."""
+"""Classes outside of transformers that are registered with its auto classes, by their authors or by remote code."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ from nrl_models import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClas
 from nrl_models.errors import CheckpointError, UnknownArchitectureError
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.loading.shared_classes import shared_class_note, shared_classes
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
 KNOWN = ("exaone", "glmga", "internlm3", "iquestcoder", "pp_chart2table", "sarvam_mla", "sarvam_moe", "shieldgemma2")
 SHARED = [model_type for model_type in KNOWN if model_type in CONFIG_MAPPING]
-"""Those of the installed transformers."""
+"""Model types of the installed transformers."""
 
 UNREADABLE = ("shieldgemma2",)
-"""Model types whose files transformers itself does not read back, so there is no reference (5.23, 5.24)."""
+"""Model types whose files transformers does not load itself, so there is no reference (5.23, 5.24)."""
 
 
 @pytest.mark.long
@@ -35,7 +35,7 @@ def test_every_shared_model_type_is_known() -> None:
     for model_type in CONFIG_MAPPING:
         try:
             config = CONFIG_MAPPING[model_type]()
-        except Exception:  # a class without a default, which no checkpoint is read with
+        except Exception:  # a class without a default configuration, which no checkpoint uses
             continue
         if any(shared.__name__ in registry.MODEL_ARCH_MAPPING for shared in shared_classes(config)):
             found.append(model_type)
@@ -47,12 +47,12 @@ def upstream_auto(config: PreTrainedConfig) -> Any:
 
 
 def saved(model_type: str, folder: Path) -> PreTrainedModel:
-    """A tiny model of transformers' own, saved in the names of its model type."""
+    """Save a tiny transformers model with the names of its model type."""
     config_class = CONFIG_MAPPING[model_type]
     model_class = upstream_auto(config_class())._model_mapping[config_class]
     torch.manual_seed(0)
     reference = model_class._from_config(tiny_config(config_class, None, model_class)).eval()
-    randomise(reference)
+    randomize(reference)
     reference.save_pretrained(folder)
     assert AutoConfig.from_pretrained(folder).model_type == model_type
     return reference
@@ -62,7 +62,7 @@ def saved(model_type: str, folder: Path) -> PreTrainedModel:
 @pytest.mark.parametrize("model_type", [name for name in SHARED if name not in UNREADABLE])
 def test_model_type_keeps_its_names(model_type: str, published: bool, tmp_path: Path) -> None:
     reference = saved(model_type, tmp_path / "stored")
-    if published:  # under the name of a class that came with the checkpoint
+    if published:  # with the class name from the checkpoint's remote code
         edit_config(tmp_path / "stored", architectures=[f"Remote{type(reference).__name__}"])
     auto_class: Any = auto.auto_class_for(tmp_path / "stored")
     model = auto_class.from_pretrained(tmp_path / "stored")
@@ -131,7 +131,7 @@ def test_shieldgemma2_classifier_loads_as_its_language_model(tmp_path: Path) -> 
     reference: Any = transformers.ShieldGemma2ForImageClassification._from_config(
         tiny_config(transformers.ShieldGemma2Config, None, transformers.Gemma3ForConditionalGeneration)
     ).eval()
-    randomise(reference)
+    randomize(reference)
     reference.save_pretrained(tmp_path)
     model = nrl_models.AutoModelForImageTextToText.from_pretrained(tmp_path)
     inputs = inputs_for(reference.model)

@@ -1,4 +1,4 @@
-"""Loads, builds and saves in several threads leave torch as it was, and every value right."""
+"""Loading, building and saving in several threads leaves torch's state unchanged, and gives correct values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nrl_models.testing.suite.asserts import assert_same_tensors
 
 THREADS = 4
 ROUNDS, LONG_ROUNDS = 12, 250
-"""Loads per thread. Without the lock and the flag of one thread, the first rounds fail."""
+"""Loads per thread. Without the lock and the thread-local flag, the first rounds fail."""
 
 
 def process_state() -> list[Any]:
-    """Everything that threads share and that building a model may change."""
+    """Return all process-wide state that building a model may change."""
     shared = [nn.Module.register_parameter, nn.Module.register_buffer, torch.empty, torch.get_default_dtype()]
     shared += [PreTrainedModel.init_weights, PreTrainedModel.tie_weights, gc.isenabled()]
     return [*shared, *(getattr(nn.init, name) for name in sorted(vars(nn.init)) if name.endswith("_"))]
@@ -58,7 +58,7 @@ def test_threads_load_build_and_save(
         assert float(model.lm_head.weight.std()) == pytest.approx(llama_config.initializer_range, rel=0.1)
 
     def make_linear() -> None:
-        """Build a module without this library, which takes no lock."""
+        """Build a module with torch alone, without the lock."""
         weight = nn.Linear(64, 64).weight.detach()
         assert weight.device.type == "cpu"
         assert 0.1 < float(weight.abs().max()) <= 1 / 8

@@ -21,7 +21,7 @@ from nrl_models.testing.suite.asserts import assert_same_tensors
 
 
 class Payload:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -31,7 +31,7 @@ class Payload:
 
 
 def load_quantized(folder: Path) -> Any:
-    """Load as if the checkpoint was quantized by a method that transformers loads."""
+    """Load with a quantization method that transformers loads."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": "int8_weight_only"}}
     (folder / "config.json").write_text(json.dumps(config))

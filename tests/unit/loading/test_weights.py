@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a model: strictly, exactly, and only once everything fits."""
+"""Reading a checkpoint into a model: strict, exact, and without changes to the model if anything does not fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from nrl_models import (
     CheckpointError,
 )
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.common.projections import neighbouring_parameters, report
+from nrl_models.common.projections import neighboring_parameters, report
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.family import FamilyModel
 from nrl_models.loading import weights
@@ -53,7 +53,7 @@ Q, K, V = (f"{ATTENTION}.{part}_proj" for part in "qkv")
 
 
 def refuse(folder: Path, **options: Any) -> CheckpointError:
-    """What loading says of a checkpoint, which it must not load, or write into a model that waits for it."""
+    """Return the error for a checkpoint. Loading must fail, also into an existing model, without changing it."""
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder, **options)
     model = meta_model(folder)
@@ -69,7 +69,7 @@ def meta_model(folder: Path) -> LlamaForCausalLM:
         return LlamaForCausalLM(AutoConfig.from_pretrained(folder))
 
 
-# What fits
+# Checkpoints that fit
 
 
 @pytest.mark.parametrize("name", ["llama_checkpoint", "llama_shards"])
@@ -108,7 +108,7 @@ def test_tables_that_old_checkpoints_saved_are_ignored(folder: Path, llama: PreT
 
 
 class _WithTable(nn.Module):
-    """A table computed without naming its dtype, kept in fp32: as Gemma 3n's time scales of audio."""
+    """A table computed without an explicit dtype and kept in fp32, like Gemma 3n's audio time scales."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,8 +171,8 @@ def test_nothing_is_copied_that_lies_in_the_file_as_in_memory(tmp_path: Path) ->
     new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     size = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    # The whole file is mapped; groups are made of pages of their own, but for those that two parts share.
-    grouped = sum(size[name] for names in neighbouring_parameters(model) for name in names)
+    # The complete file is mapped. Groups are mapped separately, except for pages that two linears share.
+    grouped = sum(size[name] for names in neighboring_parameters(model) for name in names)
     assert grouped > 0.3 * sum(size.values())
     assert mapped_bytes(tmp_path) > sum(size.values()) + 0.9 * grouped
     assert all(group.joined for group in report(model))
@@ -189,7 +189,7 @@ def test_files_without_page_maps_load_the_same(
 
 
 def test_the_order_of_tensors_in_the_file_does_not_matter(folder: Path, llama: PreTrainedModel) -> None:
-    # Shard by shard in an odd order: q, k and v of a layer lie in three files, with an odd byte count before them.
+    # Shards in an odd order: q, k and v of a layer are in three files, at odd byte offsets.
     tensors, files = load_file(folder / WEIGHTS), 3
     (folder / WEIGHTS).unlink()
     entries = {key: f"part-{index * 7 % files}.safetensors" for index, key in enumerate(sorted(tensors))}
@@ -204,7 +204,7 @@ def test_the_order_of_tensors_in_the_file_does_not_matter(folder: Path, llama: P
     assert_same_model(model, llama)
 
 
-# What does not fit
+# Checkpoints that do not fit
 
 
 def pop(*keys: str) -> Callable[[Tensors], object]:
@@ -273,12 +273,12 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
     "integers": (
         lambda tensors: tensors.update({key: tensor.to(torch.int8) for key, tensor in tensors.items() if "lm" in key}),
         {("dtype", "lm_head.weight")},
-        "is stored quantised, as torch.int8; the model's is torch.float32",
+        "is stored quantized, as torch.int8; the model's is torch.float32",
     ),
     "fp8": (
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}),
         {("dtype", "lm_head.weight")},
-        "quantised weights need a quantization_config in config.json",
+        "quantized weights need a quantization_config in config.json",
     ),
     "fp8 with its scales": (
         lambda tensors: tensors.update(
@@ -288,7 +288,7 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
             ("unexpected", f"{K}.weight_scale_inv"),
             ("dtype", f"{K}.weight"),
         },
-        "is stored quantised, as torch.float8_e4m3fn",
+        "is stored quantized, as torch.float8_e4m3fn",
     ),
 }  # fmt: skip
 
@@ -419,14 +419,14 @@ def test_one_wider_tensor_in_a_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
     model.save_pretrained(tmp_path)
     exact = torch.randn(128, 256) / 3
     edit_weights(tmp_path, lambda tensors: tensors.update({f"{K}.weight": exact}))
-    # As transformers loads it, but not in silence.
+    # As transformers loads it, but with a warning.
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     logged = caplog.text
     caplog.clear()
     assert_same(hf_tensors(loaded), HFLlama.from_pretrained(tmp_path).state_dict())
     assert torch.equal(hf_tensors(loaded)[f"{K}.weight"], exact.bfloat16())
     assert f"stores 1 tensors ({K}.weight, ...) in a wider dtype than torch.bfloat16" in logged
-    # Asked for, its values are kept, and so are the others'.
+    # If the dtype is requested, these values are kept, and so are the others'.
     masters = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert torch.equal(hf_tensors(masters)[f"{K}.weight"], exact)
@@ -470,7 +470,7 @@ def test_modules_that_transformers_keeps_in_fp32_stay_so(
     new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path)
     for dtype in (torch.float16, torch.bfloat16):
         expected = HFLlama.from_pretrained(tmp_path, dtype=dtype)
-        if combine:  # q, k and v are one tensor, so they share the widest dtype
+        if combine:  # q, k and v are one tensor, so they have the widest of their dtypes
             monkeypatch.setattr(LlamaForCausalLM, attribute, {"q_proj", "k_proj", "v_proj", "norm", "down_proj"})
             for layer in expected.model.layers:
                 for part in "qk":
@@ -526,7 +526,7 @@ def test_tied_weights_that_are_stored_with_different_values_are_refused(folder: 
     assert problems(error) == {("tied", HEAD)}
     assert f"differs from {EMBEDDINGS}, but the configuration ties them" in str(error)
     assert "tie_word_embeddings=False" in str(error)
-    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=False)  # the advice
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=False)  # as the message suggests
     assert torch.equal(model.lm_head.weight, stored(folder)[HEAD])
     assert torch.equal(model.model.embed_tokens.weight, stored(folder)[EMBEDDINGS])
 
@@ -547,7 +547,7 @@ def test_a_head_that_is_neither_stored_nor_tied_is_refused(folder: Path) -> None
     edit_weights(folder, pop(HEAD))
     error = refuse(folder)
     assert problems(error) == {("missing", HEAD)}
-    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True)  # the advice
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True)  # as the message suggests
     assert "pass tie_word_embeddings=True" in str(error)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -557,7 +557,7 @@ def test_untied_weights_do_not_share_storage(llama_checkpoint: Path) -> None:
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
 
 
-# Not strict
+# `strict=False`
 
 
 def test_a_new_head_on_a_base_model(
@@ -577,7 +577,7 @@ def test_a_new_head_on_a_base_model(
     assert score.shape == (1, 256)
     torch.manual_seed(3)
     expected = HFScore.from_pretrained(llama_checkpoint, num_labels=1).score.weight
-    assert score.std() == pytest.approx(expected.std().item(), rel=0.3)  # as transformers initialises it
+    assert score.std() == pytest.approx(expected.std().item(), rel=0.3)  # initialized as in transformers
     assert not torch.equal(model.score.weight, torch.zeros_like(score))
 
 
@@ -598,7 +598,7 @@ def test_a_whole_checkpoint_warns_of_nothing(llama_checkpoint: Path, caplog: pyt
     ],
     ids=lambda gone: gone[0],
 )
-def test_only_what_is_missing_is_initialised(folder: Path, llama: PreTrainedModel, gone: tuple[str, ...]) -> None:
+def test_only_what_is_missing_is_initialized(folder: Path, llama: PreTrainedModel, gone: tuple[str, ...]) -> None:
     edit_weights(folder, pop(*gone))
     tensors = hf_tensors(AutoModelForCausalLM.from_pretrained(folder, strict=False))
     expected = llama.state_dict()
@@ -632,7 +632,7 @@ def test_what_strict_false_does_not_forgive(folder: Path, name: str) -> None:
     assert problems(error) == {problem for problem in expected if problem[0] != "missing"}
 
 
-def test_initialising_a_loaded_model_again_touches_nothing(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_initializing_a_loaded_model_again_touches_nothing(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     for combine in (True, False):
         model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=combine)
         for module in model.modules():
@@ -667,6 +667,6 @@ def test_an_error_while_reading_is_raised(llama_checkpoint: Path, monkeypatch: p
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(CheckpointFiles, "read", fail)
-    for dtype in (torch.float32, torch.bfloat16):  # mapped; cast by threads
+    for dtype in (torch.float32, torch.bfloat16):  # mapped; converted by threads
         with pytest.raises(OSError, match="the disk is gone"):
             AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=dtype)

@@ -1,4 +1,4 @@
-"""`token_logprobs` on every registered language model; generated like the equivalence tests."""
+"""`token_logprobs` on every registered language model, parametrized like the equivalence tests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nrl_models.testing.suite.conditions import generates, takes_text
 
 REFUSED = {
     "BlipForConditionalGeneration": "has no output embedding",
-    "ChameleonForConditionalGeneration": "fails after its output embedding",  # it masks words by their place
-    "Florence2ForConditionalGeneration": "calls its output embedding",  # on the decoder's words, which are others
-    "NemotronH_Omni_Reasoning_V3": "has no output embedding",  # of its own: the language model is inside
-    "ProphetNetForCausalLM": "calls its output embedding",  # on several streams of tokens at once
+    "ChameleonForConditionalGeneration": "fails after its output embedding",  # it masks tokens by position
+    "Florence2ForConditionalGeneration": "calls its output embedding",  # it calls it on the decoder's tokens
+    "NemotronH_Omni_Reasoning_V3": "has no output embedding",  # the language model inside has it
+    "ProphetNetForCausalLM": "calls its output embedding",  # it calls it on several token streams
 }
-"""Architectures whose logits are not an output embedding of hidden states, and how the refusal says so."""
+"""Architectures whose logits are not an output embedding of hidden states, with the error message."""
 
-if not has_reached("5.24"):  # its head had rows that pad the vocabulary, which it cut off
+if not has_reached("5.24"):  # its head had padding rows in the vocabulary, which it removed
     REFUSED |= dict.fromkeys(
         ("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"), "are not those of its output embedding"
     )
@@ -39,7 +39,7 @@ def test_token_logprobs_are_those_of_the_references_logits(family_case: FamilyCa
     with torch.no_grad():
         try:
             logits = family_case.reference()(input_ids=input_ids, use_cache=False).logits
-        except Exception as error:  # transformers' class does not run on text alone
+        except Exception as error:  # transformers' class does not run on text only
             with pytest.raises(type(error), match=re.escape(str(error))):
                 token_logprobs(family_case.model(), input_ids, chunk_size=5, entropy=True)
             return

@@ -1,4 +1,4 @@
-"""Chunked against full logits: values and gradients, in fp64, where equal means equal."""
+"""Chunked statistics equal those of full logits: values and gradients, in fp64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokens() -> torch.Tensor:
 
 
 def with_gradients(found: TokenStatistics, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The statistics, and the gradients of a random combination of all that is finite in them."""
+    """Return the statistics, and the gradients of a random combination of all their finite values."""
     weights = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     loss = sum(
         (torch.where(tensor.isfinite(), tensor, 0) * weight).sum()
@@ -92,7 +92,7 @@ def test_any_chunk_size(chunk_size: int) -> None:
 
 
 def test_entropy_and_divergence_against_closed_forms() -> None:
-    # Uniform over the vocabulary: log V; from a reference that prefers one token by log(3): known sums.
+    # A uniform distribution has entropy log V. A reference that prefers one token by log(3) gives known sums.
     head, hidden = OutputHead(linear(0)), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     with torch.no_grad():
         theirs = OutputHead(linear(1, frozen=True))
@@ -123,7 +123,7 @@ def test_excluded_tokens_are_minus_infinity_and_have_no_gradient() -> None:
 
 
 def test_logits_of_minus_infinity_do_no_harm() -> None:
-    # Some models bar tokens for good: a bias of -inf, say.
+    # Some models exclude tokens permanently, for example with a bias of -inf.
     head = OutputHead(linear(0, bias=True))
     with torch.no_grad():
         head.module.bias[50:] = float("-inf")
@@ -145,7 +145,7 @@ def test_nan_stays_nan() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_bf16_is_as_close_as_autograd_with_full_logits(frozen: bool) -> None:
-    """The softmax is in fp32: errors are those of the product in bf16, which autograd has too."""
+    """The softmax is in fp32. The errors are those of the bf16 matmul, as in autograd."""
     exact = with_gradients(
         statistics_of(
             (wide := hidden_states(dtype=torch.bfloat16).double().requires_grad_())
@@ -169,7 +169,7 @@ def test_bf16_is_as_close_as_autograd_with_full_logits(frozen: bool) -> None:
 
 
 def test_output_embeddings_that_are_no_plain_linear() -> None:
-    """LoRA on the output embedding, say: its own forward runs, a chunk at a time."""
+    """For example LoRA on the output embedding: its own forward runs chunk by chunk."""
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -211,7 +211,7 @@ def test_no_tokens() -> None:
 
 
 def test_peak_memory_is_that_of_a_chunk() -> None:
-    """No tensor as large as the logits is ever made, forward or backward."""
+    """Neither forward nor backward allocates a tensor as large as the logits."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What a model does behind its output embedding is observed, and what cannot be observed is refused."""
+"""Operations after the output embedding are detected. Operations that cannot be detected raise an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from nrl_models.errors import HeadError
 from nrl_models.logprobs.head import hidden_states_and_head
 from nrl_models.logprobs.tokens import token_logprobs
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
 
@@ -22,7 +22,7 @@ def new_model(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> P
     torch.manual_seed(0)
     model_class = getattr(transformers, name)
     model = model_class._from_config(tiny_config(model_class.config_class, config), dtype=dtype).eval()
-    randomise(model)
+    randomize(model)
     return model
 
 
@@ -51,7 +51,7 @@ def test_scale_and_cap_are_observed(
 
 
 def test_a_changed_cap_is_seen(input_ids: torch.Tensor) -> None:
-    # Nothing about a model is remembered that its configuration may change.
+    # No property that depends on the configuration is cached.
     model = new_model("Gemma2ForCausalLM")
     assert hidden_states_and_head(model, input_ids)[1].cap == model.config.final_logit_softcapping
     model.config.final_logit_softcapping = None
@@ -69,7 +69,7 @@ def test_the_model_is_left_as_it_was(input_ids: torch.Tensor) -> None:
 
 
 def test_each_module_keeps_its_mode(input_ids: torch.Tensor) -> None:
-    """A frozen part stays in evaluation mode inside a model that is trained."""
+    """A frozen part stays in evaluation mode while the model is in training mode."""
     model = new_model("LlamaForCausalLM").train()
     model.model.layers[0].eval()
     modes = {name: module.training for name, module in model.named_modules()}
@@ -110,7 +110,7 @@ def one_token_barred(logits: torch.Tensor) -> torch.Tensor:
 
 
 def first_token_barred(logits: torch.Tensor) -> torch.Tensor:
-    # Invisible among the stand-ins for logits, whose first is zero; seen when compared with the model's own.
+    # The placeholder logits start with zero, which hides it. The comparison with the model's own logits finds it.
     return torch.cat([logits[..., :1] * 3, logits[..., 1:]], -1)
 
 

@@ -1,4 +1,4 @@
-"""A loss that takes its gradient in the forward: the same as from full logits, and right where it cannot."""
+"""A loss whose gradient is computed in the forward pass equals that from full logits, also if terms span chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nrl_models.logprobs.logit_buffers import TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.whole_rows import LossAhead
 from nrl_models.losses import Correction, dpo_loss, importance_weights, policy_loss, sequence_logprobs
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
 ROWS, LENGTH, CHUNK = 4, 12, 16
@@ -31,12 +31,12 @@ Loss = Callable[[TokenLogprobs], torch.Tensor]
 def made(dtype: torch.dtype = torch.float64, **values: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, {"vocab_size": 509} | values), dtype=dtype).eval()
-    randomise(model)
+    randomize(model)
     return model
 
 
 def given(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Constants of a loss, `(sequences, length)` and advantages."""
+    """Constants of a loss: `(sequences, length)` and advantages."""
     generator = torch.Generator().manual_seed(seed)
     old, reference, engine, weights = torch.rand(4, ROWS, LENGTH, generator=generator, dtype=torch.float64)
     return {
@@ -65,14 +65,14 @@ def clipped(found: TokenLogprobs) -> torch.Tensor:
 
 
 def corrected(found: TokenLogprobs) -> torch.Tensor:
-    """On-policy: old log-probabilities are those of this forward."""
+    """On-policy: the old log-probabilities come from this forward."""
     before = found.logprobs.detach()
     weights = GIVEN["weights"] * found.mask
     correction = importance_weights(before, GIVEN["engine"], weights > 0, Correction("mis", cap=3.0, floor=0.1))
     return policy_loss(found.logprobs, before, GIVEN["advantages"], weights, correction=correction)
 
 
-def regularised(found: TokenLogprobs) -> torch.Tensor:
+def regularized(found: TokenLogprobs) -> torch.Tensor:
     assert found.entropy is not None
     assert found.kl is not None
     return clipped(found) - 0.01 * found.entropy.sum() + 0.02 * (found.kl * GIVEN["weights"]).sum()
@@ -85,7 +85,7 @@ def preference(found: TokenLogprobs) -> torch.Tensor:
 
 
 def of_sequences(found: TokenLogprobs) -> torch.Tensor:
-    """Sequence-level ratios, as GSPO (https://arxiv.org/abs/2507.18071, equation 5)."""
+    """Sequence-level ratios as in GSPO (https://arxiv.org/abs/2507.18071, equation 5)."""
     old = torch.where(found.mask, GIVEN["old"], 0.0)
     ratio = ((found.logprobs - old).sum(1) / found.mask.sum(1).clamp(min=1)).exp()
     gain = GIVEN["advantages"]
@@ -98,14 +98,14 @@ LOSSES: dict[str, tuple[Loss, LossTerms | str | torch.Tensor, dict[str, Any]]] =
     "cross-entropy": (cross_entropy, "token", {}),
     "clipped": (clipped, "token", {}),
     "corrected": (corrected, LossTerms.TOKEN, {}),
-    "regularised": (regularised, "token", {"entropy": True}),
+    "regularized": (regularized, "token", {"entropy": True}),
     "pairs": (preference, PAIRS, {"chunk_size": 24}),
     "sequences": (of_sequences, "sequence", {}),
 }
 
 
 class Products(TorchDispatchMode):
-    """Counts multiplications of the output embedding: its products are written into memory that is there already."""
+    """Count matmuls with the output embedding, which write into preallocated memory."""
 
     WRITING = (torch.ops.aten.mm.out, torch.ops.aten.addmm.out, torch.ops.aten.addmm_.default)
 
@@ -129,9 +129,9 @@ def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Ten
 def measured(
     model: PreTrainedModel, loss: Loss, terms: Any, scale: float = 1.0, **options: Any
 ) -> tuple[TokenLogprobs, dict[str, torch.Tensor], float]:
-    """What is found, the gradients, and how often the output embedding is multiplied."""
+    """Return the result, the gradients, and the number of matmuls with the output embedding per token."""
     weight = model.get_output_embeddings().weight
-    with torch.no_grad():  # the first call also compares the head with the model's own logits
+    with torch.no_grad():  # the first call compares the head with the model's own logits
         token_logprobs(model, GIVEN["input_ids"])
     with Products() as products:
         found = token_logprobs(model, GIVEN["input_ids"], loss=loss, loss_terms=terms, **options)
@@ -153,18 +153,18 @@ def test_three_products_and_the_same_gradients(name: str, sampling: dict[str, An
     model, reference = made(), made().requires_grad_(False)
     with torch.no_grad():
         reference.lm_head.weight.mul_(0.7)
-    options = sampling | options | ({"reference": reference} if name == "regularised" else {})
+    options = sampling | options | ({"reference": reference} if name == "regularized" else {})
     full = token_logprobs(model, GIVEN["input_ids"], loss=loss, **options | {"chunk_size": None})
     expected = gradients(model, full.loss)
     found, actual, products = measured(model, loss, terms, **{"chunk_size": CHUNK} | options)
     torch.testing.assert_close(found.loss, full.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.logprobs, full.logprobs, rtol=0, atol=1e-10)
     assert_same(actual, expected)
-    assert products == pytest.approx(4 if name == "regularised" else 3), "and one for the reference's logits"
+    assert products == pytest.approx(4 if name == "regularized" else 3), "and one for the reference's logits"
 
 
 def test_the_gradient_is_the_slope_of_the_loss() -> None:
-    """Finite differences through the whole function, in fp64."""
+    """Finite differences through the complete function, in fp64."""
     torch.manual_seed(0)
     linear = nn.Linear(3, 11, dtype=torch.float64)
     hidden = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
@@ -187,14 +187,14 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
         ahead = LossAhead(derivatives)
         return loss(chunked_statistics(hidden, head, tokens, Sampling(0.7), entropy=True, chunk_size=3, ahead=ahead))
 
-    # A second backward computes the logits anew: equal to rounding.
+    # A second backward recomputes the logits, so results agree up to rounding.
     assert torch.autograd.gradcheck(value, given, nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["pairs", "sequences"])
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not-told"])
 def test_terms_that_fit_no_chunk_are_computed_twice(name: str, told: bool) -> None:
-    """And so are those of which the call was told nothing: the gradients are right all the same."""
+    """The gradients are correct even if the call does not declare such terms."""
     loss, terms, _ = LOSSES[name]
     model = made()
     expected = gradients(model, token_logprobs(model, GIVEN["input_ids"], loss=loss, chunk_size=None).loss)
@@ -215,7 +215,7 @@ def test_a_loss_that_counts_a_multiple(scale: float) -> None:
 
 
 def test_what_is_added_to_the_loss_counts() -> None:
-    """Another term of the same log-probabilities, outside the loss; and a term of something else inside it."""
+    """Another term with the same log-probabilities outside the loss, and a term with other inputs inside it."""
     model = made()
 
     def with_norm(found: TokenLogprobs) -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_what_is_trained(case: str) -> None:
 
 
 def test_under_autocast_and_in_bf16() -> None:
-    """Weight gradients are summed in fp32 over the passes: as close to the exact ones as autograd's, or nearly."""
+    """Weight gradients are accumulated in fp32, so their error is close to that of autograd."""
     for kind in ("autocast", "bf16"):
         model = made(torch.float32 if kind == "autocast" else torch.bfloat16)
         wide = made()
@@ -303,7 +303,10 @@ def test_without_gradients_there_is_only_the_loss() -> None:
     [
         ({"loss": lambda found: found.logprobs.sum(1)}, r"the loss returned \(4,\): expected a tensor without dimens"),
         ({"loss": lambda found: 0.0}, "the loss returned 0.0: expected a tensor without dimensions"),
-        ({"loss": clipped, "loss_terms": "document"}, "loss_terms='document': expected token, sequence, or numbers"),
+        (
+            {"loss": clipped, "loss_terms": "document"},
+            "loss_terms='document': expected token, sequence, or term",
+        ),
         ({"loss": clipped, "loss_terms": torch.zeros(3)}, r"expected loss_terms of \(4, 12\) or \(4,\), got \(3,\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every metric against a closed form."""
+"""Metrics compared with closed forms."""
 
 import math
 
@@ -27,7 +27,7 @@ METRICS = (
 
 
 def normal(deviation: float, mean: float = 0.0, count: int = 200_001) -> tuple[torch.Tensor, torch.Tensor]:
-    """Trainer and engine whose differences are quantiles of a normal distribution: no chance, so a tight tolerance."""
+    """Return trainer and engine values whose differences are exact quantiles of a normal distribution."""
     levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     difference = mean + deviation * math.sqrt(2.0) * torch.erfinv(2 * levels - 1)
     engine = -1.0 - torch.arange(count, dtype=torch.float64) / count
@@ -68,7 +68,7 @@ def test_metrics_of_a_constant_difference(shift: float) -> None:
 
 
 def test_k1_and_k3_estimate_the_divergence_from_samples() -> None:
-    # Two distributions over 3 tokens, each token as often as the engine samples it: the means are exact.
+    # Two distributions over 3 tokens. Each token occurs as often as the engine samples it, so the means are exact.
     counts = torch.tensor([2, 5, 3])
     engine, trainer = (counts / 10).double().log(), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
     divergence = (engine.exp() * (engine - trainer)).sum().item()
@@ -104,7 +104,7 @@ def test_all_metrics_of_a_batch() -> None:
     trainer[1] += torch.tensor([0.0, 0.1, -0.2, 9.0])
     trainer[2] += torch.tensor([0.05, 0.05, 0.05, 0.05])
     mask = torch.ones(3, 4, dtype=torch.bool)
-    mask[1, 3] = False  # 9.0 does not count
+    mask[1, 3] = False  # excludes the 9.0
     found = consistency_metrics(trainer, engine, mask)
     assert found.tokens == 11
     assert found.worst_sequence_index == 1

@@ -1,4 +1,4 @@
-"""Which sequences run together."""
+"""Grouping sequences into microbatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def numbers_of(found: list[Microbatch]) -> list[tuple[int, ...]]:
 
 
 def test_the_longest_are_placed_first() -> None:
-    """In the order given, 6 and 4 would share a row, and the others need two more."""
+    """In the original order, 6 and 4 would share a row, and the others would need two more."""
     units = units_of([4, 6, 3, 7])
     assert numbers_of(fewest(units, Layout.PACKED, 10)) == [(3, 2), (1, 0)]
     assert numbers_of(fewest(units, Layout.PADDED, 14)) == [(3, 1), (0, 2)]
@@ -39,7 +39,7 @@ def test_what_is_read_together_stays_together() -> None:
 
 
 def test_rows_of_like_lengths() -> None:
-    """First fit leaves the last row nearly empty; ranks that wait for others use all the rows these run."""
+    """First fit leaves the last row almost empty. Ranks that wait for each other can use that row for free."""
     units = units_of([8, 7, 6, 2, 1])
     assert [row.tokens for row in fewest(units, Layout.PACKED, 10)] == [10, 8, 6]
     assert [row.tokens for row in levelled(units, Layout.PACKED, 10, 3)] == [8, 8, 8]
@@ -49,7 +49,7 @@ def test_rows_of_like_lengths() -> None:
 
 
 def test_levelling_keeps_the_budget() -> None:
-    """Into the emptiest of two rows would go 5, 4, then 3, 3, 3: ten tokens, where first fit needs nine."""
+    """Placing into the emptier of two rows gives 5, 4, then 3, 3, 3: ten tokens, where first fit needs nine."""
     units = units_of([5, 4, 3, 3, 3])
     assert [row.tokens for row in levelled(units, Layout.PACKED, 9, 2)] == [9, 9]
 
@@ -65,5 +65,5 @@ def test_every_sequence_is_somewhere_once(layout: Layout) -> None:
             assert sorted(number for row in found for number in row.numbers) == list(range(len(lengths)))
             assert max(size(layout, row) for row in found) <= budget
             assert [size(layout, row) for row in found] == sorted((size(layout, row) for row in found), reverse=True)
-        if layout is Layout.PACKED:  # first fit of the longest first, https://doi.org/10.1016/0304-3975(73)90013-9
+        if layout is Layout.PACKED:  # first-fit decreasing, https://doi.org/10.1016/0304-3975(73)90013-9
             assert len(rows) <= 11 / 9 * -(-sum(lengths) // budget) + 2

@@ -1,4 +1,4 @@
-"""`rollout_logprobs`: the same as each sequence at a time, in any number of microbatches, values and gradients."""
+"""`rollout_logprobs` equals one sequence per forward, for any number of microbatches: values and gradients."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.logprobs import TokenLogprobs, rollout_logprobs, token_logprobs
-from nrl_models.losses import Normalise, dpo_loss, policy_loss, sequence_logprobs, token_weights
-from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.losses import Normalize, dpo_loss, policy_loss, sequence_logprobs, token_weights
+from nrl_models.testing.case import FamilyCase, randomize
 from nrl_models.testing.tiny import tiny_config
 
 LENGTHS = (7, 12, 1, 9, 3, 11, 5, 10)
 PROMPT = 3
 BUDGET = 24
-"""Tokens of a row: the sequences need three of them, packed."""
+"""Tokens per row. Packed, the sequences need three rows."""
 
 WIDE = torch.float64
 
 STRICT, MENDED = 1e-11, 1e-6
-"""Bounds in fp64. Norms compute in fp32: a gradient in two parts is rounded twice."""
+"""Bounds in fp64. Norms compute in fp32, and a gradient computed in two parts is rounded twice."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ Loss = Callable[[TokenLogprobs], torch.Tensor]
 def made(dtype: torch.dtype = WIDE, seed: int = 0, **values: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, values), dtype=dtype).eval()
-    randomise(model)
+    randomize(model)
     return model
 
 
-def policy(normalise: Normalise, longest: int | None = None, **options: Any) -> Loss:
-    weights = token_weights(SAMPLED, normalise, longest)
+def policy(normalize: Normalize, longest: int | None = None, **options: Any) -> Loss:
+    weights = token_weights(SAMPLED, normalize, longest)
 
     def loss(found: TokenLogprobs) -> torch.Tensor:
         return policy_loss(found.logprobs, OLD, ADVANTAGES, weights * found.mask, eps_high=0.28, **options)
@@ -62,7 +62,7 @@ def policy(normalise: Normalise, longest: int | None = None, **options: Any) -> 
 def with_entropy_and_divergence(found: TokenLogprobs) -> torch.Tensor:
     assert found.entropy is not None
     assert found.kl is not None
-    kept = policy(Normalise.TOKEN, reference=REFERENCE, kl=0.1)(found)
+    kept = policy(Normalize.TOKEN, reference=REFERENCE, kl=0.1)(found)
     return kept - 0.01 * found.entropy.sum() / found.mask.sum() + (found.kl * ADVANTAGES[:, None]).mean()
 
 
@@ -72,16 +72,16 @@ def preference(found: TokenLogprobs) -> torch.Tensor:
 
 
 def of_all_together(found: TokenLogprobs) -> torch.Tensor:
-    """Each derivative reads every log-probability."""
+    """A loss whose derivatives depend on every log-probability."""
     return (found.logprobs.sum() / 40).exp() + found.logprobs.square().mean()
 
 
 PAIRS = torch.arange(4).repeat(2)
 
 LOSSES: dict[str, tuple[Loss, dict[str, Any]]] = {
-    "grpo": (policy(Normalise.SEQUENCE), {}),
-    "dapo": (policy(Normalise.TOKEN), {}),
-    "dr_grpo": (policy(Normalise.LONGEST, 16), {}),
+    "grpo": (policy(Normalize.SEQUENCE), {}),
+    "dapo": (policy(Normalize.TOKEN), {}),
+    "dr_grpo": (policy(Normalize.LONGEST, 16), {}),
     "entropy and divergence": (with_entropy_and_divergence, {"entropy": True}),
     "pairs": (preference, {"loss_terms": PAIRS}),
     "sequences": (lambda found: (found.logprobs.sum(1) / 9).exp().mean(), {"loss_terms": "sequence"}),
@@ -89,7 +89,7 @@ LOSSES: dict[str, tuple[Loss, dict[str, Any]]] = {
 
 
 class Forwards:
-    """Counts a model's forward passes, and keeps the shapes of what they got."""
+    """Count a model's forward passes, and record the shapes of their inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -106,7 +106,7 @@ class Forwards:
 
 
 def at_a_time(model: nn.Module, sequences: Sequence[torch.Tensor], loss: Loss, **options: Any) -> TokenLogprobs:
-    """The same by the plainest means: each sequence through the model's own logits, and a loss of all of them."""
+    """A simple reference: one forward per sequence with the model's logits, and one loss over all of them."""
     options.pop("loss_terms", None)
     found = [
         token_logprobs(model, row[None], score=torch.tensor(mask)[None], chunk_size=None, **options)
@@ -130,7 +130,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_equal_runs(
     model: nn.Module, sequences: Sequence[torch.Tensor], loss: Loss, bound: float, **options: Any
 ) -> None:
-    """The call, beside each sequence at a time: values to `bound`, gradients to `bound` of each one's largest."""
+    """Compare `rollout_logprobs` with one forward per sequence. Gradients agree to `bound` of their largest value."""
     expected = at_a_time(model, sequences, loss, **options)
     assert expected.loss is not None
     expected.loss.backward()
@@ -148,7 +148,7 @@ def assert_equal_runs(
     assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
         if name.endswith("k_proj.bias"):
-            continue  # a softmax does not see it: what there is of a gradient is rounding
+            continue  # the softmax cancels it, so its gradient is only rounding
         torch.testing.assert_close(actual[name], gradient, rtol=0, atol=bound * gradient.abs().max().item(), msg=name)
 
 
@@ -156,15 +156,15 @@ CASES = {
     "LlamaForCausalLM": "packed",
     "Qwen3MoeForCausalLM": "packed",  # a mixture of experts
     "Lfm2ForCausalLM": "packed",  # convolutions keep a state
-    "NemotronHForCausalLM": "packed",  # Mamba-2 does, too
+    "NemotronHForCausalLM": "packed",  # so does Mamba-2
     "Llama4ForCausalLM": "packed",  # attention counts positions from a row's beginning
-    "BartForCausalLM": "padded",  # each document would go through the decoder by itself
+    "BartForCausalLM": "padded",  # each document would run separately through the decoder
     "CpmAntForCausalLM": "alone",
 }
-"""Architectures, and how their sequences lie in a microbatch."""
+"""Architectures, and how their sequences are arranged in a microbatch."""
 
 ROUNDING = {"NemotronHForCausalLM": 1e-6, "Llama4ForCausalLM": 1e-6}
-"""What computes in fp32 whatever its dtype, logits or rotary embeddings: bounds in fp64."""
+"""Bounds in fp64 of models that compute logits or rotary embeddings in fp32."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -172,7 +172,7 @@ ROUNDING = {"NemotronHForCausalLM": 1e-6, "Llama4ForCausalLM": 1e-6}
 def test_models_that_pack_and_that_pad(name: str, dtype: torch.dtype, sequences: list[torch.Tensor]) -> None:
     model = FamilyCase(registry.model_class(name)).new_pair(dtype)[1]
     if dtype == WIDE and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # torch groups no products in fp64
+        model.set_experts_implementation("eager")  # torch has no grouped matmul in fp64
     with Forwards(model) as forwards:
         assert_equal_runs(model, sequences, LOSSES["dapo"][0], ROUNDING.get(name, STRICT) if dtype == WIDE else 1e-5)
     shapes = [shape for shape in forwards.shapes if shape != (1, 4)][len(LENGTHS) :]
@@ -191,7 +191,7 @@ def test_models_that_pack_and_that_pad(name: str, dtype: torch.dtype, sequences:
 def test_losses_of_the_whole_batch(name: str, sampling: dict[str, Any], sequences: list[torch.Tensor]) -> None:
     loss, options = LOSSES[name]
     model = made()
-    # The number of tokens that top_k and top_p leave, by which entropy is divided, is known in the end.
+    # The number of tokens allowed by top_k and top_p, by which entropy is divided, is known only at the end.
     twice = name == "entropy and divergence" and "top_k" in sampling
     if name == "entropy and divergence":
         options = options | {"reference": made(seed=1).requires_grad_(False)}
@@ -206,12 +206,12 @@ def test_a_loss_that_reads_more_than_was_said_runs_twice(sequences: list[torch.T
     with Forwards(model) as forwards:
         assert_equal_runs(model, sequences, of_all_together, MENDED)
     assert len([shape for shape in forwards.shapes if shape[1] > max(LENGTHS)]) == 5
-    assert_equal_runs(model, sequences, preference, MENDED)  # of pairs in different rows
-    assert_equal_runs(model, sequences, preference, MENDED, loss_terms=torch.zeros(8))  # and of a unit that fits no row
+    assert_equal_runs(model, sequences, preference, MENDED)  # pairs in different rows
+    assert_equal_runs(model, sequences, preference, MENDED, loss_terms=torch.zeros(8))  # a unit that fits no row
 
 
 def test_dropout_is_the_same_in_the_second_run(sequences: list[torch.Tensor]) -> None:
-    """The gradient is that of the log-probabilities that are returned: finite differences have the same dropout."""
+    """The gradient belongs to the returned log-probabilities. Finite differences use the same dropout."""
     model = made(attention_dropout=0.3).train()
     weight = model.model.norm.weight
 
@@ -272,7 +272,7 @@ def test_what_teaches_nothing_has_no_backward(sequences: list[torch.Tensor]) -> 
 
 
 def test_transformers_classes_are_padded(sequences: list[torch.Tensor]) -> None:
-    """In theirs, documents may attend to each other, or hand on a state."""
+    """In transformers' classes, documents may attend to each other or pass on a state."""
     model = LlamaForCausalLM(tiny_config(LlamaConfig)).to(WIDE).eval()
     with Forwards(model) as forwards:
         assert_equal_runs(model, sequences, LOSSES["dapo"][0], STRICT)
@@ -283,7 +283,7 @@ def test_transformers_classes_are_padded(sequences: list[torch.Tensor]) -> None:
 
 
 def test_under_autocast(sequences: list[torch.Tensor]) -> None:
-    """The forward computes in bf16, and the backward runs outside, as torch advises."""
+    """The forward runs in bf16. The backward runs outside of autocast, as torch recommends."""
     model = made(torch.float32)
     loss = LOSSES["dapo"][0]
     with torch.autocast("cpu", torch.bfloat16):
@@ -303,7 +303,7 @@ def test_under_autocast(sequences: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(("row_tokens", "lengths"), [(None, [58]), (12, [12, 12, 12, 11, 11]), (57, [29, 29])])
 def test_budgets(row_tokens: int | None, lengths: list[int], sequences: list[torch.Tensor]) -> None:
     model = made()
-    rollout_logprobs(model, sequences[:1])  # which also compares the head
+    rollout_logprobs(model, sequences[:1])  # the first call also compares the head
     with Forwards(model) as forwards:
         rollout_logprobs(model, sequences, row_tokens=row_tokens)
     assert forwards.shapes == [(1, length) for length in lengths]
@@ -320,19 +320,19 @@ def bad(**given: Any) -> dict[str, Any]:
             bad(sequences=[[1], [], [2] * 257, [0.5], [[1, 2]], ["a"], [3, -100]], row_tokens=200),
             r"sequence 1 is empty; sequence 2 has 257 tokens, and the model takes 256; sequence 2 has 257 tokens, and "
             r"row_tokens allows 200; sequence 3 is \(1,\) of torch.float32: expected token ids, \(length,\); "
-            r"sequence 4 is \(1, 2\) of torch.int64: .*; sequence 5 is no list of token ids: .*; sequence 6 has the "
-            r"token id -100: give sequences without padding$",
+            r"sequence 4 is \(1, 2\) of torch.int64: .*; sequence 5 is not a list of token ids: .*; sequence 6 has the "
+            r"token id -100: pass sequences without padding$",
         ),
         (bad(sequences=[[]] * 30), r"sequence 19 is empty; and 10 more$"),
         (bad(sequences=[]), "^there are no sequences$"),
         (
             bad(sequences=torch.zeros(2, 3, dtype=torch.long)),
-            "a tensor is no list of sequences: `token_logprobs`",
+            "a tensor is not a list of sequences: use `token_logprobs`",
         ),
         (bad(row_tokens=0), "row_tokens=0: expected at least 1"),
         (bad(score=[[True] * 3]), "score has 1 masks for 2 sequences"),
         (bad(score=[[True] * 2, [True]]), r"score of sequence 0 is \(2,\): expected \(3,\), as its .*; score of sequ"),
-        (bad(score=[[True] * 3, ["a"] * 2]), "score of sequence 1 is no list of bools: "),
+        (bad(score=[[True] * 3, ["a"] * 2]), "score of sequence 1 is not a list of bools: "),
         (bad(loss_terms="pair"), "loss_terms='pair': expected token, sequence, or a number of each sequence"),
         (bad(loss_terms=torch.zeros(3)), r"loss_terms is \(3,\): expected \(2,\)"),
         (bad(loss=lambda found: found.logprobs.sum(1)), r"the loss returned \(2,\): expected a tensor without dimens"),

@@ -1,4 +1,4 @@
-"""Which tokens can be sampled, by counting them by hand."""
+"""The set of tokens that can be sampled, counted manually."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from nrl_models.logprobs.sampling import Sampling, smallest_kept
 
 
 def kept(probabilities: list[float], **sampling: float) -> list[int]:
-    """Indices of the tokens that stay."""
+    """Return the indices of the tokens that remain."""
     logits = torch.tensor([probabilities], dtype=torch.float64).log()
     return (logits >= smallest_kept(logits, Sampling(**sampling)))[0].nonzero()[:, 0].tolist()
 
@@ -20,12 +20,12 @@ def kept(probabilities: list[float], **sampling: float) -> list[int]:
         ({"top_k": 2}, [1, 3]),
         ({"top_k": 4}, [0, 1, 2, 3]),
         ({"top_k": 100}, [0, 1, 2, 3]),
-        ({"top_p": 0.1}, [1]),  # one token always stays
-        ({"top_p": 0.45}, [1, 3]),  # the token that crosses the bound stays
+        ({"top_p": 0.1}, [1]),  # at least one token remains
+        ({"top_p": 0.45}, [1, 3]),  # the token that crosses the bound remains
         ({"top_p": 0.69}, [1, 3]),
         ({"top_p": 0.75}, [0, 1, 3]),
         ({"top_p": 0.95}, [0, 1, 2, 3]),
-        ({"top_k": 3, "top_p": 0.75}, [1, 3]),  # of what top-k leaves, 0.7 / 0.9 is more than 0.75
+        ({"top_k": 3, "top_p": 0.75}, [1, 3]),  # of the tokens within top-k, 0.7 / 0.9 is more than 0.75
         ({"top_k": 1, "top_p": 0.9}, [1]),
     ],
 )

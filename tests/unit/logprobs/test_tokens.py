@@ -1,4 +1,4 @@
-"""`token_logprobs`: which token gets which number."""
+"""`token_logprobs` assigns each value to the right token."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError
 from nrl_models.logprobs import rollout_logprobs, token_logprobs
-from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.testing.case import FamilyCase, randomize
 from nrl_models.testing.tiny import tiny_config
 
 DOCUMENTS = (7, 12, 1, 9)
-"""Lengths of the sequences that are padded and packed."""
+"""Lengths of the sequences, which are padded and packed."""
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig), dtype=torch.float32).eval()
-    randomise(model)
+    randomize(model)
     return model
 
 
@@ -34,7 +34,7 @@ def documents() -> list[torch.Tensor]:
 
 
 def by_hand(model: PreTrainedModel, document: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of all tokens but the first, from the model's own logits, one document at a time."""
+    """Compute log-probabilities of all tokens but the first from the model's logits, one document at a time."""
     with torch.no_grad():
         logs = (model(input_ids=document[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
     return torch.stack([logs[place - 1, document[place]] for place in range(1, len(document))] or [logs.new_zeros(())])[
@@ -179,7 +179,7 @@ def test_no_token_to_score_with_lora_on_the_head(model: PreTrainedModel) -> None
 def test_a_mask_with_holes_is_transformers_own(
     llama: PreTrainedModel, model: PreTrainedModel, documents: list[torch.Tensor]
 ) -> None:
-    """Positions count tokens, as `generate` and OpenRLHF have them; the text before a hole stays in the sequence."""
+    """Positions count tokens, as in `generate` and OpenRLHF. The text before a hole is part of the sequence."""
     ids = documents[1][None].repeat(2, 1)
     mask = torch.ones_like(ids)
     mask[0, 1] = mask[1, 3:5] = 0
@@ -240,7 +240,7 @@ def test_padding_leaves_positions_to_models_that_compute_them(architecture: str,
 
 
 def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
-    """A trained LoRA counts, on the output embedding too; only it gets gradients."""
+    """Trained LoRA weights apply, also on the output embedding. Only they receive gradients."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
@@ -280,7 +280,7 @@ def test_keywords_that_change_nothing_are_taken(
     ("given", "why"),
     [
         ({"use_cache": True}, "use_cache=True.*no cache"),
-        ({"past_key_values": DynamicCache()}, "past_key_values.*whole sequences"),
+        ({"past_key_values": DynamicCache()}, "past_key_values.*complete sequences"),
         ({"labels": torch.zeros(1, 7, dtype=torch.long)}, "labels.*no loss"),
         ({"logits_to_keep": 3}, "logits_to_keep=3.*score"),
     ],

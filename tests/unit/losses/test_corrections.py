@@ -1,4 +1,4 @@
-"""Weights for tokens of another distribution, against numbers worked out by hand."""
+"""Importance weights for tokens of another distribution, compared with manually computed numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
 )
 def test_weights(correction: Correction, expected: list[list[float]]) -> None:
     trainer = torch.full((2, 3), -1.0, requires_grad=True)
-    engine = torch.where(MASK, -1.0 - RATIOS.log(), math.nan)  # what is no sample may be anything
+    engine = torch.where(MASK, -1.0 - RATIOS.log(), math.nan)  # values outside of the mask may be anything
     found = importance_weights(trainer, engine, MASK, correction)
     torch.testing.assert_close(found, torch.tensor(expected))
     assert not found.requires_grad
@@ -52,7 +52,7 @@ def test_non_finite_engine_logprobs_raise(value: float, kind: str, level: str) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"cap": 2.0}, ("Invalid truncated importance sampling type: None", "nothing says what it does", "tis or mis")),
+        ({"cap": 2.0}, ("Invalid truncated importance sampling type: None", "has no type", "tis or mis")),
         ({"type": "icepop"}, ("Invalid truncated importance sampling type: icepop", "tis or mis")),
         ({"type": "tis", "floor": 0.5}, ("floor=0.5: only mis has one",)),
         ({"type": "mis", "floor": 3.0}, ("floor=3.0", "below the cap of 2.0")),

@@ -1,4 +1,4 @@
-"""Losses of policy gradients against numbers worked out by hand, gradients too."""
+"""Policy gradient losses and their gradients, compared with manually computed numbers."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ import pytest
 import torch
 
 from nrl_models.errors import UnknownOptionError
-from nrl_models.losses import Normalise, clipped_share, loss_named, policy_loss, token_weights
+from nrl_models.losses import Normalize, clipped_share, loss_named, policy_loss, token_weights
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
 @pytest.mark.parametrize(
-    ("normalise", "longest", "expected"),
+    ("normalize", "longest", "expected"),
     [
-        (Normalise.SEQUENCE, None, [[1 / 4, 1 / 4, 0], [1 / 2, 0, 0]]),
-        (Normalise.TOKEN, None, [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]]),
-        (Normalise.LONGEST, 5, [[1 / 10, 1 / 10, 0], [1 / 10, 0, 0]]),
+        (Normalize.SEQUENCE, None, [[1 / 4, 1 / 4, 0], [1 / 2, 0, 0]]),
+        (Normalize.TOKEN, None, [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]]),
+        (Normalize.LONGEST, 5, [[1 / 10, 1 / 10, 0], [1 / 10, 0, 0]]),
     ],
 )
-def test_what_a_token_counts(normalise: Normalise, longest: int | None, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(token_weights(MASK, normalise, longest), torch.tensor(expected))
+def test_what_a_token_counts(normalize: Normalize, longest: int | None, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(token_weights(MASK, normalize, longest), torch.tensor(expected))
 
 
 def test_a_sequence_without_tokens_counts_as_a_sequence() -> None:
-    weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalise.SEQUENCE)
+    weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalize.SEQUENCE)
     torch.testing.assert_close(weights, torch.tensor([[0.25, 0.25], [0.0, 0.0]]))
-    assert token_weights(torch.zeros(2, 2), Normalise.TOKEN).sum() == 0  # and nothing is divided by zero
+    assert token_weights(torch.zeros(2, 2), Normalize.TOKEN).sum() == 0  # no division by zero
 
 
 def test_the_longest_length_is_given_where_it_is_used_and_only_there() -> None:
     with pytest.raises(ValueError, match="longest=None"):
-        token_weights(MASK, Normalise.LONGEST)
+        token_weights(MASK, Normalize.LONGEST)
     with pytest.raises(ValueError, match="longest=5"):
-        token_weights(MASK, Normalise.TOKEN, 5)
+        token_weights(MASK, Normalize.TOKEN, 5)
 
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "slope"),
     [
-        # The slope is by the log-probability: d ratio / d logprob is the ratio itself.
+        # The gradient with respect to the log-probability: d ratio / d logprob is the ratio.
         (1.0, 2.0, -2.0, -2.0),
-        (0.5, 1.0, -0.5, -0.5),  # a good token that became unlikely is not clipped
-        (1.25, 1.0, -1.25, -1.25),  # below 1.28, though above 1.2
+        (0.5, 1.0, -0.5, -0.5),  # positive advantage, ratio below the range: not clipped
+        (1.25, 1.0, -1.25, -1.25),  # below 1.28, but above 1.2
         (1.5, 1.0, -1.28, 0.0),
         (0.5, -1.0, 0.8, 0.0),
         (0.9, -1.0, 0.9, 0.9),
-        (1.5, -1.0, 1.5, 1.5),  # a bad token that became likely is not clipped
+        (1.5, -1.0, 1.5, 1.5),  # negative advantage, ratio above the range: not clipped
         (1.5, 0.0, 0.0, 0.0),
     ],
 )
@@ -64,7 +64,7 @@ def test_the_clipped_objective_and_its_gradient(ratio: float, advantage: float, 
 
 
 def test_a_whole_batch_by_hand() -> None:
-    """Two sequences, of two tokens and of one, with corrections: the methods differ in what they divide by."""
+    """Two sequences, of two tokens and of one, with corrections. The methods differ in the divisor."""
     old = torch.log(torch.tensor([[0.5, 0.25, 0.5], [0.2, 0.5, 0.5]]))
     ratios = torch.tensor([[1.1, 0.7, 9.0], [1.4, 9.0, 9.0]])
     correction = torch.tensor([[2.0, 0.5, 7.0], [0.1, 7.0, 7.0]])
@@ -72,12 +72,12 @@ def test_a_whole_batch_by_hand() -> None:
     terms = [-2.0 * 1.1, -0.5 * 0.7], [0.1 * 2.0 * 1.4]
     slopes = [[-2.2, -0.35, 0.0], [0.28, 0.0, 0.0]]
     expected = {
-        Normalise.SEQUENCE: (sum(terms[0]) / 2 + terms[1][0]) / 2,
-        Normalise.TOKEN: (sum(terms[0]) + terms[1][0]) / 3,
-        Normalise.LONGEST: (sum(terms[0]) + terms[1][0]) / (2 * 8),
+        Normalize.SEQUENCE: (sum(terms[0]) / 2 + terms[1][0]) / 2,
+        Normalize.TOKEN: (sum(terms[0]) + terms[1][0]) / 3,
+        Normalize.LONGEST: (sum(terms[0]) + terms[1][0]) / (2 * 8),
     }
-    for normalise, loss in expected.items():
-        weights = token_weights(MASK, normalise, 8 if normalise is Normalise.LONGEST else None)
+    for normalize, loss in expected.items():
+        weights = token_weights(MASK, normalize, 8 if normalize is Normalize.LONGEST else None)
         logprobs = (old + ratios.log()).requires_grad_()
         found = policy_loss(logprobs, old, advantages, weights, correction=correction)
         found.backward()
@@ -103,8 +103,8 @@ def test_micro_batches_add_up_to_the_step() -> None:
     old, theirs = (-torch.rand(6, 9, generator=generator) for _ in range(2))
     mask = torch.rand(6, 9, generator=generator) > 0.3
     advantages = torch.randn(6, generator=generator)
-    for normalise in Normalise:
-        weights = token_weights(mask, normalise, 9 if normalise is Normalise.LONGEST else None)
+    for normalize in Normalize:
+        weights = token_weights(mask, normalize, 9 if normalize is Normalize.LONGEST else None)
         whole, parts = old.clone().requires_grad_(), old.clone().requires_grad_()
         policy_loss(whole, theirs, advantages, weights).backward()
         for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
@@ -114,7 +114,7 @@ def test_micro_batches_add_up_to_the_step() -> None:
 
 @pytest.mark.parametrize("nothing", [math.nan, -math.inf, math.inf])
 def test_what_was_not_sampled_reaches_neither_loss_nor_gradient(nothing: float) -> None:
-    weights = token_weights(MASK, Normalise.TOKEN)
+    weights = token_weights(MASK, Normalize.TOKEN)
     filled = torch.where(MASK, -1.0, nothing)
     logprobs = torch.full((2, 3), -1.0, requires_grad=True)
     arguments = {"correction": torch.where(MASK, 1.0, nothing), "reference": filled, "kl": 0.1}
@@ -164,7 +164,7 @@ def test_the_divergence_is_finite_for_any_reference(behind: float) -> None:
 
 @pytest.mark.parametrize("advantage", [math.nan, math.inf])
 def test_a_sequence_without_counted_tokens_has_no_say(advantage: float) -> None:
-    weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalise.TOKEN)
+    weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalize.TOKEN)
     logprobs = torch.full((2, 2), -1.0, requires_grad=True)
     loss = policy_loss(logprobs, logprobs.detach(), torch.tensor([1.0, advantage]), weights)
     loss.backward()
@@ -173,17 +173,17 @@ def test_a_sequence_without_counted_tokens_has_no_say(advantage: float) -> None:
 
 
 def test_strings_are_options() -> None:
-    for normalise in Normalise:
-        longest = 5 if normalise is Normalise.LONGEST else None
-        assert torch.equal(token_weights(MASK, str(normalise), longest), token_weights(MASK, normalise, longest))
-        assert loss_named("grpo", normalise=str(normalise)).normalise is normalise
-    message = r"normalise='tokens' \(did you mean token\?\): expected sequence, token, longest"
+    for normalize in Normalize:
+        longest = 5 if normalize is Normalize.LONGEST else None
+        assert torch.equal(token_weights(MASK, str(normalize), longest), token_weights(MASK, normalize, longest))
+        assert loss_named("grpo", normalize=str(normalize)).normalize is normalize
+    message = r"normalize='tokens' \(did you mean token\?\): expected sequence, token, longest"
     with pytest.raises(UnknownOptionError, match=message):
         token_weights(MASK, "tokens")
     with pytest.raises(UnknownOptionError, match=message):
-        loss_named("grpo", normalise="tokens")
-    with pytest.raises(UnknownOptionError, match="normalise=None"):
-        loss_named("grpo", normalise=None)
+        loss_named("grpo", normalize="tokens")
+    with pytest.raises(UnknownOptionError, match="normalize=None"):
+        loss_named("grpo", normalize=None)
 
 
 def test_shapes_are_checked() -> None:

@@ -1,4 +1,4 @@
-"""Rewards, pairs and names against numbers worked out by hand."""
+"""Rewards, pairs and named losses, compared with manually computed numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_advantages_are_relative_to_the_group() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.2, 0.2, 0.2, 0.2]])
     plain = torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.0, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(group_advantages(rewards, scale=False), plain)
-    # The unbiased deviation of 1, 0, 0, 0: sqrt((0.75^2 + 3 0.25^2) / 3) = 1/2.
+    # The unbiased standard deviation of 1, 0, 0, 0: sqrt((0.75^2 + 3 0.25^2) / 3) = 1/2.
     torch.testing.assert_close(group_advantages(rewards, scale=True), plain / 0.5001)
     assert group_advantages(torch.tensor([[3.0]]), scale=True).item() == 0.0
 
@@ -39,7 +39,7 @@ def test_advantages_of_non_finite_rewards_raise(value: float, scale: bool) -> No
 
 
 def test_scale_is_a_bool() -> None:
-    """TRL's "none" would count as True."""
+    """TRL's "none" would be truthy."""
     with pytest.raises(UnknownArgumentError, match="scale='none': expected True or False"):
         group_advantages(torch.ones(1, 2), scale="none")
 

@@ -1,4 +1,4 @@
-"""The losses against TRL's own: its trainers are made, fed and asked for loss and gradients."""
+"""The losses and their gradients, compared with those of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from nrl_models.losses import (
     Correction,
-    Normalise,
+    Normalize,
     dpo_loss,
     group_advantages,
     importance_weights,
@@ -36,7 +36,7 @@ SILENT: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word for each number."""
+    """Return a tokenizer with one word per number."""
     words = {"<pad>": 0, "<end>": 1, "<unk>": 2} | {str(number): number for number in range(3, 100)}
     plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -54,7 +54,7 @@ def gradients(loss: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Ten
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor, model: torch.nn.Module) -> None:
-    """Two losses and their gradients; neither is trivial."""
+    """Compare two losses and their gradients, which must not be trivial."""
     first, second = gradients(theirs, model), gradients(ours, model)
     assert max(gradient.abs().max().item() for gradient in first.values()) > 1e-4
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -67,9 +67,9 @@ def rows_of_ids(lengths: list[int], seed: int) -> list[list[int]]:
 
 
 METHODS = {
-    "grpo": (Normalise.SEQUENCE, {"loss_type": "grpo", "scale_rewards": "group"}),
-    "dr_grpo": (Normalise.LONGEST, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "dapo": (Normalise.TOKEN, {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
+    "grpo": (Normalize.SEQUENCE, {"loss_type": "grpo", "scale_rewards": "group"}),
+    "dr_grpo": (Normalize.LONGEST, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dapo": (Normalize.TOKEN, {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
 }
 CORRECTIONS = {
     "token_truncate": Correction("tis", cap=1.2),
@@ -90,8 +90,8 @@ def test_policy_losses(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Advantages, weights against the engine, loss and gradients of a second update, on given samples."""
-    normalise, options = METHODS[method]
+    """Advantages, importance weights, loss and gradients of a second update on fixed samples."""
+    normalize, options = METHODS[method]
     correction = CORRECTIONS[mode]
     rewards = [1.0, 0.0, 0.25, 0.5, 1.0, 1.0, 0.0, -0.5]
 
@@ -107,7 +107,7 @@ def test_policy_losses(
         **bounds, **options, **SILENT,
     )  # fmt: skip
     policy = llama()
-    policy.config._name_or_path = str(tmp_path / "reference")  # where the trainer loads it from
+    policy.config._name_or_path = str(tmp_path / "reference")  # where the trainer loads the reference from
     llama(initializer_range=0.03).save_pretrained(tmp_path / "reference")
     prompts = [{"prompt": "5 6 7"}] * GROUP + [{"prompt": "8 9"}] * GROUP
     trainer = trl.GRPOTrainer(
@@ -119,7 +119,7 @@ def test_policy_losses(
     generator = torch.Generator().manual_seed(2)
     engine = [[0.0] * len(answer) for answer in answers]
     monkeypatch.setattr(trainer, "_generate", lambda _: (asked, answers, None, [""] * 8, engine, {}, None, None))
-    trainer.use_vllm = True  # from here on: what was sampled is given, and comes from an engine
+    trainer.use_vllm = True  # from here on, the fixed samples count as engine samples
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.model
     for row, values in zip(
@@ -137,7 +137,7 @@ def test_policy_losses(
     assert 0 < weights[mask].gt(0).sum() <= mask.sum()
     assert len(weights[mask].unique()) > 2
 
-    with torch.no_grad():  # an update between sampling and learning, so that some ratios are out of the clip's bounds
+    with torch.no_grad():  # an update between sampling and training, so that some ratios are outside of the clip range
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     theirs = trainer.compute_loss(model, inputs)
@@ -145,7 +145,7 @@ def test_policy_losses(
     there = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     logprobs = trainer._get_per_token_logps_and_entropies(model, whole, there, mask.shape[1])[0]
     ours = policy_loss(
-        logprobs, old, advantages, token_weights(mask, normalise, LONGEST if method == "dr_grpo" else None),
+        logprobs, old, advantages, token_weights(mask, normalize, LONGEST if method == "dr_grpo" else None),
         eps_high=0.28 if method == "dapo" else 0.2, correction=weights,
         reference=inputs.get("ref_per_token_logps"), kl=beta,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The mutation run: every mutant of the catalogue is found somewhere, and what is not found is said."""
+"""The mutation run finds every mutant of the catalog in some architecture, and reports survivors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nrl_models.testing.features import generated_tests
 from tools.checkout import PAGES
 from tools.coverage_pages.results import Kind, Record, read_records, write_record
 from tools.ledger.ledger import recorded
-from tools.mutants import CATALOGUE, Mutant, campaign
+from tools.mutants import CATALOG, Mutant, campaign
 from tools.mutants.__main__ import app
 from tools.mutants.campaign import (
     Hunt,
@@ -30,7 +30,7 @@ from tools.mutants.campaign import (
 )
 from tools.mutants.planting import in_code, in_modules, misread, reads
 
-pytestmark = pytest.mark.xdist_group("mutants")  # tests share the models below
+pytestmark = pytest.mark.xdist_group("mutants")  # the tests share the models below
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,7 +48,7 @@ STAND_FOR_ALL = (
     "DeepseekV32ForCausalLM",
     "Lfm2ForCausalLM",
 )
-"""Of which every mutant can be in one at least; the first that can have a mutant is tried."""
+"""Architectures for all mutants. Each mutant is tried in the first one that can have it."""
 
 QUICK = ("test_layer_equivalence", "test_logits_equivalence")
 
@@ -63,7 +63,7 @@ def llama() -> FamilyCase:
     return FamilyCase(registry.model_class("LlamaForCausalLM"), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", CATALOG, ids=lambda mutant: mutant.name)
 def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
     inert = []
     for architecture in STAND_FOR_ALL:
@@ -80,9 +80,9 @@ def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
     pytest.fail(f"of {', '.join(STAND_FOR_ALL)} none in which {', '.join(mutant.killers)} finds it")
 
 
-def test_the_catalogue_names_each_once_and_tests_that_there_are() -> None:
-    assert len({mutant.name for mutant in CATALOGUE}) == len(CATALOGUE) >= 25
-    assert {name for mutant in CATALOGUE for name in mutant.killers} <= set(generated_tests())
+def test_the_catalog_names_each_once_and_tests_that_there_are() -> None:
+    assert len({mutant.name for mutant in CATALOG}) == len(CATALOG) >= 25
+    assert {name for mutant in CATALOG for name in mutant.killers} <= set(generated_tests())
 
 
 def test_every_generated_test_is_among_the_checks() -> None:
@@ -100,10 +100,10 @@ def logits(model: nn.Module, case: FamilyCase) -> torch.Tensor:
 
 
 BUGS = {
-    "in code": next(quirk for quirk in CATALOGUE if quirk.name == "gate and up exchanged").bug,
-    "in rewritten modules": next(kind for kind in CATALOGUE if kind.name == "attention scale dropped").bug,
-    "in other modules": next(kind for kind in CATALOGUE if kind.name == "a norm's weight off by one").bug,
-    "in reading": next(kind for kind in CATALOGUE if kind.name == "another rope base").bug,
+    "in code": next(quirk for quirk in CATALOG if quirk.name == "gate and up exchanged").bug,
+    "in rewritten modules": next(kind for kind in CATALOG if kind.name == "attention scale dropped").bug,
+    "in other modules": next(kind for kind in CATALOG if kind.name == "a norm's weight off by one").bug,
+    "in reading": next(kind for kind in CATALOG if kind.name == "another rope base").bug,
 }
 
 
@@ -114,7 +114,7 @@ def test_a_bug_is_in_our_models_alone_and_only_while_planted(kind: str, llama: F
     ours.save_pretrained(tmp_path)
     with BUGS[kind].planted(llama) as mutated:
         assert not torch.allclose(logits(mutated.model(), llama), right, atol=1e-3)
-        if kind != "in reading":  # what loading computes again is read at rest, and right
+        if kind != "in reading":  # reading bugs do not change values that loading computes again
             assert not torch.allclose(logits(llama.model_class.from_pretrained(tmp_path), llama), right, atol=1e-3)
         assert torch.equal(logits(theirs, llama), right)
         assert mutated.model().config.rope_parameters == ours.config.rope_parameters
@@ -148,7 +148,7 @@ def test_what_a_model_lacks_is_not_tried(llama: FamilyCase) -> None:
 
 def test_what_fails_without_the_bug_kills_nothing(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hunt, "_passes_clean", lambda self, check: False)
-    assert Hunt(llama, only=QUICK).killer(CATALOGUE[0], checks()) is None
+    assert Hunt(llama, only=QUICK).killer(CATALOG[0], checks()) is None
 
 
 def test_tests_of_what_a_family_lacks_are_not_run(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,16 +167,16 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
         return Outcome({mutant.name: "test_lora" for mutant in mutants[:-1]}, [mutants[-1].name])
 
     monkeypatch.setattr(Hunt, "run", fake_run)
-    first, second, third = CATALOGUE[:3]
-    monkeypatch.setattr(campaign, "CATALOGUE", (first, second))
+    first, second, third = CATALOG[:3]
+    monkeypatch.setattr(campaign, "CATALOG", (first, second))
     list(run_mutants(["LlamaForCausalLM"], tmp_path))
     outcomes = dict(run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], tmp_path))
-    # What survived is tried again, as somebody may have closed the gap.
+    # Survivors run again, because a new test may find them.
     both = [first.name, second.name]
     assert tried == [("LlamaForCausalLM", both), ("LlamaForCausalLM", both[1:]), ("Qwen3ForCausalLM", both)]
     assert outcomes["LlamaForCausalLM"] == Outcome({first.name: "test_lora"}, [second.name])
-    # So is a mutant that is new; one that left is forgotten.
-    monkeypatch.setattr(campaign, "CATALOGUE", (second, third))
+    # So do new mutants. Removed mutants are dropped.
+    monkeypatch.setattr(campaign, "CATALOG", (second, third))
     outcomes = dict(run_mutants(["LlamaForCausalLM"], tmp_path))
     assert tried[3:] == [("LlamaForCausalLM", [second.name, third.name])]
     assert outcomes["LlamaForCausalLM"] == Outcome({second.name: "test_lora"}, [third.name])
@@ -184,12 +184,12 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
 
 
 def test_outcomes_of_other_versions_stay_until_their_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [mutant.name for mutant in CATALOGUE]
+    names = [mutant.name for mutant in CATALOG]
     found = Outcome({}, [], [], names)
     older = Record({"torch": "1"}, Outcome({names[0]: "test_lora"}, [], [], names[1:]).to_json())
     for name in ("LlamaForCausalLM", "LlamaForTokenClassification"):
         write_record(tmp_path, Kind.MUTANTS, name, older)
-    monkeypatch.setattr(Hunt, "run", lambda self, mutants: found if list(mutants) == list(CATALOGUE) else None)
+    monkeypatch.setattr(Hunt, "run", lambda self, mutants: found if list(mutants) == list(CATALOG) else None)
     assert dict(run_mutants(["LlamaForCausalLM"], tmp_path)) == {"LlamaForCausalLM": found}
     records = read_records(tmp_path)[Kind.MUTANTS]
     assert records["LlamaForTokenClassification"] == older

@@ -1,4 +1,4 @@
-"""Writing a checkpoint again, in another dtype or other shards."""
+"""Converting a checkpoint to another dtype or another number of shards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OLD_WEIGHTS = (
 
 @pytest.fixture
 def full(folder: Path) -> Path:
-    """A checkpoint with everything that repositories have beside it."""
+    """A checkpoint with all the files that repositories contain."""
     for name in (*OTHERS, *OLD_WEIGHTS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(OTHERS.get(name, "old"))
@@ -73,7 +73,7 @@ def test_auto_keeps_what_is_stored(folder: Path, tmp_path: Path) -> None:
 
 def test_other_shards(shards: Path, tmp_path: Path) -> None:
     convert(shards, tmp_path / "one")
-    assert files_of(tmp_path / "one") == {"config.json", "generation_config.json", WEIGHTS}  # no index of shards
+    assert files_of(tmp_path / "one") == {"config.json", "generation_config.json", WEIGHTS}  # no index
     convert(tmp_path / "one", tmp_path / "several", max_shard_size="2MB")
     assert weight_map(tmp_path / "several").keys() == stored(shards).keys()
     assert INDEX in files_of(tmp_path / "several")
@@ -120,7 +120,7 @@ def test_what_an_earlier_conversion_left_is_replaced(full: Path, tmp_path: Path)
     convert(full, tmp_path / "out", dtype="bfloat16", max_shard_size="1MB")
     (full / "tokenizer.json").write_text('{"newer": true}')
     (full / "assets" / "logo" / "small.png").write_text("larger")
-    convert(full, tmp_path / "out")
+    convert(full, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"newer": true}'
     assert (tmp_path / "out" / "assets" / "logo" / "small.png").read_text() == "larger"
     assert files_of(tmp_path / "out") == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
@@ -129,8 +129,8 @@ def test_what_an_earlier_conversion_left_is_replaced(full: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("inside", ["out", "converted/deep/out"])
 def test_a_target_inside_the_checkpoints_folder(inside: str, full: Path) -> None:
-    for _ in range(2):
-        convert(full, full / inside)
+    for overwrite in (False, True):
+        convert(full, full / inside, overwrite=overwrite)
         assert files_of(full / inside) == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
 
 
@@ -140,7 +140,7 @@ def test_links_inside_are_followed(full: Path, tmp_path: Path) -> None:
     (full / "absolute.json").symlink_to(full.absolute() / "tokenizer.json")
     (full / "assets" / "up").symlink_to("../LICENSE")
     (full / "pictures").symlink_to("assets/logo")
-    (full / "old.bin").symlink_to("/etc/passwd")  # which does not come along
+    (full / "old.bin").symlink_to("/etc/passwd")  # not copied
     convert(full, tmp_path / "out")
     out = tmp_path / "out"
     added = {"copy.json", "chain.json", "absolute.json", "assets/up", "pictures/small.png"}
@@ -166,7 +166,7 @@ def test_links_that_leave_the_folder_are_refused_all_at_once(full: Path, tmp_pat
     (full / "circle").symlink_to("circle")
     (full / "assets" / "home").symlink_to("..")
     os.mkfifo(full / "pipe")
-    (full / "there-and-back").symlink_to(outside / "back")  # to a file inside, whatever the way
+    (full / "there-and-back").symlink_to(outside / "back")  # points to a file inside, through another folder
     with pytest.raises(CheckpointError) as caught:
         convert(full, tmp_path / "out")
     refused = {"file.txt", "relative.txt", "chain.txt", "folder", "assets/deep", "beside", "nowhere", "circle"}

@@ -1,4 +1,4 @@
-"""What a model class combines, from its classes alone."""
+"""Detecting the groups of a model class, from its classes alone."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_an_image_that_does_not_reach_the_logits_is_a_failure() -> None:
         def forward(self, pixel_values: Any = None, **kwargs: Any) -> Any:
             return super().forward(pixel_values=None if pixel_values is None else pixel_values * 0, **kwargs)
 
-    # `get_image_features` and the forward's signature are the class's own.
+    # The class itself defines `get_image_features` and the signature of forward.
     Blind.forward.__signature__ = inspect.signature(Gemma3ForConditionalGeneration.forward)
     found = detect(Blind)
     assert found.step == "images"

@@ -1,9 +1,12 @@
+import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
+from typer.testing import CliRunner
 
 from nrl_models import registry
+from nrl_models.cli import app
 from nrl_models.onboarding.inspect import inspect, kinds_of
 from nrl_models.testing.case import FamilyCase
 
@@ -32,6 +35,17 @@ def test_reads_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     found = inspect(tmp_path)
     assert found.stored_tensors == 41
     assert found.groups == {"MixtralAttention: q_proj + k_proj + v_proj": 2}
+
+
+def test_stored_embeddings_that_do_not_fit_the_vocabulary(tmp_path: Path) -> None:
+    FamilyCase(registry.model_class("LlamaForCausalLM")).reference().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert inspect(tmp_path).embedding_rows == config["vocab_size"]
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
+    assert "rows in the files" not in shown
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    shown = " ".join(CliRunner().invoke(app, ["inspect", str(tmp_path)]).output.split())
+    assert f"{config['vocab_size']} rows in the files, and vocab_size is 100" in shown
 
 
 @pytest.mark.usefixtures("no_persimmon")

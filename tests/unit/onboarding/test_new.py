@@ -29,7 +29,7 @@ ROOT = Path(nrl_models.__path__[0]).parent
 
 @pytest.fixture
 def configured(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a configuration of an architecture to a folder."""
+    """Return a function that writes a configuration of an architecture to a folder."""
 
     def write(architecture: str, **values: Any) -> Path:
         folder = tmp_path / architecture
@@ -42,7 +42,7 @@ def configured(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def untested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """In place of the generated tests, which take a while: they pass. The list tells what would have run."""
+    """Replace the slow generated tests by tests that pass. Returns the list of tests that would have run."""
     runs: list[tuple[str, ...]] = []
 
     def passed(module: str, architectures: Any, folder: Path, tests: Any = ()) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def test_a_new_family_is_written_proven_and_installable(configured: Callable[...
 @pytest.mark.long
 @pytest.mark.usefixtures("every_family")
 def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, configured: Callable[..., Path]) -> None:
-    # In a copy, without a family that it has: what comes back is that family again.
+    # In a copy without an existing family, onboarding generates that family again.
     shutil.copytree(ROOT / "nrl_models", tmp_path / "copy" / "nrl_models", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("docs", "tools"):
         shutil.copytree(ROOT / folder, tmp_path / "copy" / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -120,7 +120,7 @@ def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person
     stated: list[tuple[bool, bool]] = []
 
     def run(module: str, architectures: Any, folder: Path, tests: Any = ()) -> list[dict[str, Any]]:
-        # Transformers' class passes `generate`, so that its tests fail whatever is stated.
+        # transformers' class does not implement `generate`, so its tests fail for any limits.
         source = (folder / "olmo" / "model.py").read_text()
         limited = "packed sequences" in source
         stated.append((limited, '"generate"' in source))
@@ -138,7 +138,7 @@ def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person
     monkeypatch.setattr(new, "run_tests", run)
     plan = plan_family(configured("OlmoForCausalLM"), again=True)
     limits, results, undecided = prove(plan, "olmo", tmp_path / "stage")
-    assert limits == {"packed sequences": "transformers' own Olmo fails test_packing, too"}
+    assert limits == {"packed sequences": "transformers' own Olmo also fails test_packing"}
     assert stated == [(False, False), (True, True), (True, False)]
     assert '"generate"' not in (tmp_path / "stage" / "olmo" / "model.py").read_text()
     assert [result["outcome"] for result in results] == ["failed", "passed", "limited", "failed"]
@@ -179,12 +179,12 @@ def test_what_cannot_be_run_is_for_a_person(
     monkeypatch.setattr(transformers.OlmoForCausalLM, "forward", lambda self, **_: 1 / 0)
     made = new_family(folder, out_of_tree=tmp_path / "out", again=True)
     assert "fails at the step 'text': ZeroDivisionError" in made.undecided[0]
-    assert untested == []  # nothing to be learnt from tests that all fail of that
+    assert untested == []  # no tests run, because all would fail for the same reason
 
 
 def test_what_exists_stays(configured: Callable[..., Path], tmp_path: Path, untested: list[Any]) -> None:
     folder = configured("OlmoForCausalLM")
-    with pytest.raises(OnboardingError, match="OlmoForCausalLM is served already, by nrl_models"):
+    with pytest.raises(OnboardingError, match="OlmoForCausalLM is already served by nrl_models"):
         new_family(folder, out_of_tree=tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
@@ -194,7 +194,7 @@ def test_what_exists_stays(configured: Callable[..., Path], tmp_path: Path, unte
     with pytest.raises(OnboardingError, match="llama exists; nothing was written"):
         new_family(folder, name="llama", again=True)
     for name in ("../llama", "class"):
-        with pytest.raises(OnboardingError, match="cannot name a package"):
+        with pytest.raises(OnboardingError, match="is not a package name"):
             new_family(folder, name=name, out_of_tree=tmp_path / "other", again=True)
 
 
@@ -233,7 +233,7 @@ def test_says_what_is_wrong_with_a_configuration(configured: Callable[..., Path]
 
 
 def test_heads_of_another_model_are_left_out() -> None:
-    """transformers classifies with an encoder and its decoder, where it writes with the decoder alone."""
+    """transformers classifies with an encoder and a decoder, but generates with the decoder only."""
     expected = {"PLBartForCausalLM": (), "LlamaForCausalLM": ("LlamaForSequenceClassification",)}
     for name, heads in expected.items():
         model_class = getattr(transformers, name)

@@ -1,4 +1,4 @@
-"""Wheels with data files in a directory that stands for the package index."""
+"""Wheels with data files, in a directory that replaces the package index."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wheel(index: Path, name: str, files: dict[str, bytes]) -> str:
-    """Put a package into the index; returns its SHA-256."""
+    """Add a package to the index. Returns its SHA-256."""
     file = index / f"{name.replace('-', '_')}-1.0-py3-none-any.whl"
     records = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: not-to-be-had\n".encode(),

@@ -28,7 +28,7 @@ def test_passes_on_a_checkpoint(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(("model_class", "output"), [(BertModel, "hidden states"), (GPT2LMHeadModel, "logits")])
 def test_models_with_dropout_and_without_a_head(tmp_path: Path, model_class: type, output: str) -> None:
-    """Published encoders and GPT-2 train with dropout: both models drop the same, or gradients cannot be compared."""
+    """Published encoders and GPT-2 train with dropout. Both models need the same dropout to compare gradients."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
     config = model_class.config_class(**sizes)
     assert 0.1 in (getattr(config, "hidden_dropout_prob", 0), getattr(config, "resid_pdrop", 0))
@@ -40,7 +40,7 @@ def test_models_with_dropout_and_without_a_head(tmp_path: Path, model_class: typ
 
 
 def test_names_the_culprit_of_a_broken_family(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family whose rewrite computes something else fails, and the report says where."""
+    """A family whose rewrite computes other values fails, and the report names the module."""
     rewritten = registry.model_class("MixtralForCausalLM").rewrite_of(MixtralAttention)
     upstream = rewritten.forward
 

@@ -20,7 +20,7 @@ def test_numbers_are_those_of_the_definition() -> None:
 
 
 def test_cosine_is_exact_on_large_tensors() -> None:
-    """In fp32 the sum of a million squares is off by more than the 1e-4 that level 3 asks for."""
+    """In fp32 the sum of a million squares is off by more than the 1e-4 that level 3 requires."""
     tensor = torch.full((2_000_000,), 0.1) + torch.linspace(0, 1e-3, 2_000_000)
     assert compare_tensors(tensor, tensor * 3).cosine_similarity == pytest.approx(1.0, abs=1e-12)
 
@@ -77,7 +77,7 @@ def test_state_dicts() -> None:
 
 
 def test_tensors_are_compared_aloud(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the parity guide's words."""
+    """The output uses the terms of the parity guide."""
     compare_tensors(torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0]), name="logits")
     compare_tensors(torch.tensor([3.0]), torch.tensor([3.0]))
     compare_tensors(torch.zeros(2), torch.zeros(2), verbose=False)

@@ -1,4 +1,4 @@
-"""Running one layer of a model by itself, as the model runs it."""
+"""Running one layer of a model separately, with the same inputs as in the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scale(nn.Module):
 
 
 class Special(Scale):
-    """Another class, though a scale too."""
+    """A subclass, which also is a scale."""
 
 
 class Silent(nn.Module):
@@ -116,7 +116,7 @@ A, B, C = torch.ones(1), torch.ones(2), torch.ones(3)
     ],
 )
 def test_every_tensor_that_a_layer_returns(output: Any, expected: list[torch.Tensor]) -> None:
-    # What is not found here is not compared.
+    # Components that are not found are not compared.
     found = run_layer(Returns(output), Call((), {}))
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
 

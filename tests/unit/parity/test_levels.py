@@ -1,4 +1,4 @@
-"""Each level passes on a right model, and fails, at the right row, on a wrong one."""
+"""Each level passes on a correct model. On a wrong one it fails at the right row."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from nrl_models.parity import (
     compare_end_to_end,
     compare_gradients,
     compare_weights,
-    localise,
+    localize,
 )
 from nrl_models.testing.case import FamilyCase
 
@@ -26,7 +26,7 @@ def case() -> FamilyCase:
 
 @pytest.fixture
 def pair(case: FamilyCase) -> Pair:
-    """Reference and model, to change at will."""
+    """Reference and model. Tests may change them."""
     return case.new_pair()
 
 
@@ -64,7 +64,7 @@ BUGS: dict[Callable[[PreTrainedModel], None], str] = {
     wrong_scaling: "model.layers.1.self_attn",
     wrong_rope_base: "model.rotary_emb",
 }
-"""What is wrong, and the innermost module whose output departs first."""
+"""Bugs, and the innermost module whose output differs first."""
 
 bugs = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 
@@ -79,7 +79,7 @@ def test_all_levels_pass_on_the_right_model(case: FamilyCase, pair: Pair) -> Non
     ]
     assert [row.check for row in rows if not row.passed] == []
     assert {"level 2: LlamaAttention", "level 2: LlamaMLP", "level 2: LlamaDecoderLayer"} <= {row.check for row in rows}
-    assert localise(model, reference, case.inputs()) == []
+    assert localize(model, reference, case.inputs()) == []
 
 
 @bugs
@@ -91,10 +91,10 @@ def test_end_to_end_and_gradients_fail(case: FamilyCase, pair: Pair, bug: Callab
 
 
 @bugs
-def test_localised_to_the_module_at_fault(case: FamilyCase, pair: Pair, bug: Callable[[PreTrainedModel], None]) -> None:
+def test_localized_to_the_module_at_fault(case: FamilyCase, pair: Pair, bug: Callable[[PreTrainedModel], None]) -> None:
     reference, model = pair
     bug(model)
-    culprits = localise(model, reference, case.inputs())
+    culprits = localize(model, reference, case.inputs())
     assert culprits[0].module == BUGS[bug]
     assert culprits[-1].confirmed, "with the reference's outputs in place the divergence must vanish"
     assert bool(culprits[0].weights) is (bug in (swapped_gate_and_up, one_wrong_weight))
@@ -105,7 +105,7 @@ def test_two_bugs_are_both_found(case: FamilyCase, pair: Pair) -> None:
     wrong_eps(model)
     with torch.no_grad():
         model.lm_head.weight[0] += 1.0
-    found = localise(model, reference, case.inputs())
+    found = localize(model, reference, case.inputs())
     assert [culprit.module for culprit in found] == ["model.layers.1.input_layernorm", "lm_head"]
     assert [culprit.confirmed for culprit in found] == [False, True]
     assert "lm_head.weight" in str(found[1])
@@ -154,7 +154,7 @@ def test_missing_gradient_is_named(case: FamilyCase, pair: Pair) -> None:
 def test_models_are_left_as_they_were(case: FamilyCase, pair: Pair) -> None:
     reference, model = pair
     compare_gradients(model, reference, case.inputs(labels=True))
-    localise(model, reference, case.inputs())
+    localize(model, reference, case.inputs())
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,4 +1,4 @@
-"""The measure of what rounding does."""
+"""Measuring the effect of rounding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_noise_is_of_the_size_of_rounding(llama: PreTrainedModel, input_ids: tor
     scale = logits_of(llama, inputs).abs().max().item()
     noise = logits_noise(llama, inputs)
     assert 1e-8 * scale < noise < 1e-5 * scale
-    assert noise == logits_noise(llama, inputs)  # the same every time
+    assert noise == logits_noise(llama, inputs)  # deterministic
 
 
 def test_gradients_have_a_noise_each(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:

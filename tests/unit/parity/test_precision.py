@@ -1,4 +1,4 @@
-"""Below fp32: right models pass, and mistakes fail that a bound on logits lets through."""
+"""Below fp32, correct models pass. Bugs fail that a bound on logits would miss."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def layer(model: PreTrainedModel) -> nn.Module:
 
 
 def sums_in_another_order(model: PreTrainedModel) -> None:
-    """As another machine's matmuls: products are summed in two parts, in fp32, and rounded once."""
+    """Sum matmuls in another order, as other hardware does: two parts are summed in fp32 and rounded once."""
 
     def forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         def run(x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ BUGS: dict[Callable[[PreTrainedModel], None], tuple[str, str]] = {
     soft_cap_dropped: ("Gemma2ForCausalLM", "Gemma2Attention"),
     experts_scaled_by_one_percent: ("Qwen3MoeForCausalLM", "Qwen3MoeExperts"),
 }
-"""What is wrong in one layer, in which model, and the class whose row has to fail."""
+"""The bug in one layer, the model, and the class whose row has to fail."""
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
@@ -189,7 +189,7 @@ def test_errors_are_relative_to_each_row() -> None:
     [([1.0, -math.inf], False), ([math.nan, -math.inf], True), ([1.0, 0.0], True), ([1.0, math.nan], True)],
 )
 def test_what_is_not_finite(actual: list[float], infinite: bool) -> None:
-    """Masked scores that both have are equal."""
+    """Masked scores that are equal in both models agree."""
     errors = Errors.of(torch.tensor([actual]), torch.tensor([[1.0, -math.inf]]))
     assert math.isinf(errors.rms) is infinite
     assert math.isinf(errors.largest) is infinite

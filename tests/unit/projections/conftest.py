@@ -1,4 +1,4 @@
-"""One attention twice: plain, and with a group."""
+"""One attention, without and with a group."""
 
 from __future__ import annotations
 

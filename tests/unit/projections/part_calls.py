@@ -1,8 +1,8 @@
-"""Programs of calls and edits of a group's linears, run on plain linears and on a group: outcomes have to be equal.
+"""Programs that call and edit a group's linears. They run on separate linears and on a group, with equal outcomes.
 
-A forward calls q, k and v, and with three steps q again, with a step before each of the first calls. A step edits what
-the calls compute from, or changes how the next call runs. A program is one forward or several, each in a mode, with
-edits between them.
+A forward calls q, k and v, and with three steps q again, with a step before each of the first calls. A step edits the
+inputs or weights of the calls, or changes how the next call runs. A program is one forward or several, each in a mode,
+with edits between them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toy_attention import HIDDEN, Attention, CombinedAttention, combined_from
 
 Call = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 Program = Sequence[tuple[Sequence[str], str, str]]
-"""Forwards on one input: of each the steps, how it runs, and what is edited before it, or nothing."""
+"""One forward per entry, on one input: its steps, its mode, and the edit before it, or an empty string."""
 
 
 def within(context: Callable[[], Any]) -> Call:
@@ -31,11 +31,11 @@ def within(context: Callable[[], Any]) -> Call:
     return call
 
 
-_THREADS = ThreadPoolExecutor(2)  # a call of a forward that is in a thread itself
+_THREADS = ThreadPoolExecutor(2)  # a forward in a thread calls a linear in another thread
 
 
 def in_a_thread(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """In another thread, in which gradients are on."""
+    """Run in another thread, in which gradients are enabled."""
     return _THREADS.submit(module, x).result()
 
 
@@ -48,7 +48,7 @@ CALLS: dict[str, Call] = {
     "re-entrant checkpoint": partial(checkpoint, use_reentrant=True),
     "thread": in_a_thread,
 }
-"""How a linear is called."""
+"""Ways to call a linear."""
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ EDITS: dict[str, Callable[[Attention, torch.Tensor], None]] = {
     "parameter": replace_parameter,
     "frozen": freeze,
 }
-"""What is edited between two calls. `weight.data.mul_()` there is documented to come too late (docs/training.md)."""
+"""Edits between two calls. `weight.data.mul_()` is documented to have no effect there (docs/training.md)."""
 
 
 def edit_through_data(module: Attention, x: torch.Tensor) -> None:
@@ -94,22 +94,22 @@ def edit_through_data(module: Attention, x: torch.Tensor) -> None:
 
 
 BETWEEN: dict[str, Callable[[Attention, torch.Tensor], None]] = EDITS | {"through data": edit_through_data}
-"""What is edited between two forwards."""
+"""Edits between two forwards."""
 
 AROUND: dict[str, Call] = {"grad": within(nullcontext)} | CALLS
-"""How a whole forward runs."""
+"""Ways to run a complete forward."""
 
 PARTS: Sequence[str] = ("q_proj", "k_proj", "v_proj", "q_proj")
 
 
 class Interpreted(Attention):
-    """Its forward is a program."""
+    """An attention whose forward runs a program."""
 
     steps: Sequence[str] = ()
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         outputs = []
-        # What is called once more leaves the others' outputs behind, and a group that does so is not used again.
+        # Calling a linear again leaves outputs of the others unused, which disables the group afterwards.
         parts = PARTS if len(self.steps) > 2 else PARTS[:3]
         for name, step in zip_longest(parts, self.steps, fillvalue=""):
             if step in EDITS:
@@ -119,11 +119,11 @@ class Interpreted(Attention):
 
 
 class CombinedInterpreted(CombinedAttention, Interpreted):
-    """The same with a group."""
+    """`Interpreted` with a group."""
 
 
 def modules() -> tuple[Interpreted, CombinedInterpreted]:
-    """The two, with the same weights."""
+    """Create both attentions with the same weights."""
     torch.manual_seed(0)
     plain = Interpreted()
     return plain, combined_from(plain, CombinedInterpreted)
@@ -133,13 +133,14 @@ INPUT = torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
 def outcome(module: Interpreted, program: Program) -> list[Any]:
-    """What a program leads to: of each forward output and gradients, or the type of the error; it changes `module`."""
+    """Run a program. Returns output and gradients of each forward, or the type of its error. Changes `module`."""
     found: list[Any] = []
     leaf = INPUT.clone().requires_grad_()
     for steps, around, edited in program:
         module.steps = steps
         try:
-            # Not the leaf, which must not be edited. In inference mode the input is made there, as a model's is.
+            # Edit a copy, because the leaf must not change. In inference mode the input is created inside, as in a
+            # model.
             with torch.inference_mode(around == "inference"):
                 x = leaf * 1.0
             if edited:
@@ -151,18 +152,18 @@ def outcome(module: Interpreted, program: Program) -> list[Any]:
             if output.requires_grad:
                 output.square().sum().backward()
             found.append({name: parameter.grad for name, parameter in module.named_parameters()} | {"x": leaf.grad})
-        except RuntimeError as error:  # torch's, of what cannot be computed so
+        except RuntimeError as error:  # raised by torch for unsupported combinations
             found.append(type(error))
     return found
 
 
 def same(mine: Any, other: Any, tolerance: float = 2e-5) -> bool:
-    """Whether two outcomes are equal, but for rounding."""
+    """Return True if two outcomes are equal up to rounding."""
     if isinstance(other, torch.Tensor):
         if not isinstance(mine, torch.Tensor) or mine.dtype != other.dtype or mine.shape != other.shape:
             return False
         bound = tolerance * max(1.0, other.abs().max().item())
-        return bool((mine - other).abs().max() <= bound)  # false for NaN
+        return bool((mine - other).abs().max() <= bound)  # False for NaN
     if isinstance(other, dict):
         return (
             isinstance(mine, dict)
@@ -175,8 +176,8 @@ def same(mine: Any, other: Any, tolerance: float = 2e-5) -> bool:
 
 
 def differs(program: Program) -> bool:
-    """Whether a program leads to something else on a group than on plain linears."""
+    """Return True if the outcome of a program differs between a group and separate linears."""
     plain, combined = modules()
     expected, actual = outcome(plain, program), outcome(combined, program)
-    # bfloat16 rounds the gradients of three products each, and that of one product once.
+    # bfloat16 rounds the gradients of three separate matmuls once each, and that of a fused matmul once.
     return not same(actual, expected, 2e-2 if "autocast" in str(program) else 2e-5)

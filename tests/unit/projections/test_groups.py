@@ -1,4 +1,4 @@
-"""Which groups form, and that nobody can tell a group from the linears it computes."""
+"""Forming groups, and computing the same as the separate linears."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def pair(forward: Forward) -> tuple[Attention, Any]:
-    """An attention with another `forward`, plain and combined."""
+    """Create an attention with this `forward`, without and with a group."""
     torch.manual_seed(0)
     cls = type("Other", (Attention,), {"forward": forward})
     plain = cls()
     return plain, combined_from(plain, type("CombinedOther", (CombinedQKV, cls), {}))
 
 
-# What it is
+# Basics
 
 
 def test_everyone_sees_the_plain_module(plain: Attention, combined: CombinedAttention) -> None:
@@ -80,14 +80,14 @@ def test_a_group_is_found_by_its_name(combined: CombinedAttention) -> None:
     assert not list(combined.qkv_proj.parameters())
 
 
-# Which groups form
+# Forming groups
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("layers.0.attention", ["qkv_proj"]),
-        ("layers.0.crossattention", ["k_v_proj"]),  # whose queries read something else
+        ("layers.0.crossattention", ["k_v_proj"]),  # its queries read another input
         ("layers.0.crossattention.self", ["k_v_proj"]),
         ("layers.0.other", []),
     ],
@@ -217,7 +217,7 @@ def test_a_group_that_no_family_names_gets_a_name(parts: tuple[str, ...], name: 
     assert combine_groups(f"mine: {' '.join(parts)}").combined == {"mine": parts}
 
 
-# What it computes
+# Forward and backward
 
 
 def test_one_matmul_for_a_group(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ def test_gradients_are_handed_out_without_a_copy(combined: CombinedAttention, x:
 
 
 def test_parts_with_another_input_compute_on_it(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
-    for memory in (torch.randn_like(x), x.clone()):  # equal values in another tensor are another input, too
+    for memory in (torch.randn_like(x), x.clone()):  # equal values in another tensor are also another input
         assert_same(plain, combined, x, memory)
 
 
@@ -274,14 +274,14 @@ def _by_keyword(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _loop(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """A layer that runs twice, and once on what it gave."""
+    """A layer that runs twice, the second time on its own output."""
     for _ in range(2):
         x = self.o_proj(torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1))
     return x
 
 
 def _recursive(self: Any, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-    """Within its own forward, between the calls of its parts."""
+    """A forward that calls itself between the calls of its linears."""
     q = self.q_proj(x)
     x = x if depth == 0 else x + self(x, depth - 1)
     return self.o_proj(torch.cat([q, self.k_proj(x), self.v_proj(x)], dim=-1))
@@ -305,7 +305,7 @@ def _input_replaced(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _frozen_between(kind: str) -> Forward:
-    """One part's weight or bias takes no part in this pass, and in others it does."""
+    """The weight or bias of one linear is frozen during its call."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         q = self.q_proj(x)
@@ -318,15 +318,15 @@ def _frozen_between(kind: str) -> Forward:
 
 
 def _edited_between(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """A weight that is changed before its part is called: nothing was computed with what it was."""
+    """A weight that changes before its linear is called. The fused output must not use the old weight."""
     q = self.q_proj(x)
     with torch.no_grad():
         self.k_proj.weight.mul_(1.5)
     return self.o_proj(torch.cat([q, self.k_proj(x), self.v_proj(x)], dim=-1))
 
 
-def _parametrised_between(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """As PEFT's `target_parameters` does while the adapter's linear is called."""
+def _parametrized_between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """PEFT's `target_parameters` does this while the adapter's linear is called."""
     q = self.q_proj(x)
     parametrize.register_parametrization(self.k_proj, "weight", nn.Tanh())
     k = self.k_proj(x)
@@ -335,7 +335,7 @@ def _parametrised_between(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Tagged(torch.Tensor):
-    """A tensor of another type."""
+    """A tensor subclass."""
 
 
 def _subclassed(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -344,7 +344,7 @@ def _subclassed(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _around(context: Callable[[], AbstractContextManager[Any]], number: int = 1) -> Forward:
-    """Something set around one part's call."""
+    """Run one linear's call within a context."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         outputs = []
@@ -388,7 +388,7 @@ FORWARDS: dict[str, Forward] = {
     "a weight frozen between": _frozen_between("weight"),
     "a bias frozen between": _frozen_between("bias"),
     "a weight edited between": _edited_between,
-    "a weight parametrised between": _parametrised_between,
+    "a weight parametrized between": _parametrized_between,
     "a part without gradients": _around(torch.no_grad),
     "the first part without gradients": _around(torch.no_grad, 0),
     "a part under autocast": _around(partial(torch.autocast, "cpu")),
@@ -406,7 +406,7 @@ FORWARDS: dict[str, Forward] = {
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_however_the_owner_calls_its_parts(x: torch.Tensor, forward: str) -> None:
     plain, combined = pair(FORWARDS[forward])
-    for _ in range(2):  # nothing is remembered of the first time
+    for _ in range(2):  # nothing is cached from the first run
         assert_same(plain, combined, x)
         with torch.no_grad():
             for parameter in (*plain.parameters(), *combined.parameters()):
@@ -416,7 +416,7 @@ def test_however_the_owner_calls_its_parts(x: torch.Tensor, forward: str) -> Non
 
 
 def test_an_owner_that_turns_gradients_off_itself(x: torch.Tensor) -> None:
-    """As indexers of sparse attention do: still one matmul, in training too."""
+    """Indexers of sparse attention do this. They use one fused matmul, also in training."""
 
     @torch.no_grad()
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -438,7 +438,7 @@ def test_first_called_in_inference_mode(plain: Attention, combined: CombinedAtte
 
 
 def test_an_input_edited_in_inference_mode() -> None:
-    """Where torch counts no changes of a tensor."""
+    """torch does not count changes of inference tensors."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         q = self.q_proj(x)
@@ -482,12 +482,12 @@ def test_checkpointed_owner(
     assert_same(plain, Inside(combined).inner, x)
     found = [outcome(Inside(module), x) for module in (combined, plain)]
     torch.testing.assert_close(*found)
-    assert len(calls) >= 3  # joined when it is computed again, too
+    assert len(calls) >= 3  # also fused during recomputation
     assert report(combined)[0].joined
 
 
 def test_a_checkpoint_of_an_owner_that_leaves_a_part_out(x: torch.Tensor) -> None:
-    """After it the group is not used any more, but in what the checkpoint runs again."""
+    """Afterwards the group is no longer used, except in the recomputation of a checkpoint."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         q = self.q_proj(x)
@@ -503,7 +503,7 @@ def test_a_checkpoint_of_an_owner_that_leaves_a_part_out(x: torch.Tensor) -> Non
             checkpoint(module, x, use_reentrant=False).square().sum().backward()
             found.append({name: parameter.grad for name, parameter in module.named_parameters()})
         torch.testing.assert_close(*found)
-        combined(x)  # in between, without a checkpoint
+        combined(x)  # between the passes, without a checkpoint
 
 
 def test_a_checkpoint_of_weights_that_can_be_joined_later(
@@ -529,7 +529,7 @@ def test_a_weight_changed_before_the_backward_pass_is_noticed(
             output.sum().backward()
 
 
-# What others hang on it
+# Hooks and wrappers
 
 
 def test_global_hooks_see_every_linear(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
@@ -593,7 +593,7 @@ def test_compiled_without_a_break(plain: Attention, combined: CombinedAttention,
     x = x.clone().requires_grad_()
     output = compiled(x)
     torch.testing.assert_close(output, plain(x))
-    assert_same(plain, combined, x)  # what is not compiled goes on as it was
+    assert_same(plain, combined, x)  # without compilation, the module works as before
     assert matmuls(combined) == 2
 
 
@@ -652,7 +652,7 @@ def test_traced(plain: Attention, combined: CombinedAttention, x: torch.Tensor) 
 
 @pytest.fixture
 def eager_switching() -> Iterator[None]:
-    """Threads take turns after next to every instruction."""
+    """Switch threads after almost every instruction."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -662,7 +662,7 @@ def eager_switching() -> Iterator[None]:
 @pytest.mark.usefixtures("eager_switching")
 @pytest.mark.parametrize("shared_input", [False, True])
 def test_threads_may_run_one_module(plain: Attention, combined: CombinedAttention, shared_input: bool) -> None:
-    """With and without gradients at once, over one input or several."""
+    """Run with and without gradients concurrently, on one input or several."""
     rows = [inputs(4) * (1 if shared_input else number) for number in range(1, 9)]
     given = [rows[0]] * 8 if shared_input else rows
     expected = [torch.autograd.grad(plain(x).sum(), list(plain.parameters())) for x in given]

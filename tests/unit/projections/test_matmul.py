@@ -1,4 +1,4 @@
-"""The joined product: what separate products give, and their gradients."""
+"""The fused matmul gives the outputs and gradients of separate matmuls."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Products = Callable[[torch.Tensor, Parameters, Parameters], tuple[torch.Tensor, 
 
 
 def jointly(x: torch.Tensor, weights: Parameters, biases: Parameters) -> tuple[torch.Tensor, ...]:
-    """All products in one."""
+    """Compute all linears in one matmul."""
     rows, bias_rows = Buffer.of(weights), Buffer.of(biases) if biases else None
     assert rows is not None
     return joined_linear(x, weights, biases, rows.rows, None if bias_rows is None else bias_rows.rows, LENGTHS)
 
 
 def separately(x: torch.Tensor, weights: Parameters, biases: Parameters) -> tuple[torch.Tensor, ...]:
-    """Each product by itself."""
+    """Compute each linear separately."""
     return tuple(F.linear(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights))
 
 
@@ -38,8 +38,8 @@ def parameters(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[P
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(LENGTHS), SIZE, generator=generator, dtype=torch.float64).to(dtype)
     bias_rows = torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64).to(dtype)
-    weights = [nn.Parameter(weight) for weight in Buffer(rows, LENGTHS).neighbours()]
-    return weights, [nn.Parameter(bias) for bias in Buffer(bias_rows, LENGTHS).neighbours()] if bias else []
+    weights = [nn.Parameter(weight) for weight in Buffer(rows, LENGTHS).neighbors()]
+    return weights, [nn.Parameter(bias) for bias in Buffer(bias_rows, LENGTHS).neighbors()] if bias else []
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -54,7 +54,7 @@ def results(
     used: tuple[int, ...] = (0, 1, 2),
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[torch.Tensor | None]:
-    """Outputs, then gradients of the input, the weights and the biases, each part weighing otherwise in the loss."""
+    """Return outputs, and the gradients of input, weights and biases. Each output has another weight in the loss."""
     weights, biases = given
     x = x.detach().requires_grad_(x.requires_grad)
     for tensor in (*weights, *biases):
@@ -115,7 +115,7 @@ def test_first_and_second_derivatives() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_autocast(dtype: torch.dtype) -> None:
-    """Products in bf16, gradients in the parameters' dtype; fp64 is left alone, as torch leaves it."""
+    """Matmuls run in bf16, gradients are in the parameters' dtype, and fp64 is not converted, as in torch."""
     found = []
     for products in (jointly, separately):
         x = inputs(dtype=dtype).requires_grad_()
@@ -178,7 +178,7 @@ def test_a_weight_changed_before_a_second_derivative_under_autocast_is_noticed()
 
 @pytest.mark.parametrize("trained", ["all", "input", "weights"])
 def test_saves_as_much_for_the_backward_pass_as_separate_products(trained: str) -> None:
-    """The weights as one tensor; and it does not matter where saved tensors come back: offloading moves them."""
+    """Saves the weights as one tensor, at any address: offloading moves saved tensors."""
     found, seen = [], []
     for products in (jointly, separately):
         given = parameters()

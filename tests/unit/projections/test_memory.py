@@ -1,4 +1,4 @@
-"""Neighbours in memory: made where weights are made or moved, and left alone where somebody else looks at them."""
+"""Fused weights share one buffer: when it is created, and when not because other code holds the weights."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def parameters(module: nn.Module, kind: str) -> list[nn.Parameter]:
 def test_parameters_are_rows_of_one_buffer_each_with_a_storage_of_its_own(
     plain: Attention, combined: CombinedAttention, kind: str
 ) -> None:
-    neighbours = parameters(combined, kind)
-    buffer = Buffer.of(neighbours)
+    neighbors = parameters(combined, kind)
+    buffer = Buffer.of(neighbors)
     assert buffer is not None
     assert torch.equal(buffer.rows, torch.cat(parameters(plain, kind)))
     place = buffer.rows.data_ptr()
-    for parameter in neighbours:
+    for parameter in neighbors:
         assert type(parameter) is nn.Parameter
         assert (parameter.data_ptr(), parameter.untyped_storage().nbytes()) == (place, parameter.nbytes)
         assert parameter.storage_offset() == 0
         place += parameter.nbytes
 
 
-def test_nobody_takes_neighbours_for_tied_weights(combined: CombinedAttention, tmp_path: Path) -> None:
-    """safetensors drops all but one of the tensors of a storage."""
+def test_nobody_takes_neighbors_for_tied_weights(combined: CombinedAttention, tmp_path: Path) -> None:
+    """safetensors drops all but one of the tensors that share a storage."""
     save_model(combined, str(tmp_path / "model.safetensors"))
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == combined.state_dict().keys()
@@ -66,7 +66,7 @@ def test_nobody_takes_neighbours_for_tied_weights(combined: CombinedAttention, t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn, torch.bool])
 def test_any_dtype_gets_a_storage_of_its_own(dtype: torch.dtype) -> None:
     whole = torch.arange(24).reshape(6, 4).to(dtype)
-    first, second = Buffer(whole, [2, 4]).neighbours()
+    first, second = Buffer(whole, [2, 4]).neighbors()
     assert (first.dtype, second.dtype) == (dtype, dtype)
     assert torch.equal(torch.cat([first.view(torch.uint8), second.view(torch.uint8)]), whole.view(torch.uint8))
     second.view(torch.uint8).fill_(1)
@@ -79,7 +79,7 @@ def test_tensors_without_memory_are_given_back() -> None:
 
 
 def test_a_buffer_is_of_exactly_its_tensors_in_their_order() -> None:
-    tensors = Buffer(torch.randn(9, 4), [3, 3, 3]).neighbours()
+    tensors = Buffer(torch.randn(9, 4), [3, 3, 3]).neighbors()
     buffer = Buffer.of(tensors)
     assert buffer is not None
     assert Buffer.of([tensor.view(3, 4) for tensor in tensors]) is buffer
@@ -98,7 +98,7 @@ def test_a_buffer_is_of_exactly_its_tensors_in_their_order() -> None:
         assert Buffer.of(others) is None
 
 
-def test_memory_lives_as_long_as_any_neighbour(combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_memory_lives_as_long_as_any_neighbor(combined: CombinedAttention, x: torch.Tensor) -> None:
     buffer = weakref.ref(Buffer.of(parameters(combined, "weight")))
     expected = combined.v_proj.weight.detach().clone()
     del combined.q_proj
@@ -137,7 +137,7 @@ def test_a_groups_weight_is_the_memory_itself_while_it_is_joined(plain: Attentio
     assert combined_from(Attention(bias=False)).qkv_proj.bias is None
 
 
-# What moves weights
+# Moving weights
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_a_groups_weight_is_the_memory_itself_while_it_is_joined(plain: Attentio
     ],
     ids=["half", "double", "bfloat16", "parent", "deepcopy", "pickle", "save", "pair"],
 )
-def test_weights_that_were_moved_are_neighbours(
+def test_weights_that_were_moved_are_neighbors(
     plain: Attention, combined: CombinedAttention, x: torch.Tensor, move: Callable[[nn.Module], nn.Module]
 ) -> None:
     kept, objects = combined.state_dict(keep_vars=True), [getattr(combined, name) for name in PARTS]
     before = {name: tensor.detach().clone() for name, tensor in kept.items()}
     plain, moved = move(plain), move(combined)
-    if moved is not combined:  # a copy has memory of its own
+    if moved is not combined:  # a copy has separate memory
         with torch.no_grad():
             for parameter in moved.parameters():
                 parameter.mul_(2)
@@ -211,7 +211,7 @@ def test_an_assigned_state_dict_is_joined_when_nobody_else_holds_it(
     combined.load_state_dict(given, assign=True)
     assert matmuls(combined) == 4
     assert_same(plain, combined, x)
-    # Who wrote the state dict sees what becomes of the model, as with transformers' class.
+    # Code that holds the state dict observes changes of the model, as with transformers' class.
     assert all(combined.get_parameter(name).data_ptr() == tensor.data_ptr() for name, tensor in given.items())
     del given
     assert matmuls(combined) == 2
@@ -238,7 +238,7 @@ def test_a_state_dict_assigned_to_two_models_stays_shared(plain: Attention, x: t
 def test_weights_are_joined_whatever_is_on_when_it_runs_first(
     plain: Attention, combined: CombinedAttention, x: torch.Tensor, mode: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    """Generating first, or estimating, must not keep the model from being trained afterwards."""
+    """A first run in `generate` or in memory estimation must not prevent later training."""
     combined.load_state_dict({name: tensor.clone() for name, tensor in plain.state_dict().items()}, assign=True)
     with mode(**{"allow_non_fake_inputs": True} if mode is FakeTensorMode else {}) as fake:
         combined(fake.from_tensor(x) if mode is FakeTensorMode else x)
@@ -300,4 +300,4 @@ def test_storages_of_their_own_over_the_same_memory() -> None:
     for index in range(4):
         assert separate[f"experts.{index}"].data_ptr() == stack[index].data_ptr()
     del tensors, stack
-    assert separate["experts.3"].tolist() == [[18, 19, 20], [21, 22, 23]]  # the memory is still there
+    assert separate["experts.3"].tolist() == [[18, 19, 20], [21, 22, 23]]  # the memory still exists

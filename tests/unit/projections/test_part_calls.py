@@ -1,7 +1,7 @@
-"""Whatever happens between the calls of a group's linears, they give what plain linears give.
+"""A group gives the outcomes of separate linears for all calls and edits between them.
 
-`--cases` says how many programs of each kind are tried (all of a kind, if it has no more), `--fuzz-seed` which; `make
-campaign` asks for many.
+`--cases` is the number of programs of each kind (all of a kind, if it has fewer), and `--fuzz-seed` selects them. `make
+campaign` runs many.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from part_calls import AROUND, BETWEEN, CALLS, EDITS, Program, differs, modules,
 
 STEPS = (*CALLS, *EDITS)
 PLAIN = ()
-"""The steps of a forward that calls its linears, and does nothing else."""
+"""The steps of a forward that only calls its linears."""
 
 KINDS: dict[str, list[Program]] = {
     "two steps": [[(steps, "grad", "")] for steps in product(STEPS, repeat=2)],
@@ -23,7 +23,7 @@ KINDS: dict[str, list[Program]] = {
         [(steps, around, "")]
         for steps in product(STEPS, repeat=2)
         for around in CALLS
-        # A checkpoint edits once more when it computes again, which gives nothing sensible with plain linears, either.
+        # A checkpoint edits again during recomputation, which is not meaningful with separate linears either.
         if "checkpoint" not in around or not EDITS.keys() & set(steps)
     ],
     "three forwards": [
@@ -45,7 +45,7 @@ def test_calls_and_edits_in_every_order(kind: str, request: pytest.FixtureReques
 
 
 def test_the_programs_compute_and_the_group_answers_them() -> None:
-    """Most end in values, not in errors; and a group whose slices are swapped gives others."""
+    """Most programs give values, not errors. A group with swapped slices gives other values."""
     programs = KINDS["two steps"]
     errors = 0
     for program in programs:

@@ -1,4 +1,4 @@
-"""Why a group does not run as one matmul: each reason is told, and the module computes what the plain class does."""
+"""Why a group does not run as one matmul: each reason is reported, and the output equals that of separate linears."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from nrl_models.common.projections import (
     ObstacleKind,
     groups_of,
     join,
-    neighbouring_parameters,
+    neighboring_parameters,
     report,
 )
 
-NAME, MOVED = "qkv_proj", "weights are not side by side in memory"
+NAME, MOVED = "qkv_proj", "weights do not share one buffer"
 
 
 class Scaled(nn.Linear):
-    """A linear that is not plain."""
+    """A custom linear class."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Twice what is expected."""
+        """Return twice the expected output."""
         return 2 * super().forward(input)
 
 
 class Halved(nn.Module):
-    """A parametrisation."""
+    """A parametrization that halves the weight."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """Half the weight."""
+        """Return half the weight."""
         return weight / 2
 
 
 class Traced(nn.Parameter):
-    """A parameter of another type."""
+    """A Parameter subclass."""
 
 
 def _replace(**linears: Callable[[], nn.Module]) -> Callable[[Attention], None]:
@@ -55,7 +55,7 @@ def _replace(**linears: Callable[[], nn.Module]) -> Callable[[Attention], None]:
 
 
 class Doubling(nn.Module):
-    """Doubles the weights of other linears, without a trace, when its own is called."""
+    """A linear whose call doubles the weights of other linears without changing their version counters."""
 
     def __init__(self, linear: nn.Linear, others: list[nn.Linear]) -> None:
         super().__init__()
@@ -131,10 +131,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         _replace(k_proj=lambda: nn.Linear(HIDDEN, KV), v_proj=lambda: Scaled(HIDDEN, KV)),
         "replaced: k_proj, v_proj",
     ),
-    "parametrised": (lambda module: parametrize.register_parametrization(module.k_proj, "weight", Halved()), "k_proj"),
-    "pruned": (lambda module: prune.l1_unstructured(module.q_proj, "weight", 0.5), "q_proj has no weight of its own"),
+    "parametrized": (lambda module: parametrize.register_parametrization(module.k_proj, "weight", Halved()), "k_proj"),
+    "pruned": (lambda module: prune.l1_unstructured(module.q_proj, "weight", 0.5), "q_proj does not own its weight"),
     "weight norm": (lambda module: nn.utils.parametrizations.weight_norm(module.v_proj), "v_proj is a Param"),
-    "no parameter": (_no_parameter, "q_proj has no weight of its own"),
+    "no parameter": (_no_parameter, "q_proj does not own its weight"),
     "parameter of a type": (_typed, "the weight of k_proj is a Traced"),
     "shared": (_share, "linears share a parameter"),
     "bias removed": (_one_bias, "disagree in having a bias: q_proj True, k_proj True, v_proj False"),
@@ -231,7 +231,7 @@ def test_a_change_that_separates_parts(plain: Attention, x: torch.Tensor, change
 def test_linears_that_do_not_go_together(
     plain: Attention, x: torch.Tensor, linear: Callable[[], nn.Module], reason: str
 ) -> None:
-    """What works with the plain class works; what fails there fails with the same words."""
+    """If separate linears work, the result is the same. If they fail, the error message is the same."""
     torch.manual_seed(3)
     plain.v_proj = linear()
     combined = combined_from(plain)
@@ -267,7 +267,7 @@ def test_parameters_made_in_inference_mode_stay_apart(plain: Attention, x: torch
 
 
 def test_a_part_its_owner_never_calls_stops_the_group(plain: Attention, x: torch.Tensor) -> None:
-    """What nobody asks for is computed once and not again."""
+    """The unused output is computed once. Afterwards the linears run separately."""
 
     class WithoutValues(Attention):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -280,8 +280,7 @@ def test_a_part_its_owner_never_calls_stops_the_group(plain: Attention, x: torch
     combined = combined_from(plain, CombinedWithoutValues)
     assert_same(plain, combined, x)
     assert (
-        str(report(combined)[0].reason)
-        == "computed by themselves, or not at all, when others took their slices: v_proj"
+        str(report(combined)[0].reason) == "ran separately, or not at all, while others used the fused matmul: v_proj"
     )
     assert matmuls(combined) == matmuls(plain) == 4
     assert_same(plain, combined, x)
@@ -297,14 +296,14 @@ def test_each_group_of_a_model_is_reported_under_its_name(plain: Attention) -> N
     assert [(owner, name) for owner, name, _ in groups_of(layers)] == [("first", NAME), ("last", NAME)]
 
 
-def test_names_of_parameters_that_are_to_be_neighbours(plain: Attention) -> None:
+def test_names_of_parameters_that_are_to_be_neighbors(plain: Attention) -> None:
     layers = nn.ModuleDict(
         {"a": combined_from(plain), "b": combined_from(Attention(bias=False)), "c": combined_from(plain)}
     )
-    _subclass(layers["c"])  # this one is no more
-    layers["b"].to("meta")  # these get values
+    _subclass(layers["c"])  # this layer no longer has a group
+    layers["b"].to("meta")  # this layer will receive values
     names = [
         tuple(f"{owner}.{part}.{kind}" for part in PARTS)
         for owner, kind in (("a", "weight"), ("a", "bias"), ("b", "weight"))
     ]
-    assert neighbouring_parameters(layers) == names
+    assert neighboring_parameters(layers) == names

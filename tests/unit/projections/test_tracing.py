@@ -1,4 +1,4 @@
-"""Which linears read the same input."""
+"""Tracing which linears read the same input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 4
 
 
 class Layer(nn.Module):
-    """Six linears that `run` calls as a test wants."""
+    """Six linears, called by `run` as the test requires."""
 
     def __init__(self, run: Callable[[Layer, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ def groups_of(run: Callable[[Layer, torch.Tensor], Any], **options: Any) -> list
         (lambda m, x: (m.a(x), m.b(x.clone())), []),
         (lambda m, x: (m.a(x), m.b(x.view(2, SIZE))), []),
         (lambda m, x: [(m.a(y), m.b(y), m.c(x), m.d(x)) for y in [x * 2]], [("a", "b"), ("c", "d")]),
-        (lambda m, x: (m.a(x), m.a(x)), []),  # one linear is no group
-        (lambda m, x: (m.a(x), m.b(x), m.a(x.sin())), []),  # every call counts
+        (lambda m, x: (m.a(x), m.a(x)), []),  # one linear is not a group
+        (lambda m, x: (m.a(x), m.b(x), m.a(x.sin())), []),  # all calls count
         (lambda m, x: (m.a(x.sin()), m.b(x), m.a(x)), []),
         (lambda m, x: x, []),
     ],
@@ -59,7 +59,7 @@ def test_linears_that_get_the_very_same_tensor_are_a_group(run: Any, expected: l
 
 
 def test_tensors_that_are_gone_are_not_taken_for_later_ones() -> None:
-    # Memory, and with it the identity of an object, is used again. 64 inputs live one at a time.
+    # Memory addresses, and so the ids of objects, are reused. 64 inputs are created one after another.
     def run(layer: Layer, x: torch.Tensor) -> None:
         for index in range(64):
             getattr(layer, "abcdef"[index % 6])(x + index)

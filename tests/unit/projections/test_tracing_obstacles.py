@@ -1,4 +1,4 @@
-"""Linears that read the same input and still cannot be combined; what is called again, elsewhere, or never."""
+"""Linears that read the same input and cannot be combined, or are called again, elsewhere, or never."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 4
 
 
 class Layer(nn.Module):
-    """Linears `a` to `d`, called as a test wants."""
+    """Linears `a` to `d`, called as the test requires."""
 
     def __init__(self, run: Callable[[Layer, torch.Tensor], Any], **bias: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Special(nn.Linear):
-    """Some library's linear."""
+    """A linear of another library."""
 
 
 def traced(model: nn.Module) -> Trace:
@@ -43,7 +43,7 @@ def test_mixed_biases_are_an_obstacle() -> None:
     assert traced(layer).readers == (Readers("", ("a", "b", "c"), "mixed bias: b without"),)
     assert trace_linears(layer, lambda: layer(torch.randn(2, SIZE))).groups == {}
     combined = type("Combined", (CombinedProjections, Layer), {"combined": {"abc": ("a", "b", "c")}})
-    assert list(combined(layer.run, b=False).abc.linears) == ["a", "c"]  # those that are more
+    assert list(combined(layer.run, b=False).abc.linears) == ["a", "c"]  # the larger group
 
 
 def test_linears_of_another_class_are_named_and_the_plain_ones_stay_a_group() -> None:
@@ -56,7 +56,7 @@ def test_mixed_dtypes_are_an_obstacle() -> None:
     layer = Layer(lambda m, x: (m.a(x), m.b(x)))
     layer.b.register_forward_pre_hook(lambda module, args: None)
     layer.b.weight.data = layer.b.weight.data.double()
-    layer.b.forward = lambda x: x  # the sizes of the numbers are all that matters here
+    layer.b.forward = lambda x: x  # the test needs only the shapes
     assert [reader.obstacle for reader in traced(layer).readers] == ["mixed dtypes or devices"]
 
 
@@ -92,9 +92,9 @@ def test_linears_in_a_container_are_the_containers(container: Any) -> None:
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
-        # a block that layers share, a loop: the same inputs each time
+        # a layer that is shared, or a loop: the same inputs each time
         (lambda m, x: [(m.a(y), m.b(y)) for y in (x, x + 1)], [("a", "b")]),
-        (lambda m, x: (m.a(x), m.b(x), m.a(x + 1)), []),  # `a` reads more
+        (lambda m, x: (m.a(x), m.b(x), m.a(x + 1)), []),  # `a` reads another input
         (lambda m, x: (m.a(x), m.b(x), m.c(x), *[(m.b(y), m.c(y)) for y in (x + 1,)]), [("b", "c")]),
         (lambda m, x: (m.a(x), m.b(x + 1), m.a(x + 1), m.b(x)), []),
     ],
@@ -106,7 +106,7 @@ def test_what_is_called_again_must_read_the_same_again(run: Any, expected: list[
 
 
 def test_a_view_is_another_tensor_for_a_combined_projection_too() -> None:
-    # Why identity is what counts: parts that are called with two views of one tensor run two matmuls.
+    # Only the identity of inputs counts: linears called with two views of one tensor run two matmuls.
     def run(m: Layer, x: torch.Tensor) -> Any:
         return m.a(x), m.b(x.view(2, SIZE))
 

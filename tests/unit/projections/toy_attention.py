@@ -1,4 +1,4 @@
-"""An attention of which a wrong part shows, plain and with a group; and what comes of a forward and a backward pass."""
+"""An attention whose output shows an error in any linear, without and with a group, and its forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 class Attention(nn.Module):
-    """Reads one input three times and mixes what it gets."""
+    """An attention that reads one input three times and mixes the results."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class Attention(nn.Module):
 
 
 class CombinedAttention(CombinedQKV, Attention):
-    """The same with a group, `qkv_proj`."""
+    """The same attention with a group, `qkv_proj`."""
 
 
 def combined_from(plain: nn.Module, cls: type[Any] = CombinedAttention) -> Any:
-    """A copy of `plain`, adopted by `cls` as a model adopts its layers."""
+    """Copy `plain`, and convert it to `cls` as a model converts its layers."""
     module = copy.deepcopy(plain)
     module.__class__ = cls
     module.combine_projections()
@@ -45,12 +45,12 @@ def combined_from(plain: nn.Module, cls: type[Any] = CombinedAttention) -> Any:
 
 
 def inputs(*shape: int) -> torch.Tensor:
-    """Random numbers, always the same."""
+    """Return random numbers, the same on every call."""
     return torch.randn(*(shape or (2, 3)), HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
 def outcome(module: nn.Module, x: torch.Tensor, *args: Any) -> dict[str, Any]:
-    """Output and gradients of a forward and a backward pass."""
+    """Return output and gradients of a forward and backward pass."""
     module.zero_grad()
     x = x.detach().clone().requires_grad_()
     output = module(x, *args)
@@ -60,12 +60,12 @@ def outcome(module: nn.Module, x: torch.Tensor, *args: Any) -> dict[str, Any]:
 
 
 def assert_same(plain: nn.Module, combined: nn.Module, x: torch.Tensor, *args: Any) -> None:
-    """Both give the same output and gradients."""
+    """Check that both modules give the same output and gradients."""
     tolerances = {} if x.dtype in (torch.float32, torch.float64) else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(outcome(combined, x, *args), outcome(plain, x, *args), **tolerances)
 
 
 def matmuls(module: nn.Module) -> int:
-    """How many matrix products a forward of `module` runs: 4 if each linear computes itself, 2 with a group."""
+    """Return the number of matmuls in a forward of `module`: 4 with separate linears, 2 with a group."""
     dtype = next(module.parameters()).dtype
     return count_matmuls(module, Call((inputs().to(dtype),), {}))

@@ -1,4 +1,4 @@
-"""`nrl-models quirks`: what concerns a checkpoint, a configuration, or everything."""
+"""`nrl-models quirks` for a checkpoint, for a configuration, or for everything."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app
-from nrl_models.quirks import CATALOGUE
+from nrl_models.quirks import CATALOG
 from nrl_models.testing.case import FamilyCase
 from tools.coverage_pages.quirk_pages import class_subject, page_lines
 
 
 def listed(path: Path | None, at: Path) -> dict:
-    """What the command says as JSON; and that its table names the same."""
+    """Return the JSON output of the command, after checking that its table lists the same quirks."""
     words = ["quirks", *([] if path is None else [str(path)]), "--json", str(at / "quirks.json")]
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, words)
     assert result.exit_code == 0, result.output
@@ -30,9 +30,9 @@ def names(found: dict) -> set[str]:
     return {quirk["name"] for quirk in found["quirks"]}
 
 
-def test_the_whole_catalogue(tmp_path: Path) -> None:
+def test_the_whole_catalog(tmp_path: Path) -> None:
     found = listed(None, tmp_path)
-    assert [quirk["name"] for quirk in found["quirks"]] == [quirk.name for quirk in CATALOGUE]
+    assert [quirk["name"] for quirk in found["quirks"]] == [quirk.name for quirk in CATALOG]
     assert found["architecture"] is None
     for quirk in found["quirks"]:
         assert all(quirk[key] for key in ("where", "symptom", "handling", "code", "off", "expiry"))
@@ -74,7 +74,7 @@ def test_a_familys_page_names_what_concerns_it_and_until_when() -> None:
     lines = page_lines({name: class_subject(registry.model_class(name)) for name in names})
     (types,) = [line for line in lines if line.startswith("- [token-types](../quirks.md#token-types)")]
     assert "(Gemma3ForConditionalGeneration):" in types
-    assert types.endswith("no token types (differential probe).")
+    assert types.endswith("without token types (differential probe).")
     assert any(
         line.startswith("- [engine-dummy-buffers](../quirks.md#engine-dummy-buffers): ")
         and "fixed in vllm>=0.9.2" in line

@@ -1,4 +1,4 @@
-"""Quirks of the forward: with the handling off the bug shows in our model as it does upstream, and else not."""
+"""Quirks of the forward. Without the workaround, the bug shows in our model as in transformers'."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nrl_models import registry
 from nrl_models.common.forward.image_outputs import ImageOutputs
 from nrl_models.common.switches import quirks_off
 from nrl_models.errors import UnknownArgumentError
-from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.testing.case import FamilyCase, randomize
 
 PLAIN = FamilyCase(registry.model_class("LlamaForCausalLM"))
 NO_POSITIONS = FamilyCase(registry.model_class("GptOssForCausalLM"))
@@ -99,7 +99,7 @@ def test_cure_of_token_types() -> None:
 
 
 def test_symptom_of_shared_kv_without_cache() -> None:
-    """What transformers hands on from layer to layer is all they have: projections of their own are gone."""
+    """These layers only have the keys and values that transformers passes between layers, no projections."""
     model = SHARING.model()
     layer = next(module for module in model.modules() if getattr(module, "is_kv_shared_layer", False))
     assert not hasattr(layer, "k_proj")
@@ -136,13 +136,13 @@ CAPPED = FamilyCase(registry.model_class("Gemma2ForCausalLM"), tiny={"attn_logit
 
 
 def test_symptom_of_soft_cap_under_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers was: its class says that it has `sdpa`, and that kernel looks at no cap."""
+    """Simulates the former transformers, whose class declares `sdpa` support although that kernel ignores the cap."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(
         ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *given, softcap=None, **options: sdpa(*given, **options)
     )
     model = CAPPED.model_class.from_config(CAPPED.config)
-    randomise(model)
+    randomize(model)
     model.config._attn_implementation = "sdpa"
     assert probes.soft_cap_is_dropped(model.eval(), CAPPED.inputs())
 

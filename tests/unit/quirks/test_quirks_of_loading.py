@@ -1,4 +1,4 @@
-"""Quirks of loading and exporting: with the handling off the bug is there, and with it it is not."""
+"""Quirks of loading and exporting. Without the workaround the bug shows, and with it it does not."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nrl_models.testing.case import FamilyCase
 
 @pytest.fixture
 def in_bf16(llama_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint as they are published."""
+    """Save a checkpoint in bf16, as published."""
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     return tmp_path / "bf16"
 
 
 def moved(model: PreTrainedModel) -> float:
-    """How far a weight goes in a step of post-training."""
+    """Return how far a weight moves in one step of post-training."""
     weight = model.model.norm.weight
     before = weight.detach().clone()
     optimizer = torch.optim.AdamW([weight], lr=1e-6, weight_decay=0.0)
@@ -60,7 +60,7 @@ MOE = "Qwen3MoeForCausalLM"
 
 @pytest.fixture
 def moe_config() -> dict:
-    """A configuration with the key that recipes write as 0."""
+    """A configuration with a key that recipes write as 0."""
     return json.loads(FamilyCase(registry.model_class(MOE)).config.to_json_string())
 
 
@@ -92,7 +92,7 @@ TOWER = "Qwen2_5_VLForConditionalGeneration"
 
 @pytest.fixture
 def with_tower(tmp_path: Path) -> Path:
-    """A checkpoint whose tower has the names that published ones have."""
+    """A checkpoint whose tower has the published names."""
     folder = tmp_path / "tower"
     FamilyCase(registry.model_class(TOWER)).reference().save_pretrained(folder)
     assert any(name.startswith("visual.") for name in stored(folder))
@@ -101,7 +101,7 @@ def with_tower(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def without_renaming(monkeypatch: pytest.MonkeyPatch, with_tower: Path) -> None:
-    """transformers as it was when it had lost the renaming."""
+    """Simulate a transformers version without the renaming."""
     original = conversion_mapping.get_model_conversion_mapping
 
     def lost(*args: Any, **options: Any) -> list[Any]:
@@ -117,7 +117,7 @@ WEIGHT = "visual.blocks.0.attn.proj.weight"
 @since("5.6")
 @pytest.mark.usefixtures("without_renaming")
 def test_symptom_of_tower_names(with_tower: Path) -> None:
-    """Trainers load what a renaming leaves over without asking whether all is there."""
+    """Trainers load the remaining names without checking that all are there."""
     assert probes.tower_names_are_lost(FamilyCase(registry.model_class(TOWER)))
     reference = registry.model_class(TOWER).reference_class()(AutoConfig.from_pretrained(with_tower))
     reference.load_state_dict(stored(with_tower), strict=False)

@@ -1,4 +1,4 @@
-"""Quirks of training: with the handling off the bug is there, and with it it is not."""
+"""Quirks of training. Without the workaround the bug shows, and with it it does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOE = FamilyCase(registry.model_class("MixtralForCausalLM"))
 
 
 def without_state(case: FamilyCase, model: nn.Module) -> set[str]:
-    """Parameters given to an optimiser that has no state for them after a step on text."""
+    """Return the parameters without optimizer state after a step on text, although the optimizer received them."""
     given = trainable_parameters(model)
     optimizer = torch.optim.SGD(given, lr=1e-3, momentum=0.9)
     model(**case.inputs(labels=True, images=False)).loss.backward()
@@ -49,14 +49,14 @@ def test_cure_of_unreachable_parameters() -> None:
     assert without_state(IMAGES, model) == set()
 
 
-def test_symptom_of_misspelt_freezing() -> None:
+def test_symptom_of_misspelled_freezing() -> None:
     model = IMAGES.new_pair()[1]
     for parameter in model.model.vision_tower.parameters():
         parameter.requires_gradient = False
     assert len(trainable_parameters(model)) == len(list(model.parameters()))
 
 
-def test_cure_of_misspelt_freezing() -> None:
+def test_cure_of_misspelled_freezing() -> None:
     with pytest.raises(UnknownArgumentError, match=r"freeze_vision_towers \(did you mean freeze_vision_tower\?\)"):
         freeze(IMAGES.new_pair()[1], {"freeze_vision_towers": True})
 
@@ -78,7 +78,7 @@ def test_cure_of_tied_weights_under_tp() -> None:
 
 
 def routing_of(model: nn.Module, replayed: dict | None = None) -> dict:
-    """What is chosen when rounding otherwise, on top of what is replayed."""
+    """Record the chosen experts. With `replayed`, run with other rounding."""
     inputs = MOE.inputs(batch=16, length=128)
     with torch.no_grad(), record_routing(model) as record:
         if replayed is None:
@@ -95,7 +95,7 @@ def test_symptom_of_routing_flips() -> None:
 
 
 def test_cure_of_routing_flips() -> None:
-    """Recomputation chooses what was chosen, though the router would choose otherwise by itself."""
+    """Recomputation uses the recorded experts, although the router would choose others."""
     model = MOE.new_pair()[1].train()
     inputs = MOE.inputs(labels=True)
     record = {name: [choice.flip(0) for choice in choices] for name, choices in _chosen(model, inputs).items()}
@@ -108,7 +108,7 @@ def test_cure_of_routing_flips() -> None:
             one(**inputs, use_cache=False).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in one.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)
-    model(**inputs, use_cache=False).loss.backward()  # by its own choice
+    model(**inputs, use_cache=False).loss.backward()  # with the router's own choice
     name = next(name for name in gradients[0] if "experts" in name)
     assert (dict(model.named_parameters())[name].grad - gradients[0][name]).abs().max() > 1e-5
 
@@ -138,13 +138,13 @@ def test_cure_of_full_vocabulary_logits() -> None:
 
 @pytest.fixture
 def with_untrained_row(folder: Path) -> Path:
-    """A checkpoint with a reserved token."""
+    """Save a checkpoint with a reserved token."""
     edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][100].zero_())
     return folder
 
 
 def largest_gradient(folder: Path, row: int) -> float:
-    """The gradient of a row over that of the largest other."""
+    """Return a row's gradient relative to the largest of all other rows."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.randint(16, 90, (2, 12), generator=torch.Generator().manual_seed(0))
     tokens[0, 3] = row
@@ -158,7 +158,7 @@ def test_symptom_of_untrained_rows(with_untrained_row: Path) -> None:
 
 
 def test_cure_of_untrained_rows(with_untrained_row: Path, tmp_path: Path) -> None:
-    found = diagnose_embeddings(with_untrained_row, reinitialise=tmp_path / "healthy")
+    found = diagnose_embeddings(with_untrained_row, reinitialize=tmp_path / "healthy")
     assert not found.passed
     first = found.measured["embeddings"][0]
     assert (first["near_zero"], first["padding"]) == ([100], 0)
@@ -189,7 +189,7 @@ def test_symptom_of_fused_out_projection(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cure_of_fused_out_projection() -> None:
-    """PEFT refuses it, and without it an adapter is fine."""
+    """With the workaround, PEFT raises an error for this linear. Without this linear, an adapter works."""
     peft = pytest.importorskip("peft")
     with pytest.raises(ValueError, match="out_proj"):
         peft.get_peft_model(FUSED.new_pair()[1], peft.LoraConfig(target_modules=["out_proj"]))

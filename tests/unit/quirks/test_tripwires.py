@@ -1,6 +1,6 @@
-"""Tripwires: whether upstream still has what the catalogue says. They fail when a fix arrives, and name what to delete.
+"""Tripwires check that upstream still has each bug. They fail when a fix arrives, and name the code to delete.
 
-Those that ask vLLM are in `tests/engine`.
+Tripwires of vLLM are in `tests/engine`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from versions import wider_full_attention
 
 from nrl_models import families, registry
 from nrl_models.families.table import TABLE
-from nrl_models.quirks import CATALOGUE, Quirk
+from nrl_models.quirks import CATALOG, Quirk
 from nrl_models.testing.case import FamilyCase
 from tools.coverage_pages.quirk_pages import class_subject
 
@@ -29,10 +29,10 @@ TINY: dict[str, dict[str, Any]] = {
     "Gemma4ForCausalLM": SHARING,
     "Gemma4ForConditionalGeneration": {"text_config": SHARING},
 }
-"""What a tiny configuration has to have to show a quirk that only some sizes have."""
+"""Settings of tiny configurations that show quirks of certain sizes."""
 
 OF_EVERY_MODEL = "LlamaForCausalLM"
-"""The one that quirks of every model are asked of."""
+"""The architecture used for quirks of every model."""
 
 ROWS = {name: entry.architectures for name, entry in TABLE.items() if entry.mixins}
 ARCHITECTURES = [
@@ -41,10 +41,10 @@ ARCHITECTURES = [
     for name in names
     if not name.endswith("Classification") and not registry.unmet_requirement(name)
 ]
-"""Families with a folder of their own, and rows of the table that rewrite more than projections."""
+"""Families with a separate folder, and table rows that rewrite more than projections."""
 
 
-@pytest.mark.parametrize("quirk", CATALOGUE, ids=lambda quirk: quirk.name)
+@pytest.mark.parametrize("quirk", CATALOG, ids=lambda quirk: quirk.name)
 def test_what_is_installed_still_has_it(quirk: Quirk) -> None:
     tripwire(quirk, OF_INSTALLED[quirk.name]() if quirk.name in OF_INSTALLED else None, "what is installed")
 
@@ -54,7 +54,7 @@ def test_the_class_upstream_still_has_it(architecture: str) -> None:
     model_class = registry.model_class(architecture)
     subject = class_subject(model_class)
     case = FamilyCase(model_class, tiny=TINY.get(architecture, {}))
-    for quirk in CATALOGUE:
+    for quirk in CATALOG:
         asked = quirk.name in OF_CLASS and (not quirk.every_model or architecture == OF_EVERY_MODEL)
         if asked and quirk.applies(subject):
             tripwire(quirk, OF_CLASS[quirk.name](case), architecture)

@@ -1,4 +1,4 @@
-"""Every recipe that comes along, built tiny and run for three steps: its keys reach what they are for."""
+"""Every included recipe, with a tiny model and three steps, to test that its keys take effect."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from nrl_models.common.freezing import SHORT_NAMES, components_of
 from nrl_models.recipes import read_recipe, recipes, train
 from nrl_models.recipes.recipe import PolicyRecipe, Recipe
 from nrl_models.recipes.targets import CLASSIFIER
-from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.testing.case import FamilyCase, randomize
 
-QUICK = ("llama/grpo", "llama/sft", "qwen3/reward", "gemma4/dapo_e2b", "gemma4/vlm_grpo_e4b")
-"""The others are left to `make test-all`."""
+QUICK = ("demo/grpo", "demo/sft", "llama/grpo", "llama/sft", "qwen3/reward", "gemma4/dapo_e2b", "gemma4/vlm_grpo_e4b")
+"""Recipes that run in `make test`. `make test-all` runs the others."""
 
 ALIASES = {
     "google/gemma-4-26B-A4B-it": "google/gemma-4-26B-A4B",
     "moonshotai/Moonlight-16B-A3B-Instruct": "moonshotai/Moonlight-16B-A3B",
 }
-"""Repositories whose configuration is recorded under another's name: they have the same."""
+"""Repositories whose configuration equals one recorded under another name."""
 
 
 def reward(row: object, reply: str, ended: bool) -> float:
-    """What a tiny model's replies differ in."""
+    """A reward that differs between the completions of a tiny model."""
     return sum(map(ord, reply)) % 5 / 4
 
 
 def tiny_model(name: str, recipe: Recipe) -> PreTrainedModel:
-    """The recipe's model, small: of its published configuration where that is recorded, else its family's."""
-    family, loader = name.partition("/")[0], getattr(nrl_models, recipe.model.name.split(".")[1])
+    """Build the recipe's model at small size, from its published configuration or its family's."""
+    folder = name.partition("/")[0]
+    family, loader = "llama" if folder == "demo" else folder, getattr(nrl_models, recipe.model.name.split(".")[1])
     (architecture, *_) = [known for known in registry.FAMILIES[family] if loader.serves(known)]
     if unmet := registry.unmet_requirement(architecture):
         pytest.skip(f"{architecture} needs {unmet}")
@@ -53,21 +54,22 @@ def tiny_model(name: str, recipe: Recipe) -> PreTrainedModel:
     small = AutoConfig.for_model(kind, **{key: value for key, value in tiny.items() if key != "model_type"})
     torch.manual_seed(0)
     model = case.reference_class._from_config(small, dtype=torch.float32)
-    randomise(model)
+    randomize(model)
     return model.eval()
 
 
 def small(recipe: Recipe, checkpoint: Path, rows: Path) -> Iterator[str]:
-    """Overrides that make a recipe small, and leave the rest of it as it is."""
+    """Return overrides that make a recipe small without changing the rest."""
     yield f"model.pretrained_model_name_or_path={checkpoint}"
-    yield f"data.path={rows}"
-    yield from ("data.name=null", "data.split=null")
+    if "path" in recipe.data.arguments:
+        yield f"data.path={rows}"
+        yield from ("data.name=null", "data.split=null")
     yield from ("training.steps=3", "training.warmup=0", "training.compute=float32")
     yield "optimizer.lr=1e-3"
     if not isinstance(recipe, PolicyRecipe):
         yield from ("training.batch=4", "training.max_length=48", "training.micro_batch=2")
         return
-    group = 3 if "images" in recipe.data.arguments else 4  # whose replies are learnt from one by one
+    group = 3 if "images" in recipe.data.arguments else 4  # completions with images are trained one by one
     yield from ("training.questions=2", f"training.group={group}", "training.new_tokens=6")
     yield f"training.updates={min(2, recipe.training.updates)}"
     yield from ("engine.name=hf-generate", "engine.dtype=float32")
@@ -98,7 +100,7 @@ def test_three_steps(name: str, rows_file: Path, tmp_path: Path) -> None:
     assert len(run.verdicts) == len(recipe.gates) > 0
     assert all(step["gradient_norm"] > 0 for step in run.steps)
     if isinstance(recipe, PolicyRecipe):
-        # In fp32 engine and trainer are one model, before and after each refit.
+        # In fp32, engine and trainer are the same model, before and after each refit.
         assert run.passed, run.to_json()["gates"]
         assert max(step["token_mult_prob_error"] for step in run.steps) < 1.0001
     elif recipe.model.name != CLASSIFIER:

@@ -1,4 +1,4 @@
-"""Images that go with prompts: rows, prompts, the engine's replies, and what the trainer makes of them."""
+"""Prompts with images: rows, prompts, the engine's completions, and the trainer's inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nrl_models import registry
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError, RecipeError
 from nrl_models.logprobs import Sampling, rollout_logprobs, token_logprobs
-from nrl_models.losses import Normalise, token_weights
+from nrl_models.losses import Normalize, token_weights
 from nrl_models.recipes import read_recipe, recipes
 from nrl_models.recipes.image_prompts import image_prompt
 from nrl_models.recipes.rollouts import Batch
@@ -27,7 +27,7 @@ from nrl_models.testing.case import FamilyCase
 
 CASE = case_of("Gemma4ForConditionalGeneration")
 MESSAGES = [{"role": "user", "content": "A<image>B"}]
-RED, BLUE = (Image.new("RGB", (48, 48), colour) for colour in ("red", "blue"))
+RED, BLUE = (Image.new("RGB", (48, 48), color) for color in ("red", "blue"))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_rows_have_their_images_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"picture": "1.png"}, r"images: 'images' is no column; it has picture"),
+        ({"picture": "1.png"}, r"images: 'images' is not a column; it has picture"),
         ({"images": ["2.png"]}, r"2\.png.*cannot be read as an image"),
         ({"images": "rows.jsonl"}, r"rows\.jsonl.*cannot be read as an image"),
         ({"images": [3]}, r"images has int: expected an image, or a file's name"),
@@ -97,17 +97,17 @@ def test_a_prompt_does_not_end_where_the_tokenizer_appends_eos(processor: Any) -
 def test_prompts_and_images_that_do_not_fit_are_refused(processor: Any) -> None:
     with pytest.raises(RecipeError, match=r"names 1 images .* and the row has 2"):
         image_prompt(processor, MESSAGES, [RED, BLUE])
-    with pytest.raises(RecipeError, match="has to be messages"):
+    with pytest.raises(RecipeError, match="has to be a list of messages"):
         image_prompt(processor, "A<image>B", [RED])
-    with pytest.raises(RecipeError, match="has none that takes images, only a"):
+    with pytest.raises(RecipeError, match="supports no images: the checkpoint only has a"):
         image_prompt(byte_tokenizer(CASE.reference().config), MESSAGES, [RED])
 
 
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
-        ("gemma4/vlm_grpo_e4b", "engine.name=vllm", r"'vllm' takes token ids alone here.*expected hf-generate"),
-        ("llama/sft", "data.images=images", r"images are learnt from by grpo, dr_grpo and dapo alone"),
+        ("gemma4/vlm_grpo_e4b", "engine.name=vllm", r"'vllm' accepts only token ids here.*expected hf-generate"),
+        ("llama/sft", "data.images=images", r"only grpo, dr_grpo and dapo support images"),
     ],
 )
 def test_recipes_that_would_leave_images_out_are_refused(name: str, override: str, message: str) -> None:
@@ -119,7 +119,7 @@ def test_recipes_that_would_leave_images_out_are_refused(name: str, override: st
 
 
 def test_replies_are_scored_with_the_images_that_they_were_sampled_with(prompts: list[Any]) -> None:
-    """In one batch: two replies to each of two images, and one to a prompt without; the tokens are the same."""
+    """One batch with two completions for each of two images, and one without an image. The tokens are the same."""
     (red, of_red), (blue, of_blue) = prompts
     assert red == blue
     engine, model = HFEngine(CASE.reference()), CASE.model()
@@ -165,8 +165,8 @@ def test_a_reply_ends_before_a_token_that_stands_for_an_image(prompts: list[Any]
     with pytest.raises(EngineError, match=r"placeholder of an image in sequences \[0\].*ignore_end=False"):
         engine.generate([red], Sampling(), max_new_tokens=4, model_inputs=[inputs])
     batch = Batch.of([sample, empty])
-    for normalise in Normalise:
-        weights = token_weights(batch.sampled, normalise, 4 if normalise is Normalise.LONGEST else None)
+    for normalize in Normalize:
+        weights = token_weights(batch.sampled, normalize, 4 if normalize is Normalize.LONGEST else None)
         assert math.isfinite(weights.sum())
         assert not weights[1].any()
     forwards.clear()
@@ -189,13 +189,11 @@ def test_a_sequence_is_scored_with_its_images(prompts: list[Any]) -> None:
 def test_raw_images_are_refused_by_an_engine_without_a_processor(prompts: list[Any]) -> None:
     (red, _), _ = prompts
     engine = HFEngine(CASE.new_pair()[0], name="some engine")
-    with pytest.raises(EngineError, match="some engine takes no raw images here, and 1 of 1 prompts have some"):
+    with pytest.raises(EngineError, match="some engine accepts no raw images here, and 1 of 1 prompts have some"):
         engine.generate([red], Sampling(), max_new_tokens=1, images=[[object()]])
 
 
 def test_an_engine_that_takes_no_images_says_so() -> None:
     engine = HFEngine(FamilyCase(registry.model_class("LlamaForCausalLM")).model(), name="some engine")
-    with pytest.raises(
-        EngineError, match="some engine takes token ids alone here, and 1 of 2 prompts come with images"
-    ):
+    with pytest.raises(EngineError, match="some engine accepts only token ids here, and 1 of 2 prompts have images"):
         engine.generate([[20], [21]], Sampling(), max_new_tokens=1, model_inputs=[{}, {"pixel_values": torch.zeros(1)}])

@@ -1,4 +1,4 @@
-"""Recipes as they are read: into frozen dataclasses, or one error with everything that is wrong."""
+"""Reading recipes into frozen dataclasses. One error lists everything that is wrong."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.errors import RecipeError, UnknownArgumentError
-from nrl_models.losses import Correction, Normalise
+from nrl_models.losses import Correction, Normalize
 from nrl_models.recipes import read_recipe, recipe_file, recipes
 from nrl_models.recipes.gates import Gate
-from nrl_models.recipes.recipe import POLICY_METRICS, PolicyRecipe, SupervisedRecipe
+from nrl_models.recipes.recipe import POLICY_METRICS, PolicyRecipe, SupervisedRecipe, WatchSettings
 from nrl_models.recipes.targets import SAFE_LOADING, SLOTS
 
 POLICY = """
@@ -37,7 +37,7 @@ gates: ["median(token_mult_prob_error) < 1.05", "max(kl_k3) <= 0.015"]
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
     def written(text: str = POLICY, **changed: str) -> Path:
-        """A file of the recipe, with some of its lines replaced, by their keys."""
+        """Write the recipe to a file, with some of its lines replaced by key."""
         lines = text.splitlines()
         for key, value in changed.items():
             place = next((place for place, line in enumerate(lines) if line.startswith(f"{key}:")), None)
@@ -53,7 +53,7 @@ def write(tmp_path: Path) -> Any:
 
 
 def wrong(file: Path, *overrides: str) -> dict[str, str]:
-    """What is wrong, by key."""
+    """Return the problems by key."""
     with pytest.raises(RecipeError) as raised:
         read_recipe(file, overrides)
     assert all(problem.subject in str(raised.value) for problem in raised.value.problems)
@@ -66,8 +66,8 @@ def test_a_recipe_becomes_frozen_dataclasses(write: Any) -> None:
     assert recipe.model.function == AutoModelForCausalLM.from_pretrained
     assert recipe.model.arguments == {"pretrained_model_name_or_path": "some/model", "dtype": "float32"}
     assert recipe.optimizer.function is torch.optim.AdamW
-    assert recipe.optimizer.arguments == {"lr": 1e-6}  # which YAML 1.1 takes for text
-    assert (recipe.loss.normalise, recipe.loss.eps_high, recipe.loss.eps_low) == (Normalise.TOKEN, 0.3, 0.2)
+    assert recipe.optimizer.arguments == {"lr": 1e-6}  # YAML 1.1 parses it as text
+    assert (recipe.loss.normalize, recipe.loss.eps_high, recipe.loss.eps_low) == (Normalize.TOKEN, 0.3, 0.2)
     assert recipe.loss.correction == Correction("tis", cap=2.0)
     assert recipe.gates == (
         Gate("median", "token_mult_prob_error", "<", 1.05),
@@ -84,6 +84,16 @@ def test_overrides_replace_add_and_leave_out(write: Any) -> None:
     assert recipe.freeze_config == {"language": False}
     assert recipe.engine.dtype is None
     assert recipe.gates == (Gate("last", "reward", ">", 0.5),)
+
+
+def test_a_watch_is_a_section_of_its_own(write: Any) -> None:
+    assert read_recipe(write()).watch is None
+    assert read_recipe(write(watch="{}")).watch == WatchSettings(fail=True, probe_every=1)
+    assert read_recipe(write(watch="{fail: false, probe_every: 0}")).watch == WatchSettings(fail=False, probe_every=0)
+    assert "expected true or false" in wrong(write(watch="{fail: 3}"))["watch.fail"]
+    assert "expected at least 0" in wrong(write(watch="{probe_every: -1}"))["watch"]
+    (problem,) = wrong(write(watch="{}"), "training.dropout=true").values()
+    assert "expected training.dropout=false" in problem
 
 
 def test_the_loss_decides_what_else_is_read(write: Any) -> None:
@@ -130,7 +140,7 @@ def test_everything_is_said_at_once_with_the_nearest_names(write: Any) -> None:
         ("{name: dapo, correction: {cap: 2.0}}", "loss.correction", "Invalid truncated importance sampling type: None"),
         ("{name: dapo, correction: {type: null}}", "loss.correction", "expected tis or mis"),
         ("{name: dapo, correction: {type: tiss}}", "loss.correction", "expected tis or mis"),
-        ("{name: dapo, normalise: tokens}", "loss.normalise", "expected sequence or token or longest"),
+        ("{name: dapo, normalize: tokens}", "loss.normalize", "expected sequence or token or longest"),
         ("{name: dapo, overlong_buffer: 51}", "recipe.yaml", "at most training.new_tokens, 50"),
     ],
 )
@@ -152,8 +162,8 @@ def test_what_does_not_fit_together_is_told_at_once(write: Any) -> None:
     [
         ("median(reward)", "expected a gate such as"),
         ("medium(reward) > 1", "unknown statistic medium: expected one of median, mean"),
-        ("median(reward) > high", "the bound high is no number"),
-        ("median(reward) > nan", "the bound nan is no number"),
+        ("median(reward) > high", "the bound high is not a finite number"),
+        ("median(reward) > nan", "the bound nan is not a finite number"),
         ("median(perplexity) < 1", "this run measures token_mult_prob_error, kl_k3, reward"),
     ],
 )
@@ -177,7 +187,7 @@ def test_gates() -> None:
     assert gate.check([*history, {"loss": 1.0}]).passed
 
 
-# What a file may not have
+# Invalid files
 
 
 def test_a_recipe_names_only_what_is_listed(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +250,7 @@ def test_kernels_of_the_hub_are_given_on_the_command_line(write: Any, key: str) 
     text = POLICY.replace("attn: sdpa", "attn: someone/kernel")
     if key.startswith("model"):
         text = POLICY.replace("  dtype: float32\n", "  dtype: float32\n  attn_implementation: someone/kernel\n")
-    assert "whose code would be fetched and run" in wrong(write(text))[key.partition(".")[0]]
+    assert "whose code would be downloaded and run" in wrong(write(text))[key.partition(".")[0]]
     read_recipe(write(), [f"{key}=someone/kernel"])
 
 
@@ -254,7 +264,7 @@ def test_safe_options_are_options() -> None:
     ("text", "words"),
     [
         ("a: &x [1]\nb: *x\n", "anchor or alias"),
-        ("- 1\n", "no mapping"),
+        ("- 1\n", "not a mapping"),
         ("a: 1\na: 2\n", "duplicate key"),
         ("a: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
         ("a: {\n", "cannot be read"),
@@ -288,7 +298,7 @@ def test_the_model_is_of_the_kind_that_the_loss_needs(write: Any) -> None:
     assert "needs a model that writes text" in wrong(write(text))["model._target_"]
 
 
-def test_a_misspelt_option_of_loading_is_found(write: Any) -> None:
+def test_a_misspelled_option_of_loading_is_found(write: Any) -> None:
     text = POLICY.replace("  dtype: float32", "  dtpye: float32")
     assert "did you mean dtype" in wrong(write(text))["model.dtpye"]
     text = POLICY.replace("  dtype: float32", "  router_aux_loss_coef: 0.0")

@@ -1,4 +1,4 @@
-"""A step of RL: what is learnt from what was sampled, and what it says of engine and trainer."""
+"""A step of RL: training on samples, and metrics of engine and trainer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from transformers import LlamaConfig
 from nrl_models import AutoModelForCausalLM
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import MixedWeightsError, NonFiniteError, UnknownOptionError
+from nrl_models.errors import DriftError, MixedWeightsError, NonFiniteError, UnknownOptionError
 from nrl_models.logprobs import Sampling
 from nrl_models.losses import Correction, loss_named
 from nrl_models.recipes.rollouts import Batch, PolicyLoop, Question, Rollouts
 from nrl_models.testing.tiny import tiny_config
+from nrl_models.watch import Watch
 
 SAMPLES = [Sample((5, 6), (7, 2), (-0.5, -0.25), "stop"), Sample((5, 6, 7), (8, 9, 2), (-1.0, -2.0, -3.0), "stop")]
 
 
-def test_only_what_was_sampled_is_learnt_from() -> None:
+def test_only_what_was_sampled_is_learned_from() -> None:
     batch = Batch.of(SAMPLES)
     assert batch.sequences == [(5, 6, 7, 2), (5, 6, 7, 8, 9, 2)]
     assert batch.sampled.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]
@@ -36,7 +37,7 @@ def test_only_what_was_sampled_is_learnt_from() -> None:
 
 
 class _Counting(HFEngine):
-    """Counts what it is asked."""
+    """An engine that counts its calls."""
 
     batches = 0
 
@@ -91,7 +92,7 @@ def test_log_probabilities_are_those_of_what_is_sampled_from(make: Callable[...,
 
 
 def test_the_reference_holds_the_policy(make: Callable[..., PolicyLoop]) -> None:
-    """With rewards that say nothing, and far from its reference, the policy goes back to it."""
+    """With constant rewards, a policy far from its reference moves back to it."""
     reference = make().model.requires_grad_(False)
     loop = make("grpo", kl=1.0, reward=lambda row, reply, ended: 0.0, reference=reference, lr=0.01)
     with torch.no_grad():
@@ -100,6 +101,39 @@ def test_the_reference_holds_the_policy(make: Callable[..., PolicyLoop]) -> None
     losses = [loop.step(questions(), 2, seed=step)["loss"] for step in range(4)]
     assert losses[-1] < losses[0]
     assert (loop.model.lm_head.weight - reference.lm_head.weight).norm() < before
+
+
+@pytest.mark.parametrize("options", [{}, {"updates": 2}, {"sampling": Sampling(temperature=0.6, top_p=0.9)}])
+def test_a_watch_finds_nothing_in_healthy_steps(make: Callable[..., PolicyLoop], options: dict[str, Any]) -> None:
+    loop = make(**options)
+    sampling = loop.sampling
+    loop = dataclasses.replace(loop, watch=Watch(loop.model, loop.engine, sampling=sampling, optimizer=loop.optimizer))
+    for step in range(4):
+        assert loop.step(questions(), 2, seed=step)["drift"] == 0
+    assert loop.watch.version == 4
+    assert len(loop.watch.history) == 4
+    assert not loop.watch.findings
+
+
+def test_a_watch_stops_before_the_update(make: Callable[..., PolicyLoop]) -> None:
+    loop = make()
+    loop = dataclasses.replace(loop, watch=Watch(loop.model, loop.engine))
+    loop.step(questions(), 2, seed=0)
+    with torch.no_grad():
+        loop.engine.model.lm_head.weight.mul_(1.2)
+    before = weights(loop)
+    with pytest.raises(DriftError, match="lm_head"):
+        loop.step(questions(), 2, seed=1)
+    assert torch.equal(weights(loop), before)
+
+
+def test_a_watch_that_does_not_fail_counts(make: Callable[..., PolicyLoop]) -> None:
+    loop = make()
+    loop = dataclasses.replace(loop, watch=Watch(loop.model, loop.engine, fail=False))
+    with torch.no_grad():
+        loop.engine.model.lm_head.weight.mul_(1.2)
+    assert loop.step(questions(), 2, seed=0)["drift"] == 1
+    assert loop.step(questions(), 2, seed=1)["drift"] == 0
 
 
 def test_an_engine_of_other_weights_shows(make: Callable[..., PolicyLoop]) -> None:
@@ -135,7 +169,7 @@ def test_dynamic_sampling_asks_until_enough_groups_teach(make: Callable[..., Pol
     counted = itertools.count()
 
     def reward(row: int, reply: str, ended: bool) -> float:
-        return float(row % 3 == 0 and next(counted) % 2)  # of every third question alone they differ
+        return float(row % 3 == 0 and next(counted) % 2)  # rewards differ only in every third question
 
     loop = make("dapo", reward=reward)
     rollouts = loop.roll_out(questions(), 2, seed=0)
@@ -183,7 +217,7 @@ def test_later_updates_are_clipped_against_the_first_policy(make: Callable[..., 
 
 
 def test_a_correction_counts_what_the_engine_thought_unlikely(make: Callable[..., PolicyLoop]) -> None:
-    """With a cap close to zero next to nothing is learnt."""
+    """With a cap close to zero, weights barely change."""
     moved = []
     for correction in (None, Correction("tis", cap=1e-3), Correction("mis", cap=1e-3)):
         loop = make(correction=correction, clip_gradient_norm=1e9)
@@ -199,7 +233,7 @@ def test_a_correction_counts_what_the_engine_thought_unlikely(make: Callable[...
 
 
 def by_hand(model: Any, ids: torch.Tensor, temperature: float, top_k: int = 0) -> torch.Tensor:
-    """Log-probabilities of the last two tokens of each row; -inf for a token that `top_k` excludes."""
+    """Return the log-probabilities of the last two tokens of each row. -inf for a token that `top_k` excludes."""
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[:, 1:3] / temperature
     if top_k:
@@ -212,7 +246,7 @@ def by_hand(model: Any, ids: torch.Tensor, temperature: float, top_k: int = 0) -
 def test_tokens_outside_the_support_are_masked(
     make: Callable[..., PolicyLoop], updates: int, correction: Correction | None
 ) -> None:
-    """Loss, divergence and metrics by hand: the reference is complete, and an excluded token counts nowhere."""
+    """Loss, divergence and metrics, computed manually. The reference is not truncated; excluded tokens do not count."""
     reference = make().model
     with torch.no_grad():
         reference.lm_head.weight.mul_(0.5)
@@ -251,7 +285,7 @@ def test_tokens_outside_the_support_are_masked(
     assert measured["gradient_norm"] < 100
 
 
-# Values that are not finite
+# Nonfinite values
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
@@ -341,7 +375,7 @@ def test_an_unknown_way_to_treat_non_finite_values_raises(make: Callable[..., Po
 
 
 def test_dynamic_sampling_compares_rewards_without_penalties(make: Callable[..., PolicyLoop]) -> None:
-    """Replies that are all wrong differ in the penalty on length alone: DAPO's equation 11 drops them."""
+    """Completions that are all wrong differ only in the length penalty: DAPO's equation 11 drops them."""
     loop = make("dapo", reward=lambda row, reply, ended: 0.0, overlong_buffer=6, dynamic_sampling=2)
     lengths = itertools.cycle([6, 5, 4, 2])
     loop.engine._generate = lambda prompts, *_, **__: [

@@ -1,4 +1,4 @@
-"""Rows and their token ids, the rules of rewards, and steps of supervised learning against their definitions."""
+"""Rows and their token ids, reward rules, and supervised steps, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_columns_are_filled(rows_file: Path) -> None:
         ("", {}, "has no rows"),
         ("[1]\n", {}, "line 1"),
         ('{"a": 1}\n{"a"\n', {}, "line 2"),
-        ('{"a": 1}\n', {"split": "train"}, "has no split"),
-        ('{"a": 1}\n', {"columns": {"b": "$c"}}, "'c' is no column; it has a"),
+        ('{"a": 1}\n', {"split": "train"}, "(?s)has no split.*remove split: data.split=null"),
+        ('{"a": 1}\n', {"columns": {"b": "$c"}}, "'c' is not a column; it has a"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, content: str, options: dict[str, Any], words: str) -> None:
@@ -75,7 +75,7 @@ def test_a_file_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "asked", "learnt"),
+    ("prompt", "answer", "asked", "learned"),
     [
         ("2 + 2 =", " 4", "2 + 2 =", " 4<end>"),
         (None, "a text", "", "a text<end>"),
@@ -85,22 +85,22 @@ def test_a_file_that_is_not_there() -> None:
         ("ignored", ROWS[0]["messages"], "u3 + 1?<end>a", "4<end>"),
     ],
 )
-def test_answers_are_what_is_learnt(prompt: Any, answer: Any, asked: str, learnt: str) -> None:
+def test_answers_are_what_is_learned(prompt: Any, answer: Any, asked: str, learned: str) -> None:
     ids, chosen = answered_ids(TOKENIZER, prompt, answer)
-    assert text(ids, chosen) == learnt
+    assert text(ids, chosen) == learned
     assert text(ids, [not value for value in chosen]) == asked
     if prompt not in (None, "ignored") and not (isinstance(prompt, str) and isinstance(answer, list)):
         assert ids[: len(prompt_ids(TOKENIZER, prompt))] == prompt_ids(TOKENIZER, prompt)
 
 
 def chat(*messages: str) -> list[dict[str, str]]:
-    """Messages of the roles that their first letters say: system, user, assistant, tool."""
+    """Return messages with roles by their first letters: system, user, assistant, tool."""
     roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": roles[message[0]], "content": message[1:]} for message in messages]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "learnt"),
+    ("prompt", "answer", "learned"),
     [
         (chat("uHi"), chat("aHo", "uAnd?", "aSo"), "Ho<end>So<end>"),
         (chat("uHi"), chat("aHo", "uAnd?"), "Ho<end>"),
@@ -112,12 +112,12 @@ def chat(*messages: str) -> list[dict[str, str]]:
     ],
 )
 @pytest.mark.parametrize("blank", ["", "\n", " \n"])
-def test_of_messages_the_assistants_are_learnt(prompt: Any, answer: Any, learnt: str, blank: str) -> None:
-    """With the token that ends each, and without what the template writes after it."""
+def test_of_messages_the_assistants_are_learned(prompt: Any, answer: Any, learned: str, blank: str) -> None:
+    """The end token of each message is trained. Text that the template adds after it is not."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", f"eos_token + {blank!r}")
     ids, chosen = answered_ids(tokenizer, prompt, answer)
-    assert text(ids, chosen) == learnt
+    assert text(ids, chosen) == learned
     messages = [*(chat(f"u{prompt}") if isinstance(prompt, str) else prompt or []), *answer]
     assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
 
@@ -153,7 +153,7 @@ def test_answers_of_other_roles_raise(prompt: Any, answer: Any) -> None:
 
 
 def appending(before: str, after: str) -> Any:
-    """The tokenizer with tokens around each text, as Llama's with `add_eos_token` and BERT's have them."""
+    """Make the tokenizer add tokens around each text, like Llama's with `add_eos_token` and BERT's."""
     tokenizer = byte_tokenizer(CONFIG, {"<start>": 300})
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (before, after) if token]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -165,7 +165,7 @@ def appending(before: str, after: str) -> Any:
 @pytest.mark.parametrize("before", ["", "<start>"])
 @pytest.mark.parametrize("after", ["", "<end>", "<pad>"])
 def test_tokens_that_a_tokenizer_appends(before: str, after: str) -> None:
-    """A prompt does not end, and an answer ends once."""
+    """A prompt has no end token, and an answer has one."""
     tokenizer = appending(before, after)
     assert tokenizer.decode(tokenizer("x")["input_ids"]) == f"{before}x{after}"
     for given in ("2 + 2 =", "", "ends<end>"):
@@ -184,7 +184,7 @@ def test_tokens_that_a_tokenizer_appends(before: str, after: str) -> None:
 def test_a_template_that_writes_questions_otherwise_once_answered() -> None:
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = "{% if add_generation_prompt %}think {% endif %}{{ messages[0]['content'] }}"
-    with pytest.raises(NRLModelsError, match="writes a question otherwise once it is answered"):
+    with pytest.raises(NRLModelsError, match="renders a question differently once an answer follows"):
         answered_ids(tokenizer, None, ROWS[0]["messages"])
 
 
@@ -211,6 +211,13 @@ def test_rows_come_in_another_order_each_time_round() -> None:
         ("#### 42", "none", True, 0.0),
         ("-3.50", "x = -3.5", True, 1.0),
         ("none", "3", True, 0.0),
+        ("7", "pages 3-7", True, 1.0),
+        ("-7", "3 is not -7", True, 1.0),
+        ("-7", "x = \u22127", True, 1.0),
+        ("0.5", "it is .5", True, 1.0),
+        ("1000", "1e3", True, 1.0),
+        ("3", "in version 2.5.3", True, 1.0),
+        ("12", "12 eggs.", True, 1.0),
     ],
 )
 def test_last_number(answer: str, reply: str, ended: bool, worth: float) -> None:

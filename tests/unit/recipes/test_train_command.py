@@ -1,4 +1,4 @@
-"""`nrl-models train`: what it prints and writes, and how it ends."""
+"""`nrl-models train`: its output, its files, and its exit status."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ runner = CliRunner()
 
 @pytest.fixture
 def small(llama: PreTrainedModel, rows_file: Path, tmp_path: Path) -> list[str]:
-    """Overrides of `llama/sft`."""
+    """Return small overrides of `llama/sft`."""
     checkpoint = save_with_tokenizer(llama, tmp_path / "checkpoint")
     return [
-        f"model.pretrained_model_name_or_path={checkpoint}", f"data.path={rows_file}", "data.split=null",
+        f"model.pretrained_model_name_or_path={checkpoint}", f"data.path={rows_file}",
         "training.steps=2", "training.batch=2", "training.max_length=32", "training.compute=float32",
     ]  # fmt: skip
 
@@ -61,13 +61,14 @@ def test_the_list() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "`nrl-models train --list` has the recipes"),
+        ([], "`nrl-models train --list` shows the bundled recipes"),
         (["llama/grpp"], "did you mean llama/grpo"),
         (["llama/grpo", "training.steps"], "expected KEY=VALUE"),
         (["llama/grpo", "loss.name=ppo"], "expected one of sft, dpo, reward, grpo, dr_grpo, dapo"),
         (["llama/grpo", "training.stepz=1", "engin.name=vllm"], "(2 problems)"),
         (["gemma4/dapo_e2b", "loss.correction.type=null"], "Invalid truncated importance sampling type: None"),
         (["llama/sft", "model.pretrained_model_name_or_path=./nowhere"], "nowhere"),
+        (["llama/sft", "model.path=./nowhere"], "model.path (sft.yaml): nothing reads it (did you mean pretrained_"),
     ],
 )
 def test_mistakes_are_answered_before_anything_starts(arguments: list[str], words: str) -> None:
@@ -75,3 +76,22 @@ def test_mistakes_are_answered_before_anything_starts(arguments: list[str], word
     assert result.exit_code == 2
     assert words in unframed(result.output)
     assert "Traceback" not in result.output
+
+
+def test_repository_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised before transformers requests the tokenizer, six times with pauses."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("Name or service not known")
+
+    def request_tokenizer(*_: object, **__: object) -> None:
+        raise AssertionError("the tokenizer was requested")
+
+    monkeypatch.setattr("nrl_models.common.checkpoint.files.snapshot_download", fail)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", request_tokenizer)
+    result = runner.invoke(app, ["train", "llama/sft"])
+    assert result.exit_code == 2
+    printed = unframed(result.output)
+    assert "error: CheckpointError" in printed
+    assert "cannot be fetched as a hub repository: OSError: Name or service not known" in printed
+    assert "What to do: check the path; for a hub repository check its name, your token and the network" in printed

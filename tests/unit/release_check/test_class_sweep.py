@@ -1,4 +1,4 @@
-"""The sweep finds planted faults of our class, and takes up where it was interrupted."""
+"""The sweep finds planted faults in our class, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> ClassUnderTest:
 
 @pytest.fixture
 def forward(llama: ClassUnderTest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Plants a fault into our model's forward: a function of the original forward and its arguments."""
+    """Return a function that plants a fault into our model's forward, given the original forward and its arguments."""
     original = llama.model.forward
 
     def plant(fault: Callable[..., Any]) -> None:
@@ -97,7 +97,7 @@ def test_errors_are_told_apart(
 def test_an_error_of_both_classes_is_the_references(
     llama: ClassUnderTest, forward: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @wraps(llama.reference_class.forward)  # the checks read its signature
+    @wraps(llama.reference_class.forward)  # the checks inspect its signature
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("both")
 
@@ -107,7 +107,7 @@ def test_an_error_of_both_classes_is_the_references(
 
 
 def test_a_plain_implementation_is_not_its_own_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both sides of Baichuan inherit a mistake of its attention; the independent implementation does not."""
+    """Model and reference of Baichuan inherit the same attention bug. The independent implementation does not."""
     from nrl_models.families.baichuan import modeling
 
     original = modeling.alibi_slopes
@@ -140,7 +140,7 @@ def test_masked_logits_hide_no_difference() -> None:
 def test_images_that_a_forward_does_not_use_are_no_media_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a tiny configuration without an image token: the forward then runs on text."""
+    """With a tiny configuration without an image token, the forward runs on text."""
     name = "LlavaForConditionalGeneration"
     case = ClassUnderTest(name, tmp_path)
     assert run_one(name, Check.MEDIA_LOGITS, case).outcome is Outcome.EQUAL

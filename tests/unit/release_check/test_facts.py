@@ -1,4 +1,4 @@
-"""`compare` classifies planted changes, and takes rounding for none."""
+"""`compare` classifies planted changes, and ignores rounding."""
 
 from __future__ import annotations
 

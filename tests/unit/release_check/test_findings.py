@@ -1,4 +1,4 @@
-"""Findings are grouped by cause, with identifiers that stay the same."""
+"""Grouping findings by cause, with stable identifiers."""
 
 from __future__ import annotations
 

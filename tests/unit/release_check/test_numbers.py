@@ -1,4 +1,4 @@
-"""Recorded numbers show planted changes of transformers' classes, each under its kind."""
+"""Recorded numbers reveal planted changes of transformers' classes, with the right kind."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_fixture_fills_by_name_and_shape() -> None:
     assert filled("a", value).std().item() == pytest.approx(0.02, rel=0.1)
     ids = torch.randint(0, 100, (2, 7))
     assert torch.equal(filled("input_ids", stated(ids)), ids)
-    mask = torch.ones(2, 5000, dtype=torch.bool)  # larger than what is stored literally
+    mask = torch.ones(2, 5000, dtype=torch.bool)  # too large to be stored literally
     assert torch.equal(filled("mask", stated(mask)), mask)
 
 
@@ -100,7 +100,7 @@ def test_a_fixture_survives_its_file(tmp_path: Path) -> None:
     case.to_file(tmp_path)
     assert NumberCase.from_file(LLAMA, tmp_path) == case
     assert case_names(tmp_path) == [LLAMA]
-    assert make_case("BaichuanForCausalLM") is None  # transformers has none
+    assert make_case("BaichuanForCausalLM") is None  # transformers has no such class
 
 
 def test_records_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[SectionRecord]) -> None:
@@ -168,7 +168,7 @@ def test_a_small_window_is_recorded_with_text_and_media() -> None:
 
 @since("5.14")  # older releases do not initialize a loaded weight again
 def test_changes_of_the_library_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that are initialized again after loading, and gradients that are divided twice."""
+    """Weights initialized again after loading, and gradients divided twice."""
     name = "PreTrainedModel"
     records = list(record(name))
     assert not [one for one in records if one.error_type]
@@ -188,7 +188,7 @@ def test_changes_of_the_library_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def halved(model: torch.nn.Module) -> float:
-    """Divide the gradients that a step left."""
+    """Halve the gradients after a step."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= 2

@@ -1,4 +1,4 @@
-"""Outcomes are appended, and an interrupted write costs only its own line."""
+"""Outcomes are appended, and an interrupted write loses only its own line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes are grouped by the function behind them, judged, and compared with reported regressions."""
+"""Changes are grouped by the function that causes them, judged, and compared with reported regressions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RELEASES = [Version("5.0"), Version("5.1"), Version("5.2")]
 
 
 class Case:
-    """Stands for a fixture."""
+    """A placeholder for a fixture."""
 
     def __init__(self, module: str) -> None:
         self.module = module

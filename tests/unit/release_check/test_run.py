@@ -1,4 +1,4 @@
-"""A release check as a whole: bad input, environments that pip refuses, resuming, and the tests' outcomes."""
+"""A complete release check: bad input, environments that pip cannot build, resuming, and test outcomes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FINDING = Finding(
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NRL_MODELS_RELEASE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # no test reaches an index
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # prevents access to an index
     index.wheels.cache_clear()
     return tmp_path / "cache"
 
@@ -96,7 +96,7 @@ def test_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_package_that_does_not_install(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are judged, and outcomes that exist stay."""
+    """The other packages are judged, and recorded outcomes remain."""
     kept = checkout / "out" / "kept.jsonl"
     kept.parent.mkdir()
     kept.touch()
@@ -169,7 +169,7 @@ def test_number(number):
 
 
 def test_suite_resumes(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test whose outcome is recorded does not run again; the failure is still reported."""
+    """A test with a recorded outcome does not run again. Its failure is still reported."""
     (checkout / "test_planted.py").write_text(TESTS)
     environment = Environment(checkout, checkout)
     monkeypatch.setattr(Environment, "python", Path(sys.executable))
@@ -190,7 +190,7 @@ def test_suite_resumes(tmp_path: Path, checkout: Path, monkeypatch: pytest.Monke
 def test_pytest_that_does_not_start_is_an_error(
     tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with 1, as with failed tests."""
+    """pytest exits with 1, as it does with failed tests."""
     (checkout / "test_planted.py").write_text(TESTS)
     monkeypatch.setattr(Environment, "python", Path(sys.executable))
     monkeypatch.setitem(PACKAGES, "accelerate", replace(PACKAGES["accelerate"], tests=("test_planted.py",)))

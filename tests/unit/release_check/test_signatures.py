@@ -1,4 +1,4 @@
-"""Overrides are compared with the baseline's and the installed signatures."""
+"""Overrides are compared with the signatures of the baseline and of the installed version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources are read from a wheel: names, methods, and differences between two versions."""
+"""Reading sources from a wheel: names, methods, and differences between two versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A crash or a hang of one subject loses neither its earlier results nor other subjects."""
+"""A crash or a timeout of one subject loses neither its earlier results nor other subjects."""
 
 from __future__ import annotations
 

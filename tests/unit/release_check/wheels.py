@@ -1,4 +1,4 @@
-"""Small wheels, as sources of two versions of a package."""
+"""Small wheels that contain the sources of two versions of a package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of worker processes run in them."""
+"""Functions that run in the worker processes of tests."""
 
 from __future__ import annotations
 

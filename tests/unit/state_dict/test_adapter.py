@@ -1,4 +1,4 @@
-"""The adapter: own tensors from Hugging Face's and back; whole, one by one, as live views, and in a stream."""
+"""The state dict adapter: conversion from and to Hugging Face names, by dict, tensor, live view and stream."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def ours(reference: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """Our model with a transformers model's weights."""
+    """Create our model with a transformers model's weights."""
     model = auto_class_of(reference.config).from_config(reference.config, dtype=reference.dtype, **options).eval()
     model.load_state_dict(model.state_dict_adapter.from_hf(reference.state_dict()))
     return model
@@ -59,7 +59,7 @@ def ours(reference: PreTrainedModel, **options: Any) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def model(llama: PreTrainedModel) -> PreTrainedModel:
-    """`llama` of ours: grouped-query attention, biases everywhere. Not to be changed."""
+    """Our model of `llama`: grouped-query attention, biases everywhere. Do not change it."""
     return ours(llama)
 
 
@@ -70,13 +70,13 @@ def adapter(model: PreTrainedModel) -> StateDictAdapter:
 
 @pytest.fixture(scope="module")
 def moe(mixtral: PreTrainedModel) -> PreTrainedModel:
-    """`mixtral` of ours. Not to be changed."""
+    """Our model of `mixtral`. Do not change it."""
     return ours(mixtral)
 
 
 @pytest.fixture
 def tensors(llama: PreTrainedModel) -> Tensors:
-    """What transformers has of `llama`, to change at will."""
+    """transformers' state dict of `llama`. Tests may change it."""
     return {name: tensor.clone() for name, tensor in llama.state_dict().items()}
 
 
@@ -90,12 +90,12 @@ def shuffled(tensors: Tensors, seed: int = 0) -> Tensors:
     return dict(items)
 
 
-# A hub that packs q, k and v and permutes rows for rotary embeddings, where transformers does neither. The
-# published models of this kind are large, new, or have no family here.
+# A hub layout that packs q, k and v and permutes rows for rotary embeddings, unlike transformers' layout. The published
+# models of this kind are large, new, or have no family here.
 
 
 class PermuteRows(ConversionOps):
-    """As rotary embeddings of two kinds need: each head's even and odd rows, or its halves, first."""
+    """Reorder rows for rotary embeddings: each head's even and odd rows, or its halves, come first."""
 
     def __init__(self, shape: tuple[int, int] = (16, 2)) -> None:
         self.shape = shape
@@ -113,7 +113,7 @@ class PermuteRows(ConversionOps):
 
 
 class Double(ConversionOps):
-    """Computes something, which is no view."""
+    """A conversion that computes values, so it is not a view."""
 
     def convert(
         self, input_dict: dict[str, list[torch.Tensor]], target_patterns: list[str], **_: Any
@@ -163,7 +163,7 @@ CONFIGS = {
 
 
 def adapter_for(config: PreTrainedConfig) -> StateDictAdapter:
-    """The adapter of the model that an auto class builds from a configuration."""
+    """Return the adapter of the model that an auto class builds from a configuration."""
     return StateDictAdapter(auto_class_of(config).from_config(config, device="meta"))
 
 
@@ -182,7 +182,7 @@ def test_a_model_on_meta_has_the_same_adapter(adapter: StateDictAdapter, model: 
 
 
 def assert_same_facts(some: StateDictAdapter, other: StateDictAdapter) -> None:
-    """Two adapters are equal, up to transformers' conversions, which are equal to themselves alone."""
+    """Check that two adapters are equal, except for transformers' conversions, which only equal themselves."""
     facts, expected = dict(vars(some)), dict(vars(other))
     conversions = [list(adapter.pop("_conversions")) for adapter in (facts, expected)]
     assert facts == expected
@@ -213,7 +213,7 @@ def test_no_reference_to_the_model_is_kept(llama_config: LlamaConfig) -> None:
 
 def test_copies_of_an_adapter(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     pickled = pickle.dumps(adapter)
-    assert len(pickled) < 100_000  # no weight is in it
+    assert len(pickled) < 100_000  # contains no weight
     for load in (copy.deepcopy(adapter), copy.copy(adapter), pickle.loads(pickled)):
         assert vars(load) == vars(adapter)
         assert_same(load.to_hf(model.state_dict()), adapter.to_hf(model.state_dict()))
@@ -237,7 +237,7 @@ def test_a_layout_that_nobody_knows(adapter: StateDictAdapter, model: PreTrained
             call("vllm")
 
 
-# Whole state dicts
+# Complete state dicts
 
 
 @layouts
@@ -339,7 +339,7 @@ def test_tensors_on_meta(adapter: StateDictAdapter, tensors: Tensors) -> None:
     assert all(tensor.is_meta for tensor in adapter.to_hf(own).values())
 
 
-# Gradients and optimiser states
+# Gradients and optimizer states
 
 
 def trained(model: PreTrainedModel, input_ids: torch.Tensor, steps: int = 2) -> torch.optim.Optimizer:
@@ -361,13 +361,13 @@ def states(model: PreTrainedModel, optimizer: torch.optim.Optimizer, key: str) -
 
 @pytest.fixture
 def pair(llama_config: LlamaConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """transformers' model and ours in double precision: Adam divides by its second moment and magnifies rounding."""
+    """Return transformers' model and ours in fp64, because Adam divides by its second moment and amplifies rounding."""
     llama_config.num_hidden_layers = 1
     reference = new_model(llama_config, dtype=torch.float64)
     return reference, ours(reference)
 
 
-def test_optimiser_states_are_mapped(pair: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor) -> None:
+def test_optimizer_states_are_mapped(pair: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor) -> None:
     reference, model = pair
     optimizers = [trained(model, input_ids) for model in pair]
     for key in ("exp_avg", "exp_avg_sq"):
@@ -398,7 +398,7 @@ def test_training_continues_from_mapped_states(
     torch.testing.assert_close(exported, dict(reference.state_dict()), atol=1e-9, rtol=1e-6)
 
 
-# What does not fit
+# Errors
 
 
 def refused(adapter: StateDictAdapter, tensors: Tensors, **options: Any) -> set[tuple[str, str]]:
@@ -470,7 +470,7 @@ def test_own_tensors_of_another_model_are_refused(adapter: StateDictAdapter, mod
 
 
 def test_one_tensor_is_cut_into_the_hubs(moe: PreTrainedModel) -> None:
-    # NeMo RL's refit and LoRA sync call this; without it they fall back to the Hugging Face model.
+    # NeMo RL's refit and LoRA sync call this method. Without it they fall back to the Hugging Face model.
     tensor = torch.randn(moe.get_parameter(EXPERTS_GATE_UP).shape, dtype=torch.float64)
     width = tensor.shape[1] // 2
     converted = moe.state_dict_adapter.convert_single_tensor_to_hf(EXPERTS_GATE_UP, tensor)
@@ -500,7 +500,7 @@ def test_one_tensor_that_is_not_the_models_is_refused(adapter: StateDictAdapter)
         assert problems(caught.value) == {(kind, name)}
 
 
-# Layouts that are no plain views
+# Layouts that are not views
 
 
 @since("5.9")
@@ -515,7 +515,7 @@ def test_what_the_hub_packs_is_packed() -> None:
     assert_same(adapter.from_hf(stacked), own)
     assert_same(dict(adapter.iter_export(model)), exported)
     assert_same(dict(adapter.iter_export(model, 300_000)), exported)
-    assert f"{ATTENTION}.packed.weight" not in adapter.hf_views(model)  # it is made of three, and no view of any
+    assert f"{ATTENTION}.packed.weight" not in adapter.hf_views(model)  # combines three parameters, so it is not a view
 
 
 @since("5.9")
@@ -541,7 +541,7 @@ def test_permuted_rows_are_copied_out_and_written_back() -> None:
     assert torch.equal(out, given.view(8, 2, 16, 256).transpose(1, 2).reshape(256, 256))
     assert not torch.equal(out, given)
     assert out.untyped_storage().data_ptr() not in storages(own)
-    assert f"{ATTENTION}.out.weight" not in adapter.hf_views(model)  # nothing that is written to it would arrive
+    assert f"{ATTENTION}.out.weight" not in adapter.hf_views(model)  # writing to the tensor would not change the model
     assert_same(adapter.from_hf(exported), own)
 
 
@@ -584,7 +584,7 @@ def test_the_plan_is_what_the_stream_yields(moe: PreTrainedModel, layout: Any, m
     stream = list(adapter.iter_export(moe, max_bytes, layout=layout))
     plan = adapter.export_plan(layout=layout)
     assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stream] == plan
-    assert plan == adapter_for(moe.config).export_plan(layout=layout)  # known before there are weights
+    assert plan == adapter_for(moe.config).export_plan(layout=layout)  # known before weights exist
     assert_same(dict(stream), adapter.to_hf(moe.state_dict(), layout=layout))
 
 
@@ -596,7 +596,7 @@ def test_without_buckets_nothing_is_copied(adapter: StateDictAdapter, model: Pre
 
 @pytest.fixture(scope="module")
 def uneven() -> PreTrainedModel:
-    """A model in bf16, of sizes that are no multiples of 16 bytes, with an fp32 tensor."""
+    """A bf16 model with tensor sizes that are not multiples of 16 bytes, and one fp32 tensor."""
     sizes = {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101, "head_dim": 18}
     config = tiny_config(LlamaConfig, sizes | {"num_attention_heads": 2, "num_key_value_heads": 2})
     model = ours(new_model(config, dtype=torch.bfloat16))
@@ -626,7 +626,7 @@ def test_buckets_are_bounded_aligned_and_full(uneven: PreTrainedModel, max_bytes
             assert tensor.is_contiguous()
             end = start + tensor.nbytes
         assert end <= size < end + 16
-    for bucket, following in pairwise(buckets):  # the next tensor would not have fitted
+    for bucket, following in pairwise(buckets):  # the next tensor would not have fit
         assert bucket[0].untyped_storage().nbytes() + following[0].nbytes > max_bytes
 
 

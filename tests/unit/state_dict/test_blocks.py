@@ -1,4 +1,4 @@
-"""Blocks carried through views: every element of every block is where the view says it is."""
+"""Moving blocks through views: every element of a block ends at its position in the view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions compared by what they do."""
+"""Comparing conversions by their effect."""
 
 from __future__ import annotations
 

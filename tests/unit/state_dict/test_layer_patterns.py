@@ -1,4 +1,4 @@
-"""What is said of every layer from two of a kind: what converting all of them gives, or nothing."""
+"""Deriving the layout of all layers from two layers of each kind gives the same result as converting all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = (6, 4)
 
 
 def table(*names: str, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, HFTensor]:
-    """Tensors that are whole parameters of the same names."""
+    """Return tensors that are complete parameters of the same names."""
     return {name: HFTensor(name, (shapes or {}).get(name, SHAPE), (Piece(View(name)),)) for name in names}
 
 
@@ -42,7 +42,7 @@ def float32(name: str) -> torch.dtype:
 
 
 class Recorded:
-    """A conversion of tables that says how many tensors it was given."""
+    """A conversion of tables that records the number of its tensors."""
 
     def __init__(self, change: Callable[[dict[str, HFTensor]], dict[str, HFTensor]]) -> None:
         self.change, self.given = change, []
@@ -77,28 +77,28 @@ def test_layers_of_another_kind_are_not_taken_for_alike() -> None:
 
 
 def _every_second(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
-    """A conversion that asks for the layer's number."""
+    """A conversion that depends on the layer's index."""
     return renamed(tensors, lambda name: name.replace("q", "w") if int(name.split(".")[2]) % 2 == 0 else name)
 
 
 def _shifted(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
-    """Another: the first layer becomes the second."""
+    """A conversion that renames the first layer to the second."""
     return renamed(tensors, lambda name: ".".join([*name.split(".")[:2], str(int(name.split(".")[2]) + 1), "q"]))
 
 
 def _joined(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
-    """A conversion that makes one tensor of all layers'."""
+    """A conversion that combines all layers in one tensor."""
     pieces = tuple(Piece(tensor.pieces[0].view, (("select", (0, at)),)) for at, tensor in enumerate(tensors.values()))
     return {"all": HFTensor("all", (len(tensors), *SHAPE), pieces)}
 
 
 def _one_name(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
-    """A conversion with one name for the tensors of several layers: the last remains."""
+    """A conversion with one name for tensors of several layers. The last one wins."""
     return renamed(tensors, lambda name: "same")
 
 
 def _backwards(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
-    """Every second tensor first: layers are no longer together."""
+    """A conversion that reorders tensors, so that layers are no longer contiguous."""
     items = list(tensors.items())
     return dict(items[::2] + items[1::2])
 
@@ -113,7 +113,7 @@ def test_what_does_not_hold_for_two_layers_is_converted_one_by_one(change: Any) 
 
 
 class Theirs(ConversionOps):
-    """An operation of somebody else's, who may look at a layer's number."""
+    """A third-party operation, which may depend on a layer's index."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         return input_dict
@@ -142,7 +142,7 @@ def test_which_conversions_ignore_numbers() -> None:
 
 
 def _upstream(architecture: str) -> PreTrainedModel:
-    """The model of a class's own configuration, at its size but for very many layers, on meta."""
+    """Build the model of a class's default configuration on meta, at full size except for a limit on layers."""
     reference: Any = registry.model_class(architecture)
     upstream = reference.reference_class()
     with torch.device("meta"):
@@ -155,13 +155,13 @@ def _in_memory(model: PreTrainedModel) -> dict[str, HFTensor]:
 
 
 def _both(model: PreTrainedModel) -> tuple[dict[str, HFTensor], dict[str, HFTensor]]:
-    """The hub's layout, from two layers of each kind and from all of them."""
+    """Return the hub's layout, derived from two layers of each kind and converted from all of them."""
     own, tensors = own_tensors(model), _in_memory(model)
     shared = convert_layout(model, tensors, own, hub_conversions(model))
     return shared, layouts._traced(model, tensors, lambda name: own[name].dtype, hub_conversions(model))
 
 
-# The largest of each kind of conversion; all architectures are in tests/full.
+# The largest model for each kind of conversion. tests/full has all architectures.
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -184,7 +184,7 @@ def small_deepseek() -> PreTrainedModel:
         return DeepseekV3ForCausalLM._from_config(config)
 
 
-def test_a_wrong_generalisation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_generalization_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     shared, full = _both(small_deepseek())
     assert list(shared.items()) == list(full.items())
     moved = layer_patterns._moved

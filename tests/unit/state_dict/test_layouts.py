@@ -1,4 +1,4 @@
-"""The names and shapes a model's tensors have elsewhere: as transformers itself would give them."""
+"""Names and shapes of a model's tensors in other layouts, compared with transformers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_hubs_layout_is_what_transformers_writes(mixtral: PreTrainedModel) -
     }
 
 
-# A prefix that some checkpoints carry
+# An optional prefix in checkpoints
 
 HAS_PREFIXES = PrefixChange.__module__.startswith("transformers")
 if HAS_PREFIXES:
@@ -127,7 +127,7 @@ Upstream = type("PrefixedForCausalLM", (modeling_llama.LlamaForCausalLM,), {})
 
 
 @needs_prefixes
-@since("5.10")  # 5.6 looks for no conversions by the name of a class
+@since("5.10")  # 5.6 does not look up conversions by class name
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 def test_a_prefix_is_kept_that_the_checkpoint_carried(prefix: str, llama: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()

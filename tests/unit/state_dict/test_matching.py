@@ -1,4 +1,4 @@
-"""Which given tensors fill which of the model's own: the rules, on tables written by hand."""
+"""Matching passed tensors to the model's own tensors: the rules, on hand-written tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nrl_models.common.views.view import HFTensor, Piece, View
 
 
 def rows(name: str, parameter: str, start: int, length: int) -> HFTensor:
-    """A tensor that is some rows of a parameter of four columns."""
+    """Return a tensor that is a range of rows of a parameter with four columns."""
     return HFTensor(name, (length, 4), (Piece(View(parameter).then("narrow", 0, start, length)),))
 
 
@@ -40,7 +40,7 @@ TABLE = {
         whole("norm", "norm", 4),
         whole("embed", "embed", 6, 4),
         whole("head", "head", 6, 4),
-        # a tensor that the hub packs and the model keeps apart
+        # packed on the hub, separate in the model
         HFTensor(
             "norm and embed",
             (7, 4),
@@ -60,7 +60,7 @@ def absent(name: str, given: Collection[HFTensor]) -> list[str]:
 
 
 def matched(*keys: str, tied: dict[str, str] | None = None, **options: Any) -> Match:
-    """The match of these keys, with the shapes and dtype that fit; `changed` gives others."""
+    """Match these keys, with correct shapes and dtypes except for `changed`."""
     changed = options.pop("changed", {})
     given = {key: TensorSpec(TABLE[key].shape if key in TABLE else (1,), torch.float32) for key in keys} | changed
     options = {"why_unexpected": lambda key: "nobody knows it"} | options
@@ -117,10 +117,10 @@ def test_a_packed_tensor_of_the_wrong_size_is_reported_once() -> None:
     ("keys", "listed"),
     [
         (("older q", *EVERYTHING), "older q, q, k, v"),  # one region under two names
-        (("qk", *EVERYTHING), "qk, q, k, v"),  # a larger region and what is in it
-        (("q", "older q", "norm", "embed", "head"), "q, older q"),  # as many rows as there are, the same ones twice
+        (("qk", *EVERYTHING), "qk, q, k, v"),  # a larger region and its content
+        (("q", "older q", "norm", "embed", "head"), "q, older q"),  # the right number of rows, but the same ones twice
         (("qk", "q"), "qk, q"),
-        (("qk", "k"), "qk, k"),  # as many rows as there are: v's would be whatever was in memory
+        (("qk", "k"), "qk, k"),  # as many rows as needed, but v's would be uninitialized
     ],
 )
 def test_what_fills_a_tensor_twice_is_duplicated(keys: tuple[str, ...], listed: str) -> None:
@@ -146,7 +146,7 @@ def test_parts_that_need_scales_are_no_tensor_with_others(second: torch.dtype) -
     found = matched(*EVERYTHING, changed={"k": TensorSpec((2, 4), second)})
     assert kinds(found) == {("dtype", "q, k, v")}
     assert str(second) in found.problems[0].detail
-    # All alike they are: it is not for a match to say what they mean.
+    # All have the same shape, so the match cannot decide.
     alike = {key: TensorSpec(TABLE[key].shape, second) for key in ("q", "k", "v")}
     assert not matched(*EVERYTHING, changed=alike).problems
 
@@ -208,7 +208,7 @@ def test_a_long_list_is_cut_and_counted() -> None:
 
 
 def test_what_is_empty_is_not_filled_twice() -> None:
-    # Shared experts of no width: gate and up are both the whole of nothing.
+    # Shared experts of zero width: gate and up are both complete and empty.
     own = {"gate_up": TensorSpec((0, 4), torch.float32)}
     table = {name: rows(name, "gate_up", 0, 0) for name in ("gate", "up")}
     given = {name: TensorSpec((0, 4), torch.float32) for name in table}

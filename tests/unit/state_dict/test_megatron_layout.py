@@ -1,4 +1,4 @@
-"""Megatron-Core's layout: its names and interleaving, what each rank holds, and the way back."""
+"""Megatron-Core's layout: names, interleaving, the shares of ranks, and conversion back."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GRIDS: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2},
     {"tp": 2, "pp": 2, "ep": 2, "transformer_engine": False, "grouped_experts": False},
-    {"tp": 4, "vocabulary": 1600},  # two ranks hold nothing but padding of it
+    {"tp": 4, "vocabulary": 1600},  # two ranks hold only padding of it
 ]
 
 CONFIGS = [LlamaConfig, Phi3Config, Qwen3MoeConfig, DeepseekV3Config]
 
 
 def model_of(config_class: type[PreTrainedConfig], **values: Any) -> FamilyModel:
-    """A tiny model of random weights, its norms too."""
+    """Create a tiny model with random weights, norms included."""
     architecture = new_model(tiny_config(config_class, values))
     model = registry.model_class(type(architecture).__name__).from_config(architecture.config)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_names_are_those_of_its_layers() -> None:
         "decoder.layers.0.mlp.router.weight",
         "decoder.layers.0.mlp.experts.linear_fc1.weight0",
         "decoder.final_layernorm.weight",
-        "output_layer.weight",  # of tied weights the last stage has a copy
+        "output_layer.weight",  # the last stage has a copy of tied weights
     } <= engine
     assert "embedding.word_embeddings.weight" not in engine
     local = set(dict(to_megatron(model, MegatronRank(transformer_engine=False, grouped_experts=False))))
@@ -157,7 +157,7 @@ def test_a_rank_that_is_left_out_is_noticed() -> None:
     model = model_of(LlamaConfig, num_hidden_layers=2)
     held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2, pp=2)}
     del held[next(iter(held))]
-    with pytest.raises(StateDictError, match=r"of its \d+ values came: expected what all ranks hold"):
+    with pytest.raises(StateDictError, match=r"of its \d+ values are present: expected the tensors of all ranks"):
         from_megatron(model, held)
 
 
@@ -174,7 +174,7 @@ def test_a_padded_vocabulary_ends_in_zeros(tied: bool) -> None:
         assert torch.equal(rows[:1001], weight)
         assert rows.shape[0] == 1024
         assert not rows[1001:].any()
-    held[ranks[-1]]["output_layer.weight"][-23:] = 1.0  # what training leaves there does not matter
+    held[ranks[-1]]["output_layer.weight"][-23:] = 1.0  # training may change the padding
     other = model_of(LlamaConfig, vocab_size=1001, tie_word_embeddings=tied)
     from_megatron(other, held)
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""What is tied is read from memory and configuration when it is asked for: export, files and advice follow it."""
+"""Ties are read from memory and configuration on each use: by export, files and advice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "KimiVLForConditionalGeneration": ["text_config.tie_word_embeddings"],
     "Florence2ForConditionalGeneration": ["tie_word_embeddings", "text_config.tie_word_embeddings"],
 }
-"""Architectures with the keys that tie their embeddings: of the whole model, of a part, or of both."""
+"""Architectures with the keys that tie their embeddings: of the complete model, of a part, or of both."""
 
 
 def tied_model(architecture: str) -> FamilyModel:
@@ -46,7 +46,7 @@ def tied_model(architecture: str) -> FamilyModel:
 
 
 def untie(model: FamilyModel) -> None:
-    """Give each tied tensor memory and values of its own."""
+    """Give each tied tensor separate memory and values."""
     for name in declared_ties(model):
         install(model, name, model.get_parameter(name).detach() + 1)
 
@@ -81,7 +81,7 @@ def test_model_that_is_untied_by_hand_keeps_both_tensors(architecture: str, tmp_
             model.save_pretrained(tmp_path / "out", **options)
         assert all(f"model.config.{key}" in str(caught.value) for key in keys)
         assert not (tmp_path / "out").exists()
-    for key in keys:  # the advice
+    for key in keys:  # as the message suggests
         set_key(model, key, False)
     for options in ({}, {"state_dict": model.state_dict()}):
         model.save_pretrained(tmp_path / "out", **options)
@@ -202,7 +202,7 @@ def test_values_are_compared_with_nan_equal(first: list[float], second: list[flo
 def test_configuration_whose_parts_disagree_is_read_as_the_model_is(
     architecture: str, key: str, other: str, tmp_path: Path
 ) -> None:
-    """Their classes derive one key from the other when they are read."""
+    """The configuration classes derive one key from the other when they are read."""
     model = tied_model(architecture)
     untie(model)
     set_key(model, key, False)

@@ -1,4 +1,4 @@
-"""A live model under Hugging Face names: `load_state_dict` is torch's, and what is written is transformers'."""
+"""`load_state_dict` of a live model accepts Hugging Face names, and saved files equal transformers'."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def model(llama: PreTrainedModel) -> PreTrainedModel:
-    """Our Llama of `llama`'s sizes, with other weights."""
+    """Our Llama with the sizes of `llama` and other weights."""
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(llama.config).eval()
 
 
 @pytest.fixture
 def tensors(llama: PreTrainedModel) -> Tensors:
-    """What transformers has of `llama`, to change at will."""
+    """transformers' state dict of `llama`. Tests may change it."""
     return {name: tensor.clone() for name, tensor in llama.state_dict().items()}
 
 
@@ -44,7 +44,7 @@ def test_a_state_dict_loads_into_the_parameters_that_are_there(model: PreTrained
     assert_same(model.state_dict(), tensors)
     assert list(model.state_dict()) == list(tensors)
     after = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
-    assert after == parameters  # an optimiser has them
+    assert after == parameters  # an optimizer holds them
     assert all(group.joined for group in report(model))
 
 
@@ -65,7 +65,7 @@ def test_a_state_dict_loads_into_the_parameters_that_are_there(model: PreTrained
 def test_what_is_said_of_other_state_dicts(
     edit: Callable[[Tensors], object], strict: bool, tied: bool, llama: PreTrainedModel, tensors: Tensors
 ) -> None:
-    """torch's words, as for transformers' class: the names are the same."""
+    """torch's messages, as for transformers' class, because the names are the same."""
     config = type(llama.config)(**llama.config.to_diff_dict() | {"tie_word_embeddings": tied})
     edit(tensors)
     results, models = [], []
@@ -81,7 +81,7 @@ def test_what_is_said_of_other_state_dicts(
 
 
 def test_hub_names_load(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> None:
-    """As Trainer and accelerate load a checkpoint's file, also into a model that is wrapped."""
+    """Trainer and accelerate load a checkpoint's file this way, also into a wrapped model."""
     tensors = stored(mixtral_checkpoint)
     assert not tensors.keys() <= mixtral.state_dict().keys()
     for strict in (True, False):
@@ -99,7 +99,7 @@ EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
 
 
 def test_parts_under_hub_names_leave_the_others_as_they_are(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> None:
-    """Each shard of a checkpoint is loaded by itself, and an expert may be in another than its stack's others."""
+    """Each shard of a checkpoint is loaded separately. Experts of one stack may be in different shards."""
     tensors = stored(mixtral_checkpoint)
     model = AutoModelForCausalLM.from_config(mixtral.config)
     before = {name: tensor.clone() for name, tensor in model.state_dict_adapter.to_hf(model.state_dict()).items()}
@@ -156,7 +156,7 @@ def test_assigning(device: str, llama: PreTrainedModel, tensors: Tensors, input_
     model = AutoModelForCausalLM.from_config(llama.config, device=device).eval()
     model.load_state_dict({name: tensor.bfloat16() for name, tensor in tensors.items()}, assign=True)
     assert_same(model.state_dict(), {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    if device == "cpu":  # on meta nothing computed the rotary embeddings
+    if device == "cpu":  # on meta, rotary embeddings are not computed
         expected = new_model(llama.config).eval()
         expected.load_state_dict({name: tensor.bfloat16() for name, tensor in tensors.items()}, assign=True)
         with torch.no_grad():
@@ -170,7 +170,7 @@ def test_assigning(device: str, llama: PreTrainedModel, tensors: Tensors, input_
 
 @pytest.fixture
 def same(model: PreTrainedModel, tensors: Tensors) -> PreTrainedModel:
-    """`model` with `llama`'s weights."""
+    """`model` with the weights of `llama`."""
     model.load_state_dict(tensors)
     return model
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_has_the_models_memory_under_hugging_face_names(same: PreTr
     assert written[PARTS[0]].data_ptr() in storages
     assert written[PARTS[1]].data_ptr() == same.model.layers[0].self_attn.k_proj.weight.data_ptr()
     assert len(set(inside)) == len(inside)
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in written.values())  # as safetensors asks
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in written.values())  # for safetensors
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,13 @@ def test_names_that_transformers_does_not_save_are_left_out(same: PreTrainedMode
 
 @since("5.6")
 def test_a_model_is_written_in_the_layout_it_was_read_from(mixtral: PreTrainedModel, tmp_path: Path) -> None:
-    # With stacked experts, say, which is not the hub's layout.
+    # For example with stacked experts, which the hub's layout does not have.
     mixtral.save_pretrained(tmp_path / "stacked", save_original_format=False)
     assert "model.layers.0.mlp.experts.down_proj" in stored(tmp_path / "stacked")
     ours, theirs = (of.from_pretrained(tmp_path / "stacked") for of in (AutoModelForCausalLM, type(mixtral)))
     theirs.save_pretrained(tmp_path / "theirs")
     assert_same(to_checkpoint(ours), stored(tmp_path / "theirs"))
-    # A model that was read from nowhere is written as the hub has it.
+    # A model that was not loaded from a checkpoint is saved in the hub's layout.
     assert "model.layers.0.block_sparse_moe.experts.0.w2.weight" in to_checkpoint(
         AutoModelForCausalLM.from_config(mixtral.config)
     )

@@ -1,4 +1,4 @@
-"""The calls that NeMo RL and NeMo Automodel make of an adapter, with the keywords they pass."""
+"""Adapter calls of NeMo RL and NeMo Automodel, with the keywords they pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
 EXPERTS = "model.layers.1.mlp.experts"
-EXTRA_STATE = r".*_extra_state.*"  # what both pass, always
+EXTRA_STATE = r".*_extra_state.*"  # both always pass it
 MODULE_STATE = "model.layers.0.self_attn._extra_state"
 
 Call = Callable[..., Any]
@@ -31,7 +31,7 @@ Call = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def moe() -> PreTrainedModel:
-    """With experts, which the hub has one by one. Not to be changed."""
+    """A model with experts, which the hub stores one by one. Do not change it."""
     return AutoModelForCausalLM.from_config(tiny_config(Qwen3MoeConfig), dtype=torch.float32)
 
 
@@ -42,7 +42,7 @@ def adapter(moe: PreTrainedModel) -> StateDictAdapter:
 
 @pytest.fixture
 def calls(moe: PreTrainedModel, adapter: StateDictAdapter) -> list[Call]:
-    """Each of the methods that take their keywords, on all own tensors; each gives the same."""
+    """The methods that accept their keywords, each on all own tensors. All give the same result."""
     own = moe.state_dict()
 
     def one_by_one(**keywords: Any) -> dict[str, torch.Tensor]:
@@ -80,9 +80,9 @@ def test_a_state_dict_is_converted_as_automodel_asks(moe: PreTrainedModel, adapt
     assert_same(saved, adapter.to_hf(own))
     loading = adapter.to_hf(own, exclude_key_regex=EXTRA_STATE, device_mesh=None, for_checkpoint_load=True)
     storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
-    assert {tensor.untyped_storage().data_ptr() for tensor in loading.values()} <= storages  # files are read into them
+    assert {tensor.untyped_storage().data_ptr() for tensor in loading.values()} <= storages  # files are read into these
     assert_same(adapter.from_hf(saved, device_mesh=None), own)
-    adapter._paramwrapper_layout_hint = None  # which it sets before each from_hf
+    adapter._paramwrapper_layout_hint = None  # set before each from_hf
 
 
 def test_what_is_excluded_is_left_out(calls: list[Call], adapter: StateDictAdapter) -> None:
@@ -90,7 +90,7 @@ def test_what_is_excluded_is_left_out(calls: list[Call], adapter: StateDictAdapt
         everything = call()
         left = call(exclude_key_regex=r".*\.experts\.0\.|lm_head")
         assert left.keys() == {key for key in everything if ".experts.0." not in key and key != "lm_head.weight"}
-        # They match from the beginning of a name, and so do we.
+        # Patterns match from the start of a name, as in their code.
         assert call(exclude_key_regex="experts").keys() == everything.keys()
 
 
@@ -107,9 +107,9 @@ def test_state_of_modules_is_not_the_models_and_is_left_out(moe: PreTrainedModel
         assert problems(caught.value) == {("unexpected", MODULE_STATE)}
 
 
-def test_tensors_of_a_quantised_checkpoint_are_refused(calls: list[Call]) -> None:
+def test_tensors_of_a_quantized_checkpoint_are_refused(calls: list[Call]) -> None:
     for call in calls:
-        with pytest.raises(UnknownArgumentError, match="from_pretrained reads a quantised checkpoint"):
+        with pytest.raises(UnknownArgumentError, match="from_pretrained reads a quantized checkpoint"):
             call(quantization=True)
 
 
@@ -122,7 +122,7 @@ def test_an_unknown_keyword_is_refused(calls: list[Call]) -> None:
         assert all(known in str(caught.value) for known in WITHOUT_EFFECT)
 
 
-# In a stream
+# Streaming
 
 
 def test_a_stream_is_the_whole(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
@@ -148,7 +148,7 @@ def test_a_stream_waits_for_what_is_joined() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of two ranks, one of which does not exist."""
+    """A mesh of two ranks, of which one does not exist."""
     dist.init_process_group("fake", rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     dist.destroy_process_group()
@@ -167,7 +167,7 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTenso
 def test_views_of_a_sharded_tensor_are_those_a_rank_has(
     adapter: StateDictAdapter, mesh: DeviceMesh, placement: Placement, refused: bool
 ) -> None:
-    name = f"{EXPERTS}.gate_up_proj"  # experts, then gate and up, then features
+    name = f"{EXPERTS}.gate_up_proj"  # dimensions: experts, then gate and up, then features
     whole = torch.randn(adapter.own[name].shape)
     sharded = shard(whole, mesh, placement)
     for convert in (
@@ -209,10 +209,10 @@ def test_sharded_experts_are_not_joined(moe: PreTrainedModel, adapter: StateDict
 
 def test_experts_divided_over_a_mesh_are_refused(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
     whole = adapter.to_hf({name: torch.zeros(spec.shape) for name, spec in adapter.own.items()})
-    with pytest.raises(ShardingError, match="divides experts over 2 ranks"):
+    with pytest.raises(ShardingError, match="shards experts over 2 ranks"):
         adapter.from_hf(whole, device_mesh=mesh)
     unnamed = init_device_mesh("cpu", (2,))
-    with pytest.raises(ShardingError, match="divides experts over 2 ranks"):
+    with pytest.raises(ShardingError, match="shards experts over 2 ranks"):
         adapter.from_hf(whole, device_mesh=unnamed)
     beside = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))
     assert adapter.from_hf(whole, device_mesh=beside).keys() == adapter.own.keys()

@@ -1,4 +1,4 @@
-"""Wrappers change no name: plans, exports, files, adapters and sharding are those of the model without them."""
+"""Wrappers do not change names in plans, exports, files, adapters and sharding."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from nrl_models.testing.case import FamilyCase
 Tensors = dict[str, torch.Tensor]
 
 CASE = FamilyCase(registry.model_class("MixtralForCausalLM"), tiny={"tie_word_embeddings": True})
-"""Experts are stacked in memory and not on the hub, and embeddings are tied."""
+"""Architectures with tied embeddings, and with experts that are stacked in memory but not on the hub."""
 
 
 @pytest.fixture(scope="module")
 def exported() -> Tensors:
-    """What the model without wrappers exports."""
+    """The export of the model without wrappers."""
     model = CASE.model()
     return {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model)}
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[None]:
-    """gloo with one process."""
+    """Initialize gloo with one process."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -106,7 +106,7 @@ INSIDE: dict[str, Callable[[Any], Any]] = {
     "compiled base model": with_compiled_base,
     "compiled checkpoints": lambda model: with_compiled_layers(checkpointed(model)),
 }
-"""Wrappers in a model."""
+"""Wrappers inside a model."""
 
 AROUND: dict[str, Callable[[Any], Any]] = {
     "compiled": compiled,
@@ -119,7 +119,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "FSDP1": flattened,
     "FSDP1 of original parameters": lambda model: flattened(model, use_orig_params=True),
 }
-"""Wrappers around a model, or of all of its parameters."""
+"""Wrappers around a model, or around all of its parameters."""
 
 
 @pytest.mark.parametrize("name", [*INSIDE, *AROUND])
@@ -214,7 +214,7 @@ def test_flattened_model_says_who_gathers_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("world")
 def test_ties_that_fully_shard_parts_are_reported(tmp_path: Path) -> None:
-    """It replaces the parameter in the module that it shards, and not in the one that is tied to it."""
+    """It replaces the parameter in the module that it shards, but not in the tied module."""
     model = copy.deepcopy(CASE.model())
     fully_shard(model.model.embed_tokens, mesh=init_device_mesh("cpu", (1,)))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Qwen2ForCausalLM as HFQwen2
 
 from nrl_models.families.qwen2.model import Qwen2ForCausalLM
-from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.testing.case import FamilyCase, randomize
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_weights_are_those_of_a_seed(case: FamilyCase) -> None:
 
 
 def test_no_tensor_is_constant(case: FamilyCase) -> None:
-    # Default norms are one and biases zero: swapped or dropped ones would change nothing.
+    # Default norms are one and biases zero, so swapping or dropping them would change nothing.
     tensors = case.reference().state_dict()
     assert [name for name in tensors if name.endswith("q_proj.bias")]
     assert not [name for name, tensor in tensors.items() if tensor.std() < 0.01]
@@ -71,7 +71,7 @@ def test_no_tensor_is_constant(case: FamilyCase) -> None:
         assert len({tuple(tensor.tolist()) for tensor in alike}) == len(alike) > 1
 
 
-def test_only_what_initialisation_leaves_constant_is_randomised() -> None:
+def test_only_what_initialization_leaves_constant_is_randomized() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -83,7 +83,7 @@ def test_only_what_initialisation_leaves_constant_is_randomised() -> None:
 
     model = Model()
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    randomise(model)
+    randomize(model)
     after = dict([*model.named_parameters(), *model.named_buffers()])
     changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
     assert changed == {"constant", "vector", "scalar", "saved"}

@@ -1,4 +1,4 @@
-"""Tiny configurations that meet what a configuration class checks in its own validators."""
+"""Tiny configurations that satisfy the validators of a configuration class."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from nrl_models.testing.tiny import tiny_config
 
 @strict
 class TowerConfig(PreTrainedConfig):
-    """A part of another configuration."""
+    """A nested configuration."""
 
     codebook_size: int = 1000
     ratios: tuple[int, ...] = (2, 4)
 
     @property
     def hop_length(self) -> int:
-        """A value that follows from others."""
+        """A value derived from others."""
         return self.ratios[0] * self.ratios[1]
 
 
 @strict
 class CheckedConfig(PreTrainedConfig):
-    """A configuration with a comparison of each kind that validators make."""
+    """A configuration with each kind of comparison that validators make."""
 
     sub_configs = {"tower_config": TowerConfig}
 
@@ -52,7 +52,7 @@ class CheckedConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """What transformers calls when a configuration is made."""
+        """Called by transformers when a configuration is created."""
         assert self.tower_config is not None
         end = self.audio_offset + self.tower_config.codebook_size
         if self.image_offset + self.tower_config.codebook_size != self.audio_offset:
@@ -67,13 +67,13 @@ class CheckedConfig(PreTrainedConfig):
             raise ValueError("is_wide")
 
     def validate_layers(self) -> None:
-        """Another validator."""
+        """A second validator."""
         if self.first_layers + self.middle_layers + self.last_layers != self.num_hidden_layers:
             raise ValueError("layers")
 
 
 def satisfied(**values: Any) -> dict[str, Any]:
-    """A configuration's values after changes that meet its constraints, and those that could not be met."""
+    """Return a configuration's values after changes that satisfy its constraints, and the unsatisfied constraints."""
     default = {**vars(CheckedConfig()), **values}
     return default | satisfy(CheckedConfig, default, {})
 
@@ -106,7 +106,7 @@ def test_values_are_made_to_meet_constraints(shrunk: dict[str, Any], expected: d
     values = satisfied(**shrunk)
     assert expected.items() <= values.items()
     fields = {key: values[key] for key in CheckedConfig.__annotations__}
-    CheckedConfig(**fields)  # which raises where a constraint is not met
+    CheckedConfig(**fields)  # raises if a constraint is not satisfied
 
 
 def test_values_that_were_asked_for_stay() -> None:
@@ -140,5 +140,5 @@ def test_new_architectures_have_tiny_configurations(architecture: str) -> None:
     config = tiny_config(model_class.config_class, None, model_class)
     text = config.get_text_config()
     assert text.num_hidden_layers <= 5
-    if architecture == "Inkling2LoopForCausalLM":  # some layers before, in and after the loop
+    if architecture == "Inkling2LoopForCausalLM":  # layers before, in and after the loop
         assert 0 < text.loop_layer_index_start < text.loop_layer_index_end < text.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Counting the matrix products a layer runs."""
+"""Counting the matmuls of a layer."""
 
 from __future__ import annotations
 

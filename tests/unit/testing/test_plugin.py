@@ -1,4 +1,4 @@
-"""The plugin, as somebody uses it for a family of their own: what is right passes, and a bug fails where it should."""
+"""The plugin, used for an external family: correct families pass, and bugs fail in the expected tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from nrl_models import registry
 from nrl_models.testing.features import SUITE, generated_tests
 
-pytestmark = pytest.mark.xdist_group("plugin")  # the run below is made once
+pytestmark = pytest.mark.xdist_group("plugin")  # share the run below
 
 BUGS = {
     "Swapped": {"test_layer_equivalence", "test_logits_equivalence", "test_gradient_equivalence"},
@@ -28,13 +28,13 @@ BUGS = {
         "test_layer_equivalence",
         "test_logits_equivalence",
         "test_gradient_equivalence",
-        "test_cached_decode",  # steps of decoding do without the group
+        "test_cached_decode",  # decoding steps do not use the group
     },
     "Gone": {"test_left_padding"},
     "Crashing": {"test_packing"},
     "Apart": {"test_tied_weights_share_storage"},
 }
-"""For each family with a bug the generated tests, of those in `CHECKS`, that fail. All others pass."""
+"""For each family with a bug, the generated tests in `CHECKS` that fail. All others pass."""
 
 RIGHT = ("Nova", "OtherOrder")
 
@@ -52,20 +52,20 @@ def pytest_configure():
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[dict[str, str]]]]:
-    """For each architecture and test of one run, as it is written by `--nrl-results`, the outcomes."""
+    """The outcomes of one run by architecture and test, read from the `--nrl-results` file."""
     folder = tmp_path_factory.mktemp("outside")
     (folder / "conftest.py").write_text(CONFTEST)
     families = [f"planted_bugs:{name}ForCausalLM" for name in (*RIGHT, "Lacking", *BUGS, "Buffer")]
     families += ["FutureForCausalLM", "BrokenForCausalLM", "RegisteredForCausalLM"]
     file = folder / "out" / "results.json"
-    # Without xdist, and strict about marks, as a project of somebody else may be.
+    # Without xdist, and with strict markers, as an external project may be configured.
     options = ["-p", "no:xdist", "-p", "no:cacheprovider", "--strict-markers", "-q", "--nrl-results", str(file)]
     selected = f"({' or '.join(CHECKS)}) and not bfloat16"
     command = [sys.executable, "-m", "pytest", *options, "-k", selected]
     command += [part for name in families for part in ("--nrl-family", name)]
     path = [str(Path(planted_bugs.__file__).parent), *(entry for entry in sys.path if entry)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}  # others are using the cores
+    environment |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}  # other processes use the cores
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
     content = json.loads(file.read_text())
@@ -142,7 +142,7 @@ def test_results_tell_dtypes_apart(results: dict[str, dict[str, list]]) -> None:
     assert run["check"] == "test_layer_equivalence[float32]"
 
 
-# Options. What is imported first inside these runs would be thrown away after them: hence the imports above.
+# Options. Modules imported first inside these runs would be unloaded afterwards, hence the imports above.
 
 
 def collected(pytester: pytest.Pytester, *arguments: str, status: pytest.ExitCode = pytest.ExitCode.OK) -> list[str]:
@@ -174,7 +174,7 @@ def test_a_family_is_found_where_pytest_is_started(pytester: pytest.Pytester) ->
 def test_only_what_applies_is_collected(pytester: pytest.Pytester) -> None:
     scorer, mixture = "LlamaForSequenceClassification", "MixtralForCausalLM"
     for name in (scorer, mixture):
-        registry.model_class(name)  # or what is imported inside the run is thrown away after it
+        registry.model_class(name)  # otherwise modules imported inside the run would be unloaded afterwards
     tests = collected(pytester, "--nrl-family", scorer, "--nrl-family", mixture)
     names = {
         name: {line.partition("::")[2].partition("[")[0] for line in tests if name in line}
@@ -193,7 +193,7 @@ def test_only_what_applies_is_collected(pytester: pytest.Pytester) -> None:
         "test_router_replay",
         "test_tied_weights_share_storage",
     }
-    # Not even a test that is skipped because there is nothing to run it for.
+    # Not even a test that is skipped because of an empty parameter set.
     assert (
         collected(pytester, "--nrl-family", scorer, "-k", "test_packing", status=pytest.ExitCode.NO_TESTS_COLLECTED)
         == []
@@ -214,7 +214,7 @@ def test_without_a_family_nothing_is_added(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.long
 def test_the_suite_alone_runs_for_every_registered_architecture(pytester: pytest.Pytester) -> None:
-    # In a process of its own, because it imports every family.
+    # In a subprocess, because it imports every family.
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
     done = pytester.run(*command, str(SUITE), "-k", "test_forward_shape")
     found = {line.partition("[")[2].rstrip("]") for line in done.outlines if "::test_forward_shape[" in line}
@@ -239,7 +239,7 @@ def test_names_that_are_no_family_are_all_explained(pytester: pytest.Pytester) -
 
 
 def test_loading_the_plugin_imports_nothing_heavy() -> None:
-    # It is loaded in every run of pytest wherever this package is installed.
+    # Every pytest run in an environment with this package loads it.
     code = "import sys, nrl_models.testing.plugin; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""

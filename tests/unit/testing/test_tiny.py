@@ -1,4 +1,4 @@
-"""Tiny configurations keep what a family distinguishes."""
+"""Tiny configurations keep the distinctive features of a family."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
 ARCHITECTURES = [name for facts in families.folders().values() for name in facts.architectures]
-"""Of families with a folder of their own: those of the table are held by their generated tests alone."""
+"""Families with a separate folder. Families of the table are tested only by their generated tests."""
 
 
 LARGER = {"Gemma3nForConditionalGeneration": 20_000_000}
-"""Most parameters of those whose tower is timm's, which is not made as small by its arguments."""
+"""Maximum number of parameters of models with a timm tower, whose arguments cannot make it as small."""
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -38,7 +38,7 @@ def case(request: pytest.FixtureRequest) -> FamilyCase:
 
 
 def parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """A configuration and those inside it."""
+    """Return a configuration and its nested configurations."""
     inside = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return [config, *(part for config_inside in inside for part in parts_of(config_inside))]
 

@@ -1,4 +1,4 @@
-"""Tiny configurations of any decoder, by rules: what distinguishes a class stays in it, and a model of it runs."""
+"""Rules for tiny configurations of any decoder: the class keeps its distinctive features, and its model runs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from nrl_models.testing import sizes
 from nrl_models.testing.tiny import TinyModelError, find_tiny, tiny_config
 
 MAPPINGS = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-NO_DEFAULT = {"Gemma4AssistantConfig", "VisionEncoderDecoderConfig"}  # their own defaults are not valid
+NO_DEFAULT = {"Gemma4AssistantConfig", "VisionEncoderDecoderConfig"}  # their default configurations are not valid
 
 
 def config_classes() -> list[type[PreTrainedConfig]]:
-    """The configurations of every decoder of transformers, text or vision-language."""
+    """Return the configurations of every decoder in transformers, text or vision-language."""
     names = [
         element
         for mapping in MAPPINGS
@@ -125,7 +125,7 @@ def test_a_mixture_keeps_a_dense_layer_where_it_starts_with_some_and_only_there(
 def test_a_hybrid_keeps_one_layer_of_each_kind() -> None:
     config = tiny_config(Qwen3NextConfig)
     assert config.layer_types == ["linear_attention", "full_attention"]
-    config = tiny_config(JambaConfig)  # says it by periods
+    config = tiny_config(JambaConfig)  # its configuration uses periods
     assert config.layers_block_type == ["mamba", "attention"]
     assert config.layers_num_experts == [1, 4]
 
@@ -139,7 +139,7 @@ def test_numbers_of_layers_are_renumbered() -> None:
     text, vision = config.text_config, config.vision_config
     assert (text.num_hidden_layers, text.cross_attention_layers) == (2, [1])
     assert (vision.num_hidden_layers, vision.intermediate_layers_indices) == (2, [1])
-    assert vision.vision_output_dim == 2 * vision.hidden_size  # of the last layer, and of each of those
+    assert vision.vision_output_dim == 2 * vision.hidden_size  # the last layer, and each of these
 
 
 def test_layers_with_values_of_their_own_keep_them_in_proportion() -> None:
@@ -219,7 +219,7 @@ def test_what_a_given_configuration_says_is_kept_and_the_configuration_is_not_ch
 
 
 def test_what_a_parent_gives_its_part_is_kept() -> None:
-    # LLaVA's tower is a CLIP without what CLIP has by default: it is the parent that says so.
+    # LLaVA's tower is a CLIP without some of CLIP's defaults. LLaVA's configuration sets them.
     config_class = model_class("LlavaForConditionalGeneration").config_class
     default, config = config_class(), tiny_config(config_class)
     assert default.vision_config.projection_dim != type(default.vision_config)().projection_dim
@@ -227,14 +227,14 @@ def test_what_a_parent_gives_its_part_is_kept() -> None:
     assert config.vision_config.patch_size == 14
 
 
-# Classes whose default configuration does not do
+# Classes whose default configuration is not sufficient
 
 
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
         ("LlamaForCausalLM", ""),
-        ("Gemma4ForConditionalGeneration", "vision_config"),  # and no experts, though they are unset too
+        ("Gemma4ForConditionalGeneration", "vision_config"),  # but not experts, although they are also unset
         ("HunYuanDenseV1ForCausalLM", "head_dim"),
         pytest.param("DbrxForCausalLM", "clip_qkv, DbrxAttentionConfig.rope_theta", marks=since("5.15")),
         ("Dots1ForCausalLM", "n_shared_experts, n_routed_experts, num_experts_per_tok"),

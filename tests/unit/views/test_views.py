@@ -1,4 +1,4 @@
-"""Views as data: places, reading, writing, and the tracing that finds them."""
+"""Views as data: positions, reading, writing, and tracing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_writing_is_the_inverse_of_reading(view: View) -> None:
     tensor, value = numbered(*SHAPE), -1 - view.of(numbered(*SHAPE))
     view.write(tensor, value)
     assert torch.equal(view.of(tensor), value)
-    assert (tensor < 0).sum() == value.numel()  # nothing else was written
+    assert (tensor < 0).sum() == value.numel()  # no other element was written
 
 
 def test_writing_casts_to_the_parameters_dtype() -> None:
@@ -149,8 +149,8 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "getitem, open slice": lambda t: t[-2:],
     "getitem, ellipsis": lambda t: t[...],
     "contiguous": lambda t: t.contiguous().detach().clone(),
-    "cat of neighbours": lambda t: torch.cat(t.chunk(3, dim=0), dim=0),
-    "cat of inner neighbours": lambda t: torch.cat(t.split([3, 7], dim=2), dim=-1),
+    "cat of neighbors": lambda t: torch.cat(t.chunk(3, dim=0), dim=0),
+    "cat of inner neighbors": lambda t: torch.cat(t.split([3, 7], dim=2), dim=-1),
     "cat of others": lambda t: torch.cat([t[3:], t[:3]]),
     "cat along another dim": lambda t: torch.cat(t.chunk(2, dim=0), dim=1),
     "cat of transposed": lambda t: torch.cat([t[:2].transpose(1, 2), t[2:].transpose(1, 2)]),
@@ -233,7 +233,7 @@ def test_parts_side_by_side_in_one_parameter_join_to_one_view() -> None:
     assert torch.cat(parts).pieces == (Piece(View("w").then("narrow", 0, 0, 6)),)
     assert torch.cat(parts[1:]).pieces == (Piece(View("w").then("narrow", 0, 1, 5)),)
     assert len(torch.cat(parts[::-1]).pieces) == 3
-    assert len(torch.cat([traced("a")[:2], traced("b")[2:]]).pieces) == 2  # side by side, but not in one
+    assert len(torch.cat([traced("a")[:2], traced("b")[2:]]).pieces) == 2  # adjacent, but not contiguous
 
 
 def test_a_tensor_joined_from_two_parameters() -> None:

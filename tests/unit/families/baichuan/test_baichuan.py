@@ -1,4 +1,4 @@
-"""Baichuan: what the generated tests cannot know, because both sides of them share it."""
+"""Tests of Baichuan that go beyond the generated tests, because model and reference share the same code there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nrl_models.common.upstream import cache_input
 from nrl_models.families.baichuan import modeling as hf
 from nrl_models.families.baichuan.configuration import BaichuanConfig
 from nrl_models.families.baichuan.model import BaichuanForCausalLM
-from nrl_models.testing.case import randomise
+from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
 SIZES = {
@@ -30,16 +30,16 @@ SIZES = {
 def new_reference(**values: object) -> hf.BaichuanForCausalLM:
     torch.manual_seed(0)
     model = hf.BaichuanForCausalLM._from_config(tiny_config(BaichuanConfig, values))
-    randomise(model)
+    randomize(model)
     return model.eval()
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_published_configurations_say_what_they_imply(name: str) -> None:
-    values, positions, normalised = SIZES[name]
+    values, positions, normalized = SIZES[name]
     config = BaichuanConfig(**values)
     assert config.position_embedding_type == positions
-    assert config.normalize_head is normalised
+    assert config.normalize_head is normalized
     assert BaichuanConfig(**config.to_dict()).to_dict() == config.to_dict()
 
 
@@ -55,7 +55,7 @@ def test_slopes_are_those_of_the_paper(heads: int) -> None:
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_alibi_attention_equals_the_plain_formula(attn: str) -> None:
-    model = new_reference(num_attention_heads=12, hidden_size=240)  # twelve heads: slopes of two sequences
+    model = new_reference(num_attention_heads=12, hidden_size=240)  # slopes for twelve heads combine two sequences
     model.set_attn_implementation(attn)
     layer, states = model.model.layers[0].self_attn, torch.randn(2, 9, 240)
     mask_inputs = {"inputs_embeds": states, "attention_mask": None, "position_ids": None}
@@ -66,7 +66,7 @@ def test_alibi_attention_equals_the_plain_formula(attn: str) -> None:
             F.linear(states, projection.weight).view(2, 9, 12, 20)
             for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
-        # As the remote code has it: a bias by the key's place alone, which differs by a constant in each row.
+        # As in the remote code: a bias that depends only on the key's position. It differs by a constant per row.
         bias = torch.tensor(hf.alibi_slopes(12))[:, None, None] * torch.arange(9)
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / 20**0.5 + bias
         scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
@@ -83,7 +83,7 @@ def test_logits_are_products_with_rows_of_unit_length() -> None:
         logits = model(input_ids).logits
     unit = before / before.norm(dim=-1, keepdim=True)
     torch.testing.assert_close(logits, states @ unit.T, atol=1e-5, rtol=1e-5)
-    assert torch.equal(model.lm_head.weight, before)  # the remote code overwrites it here
+    assert torch.equal(model.lm_head.weight, before)  # the remote code overwrites the weight here
 
 
 def test_the_hub_packs_queries_keys_and_values(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_hub_packs_queries_keys_and_values(tmp_path: Path) -> None:
     assert type(model) is BaichuanForCausalLM
     assert torch.equal(model.model.layers[1].self_attn.qkv_proj.weight, packed)
     assert all(group.joined for group in report(model))
-    # What is packed on the hub are three parameters, and no view of any: refit is given a copy.
+    # The packed hub tensor combines three parameters and is not a view, so a refit receives a copy.
     assert "model.layers.1.self_attn.W_pack.weight" not in model.state_dict_adapter.hf_views(model)
     exported = dict(model.state_dict_adapter.iter_export(model))
     assert exported.keys() == tensors.keys()
@@ -112,7 +112,7 @@ def test_a_published_config_json_loads(tmp_path: Path) -> None:
         position_embedding_type=None,
         normalize_head=None,
         architectures=["BaichuanForCausalLM"],
-        auto_map={"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"},  # not needed, so not run
+        auto_map={"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"},  # not needed, so not executed
         z_loss_weight=0,
         _from_model_config=True,
     )
@@ -139,7 +139,7 @@ def test_attention_that_cannot_add_biases_is_refused() -> None:
         model(torch.randint(16, 480, (1, 4)))
 
 
-def test_a_misspelt_kind_of_positions_is_refused() -> None:
+def test_a_misspelled_kind_of_positions_is_refused() -> None:
     with pytest.raises(Exception, match="expected 'rotary' \\(7B\\) or 'alibi' \\(13B\\)"):
         BaichuanConfig(position_embedding_type="rope")
 

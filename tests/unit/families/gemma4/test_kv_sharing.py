@@ -1,4 +1,4 @@
-"""Layers that attend to earlier layers' keys and values: gradients, checkpoints, and what nothing reaches."""
+"""Layers that use earlier layers' keys and values: gradients, checkpoints, and unused weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_checkpointing_passes_gradients_to_the_layers_whose_keys_are_shared(case
     expected = gradients(model, case, use_cache=False)
     model.gradient_checkpointing_enable()
     torch.testing.assert_close(gradients(model, case, use_cache=use_cache), expected, atol=1e-5, rtol=1e-5)
-    # They do depend on the layers that share: cut off from those, keys and values have another gradient.
+    # The gradient depends on the layers that share: without them, keys and values have another gradient.
     for _, layer in shared_layers(case, model):
         layer.o_proj.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
     cut = gradients(model, case, use_cache=False)
@@ -102,7 +102,7 @@ def test_reentrant_checkpointing_is_left_to_models_that_share_nothing() -> None:
 
 @pytest.fixture
 def with_unused(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FamilyCase, Path, dict[str, torch.Tensor]]:
-    """A checkpoint that holds keys and values of the layers that share, as published ones do; and what they are."""
+    """Save a checkpoint with unused key and value weights for the sharing layers. Returns those weights."""
     case: FamilyCase = request.param
     folder = tmp_path / "published"
     case.reference(torch.bfloat16).save_pretrained(folder)
@@ -140,7 +140,7 @@ def test_unused_keys_and_values_go_back_into_the_next_checkpoint(
     )
     model.save_pretrained(tmp_path / "again", max_shard_size="1MB")
     assert_same(stored(tmp_path / "again"), published)
-    model.save_pretrained(folder)  # over the file they are read from
+    model.save_pretrained(folder)  # overwrites the file that they are read from
     assert_same(stored(folder), published)
     assert_same(stored(tmp_path / "again"), stored(folder))
     _, info = case.reference_class.from_pretrained(folder, output_loading_info=True)
@@ -184,7 +184,7 @@ def test_images_attend_to_themselves_whoever_makes_the_types() -> None:
             expected = model(**inputs).logits
             without = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
             assert torch.equal(model(**without).logits, expected)
-            causal = case.reference_class.forward(model, **without).logits  # as upstream has it
+            causal = case.reference_class.forward(model, **without).logits  # as in transformers
         assert (causal - expected).abs().max() > 1e-3
         with pytest.raises(ValueError, match="mm_token_type_ids is missing"):
             model(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]), pixel_values=inputs["pixel_values"])

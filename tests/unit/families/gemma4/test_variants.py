@@ -1,4 +1,4 @@
-"""The generated tests on the kinds of Gemma 4 that the default configuration is not."""
+"""The generated tests on variants of Gemma 4 other than the default configuration."""
 
 from versions import wider_full_attention
 
@@ -14,7 +14,7 @@ E2B = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     **wider_full_attention(1, 3, 5),
-    "num_kv_shared_layers": 3,  # layers 3 to 5 attend to what layers 1 and 2 keep
+    "num_kv_shared_layers": 3,  # layers 3 to 5 use the keys and values of layers 1 and 2
     "use_double_wide_mlp": True,
 }
 A4B = {

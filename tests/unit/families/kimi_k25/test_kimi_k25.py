@@ -1,4 +1,4 @@
-"""Kimi K2.5 under each of its names."""
+"""Kimi K2.5 under each of its architecture names."""
 
 from __future__ import annotations
 

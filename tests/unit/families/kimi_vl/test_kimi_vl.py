@@ -1,4 +1,4 @@
-"""Kimi-VL: what the generated tests cannot know, because both sides of them share it."""
+"""Tests of Kimi-VL that go beyond the generated tests, because model and reference share the same code there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRID = [[4, 6], [8, 8], [2, 2]]
 
 @pytest.fixture(scope="module")
 def tower() -> hf.MoonViTModel:
-    """A tower whose table of positions is eight by eight: one image has that size, the others do not."""
+    """A tower with an eight-by-eight position table: one image has that size, the others do not."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96}
     config = MoonViTConfig(**sizes, init_pos_emb_height=8, init_pos_emb_width=8)

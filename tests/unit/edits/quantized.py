@@ -1,4 +1,4 @@
-"""Quantisation by torch, torchao, HQQ and bitsandbytes: which linears are found, and what comes of them."""
+"""Quantization by torch, torchao, HQQ and bitsandbytes: the linears they find, and the results."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from edits.training import loss_of
 
 
 def types(subject: Subject) -> dict[str, str]:
-    """The class of each projection."""
+    """Return the class of each projection."""
     return {name: type(m).__name__ for name, m in subject.model.named_modules() if name.endswith("_proj")}
 
 
 def kinds_of_weights(subject: Subject) -> dict[str, str]:
-    """The class of each projection's weight."""
+    """Return the class of each projection's weight."""
     linears = ((name, m) for name, m in subject.model.named_modules() if name.endswith("_proj"))
     return {name: type(module.weight).__name__ for name, module in linears}
 
 
 @edit()
 def quantize_dynamic_of_torch(subject: Subject) -> Outcome:
-    """Linears are found by their exact type, and replaced."""
+    """Finds linears by their exact type, and replaces them."""
     subject.model = torch.ao.quantization.quantize_dynamic(subject.model, {nn.Linear}, dtype=torch.qint8)
     return {"logits": forward(subject), "seen": types(subject)}
 
 
 @edit()
 def quantize_dynamic_of_one_part(subject: Subject) -> Outcome:
-    """`k_proj` alone, by name."""
+    """Quantizes only `k_proj`, by name."""
     spec = {"model.layers.0.self_attn.k_proj": torch.ao.quantization.default_dynamic_qconfig}
     torch.ao.quantization.quantize_dynamic(subject.model, spec, inplace=True)
     return {"logits": forward(subject), "seen": types(subject)}
@@ -39,7 +39,7 @@ def quantize_dynamic_of_one_part(subject: Subject) -> Outcome:
 
 @edit()
 def weights_are_rounded_to_eight_bits_by_hand(subject: Subject) -> Outcome:
-    """Each linear's weight becomes a buffer of int8 and a scale; its class is replaced."""
+    """Replace each linear's weight by an int8 buffer and a scale, and replace its class."""
 
     class Rounded(nn.Module):
         def __init__(self, linear: nn.Linear) -> None:
@@ -61,7 +61,7 @@ def weights_are_rounded_to_eight_bits_by_hand(subject: Subject) -> Outcome:
 
 @edit()
 def straight_through_rounding(subject: Subject) -> Outcome:
-    """Quantisation-aware training: weights are rounded in the forward pass by a parametrisation."""
+    """Quantization-aware training: a parametrization rounds weights in the forward pass."""
 
     class Rounding(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def torchao_eight_bit_activations_of_some_parts(subject: Subject) -> Outcome:
 
 @edit(needs=("torchao",))
 def torchao_through_transformers(subject: Subject) -> Outcome:
-    """`from_pretrained` with a quantisation config, of a checkpoint of the other library."""
+    """`from_pretrained` with a quantization config, on a checkpoint of the other library."""
     from torchao.quantization import Int8WeightOnlyConfig
 
     import nrl_models
@@ -122,14 +122,14 @@ def hqq_by_hand(subject: Subject) -> Outcome:
         for owner in (layer.self_attn, layer.mlp):
             for name, linear in list(owner.named_children()):
                 if isinstance(linear, nn.Linear):
-                    quantised = HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu", del_orig=True)
-                    setattr(owner, name, quantised)
+                    quantized = HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu", del_orig=True)
+                    setattr(owner, name, quantized)
     return {"logits": forward(subject), "seen": types(subject)}
 
 
 @edit(needs=("hqq",))
 def hqq_of_the_model(subject: Subject) -> Outcome:
-    """HQQ's own walk over a model."""
+    """HQQ's own traversal of a model."""
     from hqq.core.quantize import BaseQuantizeConfig
     from hqq.models.hf.base import AutoHQQHFModel
 
@@ -149,7 +149,7 @@ def bitsandbytes_four_bits(subject: Subject) -> Outcome:
 
     subject.other().save_pretrained(subject.folder)
     loader = AutoModelForCausalLM if subject.library == "transformers" else nrl_models.AutoModelForCausalLM
-    # Its blocks are of 64 numbers: `down_proj`, which reads 96, is left as it is.
+    # Its blocks have 64 numbers, so `down_proj` with 96 inputs stays unquantized.
     skip = ["lm_head", "down_proj"]
     config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip, bnb_4bit_compute_dtype=torch.float32)
     subject.model = loader.from_pretrained(

@@ -1,4 +1,4 @@
-"""Optimisers of torch, transformers and others: groups by name, steps, states, averages of weights."""
+"""Optimizers of torch, transformers and others: parameter groups by name, steps, states, weight averages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Parameters = Iterable[nn.Parameter]
 
 
 def matrices_of_layers(model: nn.Module) -> list[nn.Parameter]:
-    """Every matrix but embeddings and head."""
+    """Return every matrix except embeddings and the head."""
     return [weight for name, weight in model.named_parameters() if weight.dim() == 2 and ".layers." in name]
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Outcome]:
-    """The optimiser's state by the parameters' names."""
+    """Return the optimizer's state by parameter name."""
     return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
 
 
 def run(subject: Subject, optimizer: torch.optim.Optimizer, steps: int = 3, model: nn.Module | None = None) -> Outcome:
-    """Weights and states after some steps."""
+    """Return weights and states after some steps."""
     model = subject.model if model is None else model
     for _ in range(steps):
         optimizer.zero_grad()
@@ -38,8 +38,8 @@ def run(subject: Subject, optimizer: torch.optim.Optimizer, steps: int = 3, mode
     return {"values": values(model), "states": states(model, optimizer)}
 
 
-# In double precision: most of these divide by the root of a gradient's square, which makes much of its rounding.
-OPTIMISERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+# fp64, because most of these divide by the root of a squared gradient, which amplifies rounding.
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "AdamW": partial(torch.optim.AdamW, lr=1e-2),
     "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
@@ -57,11 +57,11 @@ OPTIMISERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "transformers' Adafactor": partial(Adafactor, lr=1e-2, relative_step=False, scale_parameter=True),
 }
 
-for name, make in OPTIMISERS.items():
+for name, make in OPTIMIZERS.items():
     add(f"{name} trains", lambda s, make=make: run(s, make(s.model.parameters())), dtype=torch.float64)
 
 
-# Muon itself computes in bfloat16, to which gradients that are equal up to rounding may round differently.
+# Muon computes in bfloat16, where gradients that agree up to rounding may round differently.
 @edit(dtype=torch.float64)
 def muon_trains_every_matrix(subject: Subject) -> Outcome:
     return run(subject, torch.optim.Muon(matrices_of_layers(subject.model), lr=1e-2))
@@ -84,7 +84,7 @@ def lbfgs_trains(subject: Subject) -> Outcome:
 
 
 def grouped(model: nn.Module, key: Callable[[str, nn.Parameter], Any]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Parameters by what `key` says of each."""
+    """Group parameters by the value of `key`."""
     groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         groups.setdefault(str(key(name, parameter)), []).append((name, parameter))
@@ -130,7 +130,7 @@ def groups_of_the_trainer(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_part_joins_the_optimiser_later(subject: Subject) -> Outcome:
+def a_part_joins_the_optimizer_later(subject: Subject) -> Outcome:
     optimizer = torch.optim.SGD(subject.model.model.layers[1].parameters(), lr=0.1, momentum=0.9)
     first = run(subject, optimizer, 1)["values"]
     optimizer.add_param_group({"params": subject.k.parameters(), "lr": 1.0})
@@ -151,8 +151,8 @@ def steps_differ_from_parameter_to_parameter(subject: Subject) -> Outcome:
 
 
 @edit(dtype=torch.float64)
-def an_optimiser_resumes_over_the_other_library(subject: Subject) -> Outcome:
-    """Weights and state are saved after two steps; a model of the other library makes the third."""
+def an_optimizer_resumes_over_the_other_library(subject: Subject) -> Outcome:
+    """Save weights and state after two steps. A model of the other library makes the third step."""
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-2)
     run(subject, optimizer, 2)
     file = subject.folder / "state.pt"
@@ -166,7 +166,7 @@ def an_optimiser_resumes_over_the_other_library(subject: Subject) -> Outcome:
 
 
 @edit(dtype=torch.float64)
-def the_state_dict_of_an_optimiser(subject: Subject) -> Outcome:
+def the_state_dict_of_an_optimizer(subject: Subject) -> Outcome:
     optimizer = torch.optim.AdamW(subject.model.named_parameters(), lr=1e-2)
     run(subject, optimizer, 1)
     return optimizer.state_dict()
@@ -182,7 +182,7 @@ def the_state_of_one_parameter_is_reset(subject: Subject) -> Outcome:
 
 @edit(dtype=torch.float64)
 def training_goes_on_after_a_move(subject: Subject) -> Outcome:
-    """The optimiser holds the parameters that it was made of, through casts of the model."""
+    """The optimizer keeps its parameters when the model is cast."""
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-2)
     run(subject, optimizer, 1)
     subject.model.to(torch.float32).to(torch.float64)
@@ -201,7 +201,7 @@ def gradients_are_scaled_for_half_precision(subject: Subject) -> Outcome:
 
 
 @edit()
-def one_optimiser_a_parameter_in_the_backward_pass(subject: Subject) -> Outcome:
+def one_optimizer_a_parameter_in_the_backward_pass(subject: Subject) -> Outcome:
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in subject.model.parameters()}
 
     def hook(parameter: nn.Parameter) -> None:
@@ -226,7 +226,7 @@ def all_parameters_are_updated_at_once(subject: Subject) -> Outcome:
 
 
 class Projected(torch.optim.SGD):
-    """GaLore's way: gradients of matrices found by name are stepped in their own first singular vectors."""
+    """GaLore: step matrices, found by name, in the first singular vectors of their gradients."""
 
     def __init__(self, model: nn.Module, rank: int = 4) -> None:
         targets = ("self_attn", "mlp")
@@ -270,7 +270,7 @@ def galore(subject: Subject) -> Outcome:
 
 
 def averaged(subject: Subject, **options: Any) -> Outcome:
-    """The averaged model's weights, names and logits after three steps."""
+    """Return weights, names and logits of the averaged model after three steps."""
     average = AveragedModel(subject.model, **options)
     optimizer = torch.optim.SGD(subject.model.parameters(), lr=0.5)
     schedule = SWALR(optimizer, swa_lr=0.2)
@@ -289,7 +289,7 @@ add("weights are averaged with buffers", lambda s: averaged(s, use_buffers=True)
 
 @edit()
 def weights_are_averaged_by_hand_and_exchanged(subject: Subject) -> Outcome:
-    """An EMA kept as a dict of clones is put into the model for an evaluation, and taken out again."""
+    """Swap an EMA, stored as a dict of clones, into the model for evaluation and out again."""
     average = {name: parameter.detach().clone() for name, parameter in subject.model.named_parameters()}
     optimizer = torch.optim.SGD(subject.model.parameters(), lr=0.5)
     for _ in range(2):
@@ -306,7 +306,7 @@ def weights_are_averaged_by_hand_and_exchanged(subject: Subject) -> Outcome:
 
 
 def distances(model: nn.Module, other: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """How far apart two models' parameters are, by name."""
+    """Return the distance between two models' parameters, by name."""
     for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
         yield name, (mine - theirs).norm()
 
@@ -323,7 +323,7 @@ def a_penalty_on_the_distance_to_the_start(subject: Subject) -> Outcome:
 
 @edit()
 def weights_of_another_library_are_mixed_in(subject: Subject) -> Outcome:
-    """Model soups: parameters of two models are averaged, one of each library."""
+    """Model soups: average the parameters of two models, one of each library."""
     other = subject.other()
     with torch.no_grad():
         for parameter in other.parameters():

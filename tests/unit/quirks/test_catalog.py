@@ -1,4 +1,4 @@
-"""The catalogue as data: it is whole, points at code that is there, and every entry has its tests."""
+"""The catalog's data: it is complete, refers to existing code, and every entry has its tests."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from quirk_guide import BEGIN, END, as_markdown
+from quirk_guide import guide_pages
 from quirk_probes import OF_CLASS, OF_INSTALLED, OF_RUNNING_VLLM, OF_VLLM
-from quirk_tripwires import CatalogueError, QuirkExpiredError, check_catalogue, tripwire
+from quirk_tripwires import CatalogError, QuirkExpiredError, check_catalog, tripwire
 
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.switches import SWITCHES, VARIABLE, is_off, quirks_off
 from nrl_models.errors import UnknownArgumentError
-from nrl_models.quirks import CATALOGUE, Quirk
+from nrl_models.quirks import CATALOG, Quirk
 from tests.quirk_removals import REMOVE
 
 TESTS = Path(__file__).parents[2]
 DOCS = TESTS.parent / "docs"
 
-by_name = pytest.mark.parametrize("quirk", CATALOGUE, ids=lambda quirk: quirk.name)
+by_name = pytest.mark.parametrize("quirk", CATALOG, ids=lambda quirk: quirk.name)
 
 ONE = Quirk(
     name="one",
@@ -32,15 +32,15 @@ ONE = Quirk(
     handling="It is cured.",
     code=("nrl_models.common.switches:is_off",),
     off="do not do it",
-    probe="behavioural",
+    probe="behavioral",
     asks="it hurts",
 )
 
 
-def test_the_catalogue_is_whole() -> None:
-    check_catalogue(CATALOGUE)
-    assert len(CATALOGUE) >= 25
-    assert REMOVE.keys() == {quirk.name for quirk in CATALOGUE}
+def test_the_catalog_is_whole() -> None:
+    check_catalog(CATALOG)
+    assert len(CATALOG) >= 25
+    assert REMOVE.keys() == {quirk.name for quirk in CATALOG}
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,21 @@ def test_the_catalogue_is_whole() -> None:
     ],
 )
 def test_an_entry_that_lacks_something_is_an_error(change: dict, message: str) -> None:
-    with pytest.raises(CatalogueError, match=message):
-        check_catalogue([*CATALOGUE, replace(ONE, **change)])
+    with pytest.raises(CatalogError, match=message):
+        check_catalog([*CATALOG, replace(ONE, **change)])
 
 
 def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
-    check_catalogue([*CATALOGUE, ONE])
-    with pytest.raises(CatalogueError, match="one: is in the catalogue twice"):
-        check_catalogue([*CATALOGUE, ONE, ONE])
-    with pytest.raises(CatalogueError, match="token-types: can be switched off, but the catalogue does not say"):
-        check_catalogue(quirk for quirk in CATALOGUE if quirk.name != "token-types")
+    check_catalog([*CATALOG, ONE])
+    with pytest.raises(CatalogError, match="one: is in the catalog twice"):
+        check_catalog([*CATALOG, ONE, ONE])
+    with pytest.raises(CatalogError, match="token-types: can be switched off, but the catalog does not say"):
+        check_catalog(quirk for quirk in CATALOG if quirk.name != "token-types")
 
 
 def test_every_probe_is_run_in_one_way() -> None:
     run = [*OF_INSTALLED, *OF_CLASS, *OF_VLLM, *OF_RUNNING_VLLM]
-    assert sorted(run) == sorted(quirk.name for quirk in CATALOGUE if quirk.probe)
+    assert sorted(run) == sorted(quirk.name for quirk in CATALOG if quirk.probe)
 
 
 @by_name
@@ -91,7 +91,7 @@ def test_every_switch_is_asked_for_in_code_that_its_entry_is_about() -> None:
 
 
 def test_every_flag_is_of_some_quirk() -> None:
-    text = " ".join(quirk.handling for quirk in CATALOGUE)
+    text = " ".join(quirk.handling for quirk in CATALOG)
     assert [flag for flag in ModelFlag.__members__ if flag != "NONE" and f"ModelFlag.{flag}" not in text] == []
 
 
@@ -114,10 +114,13 @@ def test_it_has_a_test_of_its_symptom_and_one_of_its_cure(quirk: Quirk, part: st
     assert sum(path.read_text().count(f"def {wanted}(") for path in files) == 1
 
 
-def test_the_guide_has_the_catalogue() -> None:
-    page = (DOCS / "quirks.md").read_text()
-    shown = page.partition(BEGIN)[2].partition(END)[0].strip()
-    assert shown == as_markdown(CATALOGUE), "run python -m tests.quirk_guide"
+def test_the_guide_has_the_catalog() -> None:
+    pages = guide_pages(DOCS)
+    for path, text in pages.items():
+        assert path.read_text() == text, "run python -m tests.quirk_guide"
+        assert len(text.splitlines()) <= 200
+    entries = [line for text in pages.values() for line in text.splitlines() if line.startswith("## ")]
+    assert {f"## {quirk.name}" for quirk in CATALOG} <= set(entries)
 
 
 # Switches
@@ -141,7 +144,7 @@ def test_an_unknown_switch_is_an_error_that_names_the_known() -> None:
     ):
         pass
     with pytest.raises(UnknownArgumentError, match="fp32-masters cannot be switched off"), quirks_off("fp32-masters"):
-        pass  # an argument chooses it
+        pass  # an argument selects it
 
 
 @pytest.mark.parametrize(("value", "expected"), [("token-types, packed-documents", "True True"), ("tokens", "cannot")])
@@ -154,7 +157,7 @@ def test_the_environment_switches_for_a_process(value: str, expected: str) -> No
     assert expected in done.stdout + done.stderr
 
 
-# What the tripwire says
+# Messages of tripwires
 
 
 def test_the_tripwire_names_the_quirk_and_what_to_delete() -> None:

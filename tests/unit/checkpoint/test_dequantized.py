@@ -1,4 +1,4 @@
-"""FP8 and MXFP4 checkpoints, read as the plain checkpoints they stand for."""
+"""FP8 and MXFP4 checkpoints are dequantized on load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import (
 from versions import since
 
 from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, CheckpointError
-from nrl_models.common.checkpoint.dequantised import FP4_VALUES, from_fp8, from_mxfp4, quantized_part
+from nrl_models.common.checkpoint.dequantized import FP4_VALUES, from_fp8, from_mxfp4, quantized_part
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.testing.tiny import tiny_config
 
@@ -29,7 +29,7 @@ BLOCK = (128, 128)
 
 
 def to_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise by blocks, the last of a row or column cut short; element by element, as the formula is read."""
+    """Quantize by blocks, element by element, as the formula reads. Edge blocks may be smaller."""
     rows, columns = weight.shape
     scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
     values = torch.empty_like(weight)
@@ -79,27 +79,27 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     assert torch.equal(from_mxfp4(packed, exponents), expected)
 
 
-# Whole checkpoints
+# Complete checkpoints
 
 
 @pytest.fixture(scope="module")
 def deepseek() -> PreTrainedModel:
-    """Latents of 96, and of 64 + 16: sizes that blocks of 128 do not divide."""
+    """Latent sizes of 96 and of 64 + 16, which blocks of 128 do not divide."""
     return new_model(tiny_config(DeepseekV3Config, {"intermediate_size": 320}), dtype=torch.bfloat16).eval()
 
 
 @pytest.fixture
 def fp8(deepseek: PreTrainedModel, tmp_path: Path) -> Path:
-    """`deepseek` as DeepSeek publishes it: linears and experts in FP8, norms, routers and embeddings not."""
+    """`deepseek` as DeepSeek publishes it: linears and experts in FP8; norms, routers and embeddings unquantized."""
     folder = tmp_path / "fp8"
     deepseek.save_pretrained(folder)
 
-    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
         for key in [key for key in tensors if key.endswith("proj.weight") or "_proj_with_mqa" in key]:
             values, scales = to_fp8(tensors[key].float())
             tensors[key], tensors[f"{key}_scale_inv"] = values, scales
 
-    tensors = edit_weights(folder, quantise)
+    tensors = edit_weights(folder, quantize)
     assert any(min(tensor.shape) % 128 for key, tensor in tensors.items() if key.endswith("_proj.weight"))
     method = {"quant_method": "fp8", "weight_block_size": [*BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
     edit_config(folder, quantization_config=method, architectures=["DeepseekV3ForCausalLM"])
@@ -107,7 +107,7 @@ def fp8(deepseek: PreTrainedModel, tmp_path: Path) -> Path:
 
 
 def plain(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The unquantized tensors of a quantized checkpoint; some stay in fp32, which ones depends on transformers."""
+    """Return the unquantized tensors of a quantized checkpoint. transformers defines the list of fp32 tensors."""
     tensors = stored(folder)
     kept_in_fp32 = DeepseekV3ForCausalLM._keep_in_fp32_modules_strict
     return {
@@ -134,7 +134,7 @@ def test_fp8_is_read_into_combined_projections_and_stacked_experts(
     assert_same(hf_tensors(reloaded), hf_tensors(model))
 
 
-# Forms in which FP8 is published. Each function returns the stored tensors of a weight, and the numbers they stand for.
+# Published FP8 formats. Each function returns the stored tensors of a weight and its unquantized value.
 
 Form = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -174,7 +174,7 @@ def exponents(key: str, weight: torch.Tensor) -> Form:
 
 
 def e8m0_and_fp4(key: str, weight: torch.Tensor) -> Form:
-    """DeepSeek-V4: E8M0 scales, named `scale`; experts in FP4 with a scale per 32 columns."""
+    """The format of DeepSeek-V4: E8M0 scales named `scale`, and experts in FP4 with one scale per 32 columns."""
     scale_key = key.removesuffix("weight") + "scale"
     if ".experts." not in key:
         tensors, expected = exponents(key, weight)
@@ -196,7 +196,7 @@ FORMS: dict[str, tuple[Callable[[str, torch.Tensor], Form], dict[str, Any]]] = {
 
 
 def save_in_form(model: PreTrainedModel, form: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Save a model with its linears in FP8; returns the numbers that the linears stand for."""
+    """Save a model with its linears in FP8. Returns the unquantized weights."""
     quantize, expected = FORMS[form][0], {}
     model.save_pretrained(folder)
 
@@ -240,15 +240,15 @@ def test_fp8_with_a_scale_per_expert(shape: tuple[int, ...]) -> None:
 
 @since("5.14")
 def test_auto_is_the_configurations_dtype_without_a_warning(fp8: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = AutoModelForCausalLM.from_pretrained(fp8, num_nextn_predict_layers=0)  # there is no MTP layer
+    model = AutoModelForCausalLM.from_pretrained(fp8, num_nextn_predict_layers=0)  # the checkpoint has no MTP layer
     assert model.dtype == torch.bfloat16
     assert not caplog.records
     edit_config(fp8, dtype=None)
     assert AutoModelForCausalLM.from_pretrained(fp8).dtype == torch.bfloat16
 
 
-def test_quantised_mtp_weights_are_kept_in_their_files_and_saved_plain(fp8: Path, tmp_path: Path) -> None:
-    """Saved, they are what they stand for, in the dtype of the model; in memory they are the file's 8 bits."""
+def test_quantized_mtp_weights_are_kept_in_their_files_and_saved_plain(fp8: Path, tmp_path: Path) -> None:
+    """Saving writes unquantized tensors in the model's dtype. In memory they remain the file's 8-bit values."""
     mtp = {
         "model.layers.2.eh_proj.weight": torch.randn(64, 128).bfloat16(),
         "model.layers.2.enorm.weight": torch.randn(64),
@@ -268,8 +268,8 @@ def test_quantised_mtp_weights_are_kept_in_their_files_and_saved_plain(fp8: Path
 
 
 @since("5.10")
-def test_mtp_weights_of_what_transformers_dequantises_are_plain_too(deepseek: PreTrainedModel, tmp_path: Path) -> None:
-    """Its quantisers dequantise what it loads; the MTP weights, which it does not load, would stay in 8 bits."""
+def test_mtp_weights_of_what_transformers_dequantizes_are_plain_too(deepseek: PreTrainedModel, tmp_path: Path) -> None:
+    """transformers does not load MTP weights, so its quantizers would leave them in 8 bits."""
     folder, block = tmp_path / "fp8", (16, 16)
     deepseek.save_pretrained(folder)
     kept = {
@@ -277,12 +277,12 @@ def test_mtp_weights_of_what_transformers_dequantises_are_plain_too(deepseek: Pr
         "model.layers.2.mlp.up_proj.weight": torch.randn(48, 32),
     }
 
-    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
         tensors.update(kept)
         for key in [key for key in tensors if key.endswith("proj.weight") or "_proj_with_mqa" in key]:
             tensors[key], tensors[f"{key}_scale_inv"] = to_fp8(tensors[key].float(), block)
 
-    edit_weights(folder, quantise)
+    edit_weights(folder, quantize)
     method = {"quant_method": "fp8", "weight_block_size": [*block], "activation_scheme": "dynamic", "fmt": "e4m3"}
     edit_config(folder, quantization_config=method)
     asked = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
@@ -311,7 +311,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], set[tuple[
         lambda tensors: tensors.update({f"{QUERY}_scale_inv": tensors[f"{QUERY}_scale_inv"].int()}),
         {("dtype", f"{QUERY}_scale_inv")},
     ),
-    "scales of what is not quantised": (
+    "scales of what is not quantized": (
         lambda tensors: tensors.update({"model.norm.weight_scale_inv": torch.ones(2)}),
         {("unexpected", "model.norm.weight_scale_inv")},
     ),
@@ -322,7 +322,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], set[tuple[
 def test_damaged_fp8_is_refused_with_everything_that_is_wrong(fp8: Path, damage: str) -> None:
     edit, expected = DAMAGES[damage]
     edit_weights(fp8, edit)
-    with pytest.raises(CheckpointError, match="quantised with fp8") as caught:
+    with pytest.raises(CheckpointError, match="quantized with fp8") as caught:
         AutoModelForCausalLM.from_pretrained(fp8)
     assert problems(caught.value) == expected
 
@@ -335,26 +335,26 @@ def test_another_block_size_than_the_scales_are_of_is_refused(fp8: Path) -> None
 
 def test_fp8_without_a_configuration_is_refused(fp8: Path) -> None:
     edit_config(fp8, quantization_config=None)
-    with pytest.raises(CheckpointError, match="quantised weights need a quantization_config") as caught:
+    with pytest.raises(CheckpointError, match="quantized weights need a quantization_config") as caught:
         AutoModelForCausalLM.from_pretrained(fp8)
     assert ("unexpected", f"{QUERY}_scale_inv") in problems(caught.value)
 
 
 @pytest.fixture
 def mxfp4(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """A gpt-oss checkpoint with its experts in MXFP4, and the experts it stands for."""
+    """A gpt-oss checkpoint with its experts in MXFP4, and the unquantized experts."""
     folder = tmp_path / "mxfp4"
     new_model(tiny_config(GptOssConfig), dtype=torch.bfloat16).save_pretrained(folder)
     experts: dict[str, torch.Tensor] = {}
 
-    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
         for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
             count, columns, rows = tensors.pop(key).shape
             tensors[f"{key}_blocks"] = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8)
             tensors[f"{key}_scales"] = torch.randint(118, 124, (count, rows, columns // 32), dtype=torch.uint8)
             experts[key] = from_mxfp4(tensors[f"{key}_blocks"], tensors[f"{key}_scales"])
 
-    edit_weights(folder, quantise)
+    edit_weights(folder, quantize)
     assert experts
     edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]})
     return folder, experts
@@ -392,6 +392,6 @@ def test_damaged_mxfp4_is_refused(
     folder, experts = mxfp4
     key = sorted(experts)[0]
     edit_weights(folder, lambda tensors: edit(key, tensors))
-    with pytest.raises(CheckpointError, match="quantised with mxfp4") as caught:
+    with pytest.raises(CheckpointError, match="quantized with mxfp4") as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert problems(caught.value) == {(kind, f"{key}_scales")}

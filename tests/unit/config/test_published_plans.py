@@ -1,0 +1,77 @@
+"""`inspect` and `plan` work on published configurations at full size on the meta device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from published_configs import published
+from test_published import SINCE, class_of
+from transformers import PreTrainedConfig
+from versions import since
+
+from nrl_models import registry
+from nrl_models.errors import ShardingError
+from nrl_models.onboarding.estimate import Setting, default_seq_len, estimate
+from nrl_models.onboarding.inspect import ModelKind, inspect
+from nrl_models.testing.tiny import silent_transformers
+
+QUICK = ("google/gemma-4-26B-A4B", "OpenGVLab/InternVL3-1B-hf", "google-bert/bert-base-uncased", "Qwen/Qwen3-0.6B")
+"""Models with heads that differ by layer, dynamic RoPE, learned positions, and none of these."""
+
+LENGTH = 256
+"""Sequence length, if the model supports it."""
+
+
+def config_of(repository: str, folder: Path) -> PreTrainedConfig:
+    registry.register_custom_configs()
+    entry = published()[repository]
+    (folder / "config.json").write_text(json.dumps(entry.config))
+    return class_of(entry.auto, folder)[1]
+
+
+@pytest.mark.parametrize(
+    "repository",
+    [
+        pytest.param(
+            name,
+            marks=[*([since(SINCE[name])] if name in SINCE else []), *([] if name in QUICK else [pytest.mark.long])],
+        )
+        for name in published()
+    ],
+)
+def test_published_sizes_can_be_inspected_and_planned(repository: str, tmp_path: Path) -> None:
+    with silent_transformers():
+        config = config_of(repository, tmp_path)
+        found = inspect(tmp_path)
+        assert found.parameters > 1e6
+        assert found.sizes["num_hidden_layers"]
+        length = min(LENGTH, default_seq_len(config))
+        whole = estimate(config, Setting({"fsdp": 8}, length))
+        assert whole.total_parameters == pytest.approx(found.parameters, rel=0.01)
+        assert whole.parameters >= found.parameters * 4 / 8
+        assert whole.activations > 0
+        meshes = [{"tp": 2}, {"fsdp": 2, "tp": 4}, *([{"ep": 2}] if ModelKind.MOE in found.kinds else [])]
+        for mesh in meshes:
+            try:
+                divided = estimate(config, Setting(mesh, length))
+            except ShardingError:  # the mesh does not divide heads or experts
+                continue
+            assert divided.total_parameters == whole.total_parameters
+            assert divided.parameters < found.parameters * 4
+
+
+def test_heads_that_differ_by_layer(tmp_path: Path) -> None:
+    config = config_of("google/gemma-4-26B-A4B", tmp_path)
+    assert inspect(tmp_path).sizes["num_key_value_heads"] == [8, 2]
+    with pytest.raises(ShardingError, match=r"(?s)has 2 heads of 512 .*tp among \[1, 2\]") as error:
+        estimate(config, Setting({"tp": 4}, LENGTH))
+    assert len(error.value.problems) == 1
+
+
+def test_sequences_longer_than_learned_positions(tmp_path: Path) -> None:
+    config = config_of("google-bert/bert-base-uncased", tmp_path)
+    assert default_seq_len(config) == 512
+    with pytest.raises(ShardingError, match="4,096 tokens, but the model's limit is 512"):
+        estimate(config, Setting({"fsdp": 2}, 4096))

@@ -1,0 +1,78 @@
+"""Memory of every recipe at full size: training and engine fit on the devices named in its comment."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from config.published_configs import published
+from recipes.test_every_recipe import ALIASES
+from transformers import AutoConfig
+
+from nrl_models import registry
+from nrl_models.losses.named import PreferenceLoss
+from nrl_models.recipes import read_recipe, recipes
+from nrl_models.recipes.recipe import PolicyRecipe
+
+GPU = 80e9
+"""Memory of a device in bytes."""
+
+TRAINED = 16
+"""Bytes per trained weight in fp32: weight, gradient and two AdamW states."""
+
+REFERENCE = 4
+"""Bytes per weight of the reference."""
+
+ROOM = 0.95
+"""Share of a device for weights and engine. Activations need the rest."""
+
+CACHE = 1.5e9
+"""Minimum bytes of an engine in addition to its weights, on each device."""
+
+NAMES = {**ALIASES, "unsloth/gpt-oss-20b-BF16": "openai/gpt-oss-20b"}
+
+_COMMENT = re.compile(r"# ([\d.]+) billion weights of 16 bytes .*: (\d+) devices? of 80 GB")
+
+
+def parameters(repository: str) -> int | None:
+    """Return the number of parameters of the published configuration. None if it is not recorded."""
+    entry = published().get(NAMES.get(repository, repository))
+    if entry is None:
+        return None
+    values = {key: value for key, value in entry.config.items() if key not in ("model_type", "quantization_config")}
+    config = AutoConfig.for_model(entry.config["model_type"], **values)
+    (architecture,) = entry.config["architectures"]
+    if registry.unmet_requirement(architecture):
+        pytest.skip(f"{architecture} needs another transformers")
+    model = registry.model_class(architecture).from_config(config, device="meta", dtype=torch.bfloat16)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in recipes() if not name.startswith("demo/")])
+def test_recipe_fits_the_devices_of_its_comment(name: str) -> None:
+    file = recipes()[name]
+    recipe = read_recipe(file)
+    found = _COMMENT.search(file.read_text())
+    counted = parameters(recipe.model.arguments["pretrained_model_name_or_path"])
+    billions, devices = (float(found[1]), int(found[2])) if found else (None, 1)
+    if billions is not None and counted is not None:
+        assert billions == pytest.approx(counted / 1e9, rel=0.03)
+    weights = counted or (billions or 0.0) * 1e9
+    if not weights:
+        pytest.skip("neither a recorded configuration nor a comment says how many weights")
+    engine = 0.0
+    if isinstance(recipe, PolicyRecipe) and recipe.engine.name == "vllm":
+        options = recipe.engine.options
+        ranks = options.get("tensor_parallel_size", 1)
+        engine = options["gpu_memory_utilization"] * GPU
+        assert ranks <= devices
+        needed = 2 * weights / ranks + CACHE
+        assert needed <= engine, f"the engine needs {needed / 1e9:.1f} GB on a device, and has {engine / 1e9:.1f}"
+    keeps_reference = isinstance(recipe.loss, PreferenceLoss) or getattr(recipe.loss, "kl", 0) > 0
+    share = (TRAINED + REFERENCE * keeps_reference) * weights / devices
+    assert share + engine <= ROOM * GPU, f"{share / 1e9:.1f} GB for training, {engine / 1e9:.1f} for the engine"
+
+
+def test_most_recipes_state_their_size() -> None:
+    assert sum(bool(_COMMENT.search(file.read_text())) for file in recipes().values()) > 15
