@@ -7,8 +7,8 @@
     accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP \
         examples/accelerate_fsdp2.py CHECKPOINT OUT --beforehand
 
-With `--beforehand` each rank reads only its slices of the checkpoint, and accelerate takes the model as it is. Without,
-every rank loads the model and accelerate shards it. Parameters, names and files are transformers' either way.
+With `--beforehand`, each rank reads only its slices of the checkpoint, and accelerate does not change the model.
+Without it, every rank loads the model and accelerate shards it. Both keep transformers' parameters, names and files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nrl_models import AutoModelForCausalLM
 
 
 def main(accelerator: Accelerator | None = None) -> list[float]:
-    """Three steps on random tokens, then save. Returns this rank's losses."""
+    """Train three steps on random tokens and save. Returns the losses of this rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("out")
@@ -47,7 +47,7 @@ def main(accelerator: Accelerator | None = None) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     if options.beforehand:
-        model.save_pretrained(options.out)  # every rank: gathered file by file
+        model.save_pretrained(options.out)  # call on every rank: gathers file by file
     else:
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
@@ -57,4 +57,4 @@ def main(accelerator: Accelerator | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(f"{main()}\n", end="")  # in one piece: ranks write to one stream
+    print(f"{main()}\n", end="")  # a single write, because ranks share the stream

@@ -1,7 +1,7 @@
-"""A task for GRPO whose reward a rule decides: sums of two numbers, asked in a chat.
+"""A GRPO task with a rule-based reward: sums of two numbers, as chat prompts.
 
-`grpo.py` and `grpo_trl.py` share it: the questions, some of them held out; the reward; and the
-evaluation, which asks the held-out questions again and again with greedy decoding.
+`grpo.py` and `grpo_trl.py` share the questions (some of them held out), the reward and the evaluation.
+The evaluation decodes greedily on the held-out questions.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ LARGEST = 50
 HELD_OUT_PAIRS = 60
 
 RIGHT, FORM = 0.8, 0.2
-"""What a reply gets for ending with the right number, and for being nothing but the equation."""
+"""Rewards for ending with the right number, and for containing only the equation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the sum of two numbers is."""
+    """Ask for the sum of two numbers."""
 
     first: int
     second: int
 
     @property
     def answer(self) -> int:
-        """The sum."""
+        """Return the sum."""
         return self.first + self.second
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The question as a chat, after an example of what to reply."""
+        """Return the question as a chat, after one example of the expected completion."""
         return [
             {"role": "system", "content": "Add."},
             {"role": "user", "content": "30 + 40 ="},
@@ -48,7 +48,7 @@ class Question:
 
 
 def questions() -> tuple[list[Question], list[Question]]:
-    """Those to train on, and those held out, the same ones on every call.
+    """Return the training questions and the held-out questions. They are the same on every call.
 
     No sum is in both, not even with its numbers swapped.
     """
@@ -63,12 +63,12 @@ def _both_ways(pairs: Sequence[tuple[int, int]]) -> list[Question]:
 
 
 def reward(question: Question, reply: str, ended: bool) -> float:
-    """What a reply is worth, from 0 to 1.
+    """Return the reward of a completion, from 0 to 1.
 
     Args:
-        question: what was asked.
-        reply: the text, without special tokens.
-        ended: whether the model ended it; a reply that was cut off is worth nothing.
+        question: The question.
+        reply: The completion's text, without special tokens.
+        ended: Whether the completion has an end token. A truncated completion gets 0.
     """
     numbers = re.findall(r"\d+", reply)
     if not ended or not numbers:
@@ -79,12 +79,12 @@ def reward(question: Question, reply: str, ended: bool) -> float:
 
 
 def encoded(tokenizer: Any, question: Question) -> list[int]:
-    """The question's token ids, in the checkpoint's chat template, up to where the reply begins."""
+    """Return the prompt's token ids in the checkpoint's chat template, with the generation prompt."""
     return list(tokenizer.apply_chat_template(question.messages, add_generation_prompt=True, return_dict=False))
 
 
 def rewards_of(tokenizer: Any, asked: Sequence[Question], samples: Sequence[Sample]) -> list[float]:
-    """The reward of each sample of the question beside it."""
+    """Return the reward of each sample for its question."""
     replies = [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
     return [
         reward(question, reply, sample.finish_reason == "stop")
@@ -93,7 +93,7 @@ def rewards_of(tokenizer: Any, asked: Sequence[Question], samples: Sequence[Samp
 
 
 def evaluate(engine: Engine, tokenizer: Any, asked: Sequence[Question], new_tokens: int) -> dict[str, Any]:
-    """The rewards of greedy replies, each and on average, with the average's standard error."""
+    """Return the rewards of greedy completions, their mean, and the standard error of the mean."""
     prompts = [encoded(tokenizer, question) for question in asked]
     samples = engine.generate(prompts, Sampling(temperature=0.0), max_new_tokens=new_tokens, ignore_end=False)
     rewards = rewards_of(tokenizer, asked, samples)

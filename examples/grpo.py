@@ -1,15 +1,15 @@
-"""GRPO in a loop of your own: an inference engine samples, the model learns, the engine gets the new weights.
+"""GRPO in a custom loop: an inference engine samples, the model trains, and the engine receives the new weights.
 
     python examples/grpo.py CHECKPOINT --engine vllm --history run.json --out trained
 
-CHECKPOINT has a chat template; the task is `arithmetic.py`'s. Each step samples groups of replies to some questions,
+CHECKPOINT has a chat template. The task is `arithmetic.py`. Each step samples groups of completions for some questions,
 takes one step of GRPO (https://arxiv.org/abs/2402.03300) and refits the engine. Advantages and the loss are those of
-Dr. GRPO (https://arxiv.org/abs/2503.20783): neither is divided by a group's spread or a reply's length. Each sample is
-used once, so that the ratio of the policies is one and nothing is clipped.
+Dr. GRPO (https://arxiv.org/abs/2503.20783): they are not divided by a group's standard deviation or a completion's
+length. Each sample is used once, so the ratio of the policies is one and nothing is clipped.
 
-The step is the library's (`nrl_models.recipes.rollouts`), which `nrl-models train` runs, too; the task, the schedule
-and the evaluation are here. The engine's and the trainer's log-probabilities of what was sampled are compared at every
-step (`token_mult_prob_error`). In fp32 they stay at the noise floor only if every weight arrives in every refit.
+The step is `nrl_models.recipes.rollouts`, which `nrl-models train` also uses. The task, the schedule and the evaluation
+are in this folder. Every step compares the engine's log-probabilities of the sampled tokens with the trainer's
+(`token_mult_prob_error`). In fp32 the error stays at the noise floor only if every weight arrives in every refit.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from nrl_models.losses import loss_named
 from nrl_models.recipes.rollouts import Batch, PolicyLoop, Question
 
 BOUND = 1.0001
-"""On `token_mult_prob_error`: fp32's noise floor is about 1.00001."""
+"""Limit of `token_mult_prob_error`. The noise floor of fp32 is about 1.00001."""
 
 
 def asked(tokenizer: Any, questions: Iterable[arithmetic.Question]) -> list[Question]:
-    """Questions as the loop takes them."""
+    """Convert questions to the prompts of the loop."""
     return [Question(question, tuple(arithmetic.encoded(tokenizer, question))) for question in questions]
 
 
 def reward(question: arithmetic.Question, reply: str, ended: bool) -> float:
-    """The task's reward, as the loop calls it."""
+    """Compute the task's reward for the loop."""
     return arithmetic.reward(question, reply, ended)
 
 
 def evaluate(loop: PolicyLoop, held_out: list[arithmetic.Question]) -> dict[str, Any]:
-    """Rewards of greedy replies, and the `token_mult_prob_error` of some sampled ones."""
+    """Return the rewards of greedy completions, and the `token_mult_prob_error` of some sampled ones."""
     batch = Batch.of(loop.sample(asked(loop.tokenizer, held_out[: 4 * loop.group]), seed=0), loop.model.device)
     found = rollout_logprobs(loop.model, batch.sequences, score=batch.score)
     error = token_mult_prob_error(found.logprobs, batch.logprobs, batch.sampled & found.mask)
@@ -55,7 +55,7 @@ def evaluate(loop: PolicyLoop, held_out: list[arithmetic.Question]) -> dict[str,
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Train, and evaluate before, meanwhile and after. Returns what `--history` writes."""
+    """Train, and evaluate before, during and after training. Returns the history that `--history` writes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--engine", default="vllm", help="vllm or hf-generate")

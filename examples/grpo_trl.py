@@ -1,4 +1,4 @@
-"""The same run with TRL's `GRPOTrainer`, which samples with transformers' `generate`.
+"""Train the same task with TRL's `GRPOTrainer`, which samples with transformers' `generate`.
 
 python examples/grpo_trl.py CHECKPOINT OUT --history run.json
 """
@@ -25,9 +25,9 @@ def trainer_for(
     model: PreTrainedModel, tokenizer: Any, rows: dict[str, list[Any]], reward: Callable[..., list[float]], out: str,
     **options: Any,
 ) -> GRPOTrainer:  # fmt: skip
-    """A trainer on `rows`, of which the reward gets all columns; `options` are of `GRPOConfig`.
+    """Create a trainer on `rows`. The reward receives all their columns. `options` are passed to `GRPOConfig`.
 
-    Four completions of a prompt by default, and the loss of `grpo.py`.
+    By default it samples four completions per prompt and uses the loss of `grpo.py`.
     """
     options = {
         "per_device_train_batch_size": 4, "num_generations": 4, "save_strategy": "no",
@@ -40,7 +40,7 @@ def trainer_for(
 
 
 def reward_for(tokenizer: Any) -> Callable[..., list[float]]:
-    """The task's reward, as TRL calls it: with lists of messages, of token ids and of the dataset's columns."""
+    """Return the task's reward with TRL's signature: lists of messages, of token ids and of the dataset's columns."""
 
     def reward(
         completions: list[list[dict[str, str]]],
@@ -59,20 +59,20 @@ def reward_for(tokenizer: Any) -> Callable[..., list[float]]:
 
 
 class Record(TrainerCallback):
-    """Adds what each step logs to a history."""
+    """Add the log of each step to a history."""
 
     def __init__(self, history: runs.History) -> None:
         self.history = history
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """Steps log a reward; the end of training does not."""
+        """Record a log that has a reward. The log at the end of training has none."""
         if "reward" in logs:
             ended = 1 - logs["completions/clipped_ratio"]
             self.history.stepped({"reward": logs["reward"], "ended": ended, "tokens": logs["completions/mean_length"]})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Train, evaluate before and after, save. Returns what `--history` writes."""
+    """Train, evaluate before and after, and save. Returns the history that `--history` writes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out")

@@ -1,4 +1,4 @@
-"""What a run of GRPO recorded; and a table and a plot of several.
+"""The record of a GRPO run, and a table and a plot of several runs.
 
 python examples/runs.py docs/rl-run/*.json --page docs/rl-run.md --plot docs/assets/rl-run.svg
 """
@@ -19,7 +19,7 @@ from typing import Any
 import arithmetic
 
 BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"
-"""Between these lines of a page stands the table."""
+"""The lines of a page between which the table stands."""
 
 ERROR = "token_mult_prob_error"
 
@@ -27,7 +27,7 @@ RESAMPLES = 10_000
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The settings of a run that the loop and TRL's trainer share."""
+    """Add the command-line options that the loop and TRL's trainer share."""
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--questions", type=int, default=4, help="in a step")
     parser.add_argument("--group", type=int, default=8, help="replies to each question")
@@ -38,7 +38,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 class History:
-    """What a run gave so far, written after each step to the file that `--history` names.
+    """The results of a run so far, written to the `--history` file after each step.
 
     Attributes:
         content: `trainer`, `settings`, `steps` and `evaluations` (each with its `step`), `seconds`, `cpu_seconds`.
@@ -77,11 +77,11 @@ class History:
 
 
 def gain(before: list[float], after: list[float], alike: Sequence[Hashable]) -> tuple[float, float, float]:
-    """How much a reward rose on the same questions: the mean, and a 95 % interval by bootstrap.
+    """Return how much a reward rose on the same questions: the mean, and a 95 % bootstrap interval.
 
     Args:
-        before, after: the reward of each question.
-        alike: questions with the same value here are drawn together, since a model answers them alike.
+        before, after: The reward of each question.
+        alike: Questions with the same value here are resampled together, because their rewards are correlated.
     """
     clusters: dict[Hashable, list[float]] = {}
     for name, first, second in zip(alike, before, after, strict=True):
@@ -97,7 +97,7 @@ def gain(before: list[float], after: list[float], alike: Sequence[Hashable]) -> 
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """A row for each run, in Markdown."""
+    """Return a Markdown table with a row for each run."""
     lines = [
         "| trainer | seed | steps | reward before | after | rise, 95 % interval | right before | after "
         "| token_mult_prob_error, least to largest | minutes | CPU minutes |",
@@ -126,34 +126,34 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def plot(runs: list[dict[str, Any]], file: Path) -> None:
-    """The reward of each step and of each evaluation; below it, the error between engine and trainer."""
+    """Plot the reward of each step and each evaluation, and below it the error between engine and trainer."""
     import matplotlib as mpl
 
     mpl.use("svg")
     import matplotlib.pyplot as plt
 
-    grey = "#808080"  # stands out from white and from black alike
-    style = {"svg.hashsalt": "runs", "svg.fonttype": "none", "text.color": grey, "axes.labelcolor": grey}
-    style |= {"xtick.color": grey, "ytick.color": grey, "axes.edgecolor": grey, "legend.frameon": False}
+    gray = "#808080"  # visible on both white and black
+    style = {"svg.hashsalt": "runs", "svg.fonttype": "none", "text.color": gray, "axes.labelcolor": gray}
+    style |= {"xtick.color": gray, "ytick.color": gray, "axes.edgecolor": gray, "legend.frameon": False}
     with plt.rc_context(style):
         figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
-        for run, colour in zip(runs, ("#4c8bf5", "#e8813a", "#2fa36b", "#b05cc8"), strict=False):
+        for run, color in zip(runs, ("#4c8bf5", "#e8813a", "#2fa36b", "#b05cc8"), strict=False):
             name = f"{run['trainer']}, seed {run['settings']['seed']}"
             steps, held_out = run["steps"], run["evaluations"]
-            above.plot([step["step"] for step in steps], [step["reward"] for step in steps], color=colour, alpha=0.35)
+            above.plot([step["step"] for step in steps], [step["reward"] for step in steps], color=color, alpha=0.35)
             above.errorbar(
                 [found["step"] for found in held_out], [found["reward"] for found in held_out],
                 [1.96 * found["standard_error"] for found in held_out],
-                color=colour, marker="o", capsize=3, label=name,
+                color=color, marker="o", capsize=3, label=name,
             )  # fmt: skip
             errors = [(step["step"], step[ERROR] - 1) for step in steps if ERROR in step]
             if errors:
-                below.plot(*zip(*errors, strict=True), color=colour)
+                below.plot(*zip(*errors, strict=True), color=color)
         above.set_ylabel("reward")
         above.legend(loc="upper left")
         below.set_ylabel("token_mult_\nprob_error - 1")
         below.set_yscale("log")
-        below.axhline(1e-4, color=grey, linestyle="--")
+        below.axhline(1e-4, color=gray, linestyle="--")
         below.set_xlabel("steps")
         below.xaxis.get_major_locator().set_params(integer=True)
         for axes in (above, below):
@@ -163,7 +163,7 @@ def plot(runs: list[dict[str, Any]], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the table into a page, and the plot."""
+    """Write the table into a page, and the plot to a file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("histories", type=Path, nargs="+")
     parser.add_argument("--page", type=Path, help="replace the table in this Markdown file; printed by default")

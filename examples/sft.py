@@ -1,10 +1,10 @@
-"""Fine-tune with TRL's `SFTTrainer`: all weights, a LoRA, or a LoRA on 4-bit weights.
+"""Fine-tune with TRL's `SFTTrainer`: all weights, a LoRA adapter, or a LoRA adapter on 4-bit weights.
 
     python examples/sft.py CHECKPOINT OUT
     python examples/sft.py CHECKPOINT OUT --lora
     python examples/sft.py CHECKPOINT OUT --qlora
 
-The adapter in OUT is one of the Hugging Face model: PEFT, vLLM and others load it as any other.
+The adapter in OUT fits the Hugging Face model. PEFT, vLLM and other libraries load it without conversion.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXTS = ["def main():\n    return 0\n", "import os\nprint(os.getcwd())\n", "clas
 def trainer_for(
     model: PreTrainedModel, tokenizer: Any, texts: list[str], out: str, *, lora: bool = False, **options: Any
 ) -> SFTTrainer:
-    """A trainer on `texts`; `options` are of `SFTConfig`."""
+    """Create a trainer on `texts`. `options` are passed to `SFTConfig`."""
     options = {"per_device_train_batch_size": 2, "max_length": 64, "save_strategy": "no"} | options
     arguments = SFTConfig(out, logging_steps=1, report_to=[], disable_tqdm=True, **options)
     config = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj", "up_proj"]) if lora else None
@@ -37,7 +37,7 @@ def trainer_for(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Load, train, save."""
+    """Load, train and save."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("out")
@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--qlora", action="store_true")
     options = parser.parse_args(arguments)
     if options.qlora:
-        quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, quantization_config=quantised)
+        quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, quantization_config=quantized)
     else:
         model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
     trainer = trainer_for(

@@ -1,9 +1,9 @@
-"""Train a model over a mesh, with torch alone; stop, and go on over another mesh.
+"""Train a model over a mesh with torch alone, stop, and resume over another mesh.
 
     torchrun --nproc-per-node 4 examples/sharded.py CHECKPOINT OUT --mesh fsdp=2,tp=2 --steps 4
     torchrun --nproc-per-node 2 examples/sharded.py CHECKPOINT OUT --mesh fsdp=2 --steps 8
 
-The second run resumes the first from `OUT/training`. At the end `OUT/model` is a plain Hugging Face checkpoint.
+The second run resumes the first from `OUT/training`. At the end, `OUT/model` is a regular Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nrl_models.distributed import ParallelPlan, load_checkpoint, parse_mesh, sa
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train to step `--steps`. Returns the losses of this run, over all ranks."""
+    """Train up to step `--steps`. Returns the losses of this run, averaged over all ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("out", type=Path)
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     sizes = parse_mesh(options.mesh)
     mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    # Each rank reads the slices it holds. No rank ever has the whole model.
+    # Each rank reads only the slices it holds. No rank ever has the complete model.
     plan = ParallelPlan(param_dtype=torch.bfloat16 if options.bf16 else None, reduce_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32, mesh=mesh, plan=plan).train()
     model.gradient_checkpointing_enable()
@@ -64,16 +64,16 @@ def main(arguments: list[str] | None = None) -> list[float]:
         step += 1
     save_checkpoint(options.out / "training", model, optimizer, {"step": step})
 
-    # What an RL trainer does after each step: whole tensors by their hub names, the same order on every rank.
+    # An RL trainer does this after each step: stream complete tensors by hub name, in the same order on every rank.
     for _name, _tensor in model.state_dict_adapter.iter_export(model, max_bytes=2**28):
-        ...  # the rank beside the engine sends it; the others drop it
+        ...  # the rank that runs the engine's client sends it; the others drop it
 
     model.save_pretrained(options.out / "model")
     return losses
 
 
 def batch(model: torch.nn.Module, mesh: dist.DeviceMesh, step: int, length: int) -> dict[str, torch.Tensor]:
-    """Random tokens: other ones on each rank of `fsdp`, the same on ranks that differ in `ep` or `tp`."""
+    """Return random tokens: different on each rank of `fsdp`, the same on ranks that differ only in `ep` or `tp`."""
     replica = mesh.get_local_rank("fsdp") if "fsdp" in mesh.mesh_dim_names else 0
     generator = torch.Generator().manual_seed(1000 * step + replica)
     tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, length), generator=generator)

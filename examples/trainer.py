@@ -1,9 +1,10 @@
-"""Train with transformers' `Trainer`, and go on from its checkpoints.
+"""Train with transformers' `Trainer`, and resume from its checkpoints.
 
     python examples/trainer.py CHECKPOINT OUT --steps 4
     python examples/trainer.py CHECKPOINT OUT --steps 8 --resume
 
-`--resume` goes on from the last checkpoint in OUT, written here or by `Trainer` with transformers' own model.
+`--resume` continues from the last checkpoint in OUT. This script or `Trainer` with transformers' model may have written
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nrl_models import AutoModelForCausalLM
 
 
 def trainer_for(model: PreTrainedModel, out: str, **options: Any) -> Trainer:
-    """A trainer on random tokens; `options` are of `TrainingArguments`."""
+    """Create a trainer on random tokens. `options` are passed to `TrainingArguments`."""
     options = {"per_device_train_batch_size": 2, "learning_rate": 1e-4} | options
     arguments = TrainingArguments(out, logging_steps=1, report_to=[], disable_tqdm=True, **options)
     generator = torch.Generator().manual_seed(0)
@@ -28,14 +29,14 @@ def trainer_for(model: PreTrainedModel, out: str, **options: Any) -> Trainer:
 
 
 def train(model: PreTrainedModel, out: str, *, steps: int, resume: bool = False, **options: Any) -> list[float]:
-    """Train for so many steps in all. Returns the losses of this run."""
+    """Train up to step `steps`. Returns the losses of this run."""
     trainer = trainer_for(model, out, max_steps=steps, save_steps=max(steps // 2, 1), **options)
     trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Load, and train."""
+    """Load and train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("out")
