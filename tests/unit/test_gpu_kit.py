@@ -113,7 +113,9 @@ def test_description_has_the_peak_that_mfu_uses(monkeypatch: pytest.MonkeyPatch)
 
 def test_make_passes_options() -> None:
     command = ["make", "-n", "gpu", "CPU=1", "ONLY=load refit", "LIMIT=60", "PEAK=500", "OUT=x", "GPU_PYTHON=python"]
-    done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True, check=True)
+    # Within `make test`, the variables of that make would be inherited, and directories printed.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(command, cwd=kit.ROOT, env=environment, capture_output=True, text=True, check=True)
     arguments = done.stdout.split("-m benchmarks.gpu ")[1].split()
     options = kit.parse(arguments)
     assert (options.cpu, options.only, options.limit, options.peak) == (True, ["load", "refit"], 60, 500)

@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from nrl_models.common.config.walk import all_values
+from nrl_models.inputs.images import image_token
 from nrl_models.inputs.model_inputs import has_encoder
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mtp_weights import declares_mtp
@@ -26,6 +27,11 @@ def takes_text(case: FamilyCase) -> bool:
 def reads_what_it_writes(case: FamilyCase) -> bool:
     """Whether prompt and completion are one sequence, unlike in encoder-decoder models."""
     return not (_takes(case, "decoder_input_ids") and has_encoder(case.config_class()))
+
+
+def takes_image_types(case: FamilyCase) -> bool:
+    """Whether the class accepts `mm_token_type_ids`, which mark the tokens of images."""
+    return _takes(case, "mm_token_type_ids") and image_token(case.config) is not None
 
 
 def generates(case: FamilyCase) -> bool:

@@ -25,7 +25,13 @@ from nrl_models.parity.noise import gradients, limit, logits_and_routing, logits
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import applies_to, proves
 from nrl_models.testing.suite.asserts import all_tensors, assert_close, assert_same_tensors, dtypes
-from nrl_models.testing.suite.conditions import reads_what_it_writes, scores_every_token, takes_text, ties_embeddings
+from nrl_models.testing.suite.conditions import (
+    reads_what_it_writes,
+    scores_every_token,
+    takes_image_types,
+    takes_text,
+    ties_embeddings,
+)
 
 
 @proves("logits")
@@ -108,12 +114,11 @@ def test_embeddings_in_place_of_tokens(family_case: FamilyCase) -> None:
 
 
 @proves("logits")
-@applies_to(takes_text, scores_every_token)
+@applies_to(takes_text, scores_every_token, takes_image_types)
 def test_images_without_token_types(family_case: FamilyCase) -> None:
     """Without `mm_token_type_ids`, images give the same logits, or the reference requires the types."""
     inputs = family_case.inputs()
-    if "mm_token_type_ids" not in inputs or image_token(family_case.config) is None:
-        pytest.skip("the class takes no types of image tokens")
+    assert "mm_token_type_ids" in inputs
     untyped = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
     try:
         actual = logits_of(family_case.model(), untyped)

@@ -336,7 +336,7 @@ def test_an_engine_that_is_not_installed_is_said_how_to_get(
     arguments = ["consistency", str(checkpoint), "--length", "24", "--data", "dummy", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "make test-engine" in result.output + result.stderr
+    assert "make engine" in result.output + result.stderr
 
 
 def words(count: int) -> PreTrainedTokenizerFast:

@@ -218,7 +218,7 @@ def test_an_unknown_engine_is_refused(checkpoint: Path) -> None:
 
 def test_a_missing_engine_says_how_to_get_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
-    with pytest.raises(EngineError, match=r"pip install vllm.*make test-engine"):
+    with pytest.raises(EngineError, match=r"pip install vllm.*make engine"):
         start_engine("vllm", checkpoint)
 
 

@@ -155,7 +155,11 @@ def test_a_family_alone_collects_the_generated_tests(pytester: pytest.Pytester) 
     pytester.makepyfile(test_own="def test_own(): pass")
     tests = collected(pytester, "--nrl-family", "planted_bugs:NovaForCausalLM")
     names = {line.partition("::")[2].partition("[")[0] for line in tests}
-    assert names == set(generated_tests()) - {"test_router_replay", "test_mtp_weights_are_kept"}
+    assert names == set(generated_tests()) - {
+        "test_router_replay",
+        "test_mtp_weights_are_kept",
+        "test_images_without_token_types",
+    }
     assert all("[NovaForCausalLM" in line for line in tests)
 
 
@@ -180,12 +184,16 @@ def test_only_what_applies_is_collected(pytester: pytest.Pytester) -> None:
         name: {line.partition("::")[2].partition("[")[0] for line in tests if name in line}
         for name in (scorer, mixture)
     }
-    assert names[mixture] == set(generated_tests()) - {"test_mtp_weights_are_kept"}
+    assert names[mixture] == set(generated_tests()) - {
+        "test_mtp_weights_are_kept",
+        "test_images_without_token_types",
+    }
     assert names[mixture] - names[scorer] == {
         "test_base_models_keep_documents_apart",
         "test_cached_decode",
         "test_decoded_steps",
         "test_documents_get_no_gradient_from_each_other",
+        "test_embeddings_in_place_of_tokens",
         "test_greedy_generation",
         "test_left_padding",
         "test_packing",
