@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.backend import Combine, should_combine
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.dtypes import warn_of_rounding
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
@@ -63,7 +64,7 @@ class FamilyModel(Upstream):
 
     Args:
         config: The configuration.
-        combine: Whether to form groups of projections, which run as one matmul.
+        combine: Whether to form groups of projections, which run as one matmul, see `should_combine`.
 
     Attributes:
         rewrites: For each Hugging Face layer class, the subclass that replaces it, or a `CombinedProjections`
@@ -115,10 +116,10 @@ class FamilyModel(Upstream):
         if issubclass(cls, PreTrainedModel):
             cls.flags = Flags(cls.flags)  # type: ignore[assignment]
 
-    def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:
+    def __init__(self, config: PreTrainedConfig, *args: Any, combine: Combine = "auto", **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.combine = combine
-        adopt_rewrites(self, self.rewrite_of, combine)
+        self.combine = should_combine(combine, None)
+        adopt_rewrites(self, self.rewrite_of, self.combine)
         inner_models_keep_documents_apart(self)
 
     @classmethod

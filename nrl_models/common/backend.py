@@ -11,8 +11,11 @@ import torch
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError
 
 Combine = bool | Literal["auto"]
-"""Whether to fuse projections with a common input into one matmul; "auto" decides by device."""
+"""Whether to fuse projections with a common input into one matmul; "auto" fuses on `FUSING_DEVICES`."""
 
+FUSING_DEVICES: frozenset[str] = frozenset()
+"""Types of devices on which fused projections were measured to be faster: neither CPUs (docs/benchmarks.md) nor CUDA
+GPUs (docs/gpu.md)."""
 
 _TE = "TransformerEngine's layers are not Hugging Face's, which all layers here are"
 _DEEP_EP = (
@@ -56,7 +59,7 @@ class BackendConfig:
 
     attn: str | None = None
     experts: str | None = None
-    combine: Combine = True
+    combine: Combine = "auto"
     linear: InitVar[str] = "torch"
     rms_norm: InitVar[str] = "torch"
     dispatcher: InitVar[str] = "torch"
@@ -88,16 +91,13 @@ class BackendConfig:
 
 
 def should_combine(combine: Combine, device: torch.device | None) -> bool:
-    """Return whether to fuse projections on `device` (None is the CPU).
-
-    This only affects speed. "auto" follows docs/benchmarks.md: fusing three matmuls does not help on a CPU, where they
-    are bound by memory and arithmetic rather than by kernel launches. On an accelerator, projections are fused.
+    """Return whether to fuse projections on `device` (None is the CPU). This only affects speed.
 
     Raises:
         UnknownOptionError: If `combine` is neither a bool nor "auto".
     """
     if combine == "auto":
-        return device is not None and device.type != "cpu"
+        return ("cpu" if device is None else device.type) in FUSING_DEVICES
     if not isinstance(combine, bool):
         raise UnknownOptionError(f"combine={combine!r}: expected True, False or 'auto'")
     return combine

@@ -35,8 +35,9 @@ class LoadOptions:
         offload_folder, offload_buffers, max_memory: Directory for modules on "disk", whether buffers are offloaded, and
             the memory limit of each device.
         quantization_config: Quantize linears while loading (QLoRA), as in transformers.
-        combine: Fuse projections that share an input: True, False, or "auto" (by device, from docs/benchmarks.md).
-            Changes only speed. `nrl_models.common.projections.report` lists fused projections.
+        combine: Fuse projections that share an input: True, False, or "auto" (where that was measured to be faster: on
+            no device at present, see docs/benchmarks.md and docs/gpu.md). Changes only speed.
+            `nrl_models.common.projections.report` lists fused projections.
         backend: Attention and expert implementations, and `combine` unless that is given.
         mesh: Device mesh to shard the model over, with dimensions `fsdp`, `ep`, `tp` in this order, or `pp`. Every rank
             makes this call and reads only its slices. See `nrl_models.distributed.parallelize`.
@@ -76,7 +77,7 @@ class LoadOptions:
     offload_buffers: bool = False
     max_memory: Mapping[int | str, int | str] | None = None
     quantization_config: Any = None
-    combine: Combine = True
+    combine: Combine = "auto"
     backend: BackendConfig | None = None
     mesh: DeviceMesh | None = None
     plan: Any = None

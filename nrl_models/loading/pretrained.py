@@ -190,7 +190,7 @@ def from_config(model_class: type[ModelT], config: PreTrainedConfig, **keywords:
     with blaming(config, f"check {model_class.__name__}"):
         check_config(model_class, config, named.get("ignore_config_keys", ()))
     device = present_device(named.get("device") or device_in_context() or "cpu")
-    options = construction(model_class, named.get("combine", True), named.get("backend"), device)
+    options = construction(model_class, named.get("combine", "auto"), named.get("backend"), device)
     options |= {name: named[name] for name in IMPLEMENTATIONS if name in named}
     if named.get("dtype") not in (None, "auto"):
         options["dtype"] = config.dtype = checked_dtype(named["dtype"])

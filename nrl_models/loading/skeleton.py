@@ -100,7 +100,7 @@ def construction(
 ) -> dict[str, Any]:
     """Keywords for `model_class._from_config`."""
     given = backend or BackendConfig()
-    combined = should_combine(given.combine if combine is True else combine, device)
+    combined = should_combine(given.combine if combine == "auto" else combine, device)
     options: dict[str, Any] = given.implementations()
     # A plain Hugging Face class has no linears to fuse.
     return options | {"combine": combined} if hasattr(model_class, "rewrites") else options

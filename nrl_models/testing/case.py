@@ -104,7 +104,7 @@ class FamilyCase:
         if self._tests_reference:
             return cast(FamilyModel, self.reference(dtype))
         if dtype not in self._models:
-            model = self.model_class.from_config(self.config, dtype=dtype, device=self.device)
+            model = self.model_class.from_config(self.config, dtype=dtype, device=self.device, combine=True)
             widen(model, dtype)
             model.load_state_dict(self.reference(dtype).state_dict())
             self._models[dtype] = model.eval()

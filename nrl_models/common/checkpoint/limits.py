@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind
@@ -24,8 +22,8 @@ MOST_LABELS = 2**20
 MOST_ELEMENTS = 2**26
 """A size of one dimension, of which tables are computed when a model is built: six times the longest context."""
 
-MODULES, MODULES_PER_TENSOR = 20_000, 16
-"""How many modules a model may have: so many in any case, and so many for each tensor of its checkpoint."""
+TENSORS, TENSORS_PER_STORED = 20_000, 16
+"""How many tensors a model may have: so many in any case, and so many for each tensor of its checkpoint."""
 
 MOST_IN_TABLE = 2**29
 """Numbers in a table that is computed when a model is built: a mask of 22,000 positions squared."""
@@ -66,41 +64,41 @@ def _beyond(values: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
 
 
 @contextmanager
-def limited_build(tensors: int) -> Iterator[None]:
-    """Context manager that stops building a model in this thread before it fills memory or has too many modules.
+def limited_build(stored: int) -> Iterator[None]:
+    """Context manager that stops building a model in this thread before it fills memory or has too many tensors.
 
     Args:
-        tensors: Number of tensors of the checkpoint.
+        stored: Number of tensors of the checkpoint.
 
     Raises:
-        ConfigurationError: If there are more modules than `MODULES_PER_TENSOR` allows, or a table above
+        ConfigurationError: If there are more tensors than `TENSORS_PER_STORED` allows, or a table above
             `MOST_IN_TABLE`.
     """
-    most, count, thread = MODULES + MODULES_PER_TENSOR * tensors, 0, threading.get_ident()
-
-    def counted(*_: Any) -> None:
-        nonlocal count
-        count += threading.get_ident() == thread
-        if count > most:
-            raise _too_large(f"needs more than {most:,} modules, but the checkpoint has {tensors:,} tensors")
-
-    hook = register_module_module_registration_hook(counted)
-    try:
-        with _Tables():
-            yield
-    finally:
-        hook.remove()
+    with _LimitedTensors(stored):
+        yield
 
 
-class _Tables(TorchFunctionMode):
-    """Checks the size of tensors that are filled with numbers while a model is built; parameters are not filled."""
+class _LimitedTensors(TorchFunctionMode):
+    """Counts new tensors, and checks the size of tensors that are filled with numbers; parameters are not filled.
+
+    A mode, because it acts in one thread only. torch's hooks on new modules are shared by all threads.
+    """
+
+    def __init__(self, stored: int) -> None:
+        super().__init__()
+        self.stored, self.most, self.count = stored, TENSORS + TENSORS_PER_STORED * stored, 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _NEW:
+            self.count += 1
+            if self.count > self.most:
+                raise _too_large(f"needs more than {self.most:,} tensors, but the checkpoint has {self.stored:,}")
         if func in _FILLED and (elements := _elements(func, args)) > MOST_IN_TABLE:
             raise _too_large(f"needs a table of {elements:,.0f} numbers, expected at most {MOST_IN_TABLE:,}")
         return func(*args, **(kwargs or {}))
 
 
+_NEW = {torch.empty, torch.zeros, torch.ones, torch.randn, torch.rand, torch.full}
 _FILLED = {torch.arange, torch.ones, torch.full, torch.eye, torch.linspace}
 
 

@@ -213,7 +213,7 @@ def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
     torch cannot pickle parametrized modules (weight norm); such models are only deep-copied.
     """
     # Rebuilt, because transformers' hooks on inner outputs, which some forwards install, cannot be pickled.
-    model = family_case.model_class.from_config(family_case.config, device=family_case.device)
+    model = family_case.model_class.from_config(family_case.config, device=family_case.device, combine=True)
     copies = [copy.deepcopy(model)]
     if not any(is_parametrized(module) for module in model.modules()):
         saved = io.BytesIO()

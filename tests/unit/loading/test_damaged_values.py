@@ -37,7 +37,7 @@ def _no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_position_embeddings": 10**10}, "max_position_embeddings", "expected at most 67,108,864"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers", "expected at most 20,000"),
         ({"num_labels": 2**31}, "num_labels", "expected at most 1,048,576"),
-        ({"num_hidden_layers": 9_000}, "the configuration", r"more than 20,\d+ modules, but the checkpoint has"),
+        ({"num_hidden_layers": 9_000}, "the configuration", r"more than 20,\d+ tensors, but the checkpoint has"),
         ({"head_dim": 2**31}, "head_dim", "expected at most"),
         ({"hidden_act": "silly"}, "hidden_act", "is 'silly': KeyError"),
         ({"rope_parameters": {"rope_type": "yarm", "rope_theta": 1.0}}, "rope_parameters.rope_type", "is 'yarm'; only"),

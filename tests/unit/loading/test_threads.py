@@ -14,6 +14,8 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.common.checkpoint.limits import TENSORS, limited_build
+from nrl_models.errors import ConfigurationError
 from nrl_models.testing.suite.asserts import assert_same_tensors
 
 THREADS = 4
@@ -24,6 +26,8 @@ ROUNDS, LONG_ROUNDS = 12, 250
 def process_state() -> list[Any]:
     """Return all process-wide state that building a model may change."""
     shared = [nn.Module.register_parameter, nn.Module.register_buffer, torch.empty, torch.get_default_dtype()]
+    hooks = (value for name, value in vars(nn.modules.module).items() if name.startswith("_global_"))
+    shared += [dict(value) for value in hooks if isinstance(value, dict)]
     shared += [PreTrainedModel.init_weights, PreTrainedModel.tie_weights, gc.isenabled()]
     return [*shared, *(getattr(nn.init, name) for name in sorted(vars(nn.init)) if name.endswith("_"))]
 
@@ -76,3 +80,14 @@ def test_threads_load_build_and_save(
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(run, range(THREADS)))
     assert process_state() == before
+
+
+def test_limits_of_a_build_are_those_of_one_thread() -> None:
+    """torch's hooks on new modules are shared by all threads: adding one breaks a build in another thread."""
+    before = process_state()
+    with limited_build(0):
+        assert process_state() == before
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: [torch.empty(0) for _ in range(TENSORS + 1)]).result()
+        with pytest.raises(ConfigurationError, match="needs more than 20,000 tensors"):
+            [torch.empty(0) for _ in range(TENSORS + 1)]

@@ -169,7 +169,7 @@ def mapped_bytes(folder: Path) -> int:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="pages of files are mapped on Linux only")
 def test_nothing_is_copied_that_lies_in_the_file_as_in_memory(tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, combine=True)
     size = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     # The complete file is mapped. Groups are mapped separately, except for pages that two linears share.
     grouped = sum(size[name] for names in neighboring_parameters(model) for name in names)

@@ -94,7 +94,7 @@ def test_only_plain_linears_count() -> None:
 
 
 def test_a_model_has_the_groups_that_its_family_declares(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
-    model = AutoModelForCausalLM.from_config(llama.config)
+    model = AutoModelForCausalLM.from_config(llama.config, combine=True)
     found = trace_linears(llama, lambda: llama(input_ids)).groups
     assert found["model.layers.1.self_attn"] == [("q_proj", "k_proj", "v_proj")]
     assert found["model.layers.0.mlp"] == [("gate_proj", "up_proj")]
