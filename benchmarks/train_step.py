@@ -71,12 +71,14 @@ def contenders(shape: str, compiled: bool) -> dict[str, Callable[[], Any]]:
         return model
 
     found: dict[str, Callable[[], Any]] = {
-        "combined": lambda: AutoModelForCausalLM.from_config(config, dtype=dtype),
+        "combined": lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, combine=True),
         "separate": lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, combine=False),
         "transformers": lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype),
     }
     if compiled:
-        found["combined, layers compiled"] = lambda: by_layer(AutoModelForCausalLM.from_config(config, dtype=dtype))
+        found["combined, layers compiled"] = lambda: by_layer(
+            AutoModelForCausalLM.from_config(config, dtype=dtype, combine=True)
+        )
         found["transformers, layers compiled"] = lambda: by_layer(
             transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         )
