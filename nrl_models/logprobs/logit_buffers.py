@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from nrl_models.logprobs.fused import fuses, log_sum_exp, logprob_gradient_, run_fused
 from nrl_models.logprobs.head import OutputHead
 
 CHUNK_ELEMENTS = 2**25
@@ -49,7 +50,17 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 class Logits:
-    """Processed logits of some tokens and some rows of the weight, in a buffer that is reused."""
+    """Logits of some tokens and some rows of the weight, in buffers that are reused.
+
+    Args:
+        head, weight, bias: The output embedding, and its parameters in the dtype of the matmul.
+        temperature: Divisor of processed logits.
+        elements: Maximum number of logits.
+
+    Attributes:
+        wide: Dtype of processed logits: fp32, or fp64 for fp64 weights.
+        fuses: Sums and gradients are computed by compiled functions, see `nrl_models.logprobs.fused`.
+    """
 
     def __init__(
         self, head: OutputHead, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, elements: int
@@ -57,10 +68,15 @@ class Logits:
         self.head, self.weight, self.bias, self.temperature = head, weight, bias, temperature
         self.wide = torch.promote_types(weight.dtype, torch.float32)
         self.buffer = weight.new_empty(elements)
-        self.wide_buffer = self.buffer if self.wide == weight.dtype else weight.new_empty(elements, dtype=self.wide)
+        self.fuses = fuses(weight.device)
+        self._wide_buffer: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """`(tokens, vocabulary in rows)`, fp32 or wider; valid until the next call."""
+        """Processed logits `(tokens, vocabulary in rows)`, fp32 or wider; valid until the next call."""
+        return self._processed(self.before_temperature(hidden, rows))
+
+    def before_temperature(self, hidden: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """The model's logits `(tokens, vocabulary in rows)`, in the weight's dtype; valid until the next call."""
         weight = self.weight[rows]
         shape = (len(hidden), len(weight))
         logits = self.buffer[: shape[0] * shape[1]].view(shape)
@@ -68,14 +84,46 @@ class Logits:
             torch.mm(hidden, weight.t(), out=logits)
         else:
             torch.addmm(self.bias[rows], hidden, weight.t(), out=logits)
-        self.head.finish_(logits)
-        if self.wide_buffer is not self.buffer:
-            logits = self.wide_buffer[: logits.numel()].view(shape).copy_(logits)
+        return self.head.finish_(logits)
+
+    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Divide by the temperature, in the wide buffer."""
+        if self.wide != logits.dtype:
+            if self._wide_buffer is None:
+                self._wide_buffer = self.buffer.new_empty(self.buffer.shape, dtype=self.wide)
+            logits = self._wide_buffer[: logits.numel()].view(logits.shape).copy_(logits)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def of_tokens(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Processed logits at one column of each row of `before_temperature`, `(tokens,)`."""
+        return logits.gather(1, places[:, None])[:, 0].to(self.wide) / self.temperature
+
+    def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logarithm of the sum of exponentials of `before_temperature`, `(tokens,)`. May overwrite the logits."""
+        if self.fuses:
+            return run_fused(log_sum_exp, logits, self.temperature, self.wide)
+        logits = self._processed(logits)
+        largest = logits.amax(1).clamp(min=FLOOR)  # of a row of -inf, too, the sum is zero
+        return largest + logits.sub_(largest[:, None]).exp_().sum(1).log()
+
+    def logprob_gradient(
+        self, logits: torch.Tensor, log_sum: torch.Tensor, by_logprobs: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        """Gradient of a loss by the output embedding's result, in the memory of `before_temperature`.
+
+        Args:
+            logits, log_sum: Logits, and logarithm of the sum of exponentials over the vocabulary.
+            by_logprobs: Derivatives of the loss by log-probabilities, `(tokens,)`.
+            places: Column of each token; any other number if its column is not among `logits`.
+        """
+        head = self.head
+        return run_fused(
+            logprob_gradient_, logits, log_sum, by_logprobs, places, self.temperature, head.scale, head.cap
+        )
 
     def narrowed(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of logits in the weight's dtype, ready for a product; the logits are gone then."""
-        if self.wide_buffer is self.buffer:
+        if gradient.dtype == self.buffer.dtype:
             return gradient
         return self.buffer[: gradient.numel()].view_as(gradient).copy_(gradient)
 

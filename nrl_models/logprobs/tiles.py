@@ -43,24 +43,22 @@ def reduce_by_tiles(
     log_sum: torch.Tensor,
     elements: int,
 ) -> None:
-    """Fill `chosen` and `log_sum`, `(tokens,)` each, the sum of exponentials rescaled as larger logits turn up.
+    """Fill `chosen` and `log_sum`, `(tokens,)` each, with sums of exponentials that are added up over tiles.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
     """
     vocabulary = len(logits_of.weight)
     block, tile = _tile_shape(len(hidden), vocabulary, elements)
     for rows in slices(len(hidden), block):
-        largest = torch.full_like(log_sum[rows], FLOOR)
-        total, picked = torch.zeros_like(largest), torch.zeros_like(largest)
+        total = torch.full_like(log_sum[rows], float("-inf"))
+        picked = torch.zeros_like(total)
         for columns in slices(vocabulary, tile):
-            logits = logits_of(hidden[rows], columns)
+            logits = logits_of.before_temperature(hidden[rows], columns)
             inside, places = _within(tokens[rows], columns)
-            picked[inside] = logits[inside, places]
-            larger = torch.maximum(largest, logits.amax(1))
-            total.mul_((largest - larger).exp_()).add_(logits.sub_(larger[:, None]).exp_().sum(1))
-            largest = larger
-        log_sum[rows] = largest + total.log()
-        chosen[rows] = picked - log_sum[rows]
+            picked = torch.where(inside, logits_of.of_tokens(logits, places), picked)
+            total = torch.logaddexp(total, logits_of.log_sum_exp(logits))
+        log_sum[rows] = total
+        chosen[rows] = picked - total
 
 
 def gradients_by_tiles(
@@ -95,6 +93,7 @@ def gradients_by_tiles(
     weighed = entropy or reference is not None
     block, tile = _tile_shape(len(hidden), len(weight), elements)
     logits_of = Logits(head, weight, bias, sampling.temperature, block * tile)
+    fused = logits_of.fuses and not weighed and not sampling.truncates
     reference_of: Any = reference and reference.logits(sampling.temperature, block * tile)
     work: Any = hidden.new_empty(block * tile, dtype=wide) if weighed else None
     of_hidden: Any = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
@@ -106,30 +105,35 @@ def gradients_by_tiles(
         if needs_weight and wide != weight.dtype:
             of_tile = torch.zeros_like(tile_weight, dtype=wide)
         for rows in slices(len(hidden), block):
-            # In one buffer: logits, then log-probabilities, then probabilities, then the logits' gradient.
-            gradient = logits_of(hidden[rows], columns)
-            slope = logits_of.slope(gradient)
-            dropped = gradient < bound[rows, None] if sampling.truncates else None
-            gradient.sub_(log_sum[rows, None])
-            if dropped is not None:
-                gradient.masked_fill_(dropped, float("-inf"))
-            factor = of_logprobs[rows, None].neg()
-            if weighed:
-                logs = work[: gradient.numel()].view_as(gradient)
-                torch.clamp(gradient, min=FLOOR, out=logs)
-                if reference is not None:
-                    theirs = reference_of(reference.hidden[rows], columns)
-                    theirs.sub_(reference_sum[rows, None]).clamp_(min=FLOOR)
-                    theirs.add_(kl[rows, None]).neg_().add_(logs).mul_(of_kl[rows, None])
-                    factor = theirs.add_(factor)
-                if entropy:
-                    factor = logs.add_(entropies[rows, None]).mul_(of_entropy[rows, None]).neg_().add_(factor)
-            gradient.exp_().mul_(factor)
             inside, places = _within(tokens[rows], columns)
-            gradient[inside, places] += of_logprobs[rows][inside]
-            multiply_(gradient, slope)
+            if fused:
+                logits = logits_of.before_temperature(hidden[rows], columns)
+                own_places = tokens[rows] - columns.start
+                gradient = logits_of.logprob_gradient(logits, log_sum[rows], of_logprobs[rows], own_places)
+            else:
+                # In one buffer: logits, then log-probabilities, then probabilities, then the logits' gradient.
+                gradient = logits_of(hidden[rows], columns)
+                slope = logits_of.slope(gradient)
+                dropped = gradient < bound[rows, None] if sampling.truncates else None
+                gradient.sub_(log_sum[rows, None])
+                if dropped is not None:
+                    gradient.masked_fill_(dropped, float("-inf"))
+                factor = of_logprobs[rows, None].neg()
+                if weighed:
+                    logs = work[: gradient.numel()].view_as(gradient)
+                    torch.clamp(gradient, min=FLOOR, out=logs)
+                    if reference is not None:
+                        theirs = reference_of(reference.hidden[rows], columns)
+                        theirs.sub_(reference_sum[rows, None]).clamp_(min=FLOOR)
+                        theirs.add_(kl[rows, None]).neg_().add_(logs).mul_(of_kl[rows, None])
+                        factor = theirs.add_(factor)
+                    if entropy:
+                        factor = logs.add_(entropies[rows, None]).mul_(of_entropy[rows, None]).neg_().add_(factor)
+                gradient.exp_().mul_(factor)
+                gradient.scatter_add_(1, places[:, None], torch.where(inside, of_logprobs[rows], 0.0)[:, None])
+                multiply_(gradient, slope)
             if of_bias is not None:
-                of_bias[columns] += gradient.sum(0).to(of_bias.dtype)
+                of_bias[columns] += gradient.sum(0, dtype=wide).to(of_bias.dtype)
             gradient = logits_of.narrowed(gradient)
             if needs_hidden:
                 add_product(of_hidden[rows], gradient, tile_weight)
@@ -147,6 +151,9 @@ def _tile_shape(count: int, vocabulary: int, elements: int) -> tuple[int, int]:
 
 
 def _within(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mask of the tokens in a tile of the vocabulary, and their positions in the tile."""
-    inside = ((tokens >= columns.start) & (tokens < columns.stop)).nonzero()[:, 0]
-    return inside, tokens[inside] - columns.start
+    """Return which tokens are in a tile of the vocabulary, and their columns in it (any for others), `(tokens,)`.
+
+    Without indices of unknown number, for which a GPU would wait.
+    """
+    inside = (tokens >= columns.start) & (tokens < columns.stop)
+    return inside, (tokens - columns.start).clamp(0, columns.stop - columns.start - 1)

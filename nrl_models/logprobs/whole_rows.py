@@ -192,7 +192,7 @@ class HeadGradients:
     def add(self, rows: slice, gradient: torch.Tensor, logits_of: Logits) -> None:
         """Add the gradients of some tokens. `gradient`, by the output embedding's result, is overwritten."""
         if self.of_bias is not None:
-            self.of_bias += gradient.sum(0)
+            self.of_bias += gradient.sum(0, dtype=self.of_bias.dtype)
         gradient = logits_of.narrowed(gradient)
         if self.hidden is not None:
             torch.mm(gradient, self.weight, out=self.hidden[rows])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from nrl_models.logprobs import chunked, fused, logit_buffers
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import OutputHead
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 
@@ -48,6 +53,61 @@ def with_gradients(found: TokenStatistics, inputs: list[torch.Tensor]) -> list[t
     )
     gradients = torch.autograd.grad(loss, inputs)
     return [*(tensor.detach() for tensor in found), *gradients]
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Use the functions that are compiled on a GPU. Returns the names of those that ran."""
+    ran: list[str] = []
+
+    def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+        ran.append(function.__name__)
+        return torch.compile(function, dynamic=True, backend="aot_eager")
+
+    monkeypatch.setattr(fused, "_compiled", traced)
+    monkeypatch.setattr(fused, "_warn_once", pytest.fail)
+    for module in (logit_buffers, chunked):
+        monkeypatch.setattr(module, "fuses", lambda device: True)
+    return ran
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "loss"])
+def test_fused_as_on_a_gpu(ahead: bool, end: str, bias: bool, frozen: bool, as_on_gpu: list[str]) -> None:
+    head, sampling = OutputHead(linear(0, bias=bias, frozen=frozen), *ENDS[end]), Sampling(0.7)
+    hidden = hidden_states().requires_grad_()
+    inputs = [hidden, *(parameter for parameter in head.module.parameters() if not frozen)]
+    weights = torch.randn(TOKENS, dtype=torch.float64)
+
+    def derivatives(found: TokenStatistics) -> Derivatives:
+        return weights, None, None
+
+    def gradients(found: TokenStatistics) -> list[torch.Tensor]:
+        return [found.logprobs.detach(), *torch.autograd.grad((found.logprobs * weights).sum(), inputs)]
+
+    expected = gradients(statistics_of(head(hidden), tokens(), sampling))
+    loss = LossAhead(derivatives) if ahead else None
+    # Tiles narrower than the vocabulary, the last one narrower than the others.
+    actual = gradients(chunked_statistics(hidden, head, tokens(), sampling, chunk_size=13, ahead=loss))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    assert set(as_on_gpu) == {"log_sum_exp", "logprob_gradient_"}
+
+
+def test_without_a_working_compiler_the_result_is_the_same(
+    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+        raise RuntimeError("no C compiler")
+
+    expected = chunked_statistics(hidden_states(), OutputHead(linear(0)), tokens(), Sampling())
+    monkeypatch.setattr(fused, "_compiled", broken)
+    warnings: list[str] = []
+    monkeypatch.setattr(fused, "_warn_once", warnings.append)
+    actual = chunked_statistics(hidden_states(), OutputHead(linear(0)), tokens(), Sampling())
+    torch.testing.assert_close(actual.logprobs, expected.logprobs)
+    assert warnings == ["RuntimeError: no C compiler"]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
