@@ -43,6 +43,7 @@ from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
+from nrl_models.loading.pinned import pinned_copies
 
 logger = logging.get_logger(__name__)
 
@@ -132,12 +133,20 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
         pieces = Buffer(memory, [shape[0] for shape in shapes]).neighbors() if len(names) > 1 else [memory]
         tensors.update(zip(names, pieces, strict=True))
 
+    pinned = pinned_copies(device)
+
     def copy(job: tuple[str, StoredTensor, HFTensor]) -> None:
         name, stored, target = job
-        target.write_into(name, tensors[name], files.read(stored))
+        block = None if pinned is None else _block_of(target, tensors[name])
+        if pinned is not None and block is not None:
+            pinned.copy(block, files.read(stored))
+        else:
+            target.write_into(name, tensors[name], files.read(stored))
 
     copies.sort(key=lambda job: -job[1].nbytes)  # largest first: no thread is left with a long tail
     run_readers(copy, copies)
+    if pinned is not None:
+        pinned.finish()
     for name, tensor in tensors.items():
         install(model, name, tensor)
 
@@ -161,6 +170,14 @@ def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
     ):
         for count in pool.map(read_all, batches):
             progress.update(count)
+
+
+def _block_of(target: HFTensor, memory: torch.Tensor) -> torch.Tensor | None:
+    """Return the block of a parameter that is a Hugging Face tensor; None if that is not one block, or transposed."""
+    place = None if target.view is None else target.view.place_in(tuple(memory.shape))
+    if place is None or not place.is_block:
+        return None
+    return memory.view(-1)[place.offset : place.offset + torch.Size(target.shape).numel()]
 
 
 def _fit_together(names: Sequence[str], fit: Fit) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,14 @@ def count_matmuls(layer: nn.Module, call: Call) -> int:
     with torch.enable_grad(), _OperatorCounter() as counter:
         layer(*args, **kwargs)
     return sum(counter.counts[name] for name in MATMULS)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Context manager with deterministic algorithms. On a GPU, sums over experts have another order in each call."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)

@@ -24,7 +24,13 @@ from nrl_models.inputs.model_inputs import decoder_ids, vocabulary_size
 from nrl_models.parity.noise import gradients, limit, logits_and_routing, logits_noise, logits_of
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import applies_to, proves
-from nrl_models.testing.suite.asserts import all_tensors, assert_close, assert_same_tensors, dtypes
+from nrl_models.testing.suite.asserts import (
+    all_tensors,
+    assert_close,
+    assert_same_tensors,
+    deterministic,
+    dtypes,
+)
 from nrl_models.testing.suite.conditions import (
     reads_what_it_writes,
     scores_every_token,
@@ -74,7 +80,7 @@ def test_uncombined(family_case: FamilyCase) -> None:
     reference = family_case.reference()
     assert not list(groups_of(model))
     model.load_state_dict(reference.state_dict())
-    with torch.no_grad():
+    with torch.no_grad(), deterministic():
         assert torch.equal(model(**family_case.inputs()).logits, reference(**family_case.inputs()).logits)
 
 
