@@ -41,14 +41,15 @@ def chunk_length(vocabulary: int) -> int:
     return max(16, CHUNK_ELEMENTS // vocabulary)
 
 
-def loss_chunk_length(vocabulary: int, hidden: int, device: torch.device) -> int:
+def loss_chunk_length(weight: torch.Tensor) -> int:
     """Tokens per chunk if the gradient of a loss is computed in the forward.
 
     Each chunk then also reads and writes the gradient of all weights. With half as many tokens as the hidden size, this
     costs little compared with the matmuls on a CPU, and the logits need at most half of that gradient's memory. A GPU
     multiplies faster, and fused logits need half of the memory.
     """
-    return max(chunk_length(vocabulary), hidden if fuses(device) else hidden // 2)
+    vocabulary, hidden_size = weight.shape
+    return max(chunk_length(vocabulary), hidden_size if fuses(weight.device) else hidden_size // 2)
 
 
 def chunked_statistics(
@@ -91,7 +92,7 @@ def chunked_statistics(
     size = chunk_size or chunk_length(len(weight))
     passes = None
     if ahead is not None and torch.is_grad_enabled() and weight.dtype != torch.float16 and len(hidden):
-        passes = ahead.passes(len(hidden), chunk_size or loss_chunk_length(*weight.shape, weight.device))
+        passes = ahead.passes(len(hidden), chunk_size or loss_chunk_length(weight))
     derivatives = None if ahead is None or passes is None else ahead.derivatives
     logprobs, entropies, kl = _Chunked.apply(
         hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size, passes, derivatives
@@ -207,9 +208,9 @@ class _Chunked(torch.autograd.Function):
                     gradient = logits_of.logprob_gradient(logits, sums.log_sum[rows], ones, tokens[rows])
                     pulls[0, rows].copy_(gradient @ weight)
                 if taken is not None and derivatives_of is not None:
-                    by_logprobs = derivatives_of(TokenStatistics(chosen, sums.entropies, sums.kl))[0][rows]
-                    derivatives[0, rows] = by_logprobs
-                    gradient = logits_of.logprob_gradient(logits, sums.log_sum[rows], by_logprobs, tokens[rows])
+                    by_chosen = derivatives_of(TokenStatistics(chosen, sums.entropies, sums.kl))[0][rows]
+                    derivatives[0, rows] = by_chosen
+                    gradient = logits_of.logprob_gradient(logits, sums.log_sum[rows], by_chosen, tokens[rows])
                     taken.add(rows, gradient, logits_of)
                 continue
             found = reduce_rows(
