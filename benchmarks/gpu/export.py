@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.context import Case, Context
-from benchmarks.gpu.models import COMBINED, alternate, config_of, contender, labeled, ratio
+from benchmarks.gpu.models import SEPARATE, alternate, config_of, contender, labeled, ratio
 from benchmarks.gpu.outcomes import CheckError
 from benchmarks.reporting import Row
 
@@ -28,7 +28,7 @@ def cases(context: Context) -> dict[str, Case]:
 
 def _compare(shape: str, target: str, context: Context) -> list[Row]:
     config = config_of(shape, context, bytes_per_parameter=2 * 4)
-    model = contender(COMBINED, config, context).to(torch.bfloat16)
+    model = contender(SEPARATE, config, context).to(torch.bfloat16)
     pinned = target == "host" and context.device.type == "cuda"
     place: dict[str, Any] = {"pin_memory": True} if pinned else {}
     place["device"] = context.device if target == "device" else torch.device("cpu")

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.gpu.context import Case, Context
 from benchmarks.gpu.models import (
-    COMBINED,
+    SEPARATE,
     UPSTREAM,
     alternate,
     config_of,
@@ -83,13 +83,13 @@ def cases(context: Context) -> dict[str, Case]:
 
 def _compare(shape: str, context: Context) -> list[Row]:
     config = config_of(shape, context, bytes_per_parameter=2 * (2 + 2))
-    models = contenders((UPSTREAM, COMBINED), config, context)
+    models = contenders((UPSTREAM, SEPARATE), config, context)
     rollouts = draw(models[UPSTREAM], config.vocab_size, context)
     steps: dict[str, tuple[Step, Any]] = {
         TRL: (padded, models[UPSTREAM]),
         TRL_AGAIN: (padded, models[UPSTREAM]),
-        "token_logprobs, padded": (token_wise, models[COMBINED]),
-        "rollout_logprobs, packed": (packed, models[COMBINED]),
+        "token_logprobs, padded": (token_wise, models[SEPARATE]),
+        "rollout_logprobs, packed": (packed, models[SEPARATE]),
     }
     if find_spec("liger_kernel"):
         steps["Liger's loss, padded"] = (partial(liger, compiled=not context.tiny), models[UPSTREAM])

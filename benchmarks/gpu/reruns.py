@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.context import Case, Context
-from benchmarks.gpu.models import COMBINED, config_of, contender, random_tokens
+from benchmarks.gpu.models import SEPARATE, config_of, contender, random_tokens
 from benchmarks.gpu.outcomes import CheckError
 from benchmarks.gpu.policy_step import draw, packed
 from benchmarks.reporting import Row
@@ -66,7 +66,7 @@ def _deterministic(enabled: bool) -> Iterator[None]:
 def _model(shape: str, context: Context) -> Any:
     config = config_of(shape, context, bytes_per_parameter=3 * 6)  # one model, and the tensors of two runs
     config.num_hidden_layers = min(config.num_hidden_layers, 4)
-    return contender(COMBINED, config, context).train()
+    return contender(SEPARATE, config, context).train()
 
 
 def _training(shape: str, context: Context) -> Result:

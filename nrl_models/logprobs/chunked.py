@@ -23,7 +23,15 @@ from torch.autograd.function import once_differentiable
 
 from nrl_models.logprobs.fused import fuses
 from nrl_models.logprobs.head import OutputHead
-from nrl_models.logprobs.logit_buffers import CHUNK_ELEMENTS, FLOOR, Logits, Reference, TokenStatistics, slices
+from nrl_models.logprobs.logit_buffers import (
+    CHUNK_ELEMENTS,
+    FLOOR,
+    FUSED_CHUNK_ELEMENTS,
+    Logits,
+    Reference,
+    TokenStatistics,
+    slices,
+)
 from nrl_models.logprobs.sampling import Sampling, processed
 from nrl_models.logprobs.tiles import RowSums, gradients_by_tiles, reduce_by_tiles
 from nrl_models.logprobs.whole_rows import (
@@ -36,20 +44,19 @@ from nrl_models.logprobs.whole_rows import (
 )
 
 
-def chunk_length(vocabulary: int) -> int:
+def chunk_length(vocabulary: int, *, fused: bool = False) -> int:
     """Number of tokens per chunk of logits."""
-    return max(16, CHUNK_ELEMENTS // vocabulary)
+    return max(16, (FUSED_CHUNK_ELEMENTS if fused else CHUNK_ELEMENTS) // vocabulary)
 
 
-def loss_chunk_length(weight: torch.Tensor) -> int:
+def loss_chunk_length(vocabulary: int, hidden_size: int, *, fused: bool = False) -> int:
     """Tokens per chunk if the gradient of a loss is computed in the forward.
 
     Each chunk then also reads and writes the gradient of all weights. With half as many tokens as the hidden size, this
     costs little compared with the matmuls on a CPU, and the logits need at most half of that gradient's memory. A GPU
     multiplies faster, and fused logits need half of the memory.
     """
-    vocabulary, hidden_size = weight.shape
-    return max(chunk_length(vocabulary), hidden_size if fuses(weight.device) else hidden_size // 2)
+    return max(chunk_length(vocabulary, fused=fused), hidden_size if fused else hidden_size // 2)
 
 
 def chunked_statistics(
@@ -89,10 +96,12 @@ def chunked_statistics(
         hidden = hidden.to(dtype)
         # Under autocast, or if FSDP computes in another dtype than that of the shards.
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    size = chunk_size or chunk_length(len(weight))
+    vocabulary, hidden_size = weight.shape
+    fused = fuses(weight.device) and not (entropy or reference or sampling.truncates)
+    size = chunk_size or chunk_length(vocabulary, fused=fused)
     passes = None
     if ahead is not None and torch.is_grad_enabled() and weight.dtype != torch.float16 and len(hidden):
-        passes = ahead.passes(len(hidden), chunk_size or loss_chunk_length(weight))
+        passes = ahead.passes(len(hidden), chunk_size or loss_chunk_length(vocabulary, hidden_size, fused=fused))
     derivatives = None if ahead is None or passes is None else ahead.derivatives
     logprobs, entropies, kl = _Chunked.apply(
         hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size, passes, derivatives

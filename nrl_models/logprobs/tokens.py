@@ -103,9 +103,9 @@ def token_logprobs(
         loss_terms: Tokens that a term of the loss reads together, see `LossTerms`; or numbers `(batch,)` or `(batch,
             length)` that are equal for tokens read together (both answers of a pair, for DPO). Changes only the time.
             The logits of more than `chunk_size` tokens that are read together are computed twice.
-        chunk_size: Number of tokens whose logits are held at once. "auto" holds 2^25 numbers, or more with a loss if
-            the gradient of the output embedding is larger. None uses the model's full logits, for models whose head is
-            not a scale or a soft cap.
+        chunk_size: Number of tokens whose logits are held at once. "auto" holds 2^25 numbers (on a GPU
+            2^27), or more with a loss if the gradient of the output embedding is larger. None uses the model's full
+            logits, for models whose head is not a scale or a soft cap.
         model_inputs: Further arguments of the model's forward (`pixel_values`, ...), also for the reference.
 
     Raises:
