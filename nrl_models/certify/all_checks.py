@@ -15,6 +15,8 @@ from nrl_models.certify import in_loop, layer_checks, lora, running_engine, with
 from nrl_models.certify.certificate import Certificate, json_digest
 from nrl_models.certify.certified import Options, Subject, file_hashes, hardware
 from nrl_models.certify.check_result import CheckResult, Side, Status, answer_of
+from nrl_models.certify.first_layers import write_first_layers
+from nrl_models.certify.memory import needed_memory
 from nrl_models.certify.sides import side_of_error
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.own_folder import MARKER, claim, default_folder
@@ -32,6 +34,9 @@ from nrl_models.errors import (
 PURPOSE = "results of nrl-models certify"
 RESULTS = "results.jsonl"
 CERTIFICATE = "certificate.json"
+FIRST_LAYERS = "first-layers"
+"""Directory of the checkpoint that `layers` selects."""
+
 ENGINE_START = "engine start"
 
 
@@ -46,6 +51,7 @@ class Check:
         seconds: estimated time that does not depend on the checkpoint.
         needs_engine: it starts the engine.
         extra: names of results that it does not always have.
+        copies: number of copies of the weights in fp32 that it holds, activations aside.
     """
 
     names: tuple[str, ...]
@@ -54,6 +60,7 @@ class Check:
     seconds: float = 1.0
     needs_engine: bool = False
     extra: tuple[str, ...] = ()
+    copies: int = 1
 
 
 def _no_deadline(
@@ -67,19 +74,19 @@ CHECKS = (
     Check(("tokenizer",), _no_deadline(without_engine.tokenizer), 0),
     Check(("embeddings",), _no_deadline(without_engine.embeddings), 1),
     Check(("padding", "packing"), _no_deadline(without_engine.batches), 2),
-    Check(("saved files",), _no_deadline(without_engine.saved_files), 2),
-    Check(("draft layers",), _no_deadline(layer_checks.draft_layers), 2),
+    Check(("saved files",), _no_deadline(without_engine.saved_files), 2, copies=2),
+    Check(("draft layers",), _no_deadline(layer_checks.draft_layers), 2, copies=2),
     Check(("router replay",), _no_deadline(layer_checks.router_replay), 2),
-    Check(("sharding",), _no_deadline(without_engine.sharding), 1, 10.0),
-    Check(("weights", "layers", "logits", "gradients"), _no_deadline(without_engine.parity), 12, 5.0),
-    Check((ENGINE_START,), _no_deadline(running_engine.engine_start), 3, 5.0, needs_engine=True),
-    Check(("routed experts",), _no_deadline(running_engine.routed_experts), 2, needs_engine=True),
-    Check(("images",), _no_deadline(running_engine.images), 5, needs_engine=True),
-    Check(("prefix caching",), _no_deadline(running_engine.prefix_caching), 5, 5.0, needs_engine=True),
-    Check(("longest length",), _no_deadline(running_engine.longest_length), 10, 10.0, needs_engine=True),
-    Check((lora.MERGED,), _no_deadline(lora.merged), 8, 5.0, needs_engine=True),
-    Check((lora.SERVED,), _no_deadline(lora.served), 8, 10.0, needs_engine=True),
-    Check(with_engine.REFITS, with_engine.refits, 20, 30.0, needs_engine=True),
+    Check(("sharding",), _no_deadline(without_engine.sharding), 1, 10.0, copies=0),
+    Check(("weights", "layers", "logits", "gradients"), _no_deadline(without_engine.parity), 12, 5.0, copies=4),
+    Check((ENGINE_START,), _no_deadline(running_engine.engine_start), 3, 5.0, needs_engine=True, copies=2),
+    Check(("routed experts",), _no_deadline(running_engine.routed_experts), 2, needs_engine=True, copies=2),
+    Check(("images",), _no_deadline(running_engine.images), 5, needs_engine=True, copies=2),
+    Check(("prefix caching",), _no_deadline(running_engine.prefix_caching), 5, 5.0, needs_engine=True, copies=2),
+    Check(("longest length",), _no_deadline(running_engine.longest_length), 10, 10.0, needs_engine=True, copies=2),
+    Check((lora.MERGED,), _no_deadline(lora.merged), 8, 5.0, needs_engine=True, copies=3),
+    Check((lora.SERVED,), _no_deadline(lora.served), 8, 10.0, needs_engine=True, copies=3),
+    Check(with_engine.REFITS, with_engine.refits, 20, 30.0, needs_engine=True, copies=4),
     Check(
         ("log-probabilities", "decode against prefill"),
         with_engine.log_probabilities,
@@ -87,8 +94,9 @@ CHECKS = (
         40.0,
         needs_engine=True,
         extra=(with_engine.OTHER_CELLS,),
+        copies=2,
     ),
-    Check(in_loop.NAMES, _no_deadline(in_loop.controls), 12, 20.0),
+    Check(in_loop.NAMES, _no_deadline(in_loop.controls), 12, 20.0, copies=4),
 )
 """All checks, the cheapest first."""
 
@@ -118,6 +126,7 @@ def certify(
     skip: Collection[str] = (),
     fresh: bool = False,
     loop_mesh: Mapping[str, int] | None = None,
+    layers: int | None = None,
     progress: Callable[[str, list[CheckResult]], None] = lambda name, results: None,
 ) -> Certificate:
     """Run all checks that apply to a checkpoint, and return the result as a certificate.
@@ -139,21 +148,25 @@ def certify(
         fresh: discard earlier results.
         loop_mesh: also run a training loop at learning rate 0 over this mesh, such as `{"fsdp": 2}`. `{}` runs it in
             one process, None runs none.
+        layers: check only this many first layers of the model. The certificate says so, and is narrower.
         progress: called with the name of each check before it runs, and the results so far.
 
     Raises:
         UnknownArgumentError: an unknown name in `only` or `skip`.
         ConsistencyError: `out` has other files.
-        CheckpointError: the checkpoint does not exist.
+        CheckpointError: the checkpoint does not exist, or `layers` cannot be selected from its files.
+        ConfigurationError: the model has no more than `layers` layers.
     """
     if unknown := sorted({*only, *skip} - {*NAMES}):
         raise UnknownArgumentError(f"unknown checks {', '.join(unknown)}: expected some of {', '.join(NAMES)}")
-    options = Options(engine, engine_options or {}, dtype, device, full, seed, loop_mesh)
+    options = Options(engine, engine_options or {}, dtype, device, full, seed, loop_mesh, layers)
     subject = Subject(path, options, Path())
     hashes, installed = file_hashes(subject.folder), versions()
     key = json_digest({"files": hashes, "versions": installed, "options": options.to_json()})
     subject.out = out or default_folder("certify", subject.path, key)
     saved = _Saved(subject.out, key, fresh=fresh)
+    if layers is not None:
+        subject.folder = write_first_layers(subject.folder, layers, subject.out / FIRST_LAYERS)
     deadline = None if budget is None else time.monotonic() + budget
     try:
         results = _run_all(subject, saved, only, skip, deadline, progress)
@@ -192,7 +205,7 @@ def _run_all(
         # Checks that were left out run again: there may be an engine or more time now.
         undone = [result for result in done if result.status in (Status.LEFT_OUT, Status.NOT_COVERED)]
         if len(done) < len(check.names) or undone:
-            reason = _reason_to_leave_out(check, subject.options, only, skip, deadline, load_seconds)
+            reason = _reason_to_leave_out(check, subject, only, skip, deadline, load_seconds)
             if check.needs_engine and not is_started:
                 reason = "the engine does not start"
             if reason:
@@ -206,7 +219,7 @@ def _run_all(
             is_started = results[-1].status in (Status.PASSED, Status.LEFT_OUT)
         if check.names == ("files",):
             load_seconds = results[0].seconds
-            if results[0].status is not Status.PASSED:  # nothing else can run
+            if results[0].status not in (Status.PASSED, Status.LEFT_OUT):  # nothing else can run
                 results += [
                     CheckResult(name=name, status=Status.LEFT_OUT, summary="the checkpoint does not load")
                     for other in CHECKS[1:]
@@ -219,16 +232,19 @@ def _run_all(
 
 def _reason_to_leave_out(
     check: Check,
-    options: Options,
+    subject: Subject,
     only: Collection[str],
     skip: Collection[str],
     deadline: float | None,
     load_seconds: float,
 ) -> str:
+    options = subject.options
     if (only and not set(check.names) & set(only)) or set(check.names) & set(skip):
         return "not selected"
     if check.needs_engine and options.engine is None:
         return "no engine: pass --engine"
+    if memory := needed_memory(subject, check.copies):
+        return memory
     expected = check.seconds + check.loads * load_seconds
     if deadline is not None and time.monotonic() + expected > deadline:
         return f"no time left: estimated at {expected:.0f} s"

@@ -21,7 +21,7 @@ from nrl_models.common.trust.servers import shown_argument
 from nrl_models.consistency.capsule.package_versions import versions
 from nrl_models.errors import CheckpointError, ConsistencyError, visible
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file format."""
 
 
@@ -95,6 +95,8 @@ class Certificate:
         """The answer in one sentence."""
         passed = len(self.with_status(Status.PASSED))
         engine = f" with {self.options['engine']}" if self.options["engine"] else ""
+        if self.options["layers"] is not None:
+            engine += f", only {_first(self.options['layers'])}"
         text = f"{self.name}{engine}: {self.answer}. {passed} checks passed"
         for status in (Status.FAILED, Status.NOT_DECIDED, Status.LEFT_OUT, Status.NOT_COVERED):
             if results := self.with_status(status):
@@ -205,6 +207,9 @@ def verify(
         narrower.append(f"engine: {certificate.options['engine'] or 'none'} was checked, not {requested}")
     if length > certificate.longest:
         narrower.append(f"length: {certificate.longest:,} tokens were checked, not {length:,}")
+    if certificate.options["layers"] is not None:
+        count = certificate.options["layers"]
+        narrower.append(f"layers: only {_first(count)} {'was' if count == 1 else 'were'} checked")
     if full and not certificate.options["full"]:
         narrower.append("matrix: 8 cells were checked, not the guide's 36")
     installed = versions()
@@ -220,3 +225,7 @@ def verify(
 def json_digest(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a JSON object, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _first(layers: int) -> str:
+    return "the first layer" if layers == 1 else f"the first {layers} layers"

@@ -43,6 +43,7 @@ class Options:
         seed: random seed for inputs.
         in_loop: mesh sizes of the training loop that is run at learning rate 0, such as `{"fsdp": 2}`; empty for one
             process, None to run none.
+        layers: number of first layers that are checked; None for all.
     """
 
     engine: str | None = None
@@ -52,6 +53,7 @@ class Options:
     full: bool = False
     seed: int = 0
     in_loop: Mapping[str, int] | None = None
+    layers: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON values, without secrets."""
@@ -67,6 +69,7 @@ class Options:
             "full": self.full,
             "seed": self.seed,
             "in_loop": None if self.in_loop is None else dict(self.in_loop),
+            "layers": self.layers,
         }
 
 
@@ -106,6 +109,18 @@ class Subject:
             self.folder, dtype=torch.float32, device=self.options.device
         )
         return loaded.eval()
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        built = auto_class_for(self.folder).from_config(self.config, device="meta")
+        return sum(parameter.numel() for parameter in built.parameters())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the models that are loaded."""
+        loaded = [self.__dict__.get("model"), getattr(self.__dict__.get("trainer"), "model", None)]
+        return sum(parameter.nbytes for model in loaded if model is not None for parameter in model.parameters())
 
     @cached_property
     def trainer(self) -> HFEngine:

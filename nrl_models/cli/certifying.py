@@ -100,6 +100,12 @@ def certify(
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            metavar=INT, min=1, help="Check only this many first layers, if memory does not suffice for the model."
+        ),
+    ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
     out: Annotated[
         Path | None,
@@ -154,6 +160,7 @@ def certify(
             only=only or (),
             skip=skip or (),
             fresh=fresh,
+            layers=layers,
             loop_mesh=None if in_loop is None else {} if in_loop == "none" else parse_mesh(in_loop),
             progress=lambda name, results: note(_progress(name, results, deadline)) if name else None,
         )

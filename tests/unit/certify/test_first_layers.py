@@ -1,0 +1,132 @@
+"""`certify --layers`: a checkpoint of the first layers loads, and has their weights; the certificate is narrower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import new_model
+from recipe_inputs import byte_tokenizer
+from transformers import LlamaConfig
+
+from nrl_models import AutoModelForCausalLM, registry
+from nrl_models.auto import auto_class_for
+from nrl_models.certify import Answer, Status, Validity, certify, memory, verify
+from nrl_models.certify.first_layers import write_first_layers
+from nrl_models.errors import CheckpointError, ConfigurationError
+from nrl_models.parity.noise import logits_of
+from nrl_models.testing.tiny import tiny_config
+
+ARCHITECTURES = [
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+    "FalconForCausalLM",
+]
+LAYERS = 4
+
+
+def saved(name: str, folder: Path, layers: int = LAYERS) -> Path:
+    """Save a tiny model with this many layers, in several files."""
+    model_class = registry.model_class(name)
+    reference = model_class.reference_class()
+    values = dict(model_class.tiny)
+    config = tiny_config(reference.config_class, values, reference)
+    text = config.get_text_config()
+    for key, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, key, (value * layers)[:layers])
+    text.num_hidden_layers = layers
+    torch.manual_seed(0)
+    reference._from_config(config).save_pretrained(folder, max_shard_size="1MB")
+    return folder
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_first_layers_are_a_model(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "whole")
+    cut = write_first_layers(folder, 2, tmp_path / "cut")
+    whole, model = (auto_class_for(path).from_pretrained(path, dtype=torch.float32) for path in (folder, cut))
+    assert model.config.get_text_config().num_hidden_layers == 2
+    expected, actual = whole.state_dict(), model.state_dict()
+    assert actual.keys() < expected.keys()
+    assert all(torch.equal(expected[key], actual[key]) for key in actual)
+    assert sum(path.stat().st_size for path in cut.glob("*.safetensors")) < sum(
+        path.stat().st_size for path in folder.glob("*.safetensors")
+    )
+
+
+def test_logits_are_those_of_a_model_without_the_other_layers(tmp_path: Path) -> None:
+    cut = write_first_layers(saved("LlamaForCausalLM", tmp_path / "whole"), 3, tmp_path / "cut")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    model = AutoModelForCausalLM.from_pretrained(cut).eval()
+    whole.model.layers = whole.model.layers[:3]
+    inputs = {"input_ids": torch.arange(12)[None]}
+    with torch.no_grad():
+        assert torch.equal(logits_of(model, inputs), logits_of(whole, inputs))
+
+
+def test_stored_quantization_and_tokenizer_are_kept(tmp_path: Path) -> None:
+    folder = saved("LlamaForCausalLM", tmp_path / "whole")
+    byte_tokenizer(LlamaConfig(vocab_size=512)).save_pretrained(folder)
+    (folder / "notes.md").write_text("read by nobody")
+    cut = write_first_layers(folder, 1, tmp_path / "cut")
+    assert (cut / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert not (cut / "notes.md").exists()
+
+
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS + 1])
+def test_as_many_layers_as_there_are_raise(layers: int, tmp_path: Path) -> None:
+    folder = saved("LlamaForCausalLM", tmp_path / "whole")
+    with pytest.raises(ConfigurationError, match=f"the model has {LAYERS} layers"):
+        write_first_layers(folder, layers, tmp_path / "cut")
+    assert not (tmp_path / "cut").exists()
+
+
+def test_tensors_of_all_layers_raise(tmp_path: Path) -> None:
+    folder = saved("Gemma3nForCausalLM", tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="spans all layers"):
+        write_first_layers(folder, 2, tmp_path / "cut")
+
+
+def checkpoint(folder: Path) -> Path:
+    config = tiny_config(LlamaConfig)
+    config.max_position_embeddings = 160
+    new_model(config).save_pretrained(folder)
+    byte_tokenizer(config).save_pretrained(folder)
+    return folder
+
+
+def test_the_certificate_is_narrower(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "tiny")
+    selected = ("files", "tokenizer", "weights", "layers", "logits", "gradients")
+    certificate = certify(folder, layers=1, out=tmp_path / "out", only=selected)
+    assert {result.name for result in certificate.results if result.status is Status.PASSED} == set(selected)
+    assert certificate.options["layers"] == 1
+    assert "only the first layer" in certificate.sentence
+    files = next(result for result in certificate.results if result.name == "files")
+    assert files.summary.startswith("12 parameters loaded")  # 9 of a layer; embeddings, norm, head
+    found = verify(tmp_path / "out" / "certificate.json", folder)
+    assert found.validity is Validity.NARROWER
+    assert found.reasons == ("layers: only the first layer was checked",)
+
+
+def test_what_memory_does_not_suffice_for_is_left_out_with_the_amount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path / "tiny")
+    monkeypatch.setattr(memory, "_available", lambda device: 1_000_000)
+    certificate = certify(folder, engine="hf-generate", out=tmp_path / "out")
+    assert certificate.answer is Answer.NOT_DECIDED
+    by_name = {result.name: result for result in certificate.results}
+    assert by_name["files"].status is Status.LEFT_OUT
+    assert "for 1 copy of the weights in fp32, 1.0 MB are available" in by_name["files"].summary
+    assert "--layers 4" in by_name["logits"].summary
+    assert "needs 20.0 MB of memory for 4 copies" in by_name["logits"].summary
+    assert by_name["sharding"].status is Status.PASSED  # on meta
