@@ -44,7 +44,8 @@ def write_first_layers(folder: Path, layers: int, target: Path) -> Path:
         ConfigurationError: If the model has no more than `layers` layers, or no model has that few.
     """
     if is_gguf(folder):
-        raise CheckpointError(f"cannot select layers of {folder}: it is a GGUF file, expected safetensors files")
+        problem = Problem(ProblemKind.FORMAT, folder.name, "is a GGUF file, expected safetensors files")
+        raise CheckpointError(f"cannot select layers of {folder}", [problem])
     config = _config_of_first(folder, layers)
     auto_class = auto_class_for(folder)
     whole = auto_class.from_config(read_config(folder), device="meta")

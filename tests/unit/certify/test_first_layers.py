@@ -128,5 +128,5 @@ def test_what_memory_does_not_suffice_for_is_left_out_with_the_amount(
     assert by_name["files"].status is Status.LEFT_OUT
     assert "for 1 copy of the weights in fp32, 1.0 MB are available" in by_name["files"].summary
     assert "--layers 4" in by_name["logits"].summary
-    assert "needs 20.0 MB of memory for 4 copies" in by_name["logits"].summary
+    assert "needs 19.9 MB of memory for 4 copies" in by_name["logits"].summary
     assert by_name["sharding"].status is Status.PASSED  # on meta
