@@ -119,12 +119,16 @@ def check_consistency(
         **{key: value for key, value in asdict(settings).items() if key not in _MAY_CHANGE},
     }
     store = Store(out or default_out(path, decisive), decisive, fresh=fresh)
-    model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
-    trainer = HFEngine(model, "trainer")
-    prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
     dummy = load_format == "dummy"
-    with quirks_off("engine-dummy-buffers"):  # random weights were requested explicitly
-        started = start_engine(engine, path, **keywords)
+    try:
+        model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
+        trainer = HFEngine(model, "trainer")
+        prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
+        with quirks_off("engine-dummy-buffers"):  # random weights were requested explicitly
+            started = start_engine(engine, path, **keywords)
+    except BaseException:
+        store.delete_if_empty()
+        raise
     with started:
         if dummy:
             started.refit(model.state_dict_adapter.iter_export(model))

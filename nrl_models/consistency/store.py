@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from nrl_models.common.checkpoint.json_reading import read_bytes
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.common.trust.own_folder import MARKER, claim
+from nrl_models.common.trust.own_folder import MARKER, claim, release
 from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError, one_line
 
@@ -68,6 +68,12 @@ class Store:
                 "Choose another directory (--out), or discard them (--fresh).",
             )
         write_whole(file, json.dumps(wanted, indent=1))
+
+    def delete_if_empty(self) -> None:
+        """Delete the directory if nothing was measured."""
+        if not any(path.suffix == ".safetensors" for path in self._own_files()):
+            (self.folder / SETTINGS).unlink(missing_ok=True)
+            release(self.folder)
 
     def _own_files(self) -> list[Path]:
         """Return the files that this or an earlier store wrote to the directory."""

@@ -7,6 +7,9 @@ from pathlib import Path
 MARKER = ".nrl_models"
 """File that marks such a directory. It contains the directory's purpose."""
 
+IGNORE_ALL = "*\n"
+"""Contents of a `.gitignore` for all files of its directory."""
+
 
 def claim(folder: Path, purpose: str) -> bool:
     """Make `folder` a directory owned by this library.
@@ -40,5 +43,17 @@ def default_folder(command: str, checkpoint: str | Path, digest: str) -> Path:
     parent = Path(command)
     if not parent.exists():
         parent.mkdir()
-        (parent / ".gitignore").write_text("*\n")
+        (parent / ".gitignore").write_text(IGNORE_ALL)
     return parent / f"{Path(checkpoint).resolve().name}-{digest[:8]}"
+
+
+def release(folder: Path) -> None:
+    """Delete a claimed directory that has no files besides the marker, and a parent that `default_folder` created."""
+    if [path.name for path in folder.iterdir()] != [MARKER]:
+        return
+    (folder / MARKER).unlink()
+    folder.rmdir()
+    ignored = folder.parent / ".gitignore"
+    if list(folder.parent.iterdir()) == [ignored] and ignored.read_text() == IGNORE_ALL:
+        ignored.unlink()
+        folder.parent.rmdir()

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from nrl_models.cli import app
 from nrl_models.cli.checking import shown_command
+from nrl_models.consistency import matrix
 from nrl_models.consistency.cells import GUIDE_BATCHES, GUIDE_LENGTHS, Cell, Settings
 from nrl_models.consistency.consistency_report import ConsistencyReport
 from nrl_models.consistency.html import write_html
@@ -337,6 +338,23 @@ def test_an_engine_that_is_not_installed_is_said_how_to_get(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "make engine" in result.output + result.stderr
+
+
+@pytest.mark.parametrize("before", [(), ("notes.txt",)], ids=["only ours", "other files"])
+def test_an_engine_that_does_not_start_leaves_no_directory(
+    before: tuple[str, ...], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise EngineError("no memory")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(matrix, "start_engine", fails)
+    for name in before:
+        (tmp_path / "consistency").mkdir()
+        (tmp_path / "consistency" / name).write_text("")
+    with pytest.raises(EngineError, match="no memory"):
+        check_consistency(checkpoint, engine="hf-generate", settings=SETTINGS)
+    assert [path.name for path in tmp_path.rglob("*")] == (["consistency", *before] if before else [])
 
 
 def words(count: int) -> PreTrainedTokenizerFast:
