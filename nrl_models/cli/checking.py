@@ -207,7 +207,7 @@ def consistency(
             exists=True,
             dir_okay=False,
             metavar=FILE,
-            help="Text for real prompts. \\[default: the Python standard library]",
+            help="Text for real prompts. \\[default: Python's reference manual]",
             rich_help_panel=INPUT,
         ),
     ] = None,

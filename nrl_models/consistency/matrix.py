@@ -72,7 +72,7 @@ def check_consistency(
         dtype: Dtype of the engine; default: the checkpoint's.
         trainer_dtype: Dtype of the trainer; default: the engine's.
         device: Device of the trainer.
-        text_file: File with real text; default: text of this machine's Python installation.
+        text_file: File with real text; default: Python's reference manual.
         fresh: Whether to discard earlier measurements.
         load_format: `auto`, or `dummy` for an engine that starts on random weights and is refitted by the trainer.
         engine_options: Options of the engine.

@@ -10,7 +10,7 @@ from typing import Any
 from nrl_models.consistency.cells import Cell, Data
 from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
-from nrl_models.inputs.real_text import text_of_this_machine
+from nrl_models.inputs.real_text import prose_of_this_machine
 from nrl_models.inputs.tokenizers import load_tokenizer
 
 
@@ -21,7 +21,7 @@ class Prompts:
         tokenizer: The checkpoint's tokenizer. Without it, dummy prompts are counting token ids, and real text is not
             available.
         vocabulary: Number of rows of the model's embedding.
-        text: Real text. None uses text of this machine's Python installation.
+        text: Real text. None uses Python's reference manual.
 
     A tokenizer may have more tokens than the embedding has rows, as long as they are not used. For example, Gemma 3's
     has an image token that the text model lacks.
@@ -78,7 +78,7 @@ class Prompts:
                 "dummy data only (--data dummy)"
             )
         if self._ids is None:
-            self._ids = self._encode(text_of_this_machine() if self._text is None else self._text)
+            self._ids = self._encode(prose_of_this_machine() if self._text is None else self._text)
         ids, start = self._ids, self._start()
         size = length - len(start)
         if len(ids) < size:

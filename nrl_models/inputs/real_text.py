@@ -9,6 +9,18 @@ END = "<|endoftext|>"
 """Separates two files."""
 
 
+def prose_of_this_machine() -> str:
+    """Return Python's reference manual, 460,000 characters of English that are part of its standard library.
+
+    Some distributions leave it out; then the result is `text_of_this_machine`.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return text_of_this_machine()
+    return "\n\n".join(topics.values())
+
+
 def text_of_this_machine(limit: int = 6_000_000) -> str:
     """Return real text that exists on any machine with Python: sources and documentation of its standard library.
 

@@ -16,7 +16,7 @@ from recipe_inputs import byte_tokenizer
 from nrl_models import registry
 from nrl_models.certify import Certificate, CheckResult, Status, certified, certify, with_engine
 from nrl_models.consistency import prompts
-from nrl_models.inputs.real_text import text_of_this_machine
+from nrl_models.inputs.real_text import prose_of_this_machine
 from nrl_models.inputs.tokenizers import as_ids
 from nrl_models.loading.read_config import read_config
 from nrl_models.testing.case import FamilyCase
@@ -58,9 +58,9 @@ def save_tiny(architecture: str, folder: Path) -> Path:
 @contextmanager
 def small_settings() -> Iterator[None]:
     """Check sequences of 64 tokens, and prompts from a short text."""
-    text = text_of_this_machine(200_000)
+    text = prose_of_this_machine()[:200_000]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "text_of_this_machine", lambda: text)
+        patch.setattr(prompts, "prose_of_this_machine", lambda: text)
         patch.setattr(with_engine, "LENGTHS", (64,))
         patch.setattr(certified, "LONGEST", 128)
         yield
