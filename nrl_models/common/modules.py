@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.cached import cached
 from nrl_models.common.upstream import mark_initialized
 from nrl_models.common.upstream_torch import (
     FLATTENED,
@@ -69,18 +70,33 @@ def inner_of(module: Any, *, peft: bool = True) -> nn.Module | None:
         module: Any module.
         peft: Whether PEFT's modules count as wrappers.
     """
+    kind, wrapper = type(module), module
     inner: Any = None
-    wrapper: Any = module
-    if peft and isinstance(module, peft_types()):
+    if peft and _is_peft_module(kind):
         if hasattr(module, "modules_to_save") and not is_off(module):
             inner = wrapper.modules_to_save[wrapper.active_adapters[0]]
         else:
             inner = wrapper.get_base_layer() if hasattr(module, "get_base_layer") else wrapper.original_module
-    elif peft and hasattr(type(module), "get_base_model"):
+    elif peft and hasattr(kind, "get_base_model"):
         inner = module.get_base_model()
-    else:
-        inner = next((module._modules[name] for kind, name in module_wrappers() if isinstance(module, kind)), None)
+    elif name := _attribute_inside(kind):
+        inner = module._modules[name]
     return cast("nn.Module | None", inner)
+
+
+# Cached by class: a subclass of a wrapper's class only exists once the wrapper's package is imported.
+
+
+@cached
+def _is_peft_module(kind: type) -> bool:
+    """Return True if a class is one of `peft_types`."""
+    return issubclass(kind, peft_types())
+
+
+@cached
+def _attribute_inside(kind: type) -> str:
+    """Return the name under which torch's wrappers of a class have the module inside; empty for other classes."""
+    return next((name for wrapper, name in module_wrappers() if issubclass(kind, wrapper)), "")
 
 
 def innermost(module: Any, *, peft: bool = True) -> Any:
@@ -97,22 +113,30 @@ def own_modules(model: nn.Module, *, duplicates: bool = False) -> Iterator[tuple
         model: A module, which may be wrapped.
         duplicates: Whether to yield a module under each of its names.
     """
-    return ((name, module) for name, _, module in _own_modules(model, "", "", None if duplicates else set()))
+    return ((name, module) for name, _, module in _own_modules(model, None if duplicates else set()))
 
 
-def _own_modules(module: Any, name: str, stored: str, seen: set[int] | None) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield each module's name, the prefix of its tensors' names in `state_dict()`, and the module."""
-    while (inner := inner_of(module, peft=False)) is not None:
-        stored += prefix_in_state_dict(module)
-        module = inner
-    if seen is not None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-    yield name, stored, module
-    for own, child in module._modules.items():
-        if child is not None:
-            yield from _own_modules(child, f"{name}.{own}" if name else own, f"{stored}{own}.", seen)
+def _own_modules(model: nn.Module, seen: set[int] | None) -> list[tuple[str, str, nn.Module]]:
+    """Return each module's name, the prefix of its tensors' names in `state_dict()`, and the module."""
+    result: list[tuple[str, str, nn.Module]] = []
+    remaining: list[tuple[str, str, Any]] = [("", "", model)]
+    while remaining:
+        name, stored, module = remaining.pop()
+        while inside := _attribute_inside(type(module)):
+            stored += prefix_in_state_dict(module)
+            module = module._modules[inside]
+        if seen is not None:
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+        result.append((name, stored, module))
+        if module._modules:
+            dot = f"{name}." if name else ""
+            children = [
+                (f"{dot}{own}", f"{stored}{own}.", child) for own, child in module._modules.items() if child is not None
+            ]
+            remaining += reversed(children)
+    return result
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -123,16 +147,17 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch
     Yields:
         The name without torch's wrappers, the module with the tensor, its name there, and the tensor.
     """
-    for prefix, module in own_modules(model, duplicates=True):
-        dot = f"{prefix}." if prefix else ""
-        for name, tensor in _tensors_of(module):
-            yield f"{dot}{name}", module, name, tensor
+    for prefix, _, module in _own_modules(model, None):
+        if module._parameters or module._buffers:
+            dot = f"{prefix}." if prefix else ""
+            for name, tensor in _tensors_of(module):
+                yield f"{dot}{name}", module, name, tensor
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield name, tensor
+def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    left_out = module._non_persistent_buffers_set
+    return [(name, tensor) for name, tensor in tensors if tensor is not None and name not in left_out]
 
 
 def own_parameters(model: nn.Module, *, duplicates: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
@@ -153,7 +178,7 @@ def names_in_state_dict(model: nn.Module) -> dict[str, str]:
     """Map each tensor's own name to its name in `model.state_dict()`, which differs in compiled modules."""
     return {
         f"{prefix}.{name}" if prefix else name: f"{stored}{name}"
-        for prefix, stored, module in _own_modules(model, "", "", None)
+        for prefix, stored, module in _own_modules(model, None)
         for name, _ in _tensors_of(module)
     }
 
@@ -165,7 +190,11 @@ def own_name(name: str) -> str:
 
 def is_flattened(model: nn.Module) -> bool:
     """Return True if FSDP1 has flattened parameters of a model, which then have other names or shapes."""
-    return any(getattr(parameter, FLATTENED, False) for parameter in model.parameters())
+    return any(
+        getattr(parameter, FLATTENED, False)
+        for module in _all_modules(model)
+        for parameter in module._parameters.values()
+    )
 
 
 def is_inside_fsdp1(model: nn.Module) -> bool:
@@ -185,8 +214,27 @@ def without_wrappers(model: nn.Module, *, peft: bool = False) -> Any:
     Returns:
         The copy, or `model` itself if it has no wrappers.
     """
-    has_wrappers = any(inner_of(module, peft=peft) is not None for module in model.modules())
-    return _without_wrappers(model, {}, peft) if has_wrappers else model
+    return _without_wrappers(model, {}, peft) if _has_wrappers(model, peft) else model
+
+
+def _has_wrappers(model: nn.Module, peft: bool) -> bool:
+    return any(
+        _attribute_inside(kind) or (peft and (_is_peft_module(kind) or hasattr(kind, "get_base_model")))
+        for kind in {type(module) for module in _all_modules(model)}
+    )
+
+
+def _all_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model.modules()` in any order, in a third of the time."""
+    found: dict[nn.Module | None, None] = {None: None}
+    remaining: list[nn.Module | None] = [model]
+    for module in remaining:  # grows
+        if module not in found:
+            found[module] = None
+            if children := module._modules:  # type: ignore[union-attr]
+                remaining += children.values()
+    del found[None]
+    return cast("list[nn.Module]", list(found))
 
 
 def _without_wrappers(module: Any, seen: dict[int, nn.Module], peft: bool) -> Any:

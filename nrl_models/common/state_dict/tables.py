@@ -178,7 +178,7 @@ class LayoutTables:
         return [
             Problem(ProblemKind.SHAPE, name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
             for name, tensor in tensors.items()
-            if name in self.own and tuple(tensor.shape) != self.own[name].shape
+            if name in self.own and tensor.shape != self.own[name].shape
         ]
 
 

@@ -7,7 +7,7 @@ resizing, or by quantization.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.modules import named_tensors, own_modules, without_wrappers
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+"""Classes of tensors whose addresses are comparable."""
+
 
 def declared_ties(model: nn.Module) -> dict[str, str]:
     """Return the ties of the current configuration: for each tensor, the name of the one that is saved instead.
@@ -26,9 +29,13 @@ def declared_ties(model: nn.Module) -> dict[str, str]:
         model: A model, which may be wrapped. Tensors that it lacks are not in the result.
     """
     plain = without_wrappers(model)
+    return _declared_ties(plain, {name for name, *_ in named_tensors(plain)})
+
+
+def _declared_ties(plain: nn.Module, names: Set[str]) -> dict[str, str]:
+    """Implement `declared_ties` for a model without wrappers and the names of its tensors."""
     if not isinstance(plain, PreTrainedModel):
         return {}
-    names = {name for name, *_ in named_tensors(plain)}
     try:
         ties = plain.get_expanded_tied_weights_keys(all_submodels=True)
     except ValueError:  # a pattern for tensors that were removed: the remaining ones were tied when it was built
@@ -43,11 +50,27 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     For tensors on meta, the configuration decides.
     """
     tensors = {name: tensor for name, _, _, tensor in named_tensors(model)}
+    if not _may_share_memory(tensors.values()):  # much faster than expanding the configuration's patterns
+        return {}
     return {
         name: kept
-        for name, kept in declared_ties(model).items()
+        for name, kept in _declared_ties(without_wrappers(model), tensors.keys()).items()
         if tensors[name].is_meta or tensors[kept].is_meta or are_one_memory(tensors[name], tensors[kept])
     }
+
+
+def _may_share_memory(tensors: Collection[torch.Tensor]) -> bool:
+    """Return False if no two tensors are the same object or begin at the same address, and none is on meta."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        if tensor.is_meta:
+            return True
+        has_address = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        address = tensor.data_ptr() if has_address else id(tensor)
+        if address in seen:
+            return True
+        seen.add(address)
+    return False
 
 
 def are_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -57,7 +80,7 @@ def are_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """
     if first is second:
         return True
-    if any(type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta for tensor in (first, second)):
+    if any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in (first, second)):
         return False
     return first.numel() > 0 and _memory_of(first) == _memory_of(second)
 
