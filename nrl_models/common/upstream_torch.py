@@ -11,6 +11,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+from torch import _foreach_copy_ as foreach_copy
 from torch import nn
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _are_functorch_transforms_active as functorch_transforms_are_active
@@ -49,6 +50,7 @@ __all__ = [
     "count_function_modes",
     "current_graph_task_id",
     "disable_current_modes",
+    "foreach_copy",
     "function_mode_stack",
     "functorch_transforms_are_active",
     "is_any_autocast_enabled",

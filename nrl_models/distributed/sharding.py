@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import names_in_state_dict
 from nrl_models.common.state_dict.adapter import StateDictAdapter, own_state_dict
+from nrl_models.common.state_dict.buckets import BufferPool, pool_of
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
@@ -127,16 +128,26 @@ class Sharding:
         self, model: nn.Module, exported: Mapping[str, HFTensor], max_bytes: int | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
-        yield from self.gatherer(model)(exported, max_bytes or DEFAULT_BUCKET)
+        gather = self.gatherer(model, pool_of(model, _device_of(model)))
+        yield from gather(exported, max_bytes or DEFAULT_BUCKET)
 
-    def gatherer(self, model: nn.Module) -> Gatherer:
-        """Gathers tensors of the model, see `nrl_models.distributed.shards.gathered`; for several calls."""
-        device = next(parameter.device for parameter in model.parameters())
+    def gatherer(self, model: nn.Module, pool: BufferPool | None = None) -> Gatherer:
+        """Gathers tensors of the model, see `nrl_models.distributed.shards.gathered`; for several calls.
+
+        Args:
+            model: The model.
+            pool: Allocates the buckets. None uses a pool that is freed with the gatherer.
+        """
+        buffers = pool or BufferPool(_device_of(model))
         specs = {
             name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.adapter.own.items()
         }
         own = self.written(model)
-        return lambda tensors, max_bytes: gathered(own, specs, tensors, self.mesh, max_bytes, device)
+        return lambda tensors, max_bytes: gathered(own, specs, tensors, self.mesh, max_bytes, buffers)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(parameter.device for parameter in model.parameters())
 
 
 def sharding_of(model: nn.Module) -> Sharding:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.state_dict.blocks import Block, through
-from nrl_models.common.state_dict.buckets import buckets
+from nrl_models.common.state_dict.buckets import BufferPool, buckets, copy_all
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import has_stages, reporting_dead_ranks
 from nrl_models.distributed.tensor.packed_shards import packing_of, regions_of
@@ -94,7 +94,7 @@ def gathered(
     tensors: Mapping[str, HFTensor],
     mesh: DeviceMesh,
     max_bytes: int,
-    device: torch.device,
+    pool: BufferPool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield complete Hugging Face tensors in the order of `tensors`, the same on every rank.
 
@@ -108,20 +108,21 @@ def gathered(
         mesh: Mesh of the DTensors.
         max_bytes: Maximum size of a bucket. A larger tensor gets a separate bucket. A bucket's memory is freed with the
             last tensor in it.
-        device: Device of the buckets.
+        pool: Allocates the buckets.
     """
-    for buffer, bucket in buckets(tensors, specs, max_bytes, device):
+    for buffer, bucket in buckets(tensors, specs, max_bytes, pool):
         # Each rank copies its blocks into zeros; the sum over ranks is the bucket. The sum uses integers, which neither
         # rounds nor loses the sign of zero, because all but one summand are zero.
         buffer.zero_()
         divided = {name: divided_over(tensors[name], own, mesh) for name in bucket}
         # This rank has no record of how tensors of other stages are sharded.
         summed_over = range(mesh.ndim) if has_stages(mesh) else sorted(set().union(*divided.values()))
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, whole in bucket.items():
             # If several ranks hold the same values, only the first contributes.
             if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):
-                for block in blocks_of(tensors[name], own):
-                    block.put_into(whole)
+                copies += [(block.of(whole), block.tensor) for block in blocks_of(tensors[name], own)]
+        copy_all(copies)
         with reporting_dead_ranks("gather the model's tensors"):
             for dim in summed_over:
                 dist.all_reduce(buffer.view(torch.int32), group=mesh.get_group(dim))

@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.forward.random_states import random_states_kept
+from nrl_models.common.state_dict.buckets import grouped
 from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     Capabilities,
@@ -409,17 +410,8 @@ def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) 
 
 
 def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[list[NamedTensor]]:
-    """Group tensors into buckets of `max_bytes` at most; a larger tensor has a bucket to itself."""
-    bucket: list[NamedTensor] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and max_bytes is not None and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    """Group tensors into buckets of `max_bytes` at most, see `grouped`; a larger tensor has a bucket to itself."""
+    return grouped((((name, tensor), tensor.nbytes) for name, tensor in tensors), max_bytes)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:

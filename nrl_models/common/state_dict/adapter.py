@@ -29,7 +29,7 @@ from nrl_models.common.modules import (
 )
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.blocks import check_reads, check_writes
-from nrl_models.common.state_dict.buckets import buckets
+from nrl_models.common.state_dict.buckets import CACHED_BYTES, buckets, filled, pool_of
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
@@ -283,13 +283,17 @@ class StateDictAdapter(LayoutTables):
             yield from sharding.iter_export(inner, exported, max_bytes)
         else:
             own = self.own_tensors(model)
-            values = Gathered(self._values(inner, own))
+            values = self._values(inner, own)
+            is_temporary = values is not own or any(isinstance(tensor, DTensor) for tensor in own.values())
+            values = Gathered(values) if is_temporary else own
             if max_bytes is None:
                 yield from ((name, tensor.read(values)) for name, tensor in exported.items())
-            else:
-                for _, bucket in buckets(exported, own, max_bytes):
-                    for name, copied in bucket.items():
-                        yield name, copied.copy_(exported[name].read(values))
+            elif exported:
+                where = own[next(iter(exported.values())).pieces[0].view.parameter].device
+                # Merged and gathered tensors are read one at a time, because they need memory until they are copied.
+                ahead = 0 if is_temporary else CACHED_BYTES if where.type == "cpu" else None
+                for _, bucket in buckets(exported, own, max_bytes, pool_of(inner, where)):
+                    yield from filled(bucket, exported, values, ahead)
         device = next((parameter.device for parameter in model.parameters()), None)
         for name, tensor in kept.items():
             yield name, tensor.read().to(device, copy=max_bytes is not None)
@@ -370,7 +374,7 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
     conversions = loaded_conversions(model)
     if model in _kept:
         adapter, made_with = _kept[model]
-        is_same = adapter.own == layouts.own_tensors(model) and adapter.tied == tied_names(model)
+        is_same = layouts.has_own_tensors(model, adapter.own) and adapter.tied == tied_names(model)
         is_same = is_same and adapter.kept == _kept_specs(model) and adapter._has_peft == any(peft_modules(model))
         if is_same and made_with is conversions:
             return adapter

@@ -58,10 +58,6 @@ class Block:
         """Copy the region's values from `whole`, a tensor of the larger shape."""
         self.tensor.copy_(self.of(whole))
 
-    def put_into(self, whole: torch.Tensor) -> None:
-        """Copy the region's values into `whole`, a tensor of the larger shape."""
-        self.of(whole).copy_(self.tensor)
-
 
 def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[Block]:
     """Apply `steps` to a block of a tensor of `shape`, and return the resulting blocks.

@@ -1,18 +1,30 @@
 """Buckets: buffers of bounded size that tensors are copied or gathered into, one after the other.
 
-Fresh memory of the operating system costs several times a copy, because each page is zeroed on first use. So buffers on
-a CPU are reused as soon as no tensor uses them; usually two alternate. CUDA's allocator reuses memory by itself.
+Fresh memory of the operating system costs several times a copy, because each page is zeroed on first use. So a model's
+buffers on a CPU are reused as soon as no tensor uses them, also by its next export; usually two alternate. CUDA's
+allocator reuses memory by itself.
+
+A consumer may keep a tensor. Its buffer then stays as it is until its last tensor is freed, and another one is
+allocated. So kept values are never overwritten, and a consumer that keeps every tensor holds as much memory as a copy
+of the model.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
-from nrl_models.common.views.view import HFTensor
+from nrl_models.common.upstream_torch import foreach_copy
+from nrl_models.common.views.view import HFTensor, strides_of
+
+T = TypeVar("T")
 
 _ALIGNMENT = 16
 """Where tensors of any dtype may begin in a buffer."""
@@ -20,36 +32,52 @@ _ALIGNMENT = 16
 KEPT_BUFFERS = 2
 """Number of buffers that are kept for reuse."""
 
+CACHED_BYTES = 2**20
+"""Bytes that a CPU copies before the consumer reads them, so that they are still in its cache."""
+
 
 class BufferPool:
     """Allocates byte buffers. A buffer is reused when all its tensors are freed.
+
+    The pool keeps the last `KEPT_BUFFERS` buffers. Threads may share it.
 
     Args:
         device: Device of the buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._memory: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
+        self._lock = Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a buffer without values: `(nbytes,)` uint8."""
-        if self._device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if self.device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         # A tensor's memory keeps `lent` alive, also through views of the tensor, so its weak reference tells when all
         # are freed.
-        free = [index for index, (memory, lent) in enumerate(self._memory) if lent() is None and memory.size >= nbytes]
-        memory = self._memory.pop(free[0])[0] if free else np.empty(nbytes, dtype=np.uint8)
-        lent = memory[:nbytes]
-        self._memory = [*self._memory, (memory, weakref.ref(lent))][-KEPT_BUFFERS:]
+        with self._lock:
+            fits = (memory.size >= nbytes and lent() is None for memory, lent in self._memory)
+            free = next((index for index, is_free in enumerate(fits) if is_free), None)
+            memory = np.empty(nbytes, dtype=np.uint8) if free is None else self._memory.pop(free)[0]
+            lent = memory[:nbytes]
+            self._memory = [*self._memory, (memory, weakref.ref(lent))][-KEPT_BUFFERS:]
         return torch.from_numpy(lent)
 
 
+_pools: weakref.WeakKeyDictionary[nn.Module, BufferPool] = weakref.WeakKeyDictionary()
+
+
+def pool_of(model: nn.Module, device: torch.device) -> BufferPool:
+    """Return the pool of a model's exports. It is freed with the model."""
+    pool = _pools.get(model)
+    if pool is None or pool.device != device:
+        pool = _pools[model] = BufferPool(device)
+    return pool
+
+
 def buckets(
-    tensors: Mapping[str, HFTensor],
-    own: Mapping[str, torch.Tensor],
-    max_bytes: int,
-    device: torch.device | None = None,
+    tensors: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor], max_bytes: int, pool: BufferPool
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Divide Hugging Face tensors into buckets, in order.
 
@@ -57,38 +85,73 @@ def buckets(
         tensors: Tensors by name.
         own: The model's own tensors by name, which define the dtypes.
         max_bytes: Maximum size of a buffer. A larger tensor gets a separate buffer.
-        device: Device of the buffers; None uses that of the own tensors.
+        pool: Allocates the buffers.
 
     Yields:
         An uninitialized byte buffer, and the tensors in it by name.
     """
-    if not tensors:
-        return
-    pool = BufferPool(device or own[next(iter(tensors.values())).parameters[0]].device)
-    bucket: dict[str, int] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        nbytes = torch.Size(tensor.shape).numel() * own[tensor.parameters[0]].dtype.itemsize
-        nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if bucket and size + nbytes > max_bytes:
-            yield _divided(bucket, tensors, own, pool)
-            bucket, size = {}, 0
-        bucket[name] = nbytes
-        size += nbytes
-    if bucket:
-        yield _divided(bucket, tensors, own, pool)
-
-
-def _divided(
-    sizes: Mapping[str, int],
-    tensors: Mapping[str, HFTensor],
-    own: Mapping[str, torch.Tensor],
-    pool: BufferPool,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A buffer for tensors that take these sizes in it, and the tensors."""
-    held_by = {name: own[tensors[name].parameters[0]] for name in sizes}
-    buffer = pool.take(sum(sizes.values()))
-    return buffer, {
-        name: part.view(held_by[name].dtype)[: torch.Size(tensors[name].shape).numel()].view(tensors[name].shape)
-        for name, part in zip(sizes, buffer.split(list(sizes.values())), strict=True)
+    dtypes = {name: own[tensor.pieces[0].view.parameter].dtype for name, tensor in tensors.items()}
+    sizes = {
+        name: -(-prod(tensor.shape) * dtypes[name].itemsize // _ALIGNMENT) * _ALIGNMENT
+        for name, tensor in tensors.items()
     }
+    for names in grouped(sizes.items(), max_bytes):
+        buffer = pool.take(sum(sizes[name] for name in names))
+        of_dtype = {dtype: buffer.view(dtype) for dtype in {dtypes[name] for name in names}}
+        bucket: dict[str, torch.Tensor] = {}
+        offset = 0
+        for name in names:
+            dtype, shape = dtypes[name], tensors[name].shape
+            bucket[name] = of_dtype[dtype].as_strided(shape, strides_of(shape), offset // dtype.itemsize)
+            offset += sizes[name]
+        del of_dtype
+        yield buffer, bucket
+        del buffer, bucket  # free for reuse, unless the consumer keeps them
+
+
+def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int | None) -> Iterator[list[T]]:
+    """Group items with sizes into lists of `max_bytes` at most, in order. A larger item gets a separate list.
+
+    A list is emptied when the next one is requested, so that it keeps no item alive that the consumer has not taken.
+
+    Args:
+        sizes: Items, each with its size in bytes.
+        max_bytes: Maximum sum of sizes; None for a single list.
+    """
+    group: list[T] = []
+    total = 0
+    for item, nbytes in sizes:
+        if group and max_bytes is not None and total + nbytes > max_bytes:
+            yield group
+            group.clear()
+            total = 0
+        group.append(item)
+        total += nbytes
+    if group:
+        yield group
+
+
+def filled(
+    bucket: dict[str, torch.Tensor],
+    tensors: Mapping[str, HFTensor],
+    values: Mapping[str, torch.Tensor],
+    max_bytes: int | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copy values into the tensors of a bucket, and yield the tensors. Each element is copied once.
+
+    Args:
+        bucket: Tensors of a bucket by name.
+        tensors: Hugging Face tensors by name.
+        values: The model's own tensors by name.
+        max_bytes: Bytes to copy before the first tensor of them is yielded; None for the complete bucket.
+    """
+    for names in grouped(((name, tensor.nbytes) for name, tensor in bucket.items()), max_bytes):
+        copy_all([pair for name in names for pair in tensors[name].copies(bucket[name], values)])
+        yield from ((name, bucket[name]) for name in names)
+
+
+def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy a list of tensors, given as pairs of target and source. A GPU does it in a few kernels."""
+    if copies:
+        with torch.no_grad():
+            foreach_copy([target for target, _ in copies], [source for _, source in copies])

@@ -8,7 +8,7 @@ gradient, an optimizer state).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -37,10 +37,10 @@ class Place:
     @property
     def is_block(self) -> bool:
         """Whether the elements are consecutive in memory, in order."""
-        packed = place_of(self.shape).strides
-        if self.strides is None or packed is None:
+        if self.strides is None:
             return False
-        return all(size == 1 or have == want for size, have, want in zip(self.shape, self.strides, packed, strict=True))
+        sizes = zip(self.shape, self.strides, strides_of(self.shape), strict=True)
+        return all(size == 1 or have == want for size, have, want in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
         ValueError: If a step is not in `STEPS`.
     """
     if not steps:
-        return Place(shape, torch.empty(shape, device=META).stride())
+        return Place(shape, strides_of(shape))
     *before, step = steps
     place = place_of(shape, tuple(before))
     if step[0] not in STEPS:
@@ -118,6 +118,12 @@ def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
     if place.strides is None or (step[0] == "reshape" and not is_viewable(memory, step[1])):
         return Place(tuple(region.shape), None)
     return Place(tuple(region.shape), region.stride(), place.offset + int(region.storage_offset()))
+
+
+@lru_cache(maxsize=2**16)
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of `shape`."""
+    return torch.empty(shape, device=META).stride()
 
 
 def apply_steps(tensor: torch.Tensor, steps: Iterable[Step]) -> torch.Tensor:
@@ -175,14 +181,31 @@ class HFTensor:
         """Read the tensor from parameters by name: a view for a single piece, else a new tensor."""
         if self.view is not None:
             return self.view.of(tensors[self.view.parameter])
-        first = tensors[self.pieces[0].view.parameter]
-        whole = first.new_empty(self.shape)
-        parts = [piece.view.of(tensors[piece.view.parameter]) for piece in self.pieces]
-        if sum(part.numel() for part in parts) < whole.numel():
-            whole.zero_()
-        for piece, part in zip(self.pieces, parts, strict=True):
-            apply_steps(whole, piece.region).copy_(part)
+        whole = tensors[self.pieces[0].view.parameter].new_empty(self.shape)
+        for target, source in self.copies(whole, tensors):
+            target.copy_(source)
         return whole
+
+    def copies(
+        self, whole: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the copies that write this tensor into `whole`: pairs of target and source, without temporary tensors.
+
+        Args:
+            whole: A contiguous tensor of `shape`. Padding is set to zero.
+            tensors: Parameters by name.
+        """
+        sources = [piece.view.region_of(tensors[piece.view.parameter]) for piece in self.pieces]
+        if self.view is None and sum(source.numel() for source in sources) < whole.numel():
+            whole.zero_()
+        for piece, source in zip(self.pieces, sources, strict=True):
+            target = apply_steps(whole, piece.region)
+            if target.shape != source.shape:
+                if is_viewable(target, source.shape):
+                    target = target.view(source.shape)
+                else:
+                    source = source.reshape(target.shape)
+            yield target, source
 
     def write_into(self, parameter: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Copy the part of `value` (this Hugging Face tensor) that belongs to `parameter` into `tensor`."""

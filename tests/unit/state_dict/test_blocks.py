@@ -66,7 +66,7 @@ def test_blocks_are_copied_into_and_out_of_larger_tensors() -> None:
     block.take_from(whole)
     assert torch.equal(block.tensor, whole[30:330, 10:80])
     block.tensor.neg_()
-    block.put_into(whole)
+    block.of(whole).copy_(block.tensor)
     assert torch.equal(whole[30:330, 10:80], -before[30:330, 10:80])
     whole[30:330, 10:80] = before[30:330, 10:80]
     assert torch.equal(whole, before)
