@@ -29,6 +29,7 @@ from anyio.from_thread import start_blocking_portal
 from transformers import GenerationConfig
 
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.state_dict.buckets import on_host
 from nrl_models.common.trust.servers import hidden, server_address, shown_argument
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine, require_lengths, require_number
@@ -303,7 +304,7 @@ class HTTPEngine(Engine):
         if there != self._sender.last_version:
             self._sender.forget()  # the server was restarted, or received weights from another trainer
         arrived: dict[str, str] = {}
-        tensors = chain.from_iterable(sent)
+        tensors = on_host(chain.from_iterable(sent), self._sender.bucket_bytes)
         try:
             self._client.pause()
             self._sender.send(digested(tensors, arrived) if digests else tensors)

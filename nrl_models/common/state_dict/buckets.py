@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from threading import Lock
 from typing import TypeVar
@@ -43,17 +44,18 @@ class BufferPool:
 
     Args:
         device: Device of the buffers.
+        pinned: Whether buffers on a CPU are pinned, for copies from and to a GPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
+        self.device, self._pinned = device, pinned
         self._memory: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
         self._lock = Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a buffer without values: `(nbytes,)` uint8."""
-        if self.device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self.device.type != "cpu" or self._pinned:  # whose allocators reuse memory
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
         # A tensor's memory keeps `lent` alive, also through views of the tensor, so its weak reference tells when all
         # are freed.
         with self._lock:
@@ -90,23 +92,32 @@ def buckets(
     Yields:
         An uninitialized byte buffer, and the tensors in it by name.
     """
-    dtypes = {name: own[tensor.pieces[0].view.parameter].dtype for name, tensor in tensors.items()}
-    sizes = {
-        name: -(-prod(tensor.shape) * dtypes[name].itemsize // _ALIGNMENT) * _ALIGNMENT
-        for name, tensor in tensors.items()
-    }
-    for names in grouped(sizes.items(), max_bytes):
-        buffer = pool.take(sum(sizes[name] for name in names))
-        of_dtype = {dtype: buffer.view(dtype) for dtype in {dtypes[name] for name in names}}
-        bucket: dict[str, torch.Tensor] = {}
-        offset = 0
-        for name in names:
-            dtype, shape = dtypes[name], tensors[name].shape
-            bucket[name] = of_dtype[dtype].as_strided(shape, strides_of(shape), offset // dtype.itemsize)
-            offset += sizes[name]
-        del of_dtype
+    parts = {name: (own[tensor.pieces[0].view.parameter].dtype, tensor.shape) for name, tensor in tensors.items()}
+    for names in grouped(((name, _aligned(*part)) for name, part in parts.items()), max_bytes):
+        buffer, divided = _divided(pool, [parts[name] for name in names])
+        bucket = dict(zip(names, divided, strict=True))
+        del divided
         yield buffer, bucket
         del buffer, bucket  # free for reuse, unless the consumer keeps them
+
+
+def _aligned(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the bytes that a tensor takes in a buffer."""
+    return -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _divided(
+    pool: BufferPool, parts: Sequence[tuple[torch.dtype, tuple[int, ...]]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a buffer for tensors of these dtypes and shapes, and the tensors in it."""
+    sizes = [_aligned(*part) for part in parts]
+    buffer = pool.take(sum(sizes))
+    of_dtype = {dtype: buffer.view(dtype) for dtype in {dtype for dtype, _ in parts}}
+    starts = accumulate(sizes, initial=0)
+    return buffer, [
+        of_dtype[dtype].as_strided(shape, strides_of(shape), start // dtype.itemsize)
+        for (dtype, shape), start in zip(parts, starts, strict=False)
+    ]
 
 
 def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int | None) -> Iterator[list[T]]:
@@ -150,8 +161,39 @@ def filled(
         yield from ((name, bucket[name]) for name in names)
 
 
-def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy a list of tensors, given as pairs of target and source. A GPU does it in a few kernels."""
+def on_host(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copy tensors of a GPU into pinned host memory, bucket by bucket. Tensors on a CPU are yielded unchanged.
+
+    Args:
+        tensors: Pairs of name and tensor.
+        max_bytes: Maximum size of a bucket. A larger tensor gets a separate bucket.
+    """
+    pool = BufferPool(torch.device("cpu"), pinned=torch.cuda.is_available())
+    # A tensor on a CPU is not kept until its bucket is full, because it may be temporary.
+    sizes = ((pair, pair[1].nbytes if _is_on_gpu(pair[1]) else max_bytes) for pair in tensors)
+    for group in grouped(sizes, max_bytes):
+        if not _is_on_gpu(group[0][1]):
+            yield from group
+            continue
+        _, copies = _divided(pool, [(tensor.dtype, tuple(tensor.shape)) for _, tensor in group])
+        copy_all([(copied, tensor) for copied, (_, tensor) in zip(copies, group, strict=True)], non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        yield from [(name, copied) for copied, (name, _) in zip(copies, group, strict=True)]
+        del _, copies
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, non_blocking: bool = False) -> None:
+    """Copy a list of tensors, given as pairs of target and source. A GPU does it in a few kernels.
+
+    Args:
+        copies: Targets and sources of equal shapes.
+        non_blocking: Whether copies between a GPU and pinned memory may still run afterwards.
+    """
     if copies:
         with torch.no_grad():
-            foreach_copy([target for target, _ in copies], [source for _, source in copies])
+            foreach_copy([target for target, _ in copies], [source for _, source in copies], non_blocking)

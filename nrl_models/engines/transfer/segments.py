@@ -8,6 +8,7 @@ truncate them. The memory is freed when the last process closes or unmaps it, ev
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 from collections.abc import Mapping
@@ -15,12 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 
+from nrl_models.common.checkpoint.files import DTYPES
 from nrl_models.errors import EngineError, one_line, shown
 
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""safetensors' names of dtypes."""
 
 _TOKEN = "nrl_models"
 """The key of a segment's token in its header."""
@@ -51,27 +55,31 @@ class Segment:
             text: Metadata.
 
         Raises:
-            EngineError: If such memory is not available (it needs Linux), or not large enough.
+            EngineError: If such memory is not available (it needs Linux), or not large enough, or safetensors has no
+                name for a dtype.
         """
         if not hasattr(os, "memfd_create"):
             raise EngineError("weights cannot be shared in memory: this needs Linux (memfd_create)")
         token = secrets.token_hex(16)
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        content = safetensors.torch.save(whole, {**(text or {}), _TOKEN: token})
+        # Not by safetensors, which copies everything first, or writes next to a path and renames.
+        header, ordered = _header(whole, {**(text or {}), _TOKEN: token})
+        nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
         try:
             descriptor = os.memfd_create("nrl_models", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 with open(descriptor, "wb", closefd=False) as file:
-                    file.write(content)
+                    file.write(header)
+                    for tensor in ordered:
+                        if tensor.numel():
+                            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _all_seals())
             except BaseException:
                 os.close(descriptor)
                 raise
         except OSError as error:
-            raise EngineError(
-                f"{len(content):,} bytes of weights cannot be put into memory: {one_line(error)}"
-            ) from error
-        return Segment(os.getpid(), descriptor, token, len(content))
+            raise EngineError(f"{nbytes:,} bytes of weights cannot be put into memory: {one_line(error)}") from error
+        return Segment(os.getpid(), descriptor, token, nbytes)
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Read the segment. Returns tensors that map its pages (and keep them alive), and its metadata.
@@ -121,6 +129,22 @@ class Segment:
         if not fits or min(value["pid"], value["descriptor"], value["nbytes"]) < 0 or not value["token"].isascii():
             raise EngineError(f"{shown(value)} is not a segment of shared memory: expected {', '.join(types)}")
         return Segment(**value)
+
+
+def _header(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the header of a safetensors file, and the tensors in the file's order, which aligns them."""
+    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    entries: dict[str, Any] = {"__metadata__": text}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _CODES:
+            raise EngineError(f"{name} is {tensor.dtype}, which safetensors cannot store: send another dtype")
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(entries).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded, [tensors[name] for name in names]
 
 
 def _all_seals() -> int:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nrl_models.common.state_dict.buckets import on_host
 from nrl_models.engines.base import buckets
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.deltas import DeltaWriter
@@ -118,6 +119,7 @@ class Sender:
         version = str(self.version) if version is None else version
         segments: list[Segment] = []
         try:
+            tensors = on_host(tensors, self.bucket_bytes)
             if last is None:
                 update, sent = self._dense(tensors, version, segments)
             else:
