@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nrl_models.common.checkpoint.files import DTYPES
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.errors import EngineError
 
@@ -41,6 +42,32 @@ def test_what_was_written_is_read() -> None:
     torch.testing.assert_close(tensors, TENSORS, rtol=0, atol=0)
     tensors["a"][0] = 5.0  # changes this process only, and outlives the segment
     assert tensors["a"].sum() == 50
+
+
+def test_every_dtype_is_written_and_aligned() -> None:
+    bits = torch.arange(48, dtype=torch.uint8) % 2
+    tensors = {
+        f"{number}{end}": bits.view(dtype) if end else bits.view(dtype)[:1]
+        for number, dtype in enumerate(DTYPES.values())
+        for end in ("", "b")
+    }
+    segment = Segment.write(tensors)
+    try:
+        found, _ = segment.read()
+        assert segment.nbytes == os.fstat(segment.descriptor).st_size
+    finally:
+        segment.close()
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert found[name].data_ptr() % tensor.itemsize == 0
+
+
+def test_dtype_without_a_name_raises() -> None:
+    with pytest.raises(EngineError, match=r"a is torch\.complex128, which safetensors cannot store"):
+        Segment.write({"a": torch.zeros(2, dtype=torch.complex128)})
 
 
 def test_it_can_be_neither_changed_nor_cut() -> None:

@@ -1,14 +1,22 @@
-"""Bucket buffers are reused after use, and never overwritten while in use."""
+"""Buckets have the model's values. Their buffers are reused after use, and never overwritten while in use."""
 
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common.state_dict.buckets import KEPT_BUFFERS, BufferPool
+from nrl_models.common.state_dict import buckets
+from nrl_models.common.state_dict.buckets import KEPT_BUFFERS, BufferPool, grouped, on_host
+from nrl_models.common.views.view import HFTensor, Piece, View
+from nrl_models.engines import base
+from nrl_models.testing.tiny import tiny_config
 
 CPU = torch.device("cpu")
 BUCKET = 300_000
@@ -69,3 +77,141 @@ def test_kept_tensors_keep_their_values(llama: PreTrainedModel) -> None:
         if number % 2
     ]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in every_second)
+
+
+CONFIGS: dict[str, Any] = {
+    "tied": (LlamaConfig, {"tie_word_embeddings": True}),
+    "biases": (LlamaConfig, {"attention_bias": True, "vocab_size": 101}),
+    "experts": (MixtralConfig, {}),
+}
+
+
+@pytest.mark.parametrize("max_bytes", [1, BUCKET, 10**9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_buckets_have_the_values_of_the_views(config: str, dtype: torch.dtype, max_bytes: int) -> None:
+    config_class, changes = CONFIGS[config]
+    model = AutoModelForCausalLM.from_config(tiny_config(config_class, changes), dtype=dtype)
+    adapter = model.state_dict_adapter
+    expected = dict(adapter.iter_export(model))
+    assert ("lm_head.weight" in expected) is (config != "tied")
+    for _ in range(3):
+        received = {name: tensor.clone() for name, tensor in adapter.iter_export(model, max_bytes)}
+        assert list(received) == list(expected)
+        assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+        with torch.no_grad():  # the next export has other values, in the same buffers
+            for parameter in model.parameters():
+                parameter.add_(1)
+
+
+def addresses_of(stream: Iterable[tuple[str, torch.Tensor]]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for _, tensor in stream}
+
+
+def test_next_export_reuses_the_buffers() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig))
+    largest = max(tensor.nbytes for _, tensor in model.state_dict_adapter.iter_export(model))
+    first = addresses_of(model.state_dict_adapter.iter_export(model, max_bytes=largest))
+    taken = torch.empty(4 * largest, dtype=torch.uint8)  # would get the memory if it was free
+    assert addresses_of(model.state_dict_adapter.iter_export(model, max_bytes=largest)) == first
+    assert len(first) == KEPT_BUFFERS
+    assert taken.data_ptr() not in first
+
+
+def test_buffers_are_freed_with_the_model() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig))
+    for _, tensor in model.state_dict_adapter.iter_export(model, max_bytes=BUCKET):
+        last = tensor
+    pool = weakref.ref(buckets.pool_of(model, CPU))
+    value = last.clone()
+    del model, tensor
+    gc.collect()
+    assert pool() is None
+    assert torch.equal(last, value)
+
+
+def test_kept_tensor_outlives_later_exports() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig))
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number in range(4):
+        for name, tensor in model.state_dict_adapter.iter_export(model, max_bytes=BUCKET):
+            if name.endswith(f"layers.{number % 2}.mlp.up_proj.weight"):
+                kept.append((tensor, tensor.clone()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+    assert len(kept) == 4
+    assert all(torch.equal(tensor, value) for tensor, value in kept)
+
+
+def test_consumer_of_buckets_needs_two_buffers() -> None:
+    """An engine's loop variable has a bucket's list while the next bucket is made."""
+    model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, {"num_hidden_layers": 4}))
+    largest = max(tensor.nbytes for _, tensor in model.state_dict_adapter.iter_export(model))
+    exported = model.state_dict_adapter.iter_export(model, max_bytes=largest)
+    addresses: set[int] = set()
+    count = 0
+    for bucket in base.buckets(exported, largest):
+        addresses |= addresses_of(bucket)
+        count += 1
+    assert count > 4
+    assert len(addresses) == 2
+
+
+def test_groups_are_full_and_in_order() -> None:
+    sizes = [("a", 3), ("b", 4), ("c", 9), ("d", 1), ("e", 6), ("f", 1)]
+    groups = [tuple(group) for group in grouped(sizes, 7)]
+    assert groups == [("a", "b"), ("c",), ("d", "e"), ("f",)]
+    assert [tuple(group) for group in grouped(sizes, None)] == [tuple("abcdef")]
+    assert list(grouped([], 7)) == []
+
+
+@pytest.mark.parametrize(
+    ("view", "shape"),
+    [
+        (View("w").then("narrow", 0, 2, 4).then("transpose", 0, 1), (6, 4)),
+        (View("w").then("reshape", 2, 4, 6).then("transpose", 0, 1).then("reshape", 8, 6), (8, 6)),
+    ],
+    ids=["strided", "rows in another order"],
+)
+def test_each_element_is_copied_once(view: View, shape: tuple[int, ...]) -> None:
+    weight = torch.arange(48.0).view(8, 6)
+    tensor = HFTensor("t", shape, (Piece(view),))
+    whole = torch.full(shape, -1.0)
+    for target, source in tensor.copies(whole, {"w": weight}):
+        assert source.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()  # not a temporary copy
+        assert target.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        target.copy_(source)
+    assert torch.equal(whole, view.of(weight))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_are_copied_into_their_regions(dim: int) -> None:
+    """Also rows in another order, into a region that is not contiguous; the rest is padding."""
+    weights = {name: torch.randn(8, 6) for name in "ab"}
+    rows = View("a").then("reshape", 2, 4, 6).then("transpose", 0, 1).then("reshape", 8, 6)
+    sizes = [8, 6]
+    regions = [(("narrow", (dim, number * sizes[dim], sizes[dim])),) for number in range(2)]
+    shape = (24, 6) if dim == 0 else (8, 18)
+    tensor = HFTensor("t", shape, (Piece(rows, regions[0]), Piece(View("b"), regions[1])))
+    expected = torch.cat([rows.of(weights["a"]), weights["b"], torch.zeros(8, 6)], dim)
+    assert torch.equal(tensor.read(weights), expected)
+    whole = torch.full(shape, -1.0)
+    buckets.copy_all(list(tensor.copies(whole, weights)))
+    assert torch.equal(whole, expected)
+
+
+def test_gpu_tensors_are_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: tensors of names in `gpu` stand for tensors there."""
+    tensors = {name: torch.randn(5, 7).to(dtype).T for name, dtype in zip("abcde", 5 * [torch.bfloat16], strict=True)}
+    tensors |= {"f": torch.randn(3), "g": torch.empty(0, 2), "h": torch.tensor(3, dtype=torch.uint8)}
+    gpu = {id(tensors[name]) for name in "abcdfgh"}
+    monkeypatch.setattr(buckets, "_is_on_gpu", lambda tensor: id(tensor) in gpu)
+    copies = {name: (tensor, tensor.clone()) for name, tensor in on_host(tensors.items(), 200)}
+    assert list(copies) == list(tensors)
+    for name, (copied, value) in copies.items():
+        assert copied.dtype == tensors[name].dtype
+        assert torch.equal(copied, tensors[name]), name
+        assert torch.equal(value, tensors[name]), name
+        assert (copied is tensors[name]) is (name == "e")
+        assert copied.is_contiguous() or name == "e"
