@@ -13,6 +13,7 @@ from benchmarks.gpu.context import Case, Context
 from benchmarks.gpu.models import SEPARATE, alternate, config_of, contender, labeled, ratio
 from benchmarks.gpu.outcomes import CheckError
 from benchmarks.reporting import Row
+from nrl_models.common.state_dict.buckets import on_host
 
 COPY, COPY_AGAIN = "one copy", "one copy, again"
 
@@ -45,6 +46,8 @@ def _compare(shape: str, target: str, context: Context) -> list[Row]:
         "iter_export": lambda: _stream(model, received, None),
         "iter_export in buckets": lambda: _stream(model, received, bucket),
     }
+    if target == "host":
+        ways["iter_export, through pinned buckets"] = lambda: _through_host(model, received, bucket)
     seconds = alternate(ways, context.device, 3 if context.tiny else 9)
     rows: list[Row] = [
         {
@@ -69,3 +72,10 @@ def _compare(shape: str, target: str, context: Context) -> list[Row]:
 def _stream(model: Any, received: dict[str, torch.Tensor], max_bytes: int | None) -> None:
     for name, tensor in model.state_dict_adapter.iter_export(model, max_bytes=max_bytes):
         received[name].copy_(tensor, non_blocking=True)
+
+
+@torch.no_grad()
+def _through_host(model: Any, received: dict[str, torch.Tensor], max_bytes: int) -> None:
+    """Stream all weights as the transfer to vLLM reads them."""
+    for name, tensor in on_host(model.state_dict_adapter.iter_export(model), max_bytes):
+        received[name].copy_(tensor)

@@ -261,9 +261,13 @@ class StateDictAdapter(LayoutTables):
             model: A model of this adapter's architecture and configuration. It may be wrapped (`torch.compile`, DDP,
                 activation checkpointing).
             max_bytes: None yields views without copying. A number yields contiguous copies in buffers of at most that
-                many bytes, for consumers that send buckets. A larger tensor gets a separate buffer. A buffer's memory
-                is freed with its last tensor. Sharded models always use buffers (default: 512 MiB), which are gathered
-                one after another. Every rank receives every tensor and has to exhaust the iterator.
+                many bytes, for consumers that send buckets. A larger tensor gets a separate buffer. Sharded models
+                always use buffers (default: 512 MiB), which are gathered one after another. Every rank receives every
+                tensor and has to exhaust the iterator.
+
+                A tensor that the consumer keeps is never overwritten. Its buffer stays in memory until the last tensor
+                in it is freed, and a new buffer is allocated instead. Buffers whose tensors are all freed are reused.
+                On a CPU, the last two stay with the model for its next export, until the model is freed.
             layout: Names and shapes to yield.
 
         Raises:

@@ -194,6 +194,13 @@ def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, non_blockin
         copies: Targets and sources of equal shapes.
         non_blocking: Whether copies between a GPU and pinned memory may still run afterwards.
     """
-    if copies:
-        with torch.no_grad():
-            foreach_copy([target for target, _ in copies], [source for _, source in copies], non_blocking)
+    # torch has kernels for many tensors if all have one dtype and the layout of their targets.
+    alike: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in copies:
+        key = source.dtype, source.stride() == target.stride()
+        targets, sources = alike.setdefault(key, ([], []))
+        targets.append(target)
+        sources.append(source)
+    with torch.no_grad():
+        for targets, sources in alike.values():
+            foreach_copy(targets, sources, non_blocking)

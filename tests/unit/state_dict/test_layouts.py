@@ -21,6 +21,7 @@ from nrl_models.auto import auto_class_of
 from nrl_models.common.state_dict.layouts import (
     TensorSpec,
     convert_layout,
+    has_own_tensors,
     hub_conversions,
     own_tensors,
     transformers_views,
@@ -78,6 +79,23 @@ def test_tied_names_are_the_configurations(llama_config: LlamaConfig) -> None:
     model = auto_class_of(llama_config).from_config(llama_config)
     assert tied_names(model) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert tied_names(model.model) == {}
+
+
+def test_own_tensors_are_compared_by_name_shape_and_dtype(llama_config: LlamaConfig) -> None:
+    model = auto_class_of(llama_config).from_config(llama_config)
+    specs, adapter = own_tensors(model), model.state_dict_adapter
+    assert has_own_tensors(model, specs)
+    model.model.norm.bfloat16()
+    assert not has_own_tensors(model, specs)
+    assert model.state_dict_adapter is not adapter
+    model.model.norm.float()
+    assert has_own_tensors(model, specs)
+    model.register_buffer("scale", torch.ones(1))
+    assert not has_own_tensors(model, specs)
+    del model.scale
+    model.lm_head.weight = nn.Parameter(torch.ones(3, 256))
+    assert not has_own_tensors(model, specs)
+    assert not has_own_tensors(model.model, specs)
 
 
 # The hub's layout
