@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from threading import Lock
 from typing import TypeVar
@@ -92,8 +91,8 @@ def buckets(
     Yields:
         An uninitialized byte buffer, and the tensors in it by name.
     """
-    parts = {name: (own[tensor.pieces[0].view.parameter].dtype, tensor.shape) for name, tensor in tensors.items()}
-    for names in grouped(((name, _aligned(*part)) for name, part in parts.items()), max_bytes):
+    parts = {name: _Part(own[tensor.pieces[0].view.parameter].dtype, tensor.shape) for name, tensor in tensors.items()}
+    for names in grouped(((name, part.nbytes) for name, part in parts.items()), max_bytes):
         buffer, divided = _divided(pool, [parts[name] for name in names])
         bucket = dict(zip(names, divided, strict=True))
         del divided
@@ -101,23 +100,27 @@ def buckets(
         del buffer, bucket  # free for reuse, unless the consumer keeps them
 
 
-def _aligned(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the bytes that a tensor takes in a buffer."""
-    return -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+class _Part:
+    """Dtype and shape of a tensor in a buffer, and the bytes that it takes there."""
+
+    __slots__ = ("dtype", "nbytes", "shape")
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+        self.nbytes = -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def _divided(
-    pool: BufferPool, parts: Sequence[tuple[torch.dtype, tuple[int, ...]]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a buffer for tensors of these dtypes and shapes, and the tensors in it."""
-    sizes = [_aligned(*part) for part in parts]
-    buffer = pool.take(sum(sizes))
-    of_dtype = {dtype: buffer.view(dtype) for dtype in {dtype for dtype, _ in parts}}
-    starts = accumulate(sizes, initial=0)
-    return buffer, [
-        of_dtype[dtype].as_strided(shape, strides_of(shape), start // dtype.itemsize)
-        for (dtype, shape), start in zip(parts, starts, strict=False)
-    ]
+def _divided(pool: BufferPool, parts: Sequence[_Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a buffer for tensors, and the tensors in it."""
+    buffer = pool.take(sum(part.nbytes for part in parts))
+    of_dtype = {dtype: buffer.view(dtype) for dtype in {part.dtype for part in parts}}
+    tensors = []
+    start = 0
+    for part in parts:
+        memory = of_dtype[part.dtype]
+        tensors.append(memory.as_strided(part.shape, strides_of(part.shape), start // part.dtype.itemsize))
+        start += part.nbytes
+    return buffer, tensors
 
 
 def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int | None) -> Iterator[list[T]]:
@@ -175,7 +178,7 @@ def on_host(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
         if not _is_on_gpu(group[0][1]):
             yield from group
             continue
-        _, copies = _divided(pool, [(tensor.dtype, tuple(tensor.shape)) for _, tensor in group])
+        _, copies = _divided(pool, [_Part(tensor.dtype, tuple(tensor.shape)) for _, tensor in group])
         copy_all([(copied, tensor) for copied, (_, tensor) in zip(copies, group, strict=True)], non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

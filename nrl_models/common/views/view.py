@@ -8,7 +8,7 @@ gradient, an optimizer state).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -188,8 +188,8 @@ class HFTensor:
 
     def copies(
         self, whole: torch.Tensor, tensors: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the copies that write this tensor into `whole`: pairs of target and source, without temporary tensors.
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the copies that write this tensor into `whole`: pairs of target and source, without temporary tensors.
 
         Args:
             whole: A contiguous tensor of `shape`. Padding is set to zero.
@@ -198,14 +198,16 @@ class HFTensor:
         sources = [piece.view.region_of(tensors[piece.view.parameter]) for piece in self.pieces]
         if self.view is None and sum(source.numel() for source in sources) < whole.numel():
             whole.zero_()
+        result = []
         for piece, source in zip(self.pieces, sources, strict=True):
-            target = apply_steps(whole, piece.region)
+            target = apply_steps(whole, piece.region) if piece.region else whole
             if target.shape != source.shape:
                 if is_viewable(target, source.shape):
                     target = target.view(source.shape)
                 else:
                     source = source.reshape(target.shape)
-            yield target, source
+            result.append((target, source))
+        return result
 
     def write_into(self, parameter: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Copy the part of `value` (this Hugging Face tensor) that belongs to `parameter` into `tensor`."""
