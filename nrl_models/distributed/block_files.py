@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.checkpoint.files import DTYPES
-from nrl_models.common.projections import own_storage
+from nrl_models.common.checkpoint.tensor_files import write_tensors
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.views.view import HFTensor
+from nrl_models.distributed.manifest import WrittenFile
 from nrl_models.distributed.shards import blocks_of, divided_over
 from nrl_models.errors import Problem, ProblemKind
 
 FILE_BYTES = 2 * 2**30
-"""A file is not larger, unless a single block is: blocks on a device, or that are not contiguous, are copied to be
-written, a file's at a time."""
+"""Maximum size of a file, unless a single block is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +118,45 @@ def blocks_to_write(tensors: Iterable[Held], mesh: DeviceMesh) -> Iterator[tuple
                 yield held.name, block
 
 
-def write_blocks(folder: Path, prefix: str, blocks: Iterable[tuple[str, Block]]) -> list[str]:
-    """Write blocks, each with its tensor's name, as `{prefix}-00000.safetensors` and so on; the names of the files."""
-    files: list[str] = []
+def copied(blocks: Iterable[tuple[str, Block]]) -> list[tuple[str, Block]]:
+    """Copy blocks into host memory, which is pinned for blocks on CUDA devices. Later updates do not change the copies.
+
+    Returns after all copies are complete.
+    """
+    copies = []
+    devices = set()
+    for name, block in blocks:
+        values = block.tensor.detach()
+        is_cuda = values.device.type == "cuda"
+        copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_cuda)
+        copies.append((name, Block(block.offset, copy.copy_(values, non_blocking=is_cuda))))
+        devices |= {values.device} if is_cuda else set()
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return copies
+
+
+def write_blocks(folder: Path, prefix: str, blocks: Iterable[tuple[str, Block]]) -> dict[str, WrittenFile]:
+    """Write blocks, each with its tensor's name, as `{prefix}-00000.safetensors` and so on, and sync them to disk.
+
+    Returns:
+        Size and hash of each file, by name.
+    """
+    files: dict[str, WrittenFile] = {}
     batch: dict[str, torch.Tensor] = {}
+    size = 0
 
     def flush() -> None:
-        files.append(f"{prefix}-{len(files):05d}.safetensors")
-        save_file(batch, folder / files[-1])
+        name = f"{prefix}-{len(files):05d}.safetensors"
+        files[name] = WrittenFile(*write_tensors(folder / name, batch))
         batch.clear()
 
     for name, block in blocks:
-        if batch and sum(tensor.nbytes for tensor in batch.values()) + block.tensor.nbytes > FILE_BYTES:
+        if batch and size + block.tensor.nbytes > FILE_BYTES:
             flush()
-        batch[f"{name}@{','.join(map(str, block.offset))}"] = own_storage(block.tensor)
+            size = 0
+        batch[f"{name}@{','.join(map(str, block.offset))}"] = block.tensor
+        size += block.tensor.nbytes
     if batch:
         flush()
     return files

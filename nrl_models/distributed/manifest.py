@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -124,15 +125,14 @@ class Manifest:
         """The files of some parts."""
         return sorted(name for name in self.files if name.startswith(tuple(f"{part}-" for part in parts)))
 
-    def rendered(self) -> bytes:
-        """Return the manifest as JSON bytes.
+    def checked(self) -> Manifest:
+        """Return a copy, as it will be read again.
 
         Raises:
             CheckpointError: If JSON cannot represent a value, or could not be read back. Lists all such values.
         """
         try:
-            data = _rendered(self)
-            Manifest.parse(data)
+            return Manifest.parse(self.rendered())
         except CheckpointError as error:
             raise CheckpointError("cannot save this in a checkpoint", error.problems) from error
         except (TypeError, ValueError, RecursionError) as error:
@@ -140,7 +140,10 @@ class Manifest:
             problem = Problem(ProblemKind.FORMAT, "progress, or the optimizer's options and numbers", detail)
             advice = ["give finite numbers, text, lists and dictionaries; `tensor.tolist()` of a tensor"]
             raise CheckpointError("cannot save this in a checkpoint", [problem], advice) from error
-        return data
+
+    def rendered(self) -> bytes:
+        """Return a manifest from `checked` or `parse` as JSON bytes."""
+        return _rendered(self)
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
@@ -191,6 +194,9 @@ def _rendered(content: Any) -> bytes:
     return f'{{"xxh3_128": "{digest}", "manifest": {text}}}\n'.encode()
 
 
+_hints_of = cache(get_type_hints)
+
+
 def _fields(value: Any) -> dict[str, Any]:
     if not is_dataclass(value):
         raise TypeError(f"{type(value).__name__} {shown(value)}")
@@ -222,7 +228,7 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
         inside = {key: f"{where}.{key}" if where else key for key in value}
         if origin is dict:
             return {key: _as(args[1], inner, inside[key], problems) for key, inner in value.items()}
-        hints = get_type_hints(kind)
+        hints = _hints_of(kind)
         for key in sorted(hints.keys() ^ value.keys()):
             detail = "is missing" if key in hints else "is not a field"
             problems.append(Problem(ProblemKind.FORMAT, f"{where}.{key}" if where else key, detail, NAME))

@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from nrl_models.common.mesh_sizes import DIMENSIONS
 from nrl_models.errors import NRLModelsError, Problem, ProblemKind, ShardingError
 
+Ranks = DeviceMesh | dist.ProcessGroup | None
+"""Ranks that act together: those of a mesh or a process group. None is this rank alone."""
+
 
 def check_mesh(mesh: DeviceMesh) -> None:
     """Check that the dimensions of a mesh are from `DIMENSIONS`.
@@ -52,9 +55,11 @@ def place_in(mesh: DeviceMesh) -> int:
     return place
 
 
-def is_first(mesh: DeviceMesh) -> bool:
-    """Return True on the first rank of the mesh, which writes files."""
-    return place_in(mesh) == 0
+def is_first(ranks: Ranks) -> bool:
+    """Return True on the first of the ranks, which writes files."""
+    if ranks is None:
+        return True
+    return (place_in(ranks) if isinstance(ranks, DeviceMesh) else dist.get_rank(ranks)) == 0
 
 
 def has_stages(mesh: DeviceMesh) -> bool:
@@ -67,18 +72,27 @@ def describe(mesh: DeviceMesh) -> str:
     return ", ".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(mesh.mesh_dim_names or ()))
 
 
-def gather_over(mesh: DeviceMesh, value: Any) -> list[Any]:
-    """`value` of every rank of the mesh, in the mesh's order, on every rank."""
+def gather_over(ranks: Ranks, value: Any) -> list[Any]:
+    """Return `value` of every rank, in the order of the mesh or group, on every rank."""
+    if ranks is None:
+        return [value]
+    if not isinstance(ranks, DeviceMesh):
+        return _gathered(ranks, value)
     values = [value]
-    for dim in reversed(range(mesh.ndim)):
-        gathered: list[Any] = [None] * mesh.size(dim)
-        dist.all_gather_object(gathered, values, group=mesh.get_group(dim))
-        values = [item for part in gathered for item in part]
+    for dim in reversed(range(ranks.ndim)):
+        if ranks.size(dim) > 1:
+            values = [item for part in _gathered(ranks.get_group(dim), values) for item in part]
     return values
 
 
+def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 def agree(
-    mesh: DeviceMesh,
+    ranks: Ranks,
     what: str,
     facts: dict[str, Any],
     error: Exception | None = None,
@@ -89,7 +103,7 @@ def agree(
     Prevents ranks from waiting for another rank that has stopped.
 
     Args:
-        mesh: Mesh of the ranks.
+        ranks: The ranks, which all have to call this.
         what: The next action, for the message.
         facts: Values that must be equal on all ranks, compared by `repr`.
         error: Error of this rank.
@@ -98,40 +112,44 @@ def agree(
     Raises:
         ShardingError: If another rank has an error, or facts differ. The rank with the error raises the error itself.
     """
+    if ranks is None:
+        if error is not None:
+            raise error
+        return
     own = {key: _short(repr(value)) for key, value in facts.items()}
     message = None if error is None else f"{type(error).__name__}: {error}"
     try:
         with reporting_dead_ranks(what):
-            ranks = gather_over(mesh, (dist.get_rank(), message, own))
+            found = gather_over(ranks, (dist.get_rank(), message, own))
     except ShardingError as dead:
         raise (dead if error is None else error) from dead
     if error is not None:
         raise error
-    found = {f"rank {rank}": message for rank, message, _ in ranks if message is not None}
+    different = {f"rank {rank}": message for rank, message, _ in found if message is not None}
     advice = f"see the output of the rank named; {left}"
-    if not found:
-        (first, _, expected), *others = ranks
-        found = {
+    if not different:
+        (first, _, expected), *others = found
+        different = {
             f"{key} of rank {rank}": f"is {theirs.get(key)}, but rank {first} has {value}"
             for key, value in expected.items()
             for rank, _, theirs in others
             if theirs.get(key) != value
         }
         advice = "give every rank the same checkpoint, configuration, mesh, plan and versions"
-    if found:
-        problems = [Problem(ProblemKind.RANK, subject, detail) for subject, detail in found.items()]
+    if different:
+        problems = [Problem(ProblemKind.RANK, subject, detail) for subject, detail in different.items()]
         raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, [advice])
 
 
 @contextmanager
-def agreed(mesh: DeviceMesh | None, what: str) -> Iterator[dict[str, Any]]:
-    """Context manager that raises on every rank if the body fails on any rank; see `agree`. No effect without a mesh.
+def agreed(ranks: Ranks, what: str) -> Iterator[dict[str, Any]]:
+    """Context manager that raises on every rank if the body fails on any rank; see `agree`. No effect on one rank.
 
     Yields:
         A dictionary for facts that must be equal on all ranks.
     """
     facts: dict[str, Any] = {}
-    if mesh is None:
+    if ranks is None:
         yield facts
         return
     error = None
@@ -139,7 +157,7 @@ def agreed(mesh: DeviceMesh | None, what: str) -> Iterator[dict[str, Any]]:
         yield facts
     except Exception as caught:
         error = caught
-    agree(mesh, what, facts, error)
+    agree(ranks, what, facts, error)
 
 
 @contextmanager

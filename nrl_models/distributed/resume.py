@@ -13,32 +13,30 @@ No file is a pickle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.checkpoint.durable import sync
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME
-from nrl_models.common.checkpoint.locks import locked
 from nrl_models.common.state_dict.adapter import StateDictAdapter, own_state_dict
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_unused, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTPNames
-from nrl_models.distributed.block_files import Held, StoredTensor, blocks_to_write, stored_tensors, write_blocks
-from nrl_models.distributed.manifest import NAME, Manifest, OptimizerFacts, Part, WrittenFile
-from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
+from nrl_models.distributed.background import CheckpointSave, finish_last, group_for_saves
+from nrl_models.distributed.block_files import Held, StoredTensor, blocks_to_write, copied, stored_tensors
+from nrl_models.distributed.manifest import Manifest, OptimizerFacts, Part
+from nrl_models.distributed.mesh import agreed, place_in
 from nrl_models.distributed.optimizer_state import facts_of, held_states, misfits, of_all_stages, restore
-from nrl_models.distributed.saved_versions import next_version, remove_older, replaced, whole_version
-from nrl_models.distributed.saving import Attempt, write_together
+from nrl_models.distributed.saved_versions import replaced, whole_version
 from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.version_writing import Contents, write_version
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 
@@ -47,7 +45,9 @@ def save_checkpoint(
     model: PreTrainedModel,
     optimizer: Optimizer | None = None,
     progress: Mapping[str, Any] | None = None,
-) -> None:
+    *,
+    wait: bool = True,
+) -> CheckpointSave:
     """Write a resume checkpoint. Every rank has to call this, and all ranks must see the directory.
 
     Args:
@@ -57,10 +57,17 @@ def save_checkpoint(
         optimizer: Optimizer of the model's parameters. Its state may consist of tensors of the parameter's shape, and
             scalars.
         progress: Any JSON value. `step`, if present, must be an integer.
+        wait: False copies this rank's state to host memory, and returns. A background thread writes the copy and
+            publishes it once all ranks have finished. The next `save_checkpoint`, `load_checkpoint` and the
+            interpreter's exit wait for it.
+
+    Returns:
+        The save. With `wait=False`, call its `wait()` before `destroy_process_group`.
 
     Raises:
         CheckpointError: If optimizer state has another shape, or progress cannot be written and read again.
-        SaveError: If the disk is full or read-only, or another process saves into the folder.
+        SaveError: If the disk is full or read-only, or another process saves into the folder. Also if the previous
+            asynchronous save failed and its `wait()` was not called; the new checkpoint is then not written.
         ShardingError: If another rank failed. The failed rank raises its own error.
     """
     folder = Path(folder)
@@ -68,6 +75,7 @@ def save_checkpoint(
     mesh, what = sharding.mesh, f"save into {folder}"
     facts: OptimizerFacts | None = None
     with agreed(mesh, what):
+        finish_last(raising=True)
         own, exported = sharding.written(model), sharding.adapter.retied(model).exported("hub")
         parts = {Part.WEIGHTS: [Held(name, tensor, own) for name, tensor in exported.items()]}
         if optimizer is not None:
@@ -76,41 +84,22 @@ def save_checkpoint(
     if optimizer is not None:
         facts = of_all_stages(own_facts, mesh)
     with agreed(mesh, what):
-        Manifest({}, dict(progress or {}), facts).rendered()  # raises before anything is written
-
-    def write(stage: Path | None, attempt: Attempt) -> None:
-        (path, *_) = gather_over(mesh, None if stage is None else str(stage))
-        target = Path(path)
-        files: dict[str, WrittenFile] = {}
-
-        def write_own() -> None:
-            for part, tensors in parts.items():
-                blocks = blocks_to_write(tensors, mesh)
-                if part == Part.WEIGHTS:
-                    blocks = chain(blocks, _kept_blocks(model, mesh))
-                names = write_blocks(target, f"{part}-{place_in(mesh):05d}", blocks)
-                for name in names:
-                    files[name] = WrittenFile.of(target / name)
-                    sync(target / name)  # each rank syncs its own files, because other machines may not have them yet
-
-        attempt(write_own)
-        for others in gather_over(mesh, files):
-            files |= others
-        if stage is not None:
-            attempt(_finish, stage, model, Manifest(files, dict(progress or {}), facts))
-
-    with ExitStack() as stack:
-        with agreed(mesh, what):
-            if is_first(mesh):
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(folder))
-            version = next_version(folder)
-        with reporting_dead_ranks(what):
-            (version, *_) = gather_over(mesh, version)
-        write_together(version, mesh, write)
-        with agreed(mesh, what):
-            if is_first(mesh):
-                remove_older(version)
+        manifest = Manifest({}, dict(progress or {}), facts).checked()  # raises before anything is written
+        blocks: dict[Part, Iterable[tuple[str, Block]]] = {
+            part: blocks_to_write(tensors, mesh) for part, tensors in parts.items()
+        }
+        config: PreTrainedConfig = model.config
+        if not wait:
+            blocks = {part: copied(each) for part, each in blocks.items()}
+            config = copy.deepcopy(config)
+        blocks[Part.WEIGHTS] = chain(blocks[Part.WEIGHTS], _kept_blocks(kept_by(model), place_in(mesh), mesh.size()))
+    contents = Contents(blocks, place_in(mesh), config, manifest)
+    if wait:
+        version = write_version(folder, contents, mesh)
+        return CheckpointSave.finished(folder, version)
+    save = CheckpointSave(folder, partial(write_version, folder, contents, group_for_saves(sharding)))
+    save.start()
+    return save
 
 
 def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -133,6 +122,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     folder = Path(folder)
     sharding = sharding_of(model)
     adapter, mesh, what = sharding.adapter.retied(model), sharding.mesh, f"load {folder}"
+    finish_last(raising=False)
     parts = [Part.WEIGHTS] if optimizer is None else [Part.WEIGHTS, Part.OPTIMIZER]
     version, manifest = whole_version(folder, parts, mesh, what)
     here: OptimizerFacts | None = None
@@ -165,18 +155,11 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     return manifest.progress
 
 
-def _finish(stage: Path, model: PreTrainedModel, manifest: Manifest) -> None:
-    model.config.save_pretrained(stage)
-    manifest.files[CONFIG_NAME] = WrittenFile.of(stage / CONFIG_NAME)
-    (stage / NAME).write_bytes(manifest.rendered())
-
-
-def _kept_blocks(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[tuple[str, Block]]:
-    """Yield the kept tensors (not the model's own) that this rank writes. Ranks take turns; each tensor is complete."""
-    for number, (name, kept) in enumerate(kept_by(model).items()):
-        if number % mesh.size() == place_in(mesh):
-            values = kept.read()
-            yield name, Block((0,) * values.ndim, values)
+def _kept_blocks(kept: Mapping[str, KeptTensor], place: int, count: int) -> Iterator[tuple[str, Block]]:
+    """Yield the kept tensors (not the model's own) that rank `place` of `count` writes. Each tensor is complete."""
+    for name, tensor in list(kept.items())[place::count]:
+        values = tensor.read()
+        yield name, Block((0,) * values.ndim, values)
 
 
 def _stored_kept(

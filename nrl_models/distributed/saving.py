@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint.files import INDEX_NAME
@@ -24,7 +23,7 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import check_ties, checkpoint_layout
 from nrl_models.common.views.view import HFTensor
-from nrl_models.distributed.mesh import agree, agreed, gather_over, is_first, reporting_dead_ranks
+from nrl_models.distributed.mesh import Ranks, agree, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import DEFAULT_BUCKET
 from nrl_models.errors import UnknownArgumentError
@@ -126,14 +125,14 @@ class Attempt:
                 self.error = error
 
 
-def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path | None, Attempt], None]) -> None:
+def write_together(folder: str | Path, ranks: Ranks, write: Callable[[Path | None, Attempt], None]) -> None:
     """Write a directory from all ranks, atomically.
 
     The first rank creates a staging directory, and renames it when all ranks have succeeded.
 
     Args:
         folder: The directory.
-        mesh: Mesh of the ranks that write.
+        ranks: The ranks that write.
         write: Function that each rank calls with the staging directory (None except on the first rank) and an
             `Attempt`. Use the `Attempt` for steps that only the first rank runs and that may fail.
 
@@ -143,12 +142,12 @@ def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path |
     what = f"save into {folder}"
     attempt = Attempt()
     with ExitStack() as stack:
-        with agreed(mesh, what):
-            stage = stack.enter_context(staged(folder)) if is_first(mesh) else None
+        with agreed(ranks, what):
+            stage = stack.enter_context(staged(folder)) if is_first(ranks) else None
         with reporting_dead_ranks(what):
             write(stage, attempt)
-        agree(mesh, what, {}, attempt.error)
-        with agreed(mesh, what):
+        agree(ranks, what, {}, attempt.error)
+        with agreed(ranks, what):
             stack.close()  # renames the staging directory
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -44,6 +45,7 @@ class Sharding:
         loaded_bytes: Bytes that this rank read from the checkpoint, if the model was loaded sharded.
         slots: Locations of the model's parameters.
         is_checking: Whether a checked forward is running, see `ChecksForward`.
+        save_group: Process group of asynchronous saves, once there was one.
     """
 
     adapter: StateDictAdapter
@@ -52,6 +54,7 @@ class Sharding:
     loaded_bytes: int = 0
     slots: Slots
     is_checking: bool = False
+    save_group: dist.ProcessGroup | None = None
 
     def __init__(self, mesh: DeviceMesh, plan: ParallelPlan, stages: Stages | None = None) -> None:
         self.mesh, self.plan, self.stages = mesh, plan, stages

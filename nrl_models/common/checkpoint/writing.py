@@ -40,7 +40,7 @@ def staged(target: str | Path) -> Iterator[Path]:
         return
     if target.is_file():
         raise SaveError(f"cannot save into {target}: it is a file, expected a directory")
-    with _reporting(target):
+    with reporting_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = f".{target.name}{TEMPORARY}"
         remove_dead(target.parent, beside)
@@ -80,8 +80,8 @@ def _put(stage: Path, target: Path) -> None:
 
 
 @contextmanager
-def _reporting(target: Path) -> Iterator[None]:
-    """Say of an error of the disk that `target` is as it was."""
+def reporting_disk(target: Path) -> Iterator[None]:
+    """Context manager that turns errors of the disk into `SaveError`, which says that `target` did not change."""
     try:
         yield
     except SaveError:
@@ -108,7 +108,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     file = file.resolve()  # write to the target of a link
-    with _reporting(file):
+    with reporting_disk(file):
         if file.exists() and not file.is_file():
             file.write_bytes(data)
             return

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from jobs.setting import assert_same, case_of, full, local, mesh_of, new_optimizer, train
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.state_dict.kept_tensors import kept_by
-from nrl_models.distributed import load_checkpoint, manifest, parallelize, save_checkpoint
+from nrl_models.distributed import load_checkpoint, manifest, parallelize, save_checkpoint, version_writing
 from nrl_models.distributed import resume as resuming
 from nrl_models.errors import CheckpointError
 
@@ -300,12 +300,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def dies_while_saving(folder: str, where: str, dying: int, **sizes: int) -> None:
+def dies_while_saving(folder: str, where: str, dying: int, *, wait: bool = True, **sizes: int) -> None:
     """One rank exits when it calls a function."""
     model, optimizer = new(2, **sizes)
     if dist.get_rank() == dying:
-        setattr(resuming, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    save_checkpoint(folder, model, optimizer, {"step": 2})
+        setattr(version_writing, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    save_checkpoint(folder, model, optimizer, {"step": 2}, wait=wait).wait()
 
 
 def names_in(version: Path, part: str) -> set[str]:
