@@ -19,6 +19,7 @@ from nrl_models.common.upstream_torch import (
     WRAPPED_NAMES,
     ConvNd,
     module_wrappers,
+    name_inside,
     prefix_in_state_dict,
 )
 
@@ -79,7 +80,7 @@ def inner_of(module: Any, *, peft: bool = True) -> nn.Module | None:
             inner = wrapper.get_base_layer() if hasattr(module, "get_base_layer") else wrapper.original_module
     elif peft and hasattr(kind, "get_base_model"):
         inner = module.get_base_model()
-    elif name := _attribute_inside(kind):
+    elif name := name_inside(kind):
         inner = module._modules[name]
     return cast("nn.Module | None", inner)
 
@@ -91,12 +92,6 @@ def inner_of(module: Any, *, peft: bool = True) -> nn.Module | None:
 def _is_peft_module(kind: type) -> bool:
     """Return True if a class is one of `peft_types`."""
     return issubclass(kind, peft_types())
-
-
-@cached
-def _attribute_inside(kind: type) -> str:
-    """Return the name under which torch's wrappers of a class have the module inside; empty for other classes."""
-    return next((name for wrapper, name in module_wrappers() if issubclass(kind, wrapper)), "")
 
 
 def innermost(module: Any, *, peft: bool = True) -> Any:
@@ -122,7 +117,7 @@ def _own_modules(model: nn.Module, seen: set[int] | None) -> list[tuple[str, str
     remaining: list[tuple[str, str, Any]] = [("", "", model)]
     while remaining:
         name, stored, module = remaining.pop()
-        while inside := _attribute_inside(type(module)):
+        while inside := name_inside(type(module)):
             stored += prefix_in_state_dict(module)
             module = module._modules[inside]
         if seen is not None:
@@ -219,7 +214,7 @@ def without_wrappers(model: nn.Module, *, peft: bool = False) -> Any:
 
 def _has_wrappers(model: nn.Module, peft: bool) -> bool:
     return any(
-        _attribute_inside(kind) or (peft and (_is_peft_module(kind) or hasattr(kind, "get_base_model")))
+        name_inside(kind) or (peft and (_is_peft_module(kind) or hasattr(kind, "get_base_model")))
         for kind in {type(module) for module in _all_modules(model)}
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import _foreach_copy_ as foreach_copy
@@ -56,6 +57,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "local_scalar_dense",
     "module_wrappers",
+    "name_inside",
     "param_groups_of",
     "prefix_in_state_dict",
     "saved_tensors_hooks",
@@ -152,7 +154,22 @@ def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:
     return tuple((kind, name) for kind, name in found if kind is not None)
 
 
+_inside: WeakKeyDictionary[type, str] = WeakKeyDictionary()
+
+
+def name_inside(kind: type) -> str:
+    """Return the attribute in which a class of torch's wrappers has the module; empty for other classes.
+
+    Cached by class: a wrapper's module is imported before any subclass of it exists.
+    """
+    name = _inside.get(kind)
+    if name is None:
+        name = next((name for wrapper, name in module_wrappers() if issubclass(kind, wrapper)), "")
+        _inside[kind] = name
+    return name
+
+
 def prefix_in_state_dict(wrapper: nn.Module) -> str:
     """Return the prefix that a wrapper adds to names in `state_dict()`; empty if it removes its prefix again."""
-    name = next(name for kind, name in module_wrappers() if isinstance(wrapper, kind))
+    name = name_inside(type(wrapper))
     return "" if name in _HIDDEN else f"{name}."

@@ -41,6 +41,10 @@ def test_asynchronous_save_copies_the_state_once_and_frees_the_copy(two: World, 
         assert left == 0
 
 
+def test_hashes_are_computed_while_writing(two: World, tmp_path: Path) -> None:
+    assert two.run(partial(async_save.opened_for_reading, fsdp=2), str(tmp_path)) == [[], []]
+
+
 @pytest.mark.parametrize("how", ["wait", "next save", "wait on one rank"])
 def test_failed_asynchronous_save_raises_once_and_keeps_the_last_version(two: World, tmp_path: Path, how: str) -> None:
     first, second = two.run(partial(async_save.fails, fsdp=2), str(tmp_path), how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from jobs.checkpoint import new, values_of
 from jobs.setting import case_of, local, mesh_of, train
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint, version_writing
 from nrl_models.distributed import resume as resuming
+from nrl_models.distributed.manifest import WrittenFile, read_manifest
 from nrl_models.errors import SaveError, ShardingError
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -143,3 +145,21 @@ def fails(folder: str, how: str, **sizes: int) -> list[str]:
     assert load_checkpoint(folder, model, optimizer) == {"step": 4}
     assert len(list(Path(folder).iterdir())) == 1
     return raised
+
+
+def opened_for_reading(folder: str, **sizes: int) -> list[str]:
+    """Return the weights and states that Python opens for reading while it saves."""
+    model, optimizer = new(1.0, **sizes)
+    opened: list[str] = []
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and recording and str(arguments[0]).endswith(".safetensors") and arguments[1] == "r":
+            opened.append(str(arguments[0]))
+
+    recording = True
+    sys.addaudithook(heard)
+    version = save_checkpoint(folder, model, optimizer).wait()
+    recording = False
+    files = read_manifest(version).files
+    assert all(WrittenFile.of(version / name) == written for name, written in files.items())
+    return opened
