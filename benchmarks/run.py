@@ -27,6 +27,7 @@ BENCHMARKS = (
     "many_keys",
     "load_sharded",
     "save",
+    "save_resume",
     "import_time",
     "combine",
     "decode",

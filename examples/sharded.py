@@ -26,6 +26,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("out", type=Path)
     parser.add_argument("--mesh", default="fsdp=2", help="some of fsdp, ep, tp")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--compile", action="store_true", help="compile each layer")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; weights and states stay in fp32")
@@ -62,6 +63,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
         dist.all_reduce(total := loss.detach().clone())
         losses.append(total.item() / dist.get_world_size())
         step += 1
+        if step % options.save_every == 0 and step < options.steps:  # in the background, while training continues
+            save_checkpoint(options.out / "training", model, optimizer, {"step": step}, wait=False)
     save_checkpoint(options.out / "training", model, optimizer, {"step": step})
 
     # An RL trainer does this after each step: stream complete tensors by hub name, in the same order on every rank.

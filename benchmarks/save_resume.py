@@ -1,0 +1,75 @@
+"""Compare resume checkpoints with torch's DCP, over one and two ranks: time, and what survives a kill.
+
+`save_checkpoint` is compared with `torch.distributed.checkpoint`: `save`, `async_save`, and `save` with its safetensors
+writer (`HuggingFaceStorageWriter`). All of them save the same sharded model (`fully_shard`, gloo) with AdamW's state,
+in turns, each over its last checkpoint. All call fsync, unless the name says otherwise. "returns" is the time until
+training can continue, "complete" the time until all ranks have written the checkpoint. The null ratio compares each
+measurement of DCP's `save` with its next one. It would be 1 on a machine without noise.
+
+Kills: all ranks are killed (SIGKILL) at four points of a save over an older checkpoint. Then the directory is loaded.
+"old" and "new" count complete checkpoints, "lost" those that do not load or have values of both. DCP writes into the
+files of the last checkpoint. Its users save each checkpoint into a new directory, and find the last complete one and
+delete the others themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reporting import RESULTS, Row, publish
+from benchmarks.resume_worker import BASELINE, SAVES
+
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> None:
+    """Measure, print and save the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="measurements of each; the median counts")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for ranks in (1, 2):
+        for what, size in (("kill", "large"), ("time", "tiny")):
+            found = worker(what, ranks, size, options.runs if size == "large" else 3 * options.runs)
+            rows += [_row(name, ranks, found) for name in SAVES]
+    publish("save_resume", "Resume checkpoints", rows, options.out)
+
+
+def worker(what: str, ranks: int, size: str, runs: int) -> dict[str, Any]:
+    """Run `resume_worker` in a new process."""
+    command = [sys.executable, "-m", "benchmarks.resume_worker", what, str(ranks), size, str(runs)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def _row(name: str, ranks: int, found: dict[str, Any]) -> Row:
+    own, peer = ([row["complete"] for row in found["seconds"][each]] for each in (name, BASELINE))
+    size = found["bytes"]
+    return {
+        "ranks": ranks,
+        "state": f"{size / 1e6:.0f} MB" if size > 10e6 else f"{size / 1e3:.0f} kB",
+        "call": name,
+        "returns, s": statistics.median(row["returns"] for row in found["seconds"][name]),
+        "complete, s": statistics.median(own),
+        f"complete / {BASELINE}": statistics.median(one / other for one, other in zip(own, peer, strict=True)),
+        "null ratio": statistics.median(one / other for one, other in zip(peer, [*peer[1:], peer[0]], strict=True)),
+        "after a kill": _after_kill(found.get("outcomes", {}).get(name, {})),
+    }
+
+
+def _after_kill(outcomes: dict[str, int]) -> str:
+    lost = sum(count for outcome, count in outcomes.items() if outcome not in ("old", "new"))
+    counts = {"old": outcomes.get("old", 0), "new": outcomes.get("new", 0), "lost": lost}
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+
+
+if __name__ == "__main__":
+    main()
