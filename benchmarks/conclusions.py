@@ -58,7 +58,7 @@ def save(rows: Sequence[Row]) -> str:
 
 def save_resume(rows: Sequence[Row]) -> str:
     ratio = "complete / DCP `save`"
-    saving = of(rows, ratio, call="`save_checkpoint`")
+    saving = [row[ratio] for row in rows if row["call"] == "`save_checkpoint`"]
     large = [row for row in rows if row["after a kill"]]
     stops = of(large, "returns, s", call="`save_checkpoint(wait=False)`")
     theirs = of(large, "returns, s", call="DCP `async_save`")
