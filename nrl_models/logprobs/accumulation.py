@@ -9,6 +9,7 @@ derivatives run again, and the difference of the gradients is added.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature
 
+from nrl_models.common.forward.documents import sharing_prompts
 from nrl_models.common.forward.random_states import random_states_kept, set_torch_random_state, torch_random_state
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
 from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, token_logprobs
@@ -59,45 +61,74 @@ class Part:
     Attributes:
         ids: Token ids.
         inputs: Mask or position ids that separate its sequences. For a single sequence, also its model inputs.
-        there: bool, True for tokens and False for padding.
-        places: Sequence index and position of each token, in order.
+        places: Sequence index and position of each token of its sequences.
+        sources: Row and column of each of these tokens. Sequences that share a prompt have its tokens in common.
         score: bool, True for tokens to score.
+        shares: Whether sequences share prompts.
     """
 
     ids: torch.Tensor
     inputs: dict[str, Any]
-    there: torch.Tensor
     places: tuple[torch.Tensor, torch.Tensor]
+    sources: tuple[torch.Tensor, torch.Tensor]
     score: torch.Tensor
+    shares: bool
 
     @classmethod
     def of(cls, batch: Batch, part: Microbatch, layout: Layout) -> Part:
         """Lay sequences into it."""
-        rows = [batch.ids[number] for number in part.numbers]
+        numbers, shared = part.numbers, part.shared
 
         def laid(tensors: list[torch.Tensor]) -> torch.Tensor:
-            return torch.cat(tensors)[None] if layout is Layout.PACKED else pad_sequence(tensors, batch_first=True)
+            if layout is not Layout.PACKED:
+                return pad_sequence(tensors, batch_first=True)
+            return torch.cat([tensor[size:] for tensor, size in zip(tensors, shared, strict=True)])[None]
 
+        rows = [batch.ids[number] for number in numbers]
         positions = [torch.arange(len(row), device=batch.device) for row in rows]
         there = laid([torch.ones_like(row, dtype=torch.bool) for row in rows])
         inputs: dict[str, Any] = {} if len(rows) == 1 else {"attention_mask": there}
         if batch.model_inputs:
-            (number,) = part.numbers
+            (number,) = numbers
             inputs = dict(batch.model_inputs[number])
         if len(rows) > 1 and layout is Layout.PACKED:
             inputs = {"position_ids": laid(positions)}
-        sequences = [torch.full_like(row, number) for row, number in zip(rows, part.numbers, strict=True)]
+        sequences = [torch.full_like(row, number) for row, number in zip(rows, numbers, strict=True)]
         places = torch.cat(sequences), torch.cat(positions)
-        return cls(laid(rows), inputs, there, places, laid([batch.scores[number] for number in part.numbers]))
+        sources = _sources(part, [len(row) for row in rows]) if layout is Layout.PACKED else there.nonzero(as_tuple=True)
+        score = laid([batch.scores[number] for number in numbers])
+        return cls(laid(rows), inputs, places, tuple(each.to(batch.device) for each in sources), score, any(shared))
 
     def placed(self, values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         """The grid `(sequences, longest)` with this microbatch's values `(rows, length)` in it."""
-        return grid.index_put(self.places, values[self.there])
+        return grid.index_put(self.places, values[self.sources])
+
+    def copied(self, grid: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+        """The grid `onto` with the values of `grid` at this microbatch's tokens."""
+        return onto.index_put(self.places, grid[self.places])
 
     def taken(self, grid: torch.Tensor) -> torch.Tensor:
-        """This microbatch's values `(rows, length)` of a grid; zero for padding."""
-        zeros = torch.zeros(self.there.shape, dtype=grid.dtype, device=grid.device)
-        return zeros.masked_scatter(self.there, grid[self.places])
+        """This microbatch's values `(rows, length)` of a grid; zero for padding. Any one's of a shared prompt."""
+        zeros = torch.zeros(self.ids.shape, dtype=grid.dtype, device=grid.device)
+        return zeros.index_put(self.sources, grid[self.places])
+
+    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This microbatch's part `(rows, length)` of a gradient by a grid. Shared prompts get the sum."""
+        zeros = torch.zeros(self.ids.shape, dtype=gradient.dtype, device=gradient.device)
+        return zeros.index_put(self.sources, gradient[self.places], accumulate=self.shares)
+
+
+def _sources(part: Microbatch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and column of each token of each sequence in a packed row."""
+    columns, first, end = [], 0, 0
+    for length, shared in zip(lengths, part.shared, strict=True):
+        if not shared:
+            first = end
+        own = length - shared
+        columns += [torch.arange(first, first + shared), torch.arange(end, end + own)]
+        end += own
+    column = torch.cat(columns)
+    return torch.zeros_like(column), column
 
 
 class Accumulation:
@@ -159,7 +190,8 @@ class Accumulation:
         if self.batch.model_inputs:
             inputs = BatchFeature(inputs).to(self.batch.device, next(self.model.parameters()).dtype).data
         keywords: dict[str, Any] = {"score": part.score, **inputs, **self.options, **loss}
-        return token_logprobs(self.model, part.ids, **keywords)
+        with sharing_prompts() if part.shares else nullcontext():
+            return token_logprobs(self.model, part.ids, **keywords)
 
     def _joined(self, part: Part, found: TokenLogprobs) -> TokenLogprobs:
         """Merge the statistics of a microbatch into the known ones, `(batch, max_length)` each."""
@@ -187,7 +219,7 @@ class Accumulation:
         self._pull(part, found, by)
         for name, gradient in by.items():
             used = self.used.get(name, torch.zeros_like(gradient))
-            self.used[name] = part.placed(part.taken(gradient), used)
+            self.used[name] = part.copied(gradient, used)
 
     def _derivatives(self, *, last: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of the known values, and its derivative by each statistic (zero at unscored tokens).
@@ -208,7 +240,7 @@ class Accumulation:
 
     def _pull(self, part: Part, found: TokenLogprobs, by: dict[str, torch.Tensor]) -> None:
         """Accumulate gradients of the parameters from derivatives by a microbatch's statistics."""
-        gradients = [part.taken(gradient) for gradient in by.values()]
+        gradients = [part.summed(gradient) for gradient in by.values()]
         if ranks_of(self.group) == 1 and not any(gradient.any() for gradient in gradients):
             return  # no gradient, for example because all rewards of a group are equal
         with torch.autocast(self.batch.device.type, enabled=False):  # a backward repeats the forward's dtypes
@@ -218,7 +250,7 @@ class Accumulation:
         """Return True if a microbatch used derivatives that differ from the final ones by more than rounding."""
         for name, gradient in by.items():
             bound = 64 * torch.finfo(gradient.dtype).eps * gradient.abs().max()
-            if not bool((part.taken(gradient - self.used[name]).abs() <= bound).all()):
+            if not bool(((gradient - self.used[name])[part.places].abs() <= bound).all()):
                 return True
         return False
 

@@ -16,6 +16,8 @@ from nrl_models.common.forward.layer_by_document import DecoderByDocument
 
 ROW_TOKENS_OF_CPU, ROW_TOKENS_OF_GPU = 1024, 8192
 """Default tokens per microbatch, enough to keep the device busy. More would take memory without saving time."""
+SHARED_ROW_TOKENS_OF_CPU = 2048
+"""Default tokens of sequences that share a prompt on a CPU: longer rows compute the prompt less often."""
 
 
 class Layout(StrEnum):
@@ -51,22 +53,32 @@ class Microbatch:
         numbers: Indices of the sequences.
         tokens: Total number of tokens.
         longest: Number of tokens of the longest sequence.
+        shared: For each sequence, the number of first tokens that it shares with the last one before it that has 0
+            here, and that are computed there.
     """
 
     numbers: tuple[int, ...] = ()
     tokens: int = 0
     longest: int = 0
+    shared: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, numbers: Sequence[int], lengths: Sequence[int]) -> Microbatch:
         """Some of the sequences that have these lengths."""
         own = [lengths[number] for number in numbers]
-        return cls(tuple(numbers), sum(own), max(own, default=0))
+        return cls(tuple(numbers), sum(own), max(own, default=0), (0,) * len(own))
+
+    @classmethod
+    def sharing(cls, numbers: Sequence[int], lengths: Sequence[int], shared: int) -> Microbatch:
+        """Some of the sequences that have these lengths. Their first `shared` tokens are equal."""
+        separate = cls.of(numbers, lengths)
+        repeats = (0, *[shared] * (len(numbers) - 1))
+        return cls(separate.numbers, separate.tokens - sum(repeats), separate.longest, repeats)
 
     def __add__(self, other: Microbatch) -> Microbatch:
         """The sequences of both."""
         tokens, longest = self.tokens + other.tokens, max(self.longest, other.longest)
-        return Microbatch(self.numbers + other.numbers, tokens, longest)
+        return Microbatch(self.numbers + other.numbers, tokens, longest, self.shared + other.shared)
 
 
 def size(layout: Layout, *parts: Microbatch) -> int:

@@ -20,6 +20,7 @@ from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, Batch, Part
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.logprobs.shared_prompts import can_share_prompts, units_with_shared_prompts
 from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, chunk_tokens
 
 Tokens = Sequence[int] | torch.Tensor
@@ -42,6 +43,7 @@ def rollout_logprobs(
     chunk_size: int | str | None = "auto",
     group: Any = None,
     model_inputs: Sequence[Mapping[str, Any]] | None = None,
+    share_prompts: bool = True,
 ) -> TokenLogprobs:
     """Compute the log-probability of each token of a list of sequences, and optionally the gradient of a loss.
 
@@ -71,6 +73,9 @@ def rollout_logprobs(
         model_inputs: For each sequence, further arguments of the model's forward (`pixel_values`, ...), empty if there
             are none. A tensor with a value per token includes the completion's tokens. They are moved to the model's
             device and dtype when they are needed. Such sequences run one by one, in one process.
+        share_prompts: Compute the tokens with which several sequences begin once, if that gives the same result:
+            the model keeps packed documents apart, and there is no dropout or record of experts. Rows of such
+            sequences have up to 2048 tokens on a CPU if `row_tokens` is not passed.
 
     Returns:
         Statistics of each token, `(sequences, longest)` each, on the model's device, in the order of the sequences,
@@ -94,7 +99,8 @@ def rollout_logprobs(
     scores, wrong = _scores(score, ids)
     _agree([*problems, *wrong, *_wrong_terms(loss_terms, len(sequences))], len(ids), group, device)
     layout = Layout.ALONE if own else layout_of(*models)
-    units, limit = _units([len(row) for row in ids], layout, loss_terms, row_tokens, device)
+    shares = share_prompts and layout is Layout.PACKED and can_share_prompts(*models)
+    units, limit = _units(ids, scores if shares else None, layout, loss_terms, row_tokens, device)
     (count,) = largest([len(microbatches.fewest(units, layout, limit))], group, device)
     planned = microbatches.levelled(units, layout, limit, count)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}
@@ -194,23 +200,40 @@ def _agree(problems: list[str], count: int, group: Any, device: torch.device) ->
 
 
 def _units(
-    lengths: Sequence[int],
+    ids: Sequence[torch.Tensor],
+    scores: Sequence[torch.Tensor] | None,
     layout: Layout,
     terms: LossTerms | str | torch.Tensor,
     row_tokens: int | None,
     device: torch.device,
 ) -> tuple[list[Microbatch], int]:
-    """Return units of sequences to run together, split if they exceed the budget, and the budget."""
+    """Return units of sequences to run together, split if they exceed the budget, and the budget.
+
+    Sequences share prompts if their `scores` are passed.
+    """
+    on_cpu, lengths = device.type == "cpu", [len(row) for row in ids]
+    usual = microbatches.ROW_TOKENS_OF_CPU if on_cpu else microbatches.ROW_TOKENS_OF_GPU
     alone = [Microbatch.of([number], lengths) for number in range(len(lengths))]
-    usual = microbatches.ROW_TOKENS_OF_CPU if device.type == "cpu" else microbatches.ROW_TOKENS_OF_GPU
+    if scores is not None:
+        longest = max([microbatches.SHARED_ROW_TOKENS_OF_CPU if on_cpu else usual, *lengths])
+        alone = units_with_shared_prompts(ids, scores, longest if row_tokens is None else row_tokens)
     units = alone
     if isinstance(terms, torch.Tensor) and layout is not Layout.ALONE:
-        together: dict[Any, Microbatch] = {}
-        for unit, number in zip(alone, terms.tolist(), strict=True):
-            together[number] = together.get(number, Microbatch()) + unit
-        units = list(together.values())
+        units = _together(alone, terms.tolist())
     sizes = [microbatches.size(layout, unit) for unit in units]
     limit = max([usual, *sizes]) if row_tokens is None else row_tokens
     fits = [unit for unit, tokens in zip(units, sizes, strict=True) if tokens <= limit]
-    rest = {number for unit in units for number in unit.numbers} - {number for unit in fits for number in unit.numbers}
-    return fits + [alone[number] for number in sorted(rest)], limit
+    fitting = {number for unit in fits for number in unit.numbers}
+    return fits + [unit for unit in alone if fitting.isdisjoint(unit.numbers)], limit
+
+
+def _together(units: Sequence[Microbatch], terms: Sequence[Any]) -> list[Microbatch]:
+    """Join units that have a sequence with the same term."""
+    joined: list[tuple[Microbatch, set[Any]]] = []
+    for unit in units:
+        own = {terms[number] for number in unit.numbers}
+        apart = [each for each in joined if each[1].isdisjoint(own)]
+        for other, others in (each for each in joined if not each[1].isdisjoint(own)):
+            unit, own = other + unit, own | others
+        joined = [*apart, (unit, own)]
+    return [unit for unit, _ in joined]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.forward.documents import starts_of
+from nrl_models.common.forward.documents import columns_before, prompts_are_shared, starts_of
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import innermost
 from nrl_models.common.upstream import computes_positions
@@ -122,7 +122,7 @@ def token_logprobs(
     inputs |= _masks(model, attention_mask, position_ids, media=any(value is not None for value in inputs.values()))
     rows, columns, sizes = _in_order(positions, loss_terms, position_ids, attention_mask)
     tokens = input_ids[rows, columns]
-    before = (rows, columns - 1)  # the hidden state that predicts a token is the one before it
+    before = _before(rows, columns, position_ids)  # the hidden state that predicts a token is the one before it
     placed = _Placed(positions, (rows, columns), entropy, reference is not None, loss)
     if chunk_size is None:
         logits = _logits_at(model, input_ids, before, inputs)
@@ -162,8 +162,16 @@ def scored_positions(
         result &= there
         result[:, 1:] &= there[:, :-1]
     if position_ids is not None:
-        result &= ~starts_of(position_ids, attention_mask)
+        starts = starts_of(position_ids, attention_mask)
+        result &= ~(starts & (position_ids == 0) if prompts_are_shared() else starts)
     return result if score is None else result & score.bool()
+
+
+def _before(
+    rows: torch.Tensor, columns: torch.Tensor, position_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and columns of the tokens before these."""
+    return rows, columns - 1 if position_ids is None else columns_before(position_ids)[rows, columns]
 
 
 def chunk_tokens(chunk_size: int | str | None) -> int | None:

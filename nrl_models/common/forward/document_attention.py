@@ -51,26 +51,36 @@ def attend(
     kernel = _kernel() if _fits_kernel(query, key, value, dropout) else None
     if kernel is not None:
         return _all_at_once(kernel, query, key, value, documents, window, scale)
-    parts = zip(documents.split(query, 2), documents.split(key, 2), documents.split(value, 2), strict=True)
+    queries = documents.split_without_prompts(query, 2)  # tokens of a shared prompt attend once
+    parts = zip(queries, documents.split(key, 2), documents.split(value, 2), strict=True)
     grouped = query.shape[1] != key.shape[1]
     alone = (_alone(*part, window=window, scale=scale, dropout_p=dropout, enable_gqa=grouped) for part in parts)
     return documents.join([output.transpose(1, 2) for output in alone], 1)
 
 
+TILE = 1024
+"""Number of queries per mask for documents that continue a shared prompt."""
+
+
 def _alone(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None, **options: Any
 ) -> torch.Tensor:
-    """Attention of one document. With a window, computes one window of queries at a time, with its visible keys."""
-    length = query.shape[2]
-    if window is None or length <= window:
+    """Attention of one document. With a window, computes one window of queries at a time, with its visible keys.
+
+    The queries are those of the last tokens. Keys before them are those of a shared prompt.
+    """
+    length, total = query.shape[2], key.shape[2]
+    prompt = total - length
+    if not prompt and (window is None or length <= window):
         return scaled_dot_product_attention(query, key, value, is_causal=length > 1, **options)
     tiles = []
-    for start in range(0, length, window):
-        end, first = min(start + window, length), max(0, start - window + 1)
+    size, window = (TILE, total) if window is None else (window, window)
+    for start in range(prompt, total, size):
+        end, first = min(start + size, total), max(0, start - window + 1)
         queries = torch.arange(start, end, device=query.device)[:, None]
         keys = torch.arange(first, end, device=query.device)
         sees = (keys <= queries) & (keys > queries - window)
-        tile = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        tile = query[:, :, start - prompt : end - prompt], key[:, :, first:end], value[:, :, first:end]
         tiles.append(scaled_dot_product_attention(*tile, attn_mask=sees, **options))
     return torch.cat(tiles, 2)
 
@@ -101,20 +111,20 @@ def _kernel() -> Kernel | None:
 
 
 def _torch_kernel(
-    tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor, longest: int, left: int, scale: float | None
+    tensors: tuple[torch.Tensor, ...], boundaries: tuple[Any, ...], left: int, scale: float | None
 ) -> torch.Tensor:
     varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     options = {"scale": scale, "window_size": (left, 0), "enable_gqa": True}
-    output: torch.Tensor = varlen_attn(*tensors, cu_seqlens, cu_seqlens, longest, longest, **options)
+    output: torch.Tensor = varlen_attn(*tensors, *boundaries, **options)
     return output
 
 
 def _flash_kernel(
-    tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor, longest: int, left: int, scale: float | None
+    tensors: tuple[torch.Tensor, ...], boundaries: tuple[Any, ...], left: int, scale: float | None
 ) -> torch.Tensor:
     flash_attn_varlen_func: Any = importlib.import_module("flash_attn").flash_attn_varlen_func
     options = {"softmax_scale": scale, "causal": True, "window_size": (left, 0 if left >= 0 else -1)}
-    output: torch.Tensor = flash_attn_varlen_func(*tensors, cu_seqlens, cu_seqlens, longest, longest, **options)
+    output: torch.Tensor = flash_attn_varlen_func(*tensors, *boundaries, **options)
     return output
 
 
@@ -127,8 +137,13 @@ def _all_at_once(
     window: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention of all rows with a kernel, on flattened tokens `(tokens, heads, head_size)`."""
+    """Attention of all rows with a kernel, on flattened tokens `(tokens, heads, head_size)`.
+
+    If there are more keys than queries, these kernels align the last query with the last key.
+    """
+    if documents.prompts is not None:
+        key, value = (documents.prompts.repeated(tensor, 2) for tensor in (key, value))
     flat = tuple(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
-    output = kernel(flat, documents.cu_seqlens.to(query.device), documents.longest, left, scale)
+    output = kernel(flat, tuple(documents.boundaries(query.device).values()), left, scale)
     return output.unflatten(0, documents.shape)

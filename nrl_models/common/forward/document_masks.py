@@ -179,7 +179,14 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
                 if window is None
                 else masking_utils.sliding_window_causal_mask_function(window)
             )
-        if not has_documents:
+        if documents.prompts is not None:
+            if not understood:
+                raise ValueError(
+                    f"masks with {', '.join(sorted(parts.keys() - _UNDERSTOOD))} cannot share prompts between "
+                    "documents: pass share_prompts=False"
+                )
+            asked["mask_function"] = _continuing(documents, window, asked["device"])
+        elif not has_documents:
             apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
             asked["mask_function"] = masking_utils.and_masks(apart, asked["mask_function"])
         if built or not understood:
@@ -188,6 +195,20 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
         return DocumentMask(documents, window, build, asked["device"])
 
     return mask_of
+
+
+def _continuing(documents: Documents, window: int | None, device: Any) -> Function:
+    """Return the mask function of documents that continue shared prompts. Windows count positions, not columns."""
+    assert documents.prompts is not None
+    index, positions = documents.index[0].long().to(device), documents.positions[0].to(device)
+    spans = torch.tensor(documents.prompts.spans, device=device)
+    starts, ends = spans[index].unbind(-1)
+
+    def mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        sees = (index[q_idx] == index[kv_idx]) & (kv_idx <= q_idx) | (kv_idx >= starts[q_idx]) & (kv_idx < ends[q_idx])
+        return sees if window is None else sees & (positions[kv_idx] > positions[q_idx] - window)
+
+    return mask
 
 
 def _is_of(documents: Documents, asked: dict[str, Any]) -> bool:
@@ -208,6 +229,11 @@ _MASKS = {
     masking_utils.flex_attention_mask: _keeping_apart(masking_utils.flex_attention_mask, built=True),
 }
 """Replacements of transformers' mask functions."""
+
+
+def keeps_documents_apart(make: Function | None) -> bool:
+    """Return True if this module replaces a mask function of transformers, or has replaced it."""
+    return make in _MASKS or make in _MASKS.values()
 
 
 _NOT_PLAIN = ("softcap", "position_bias", "cache")
@@ -245,9 +271,9 @@ def _flash_by_document(
     """Pass document boundaries to the flash kernel. transformers only derives them from positions for a single row."""
     if isinstance(attention_mask, DocumentMask):
         documents, window = attention_mask.documents, attention_mask.window
-        starts = documents.cu_seqlens.to(query.device)
-        kwargs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "sliding_window": window}
-        kwargs |= {"max_length_q": documents.longest, "max_length_k": documents.longest}
+        kwargs |= documents.boundaries(query.device) | {"sliding_window": window}
+        if documents.prompts is not None:
+            key, value = (documents.prompts.repeated(tensor, 2) for tensor in (key, value))
         attention_mask = None
     return flash_attention(module, query, key, value, attention_mask, *args, **kwargs)
 

@@ -155,6 +155,9 @@ def _parts_of_tensor(value: torch.Tensor, documents: Documents) -> list[torch.Te
     if value.shape[1] == length:
         return documents.split(value)
     if value.ndim == 4 and value.shape[2:] == (length, length):
+        if documents.prompts is not None:
+            columns = documents.prompts.columns.to(value.device).split(documents.lengths_with_prompts)
+            return [value[:, :, each[:, None], each] for each in columns]
         ends = [end for lengths in documents.lengths for end in accumulate(lengths)]
         strips = documents.split(value, 2)
         return [strip[..., end - strip.shape[2] : end] for strip, end in zip(strips, ends, strict=True)]
@@ -170,10 +173,10 @@ def _joined(results: Sequence[Any], documents: Documents) -> Any:
         return type(last)(**{name: _joined([result[name] for result in results], documents) for name in last})
     if isinstance(last, (tuple, list)):
         return type(last)(_joined(parts, documents) for parts in zip(*results, strict=True))
-    lengths = [length for row in documents.lengths for length in row]
+    lengths = documents.lengths_with_prompts
     shapes = [part.shape if isinstance(part, torch.Tensor) else () for part in results]
     if all(shape[:2] == (1, length) for shape, length in zip(shapes, lengths, strict=True)):
         return documents.join(results)
     if all(shape[:1] == (length,) for shape, length in zip(shapes, lengths, strict=True)):
-        return torch.cat(list(results))  # routers see the tokens of all rows in one dimension
+        return documents.join(results, 0)  # routers see the tokens of all rows in one dimension
     return last

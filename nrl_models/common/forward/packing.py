@@ -23,6 +23,7 @@ from nrl_models.common.forward.documents import (
     Documents,
     carry_documents,
     documents_are_known,
+    prompts_are_shared,
     running,
     some_layer_ran_packed,
     starts_of,
@@ -290,7 +291,7 @@ def _check_starts(mask: torch.Tensor, positions: torch.Tensor) -> None:
     jumps = nn.functional.pad(positions[:, 1:] != positions[:, :-1], (1, 0), value=False)
     later = mask.bool().cumsum(-1) > 1  # a row may begin inside a document
     wrong = starts_of(positions, mask) & jumps & (positions != 0) & later
-    if wrong.any():
+    if wrong.any() and not prompts_are_shared():
         row, column = wrong.nonzero()[0].tolist()
         before, here = positions[row, column - 1 : column + 1].tolist()
         raise ValueError(

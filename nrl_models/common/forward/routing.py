@@ -36,8 +36,30 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     While a record is replayed, this records what the model itself would have chosen.
     """
     record: RoutingRecord = {}
-    with modules_running(model, lambda name, *_: record.pop(name, None)) as running, _Recorder(record, running):
+    with (
+        _observed(),
+        modules_running(model, lambda name, *_: record.pop(name, None)) as running,
+        _Recorder(record, running),
+    ):
         yield record
+
+
+_observing: list[None] = []
+"""An entry for each open record or replay, in any thread."""
+
+
+@contextmanager
+def _observed() -> Iterator[None]:
+    _observing.append(None)
+    try:
+        yield
+    finally:
+        _observing.pop()
+
+
+def routing_is_observed() -> bool:
+    """Return True while choices are recorded or replayed, in any thread."""
+    return bool(_observing)
 
 
 @contextmanager
@@ -80,6 +102,7 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
     if unknown := sorted(record.keys() - modules.keys()):
         raise KeyError(f"the record names modules the model lacks: {', '.join(unknown)}")
     with ExitStack() as stack:
+        stack.enter_context(_observed())
         for name, choices in record.items():
             stack.enter_context(_running_under(modules[name], partial(_Replayer, name, choices)))
         yield

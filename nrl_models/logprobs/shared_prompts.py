@@ -1,0 +1,115 @@
+"""Compute a prompt once for all rollouts that begin with it.
+
+Such rollouts share a row: the first one complete, and of the others only the tokens after the prompt. These attend to
+the prompt and to their own tokens (`nrl_models.common.forward.documents.sharing_prompts`). Prompts are found from the
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from nrl_models.common.forward.document_masks import keeps_documents_apart
+from nrl_models.common.forward.routing import routing_is_observed
+from nrl_models.common.switches import is_off
+from nrl_models.logprobs.microbatches import Layout, Microbatch, layout_of
+
+LEAST = 8
+"""Smallest number of tokens of a prompt worth sharing."""
+
+_QUIRKS = ("packed-documents", "layers-across-documents", "masks-without-positions", "mrope-packed-documents")
+"""Quirks whose handling keeps documents apart."""
+
+
+def can_share_prompts(*models: nn.Module) -> bool:
+    """Return True if sharing a prompt changes no result of these models.
+
+    It would change results:
+
+    - if the models cannot keep packed documents apart, or declare "shared prompts" in their `limits`
+    - if their attention function gets no mask from this library
+    - with dropout, which differs between rollouts
+    - while choices of experts are recorded or replayed, because these belong to the tokens of each rollout
+    """
+    if layout_of(*models) is not Layout.PACKED or routing_is_observed() or any(map(is_off, _QUIRKS)):
+        return False
+    limits = {limit for model in models for limit in getattr(model, "limits", {})}
+    modules = [module for model in models for module in model.modules()]
+    return "shared prompts" not in limits and not any(_drops(module) or _has_other_masks(module) for module in modules)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return True if a module applies dropout or noise: its own, or with a probability that its attribute names."""
+    if not module.training:
+        return False
+    values = {"p": getattr(module, "p", 0)} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+    return any(
+        isinstance(value, (int, float)) and value > 0
+        for name, value in values.items()
+        if name == "p" or any(word in name for word in _RANDOM)
+    )
+
+
+_RANDOM = ("dropout", "drop_prob", "layerdrop", "jitter")
+"""Parts of names of attributes that hold the strength of dropout or noise."""
+
+
+def _has_other_masks(module: nn.Module) -> bool:
+    name: Any = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name is not None and not keeps_documents_apart(ALL_MASK_ATTENTION_FUNCTIONS.get(name))
+
+
+def units_with_shared_prompts(
+    ids: Sequence[torch.Tensor], scores: Sequence[torch.Tensor], row_tokens: int
+) -> list[Microbatch]:
+    """Group sequences so that the fewest tokens are computed, in units of at most `row_tokens` tokens.
+
+    Args:
+        ids: Token ids of each sequence, `(length,)`.
+        scores: Whether each token is scored, `(length,)` bool. Only tokens that are scored alike are shared.
+        row_tokens: Largest number of tokens of sequences that share a prompt. A single sequence may have more.
+    """
+    keys = [(2 * row.cpu() + score.cpu().long()).numpy() for row, score in zip(ids, scores, strict=True)]
+    order = sorted(range(len(keys)), key=lambda number: keys[number].astype(">i8").tobytes())
+    common = [0, *(_common(keys[first], keys[second]) for first, second in zip(order, order[1:], strict=False))]
+    saved, starts = [0], [0]
+    for end in range(1, len(order) + 1):  # the best division of the first `end` sequences
+        best = max(
+            (saved[start] + tokens, -start) for start, tokens in _savings(end, order, common, keys, row_tokens)
+        )
+        saved.append(best[0])
+        starts.append(-best[1])
+    units, end = [], len(order)
+    while end:
+        start = starts[end]
+        shared = min(common[start + 1 : end], default=0)
+        units.append(Microbatch.sharing(order[start:end], [len(key) for key in keys], shared))
+        end = start
+    return units
+
+
+def _common(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the number of tokens with which both sequences begin."""
+    length = min(len(first), len(second))
+    differ = (first[:length] != second[:length]).nonzero()[0]
+    return int(differ[0]) if len(differ) else length
+
+
+def _savings(
+    end: int, order: Sequence[int], common: Sequence[int], keys: Sequence[np.ndarray], row_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """Yield starts of a group that ends before `end`, and the number of tokens that it saves."""
+    yield end - 1, 0
+    shared, tokens = len(keys[order[end - 1]]), len(keys[order[end - 1]])
+    for start in range(end - 2, -1, -1):
+        shared, tokens = min(shared, common[start + 1]), tokens + len(keys[order[start]])
+        saved = (end - 1 - start) * shared
+        if shared < LEAST or tokens - saved > row_tokens:
+            return
+        yield start, saved
