@@ -1,18 +1,21 @@
 """Measure the loss step of RL, forward and backward, on rollouts whose lengths have a long tail.
 
 Weights are random, in fp32. Prompts have 48 tokens. Completions have log-normal lengths with a median of 100 and a
-maximum of 512. The loss is a policy gradient on the completions.
+maximum of 512. The loss is a policy gradient on the completions. In the shape with a shared prompt, all rollouts have
+the same prompt of 512 tokens and completions of 128.
 
 `transformers` runs one rollout per forward, padded to the longest of the batch as in TRL's trainers. It computes logits
 of the completions and TRL's `selective_log_softmax`, or the same formula if TRL is not installed. `again` repeats it:
 its ratio would be 1 on a machine without noise. `all at once` runs the complete batch padded. The nrl_models rows are
-`token_logprobs` with the loss, one rollout per call, and `rollout_logprobs`, which packs. All variants give the same
-loss and gradient. They take turns in one process, and ratios are medians over the turns.
+`token_logprobs` with the loss, one rollout per call, and `rollout_logprobs`, which packs and computes shared prompts
+once (`share_prompts=False`: for each rollout). All variants give the same loss and gradient. They take turns in one
+process, and ratios are medians over the turns.
 
 Memory is the largest increase during the first step of a process, after gradients are allocated. `tokens/s` counts
 tokens of rollouts without padding. The share of the machine's speed is relative to the fastest matmul in the same
-process. It counts six operations per token and active parameter, with the head on completions only, and excludes
-attention and recomputation. Growth is the time per token relative to the smallest number of rollouts: 1 is linear.
+process. It counts six operations per token and active parameter, with the head on completions only and shared prompts
+once, and excludes attention and recomputation. Growth is the time per token relative to the smallest number of
+rollouts: 1 is linear.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+SHARED = "SmolLM2-135M, shared prompt"
+"""A shape whose rollouts have the same prompt."""
+
+SHAPES[SHARED] = SHAPES["SmolLM2-135M"]
+
 SMALL = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 2048,
@@ -60,6 +69,9 @@ SMALL = {
 """Changes to the shapes in a small run. A hybrid keeps one layer of each kind."""
 
 PROMPT, MEDIAN, LONGEST = 48, 100, 512
+
+SHARED_PROMPT, COMPLETION = 512, 128
+"""Tokens of the shared prompt and of each of its completions."""
 
 DRAWS = {12: (9185, 0.55), 24: (9091, 0.7), 64: (3912, 0.7)}
 """By number of rollouts: the seed and the spread of their lengths (1,705, 4,274 and 11,000 tokens)."""
@@ -70,15 +82,19 @@ AT_ONCE = 12
 BASE, AGAIN = "transformers", "transformers, again"
 
 CASES: dict[str, dict[str, tuple[int, ...]]] = {
-    "full": {"SmolLM2-135M": (12, 24), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,)},  # an hour on two cores
-    "long": {"SmolLM2-135M": (12, 24, 64), "MoE, 16 experts": (12, 24), "hybrid, LFM2": (12, 24)},
-    "small": {"SmolLM2-135M": (12,), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,)},
+    # an hour on two cores
+    "full": {"SmolLM2-135M": (12, 24), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,), SHARED: (8,)},
+    "long": {"SmolLM2-135M": (12, 24, 64), "MoE, 16 experts": (12, 24), "hybrid, LFM2": (12, 24), SHARED: (8,)},
+    "small": {"SmolLM2-135M": (12,), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,), SHARED: (8,)},
+    "shared": {SHARED: (8,)},
 }
 """By size: the numbers of rollouts of each shape."""
 
 
-def lengths_of(rollouts: int) -> list[int]:
+def lengths_of(shape: str, rollouts: int) -> list[int]:
     """Return the length of each rollout in tokens, prompt included."""
+    if shape == SHARED:
+        return [SHARED_PROMPT + COMPLETION] * rollouts
     seed, spread = DRAWS[rollouts]
     draw = random.Random(seed)
     drawn = (math.exp(draw.gauss(math.log(MEDIAN), spread)) for _ in range(rollouts))
@@ -120,36 +136,45 @@ def build(shape: str, size: str, theirs: bool) -> Any:
 class Rollouts:
     """A batch of sequences with their advantages, and the variants that compute the gradient of the loss."""
 
+    prompt: int
     lengths: list[int]
     sequences: list[torch.Tensor]
     advantages: torch.Tensor
 
     @classmethod
-    def of(cls, rollouts: int, model: Any) -> Rollouts:
+    def of(cls, shape: str, rollouts: int, model: Any) -> Rollouts:
         """Draw random tokens and advantages."""
-        lengths, generator = lengths_of(rollouts), torch.Generator().manual_seed(0)
+        lengths, generator = lengths_of(shape, rollouts), torch.Generator().manual_seed(0)
         vocabulary = model.config.vocab_size
         sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
         advantages = torch.randn(rollouts, generator=generator)
-        return cls(lengths, [ids.to(model.device) for ids in sequences], advantages.to(model.device))
+        prompt = SHARED_PROMPT if shape == SHARED else PROMPT
+        if shape == SHARED:
+            sequences = [torch.cat([sequences[0][:prompt], ids[prompt:]]) for ids in sequences]
+        return cls(prompt, lengths, [ids.to(model.device) for ids in sequences], advantages.to(model.device))
 
     def shortest(self) -> Rollouts:
         """Return the two shortest rollouts, for a warm-up step."""
         rows = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)[:2]
-        return Rollouts(
-            [self.lengths[row] for row in rows], [self.sequences[row] for row in rows], self.advantages[rows]
-        )
+        lengths, sequences = [self.lengths[row] for row in rows], [self.sequences[row] for row in rows]
+        return Rollouts(self.prompt, lengths, sequences, self.advantages[rows])
 
     @property
     def scored(self) -> int:
         """Return the number of completion tokens."""
-        return sum(self.lengths) - PROMPT * len(self.lengths)
+        return sum(self.lengths) - self.prompt * len(self.lengths)
+
+    @property
+    def computed(self) -> int:
+        """Return the number of tokens, with a shared prompt once."""
+        shared = all(ids[: self.prompt].equal(self.sequences[0][: self.prompt]) for ids in self.sequences)
+        return self.scored + self.prompt * (1 if shared else len(self.lengths))
 
     def of_rows(self, model: Any, rows: slice) -> torch.Tensor:
         """Run the rollouts of `rows` with transformers' class, padded to the longest of the batch."""
         ids = pad_sequence(self.sequences, batch_first=True)[rows]
         there = pad_sequence([torch.ones_like(row) for row in self.sequences], batch_first=True)[rows]
-        kept = ids.shape[1] - PROMPT
+        kept = ids.shape[1] - self.prompt
         logits = model(input_ids=ids, attention_mask=there, logits_to_keep=kept + 1, use_cache=False).logits
         logprobs = selective_log_softmax(logits[:, :-1], ids[:, -kept:])
         loss = -(logprobs * there[:, -kept:] * self.advantages[rows, None]).sum() / self.scored
@@ -175,22 +200,22 @@ class Rollouts:
             def loss(found: TokenLogprobs, advantage: torch.Tensor = advantage) -> torch.Tensor:
                 return -advantage * found.logprobs.sum() / self.scored
 
-            score = torch.arange(len(ids), device=ids.device)[None] >= PROMPT
+            score = torch.arange(len(ids), device=ids.device)[None] >= self.prompt
             result = token_logprobs(model, ids[None], score=score, loss=loss).loss
             assert result is not None
             result.backward()
             losses.append(result.detach())
         return torch.stack(losses).sum()
 
-    def packed(self, model: Any) -> torch.Tensor:
+    def packed(self, model: Any, *, share_prompts: bool = True) -> torch.Tensor:
         """Run `rollout_logprobs`, all rollouts in one call."""
         from nrl_models.logprobs import TokenLogprobs, rollout_logprobs
 
         def loss(found: TokenLogprobs) -> torch.Tensor:
             return -(found.logprobs * self.advantages[:, None]).sum() / self.scored
 
-        score = [torch.arange(length) >= PROMPT for length in self.lengths]
-        result = rollout_logprobs(model, self.sequences, score=score, loss=loss).loss
+        score = [torch.arange(length) >= self.prompt for length in self.lengths]
+        result = rollout_logprobs(model, self.sequences, score=score, loss=loss, share_prompts=share_prompts).loss
         assert result is not None
         return result
 
@@ -205,10 +230,13 @@ WAYS: dict[str, Step] = {
     "ours, packed": Rollouts.packed,
 }
 
+PROMPTS_REPEATED = {"ours, share_prompts=False": partial(Rollouts.packed, share_prompts=False)}
 
-def ways_of(rollouts: int) -> dict[str, Step]:
+
+def ways_of(shape: str, rollouts: int) -> dict[str, Step]:
     """Return the variants that fit into memory."""
-    return {name: step for name, step in WAYS.items() if step is not Rollouts.at_once or rollouts <= AT_ONCE}
+    ways = WAYS | PROMPTS_REPEATED if shape == SHARED else WAYS
+    return {name: step for name, step in ways.items() if step is not Rollouts.at_once or rollouts <= AT_ONCE}
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -238,7 +266,7 @@ def run(step: Step, batch: Rollouts, model: Any) -> tuple[float, int, tuple[floa
 def times(shape: str, size: str, rollouts: int, runs: int) -> None:
     """Print the seconds of each variant and the inputs of the speed share. A short warm-up batch does not count."""
     models = {theirs: build(shape, size, theirs) for theirs in (True, False)}
-    batch, ways = Rollouts.of(rollouts, models[True]), ways_of(rollouts)
+    batch, ways = Rollouts.of(shape, rollouts, models[True]), ways_of(shape, rollouts)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     results = {}
     for name, step in ways.items():
@@ -251,21 +279,21 @@ def times(shape: str, size: str, rollouts: int, runs: int) -> None:
         torch.testing.assert_close(torch.tensor(result), torch.tensor(results[BASE]), rtol=1e-3, atol=1e-5)
     peak = fastest_matmul(models[True].device, torch.float32)
     active, head = active_parameters(models[True]), models[True].get_output_embeddings().weight.numel()
-    operations = 6 * ((active - head) * sum(batch.lengths) + head * batch.scored)
+    operations = 6 * ((active - head) * batch.computed + head * batch.scored)
     print(json.dumps({"seconds": seconds, "operations": operations, "peak": peak}))
 
 
 def memory(shape: str, size: str, rollouts: int, way: str) -> None:
     """Print the memory of a variant's first step. Later steps reuse memory that the process keeps."""
     model = build(shape, size, way.startswith("transformers"))
-    print(json.dumps({"bytes": run(WAYS[way], Rollouts.of(rollouts, model), model)[1]}))
+    print(json.dumps({"bytes": run(ways_of(shape, rollouts)[way], Rollouts.of(shape, rollouts, model), model)[1]}))
 
 
 def measure(shape: str, size: str, rollouts: int, runs: int) -> list[Row]:
     """Return one row per variant, without its growth."""
     head, case = "from benchmarks.rl_step import memory, times; ", f"{shape!r}, {size!r}, {rollouts}"
     found = child(f"{head}times({case}, {runs})")
-    seconds, lengths = found["seconds"], lengths_of(rollouts)
+    seconds, lengths = found["seconds"], lengths_of(shape, rollouts)
     rises = {way: child(f"{head}memory({case}, {way!r})")["bytes"] for way in seconds}
     tokens = sum(lengths)
     return [

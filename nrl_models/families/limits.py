@@ -36,3 +36,8 @@ NEEDS_AUDIO = dict.fromkeys(LAYOUTS, "transformers' class takes no text without 
 """For models that hear a stretch of audio with each token: the text-only tests do not apply."""
 READS_APART = dict.fromkeys(LAYOUTS, "the encoder reads the prompt and the decoder writes a separate sequence")
 """For encoder-decoder models: tests with a single sequence, read and continued, do not apply."""
+SHARED_PROMPTS = "shared prompts"
+"""Feature of `rollout_logprobs`: completions attend to a prompt that is once in their row."""
+COUNTS_COLUMNS = {SHARED_PROMPTS: "attention scores depend on the distance in the row, not between positions"}
+CHOOSES_KEYS = {SHARED_PROMPTS: "the order in the row decides which keys of equal score the indexer chooses"}
+OTHER_MASKS = {SHARED_PROMPTS: "its masks have parts that count columns of the row, not positions"}

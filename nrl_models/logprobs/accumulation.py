@@ -95,9 +95,11 @@ class Part:
             inputs = {"position_ids": laid(positions)}
         sequences = [torch.full_like(row, number) for row, number in zip(rows, numbers, strict=True)]
         places = torch.cat(sequences), torch.cat(positions)
-        sources = _sources(part, [len(row) for row in rows]) if layout is Layout.PACKED else there.nonzero(as_tuple=True)
+        row, column = there.nonzero(as_tuple=True)
+        if layout is Layout.PACKED:
+            row, column = _sources(part, [len(each) for each in rows], batch.device)
         score = laid([batch.scores[number] for number in numbers])
-        return cls(laid(rows), inputs, places, tuple(each.to(batch.device) for each in sources), score, any(shared))
+        return cls(laid(rows), inputs, places, (row, column), score, any(shared))
 
     def placed(self, values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         """The grid `(sequences, longest)` with this microbatch's values `(rows, length)` in it."""
@@ -118,7 +120,7 @@ class Part:
         return zeros.index_put(self.sources, gradient[self.places], accumulate=self.shares)
 
 
-def _sources(part: Microbatch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _sources(part: Microbatch, lengths: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row and column of each token of each sequence in a packed row."""
     columns, first, end = [], 0, 0
     for length, shared in zip(lengths, part.shared, strict=True):
@@ -127,7 +129,7 @@ def _sources(part: Microbatch, lengths: Sequence[int]) -> tuple[torch.Tensor, to
         own = length - shared
         columns += [torch.arange(first, first + shared), torch.arange(end, end + own)]
         end += own
-    column = torch.cat(columns)
+    column = torch.cat(columns).to(device)
     return torch.zeros_like(column), column
 
 

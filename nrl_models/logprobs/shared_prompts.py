@@ -8,14 +8,14 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from nrl_models.common.forward.document_masks import keeps_documents_apart
+from nrl_models.common.forward import document_masks
 from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.switches import is_off
 from nrl_models.logprobs.microbatches import Layout, Microbatch, layout_of
@@ -33,7 +33,7 @@ def can_share_prompts(*models: nn.Module) -> bool:
     It would change results:
 
     - if the models cannot keep packed documents apart, or declare "shared prompts" in their `limits`
-    - if their attention function gets no mask from this library
+    - if their attention implementation is flex attention or not one of transformers
     - with dropout, which differs between rollouts
     - while choices of experts are recorded or replayed, because these belong to the tokens of each rollout
     """
@@ -45,24 +45,22 @@ def can_share_prompts(*models: nn.Module) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Return True if a module applies dropout or noise: its own, or with a probability that its attribute names."""
+    """Return True if a module may apply dropout or noise: a value of it or of its configuration is not zero."""
     if not module.training:
         return False
-    values = {"p": getattr(module, "p", 0)} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    values = vars(module) | vars(getattr(module, "config", module))
     return any(
-        isinstance(value, (int, float)) and value > 0
+        isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         for name, value in values.items()
-        if name == "p" or any(word in name for word in _RANDOM)
+        if "drop" in name or "jitter" in name
     )
-
-
-_RANDOM = ("dropout", "drop_prob", "layerdrop", "jitter")
-"""Parts of names of attributes that hold the strength of dropout or noise."""
 
 
 def _has_other_masks(module: nn.Module) -> bool:
     name: Any = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return name is not None and not keeps_documents_apart(ALL_MASK_ATTENTION_FUNCTIONS.get(name))
+    return name is not None and not document_masks.can_share_prompts(name)
 
 
 def units_with_shared_prompts(
@@ -77,12 +75,10 @@ def units_with_shared_prompts(
     """
     keys = [(2 * row.cpu() + score.cpu().long()).numpy() for row, score in zip(ids, scores, strict=True)]
     order = sorted(range(len(keys)), key=lambda number: keys[number].astype(">i8").tobytes())
-    common = [0, *(_common(keys[first], keys[second]) for first, second in zip(order, order[1:], strict=False))]
+    common = [0, *(_common(keys[first], keys[second]) for first, second in pairwise(order))]
     saved, starts = [0], [0]
     for end in range(1, len(order) + 1):  # the best division of the first `end` sequences
-        best = max(
-            (saved[start] + tokens, -start) for start, tokens in _savings(end, order, common, keys, row_tokens)
-        )
+        best = max((saved[start] + tokens, -start) for start, tokens in _savings(end, order, common, keys, row_tokens))
         saved.append(best[0])
         starts.append(-best[1])
     units, end = [], len(order)

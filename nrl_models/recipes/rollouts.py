@@ -337,9 +337,9 @@ class PolicyLoop:
         bounds = [groups * number // updates * self.group for number in range(updates + 1)]
         parts = [slice(*bound) for bound in pairwise(bounds)]
         batches = [Batch.of(samples[part], self.model.device) for part in parts]
-        old: list[TokenLogprobs | None] = [None] * updates
-        if updates > 1:  # later ones are measured against the policy that the step began with
-            old = [self._logprobs(self.model, batch, self.sampling) for batch in batches]
+        old: list[TokenLogprobs | None] = [None]
+        # Later updates are measured against the policy that the step began with. The first one starts from it.
+        old += [self._logprobs(self.model, batch, self.sampling) for batch in batches[1:]]
         steps: list[dict[str, Any]] = []
         for batch, part, before in zip(batches, parts, old, strict=True):
             self.optimizer.zero_grad()

@@ -163,6 +163,8 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
         documents = documents_running()
         asked = dict(zip(names, args, strict=False)) | kwargs
         if documents is None or not _is_of(documents, asked):
+            if documents is not None and documents.prompts is not None and _has_its_shape(documents, asked):
+                raise ValueError(_CANNOT_SHARE.format(", ".join(sorted(mask_parts(asked["mask_function"])))))
             return make(*args, **kwargs)
         parts = mask_parts(asked["mask_function"])
         has_documents = "packed_sequence_mask_function" in parts
@@ -181,10 +183,7 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
             )
         if documents.prompts is not None:
             if not understood:
-                raise ValueError(
-                    f"masks with {', '.join(sorted(parts.keys() - _UNDERSTOOD))} cannot share prompts between "
-                    "documents: pass share_prompts=False"
-                )
+                raise ValueError(_CANNOT_SHARE.format(", ".join(sorted(parts.keys() - _UNDERSTOOD))))
             asked["mask_function"] = _continuing(documents, window, asked["device"])
         elif not has_documents:
             apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
@@ -214,13 +213,18 @@ def _continuing(documents: Documents, window: int | None, device: Any) -> Functi
 def _is_of(documents: Documents, asked: dict[str, Any]) -> bool:
     """Return True if the mask is for causal attention among the batch's tokens, and not for a tower or an encoder."""
     return (
-        (asked["batch_size"], asked["q_length"]) == documents.shape
-        and asked["kv_length"] == asked["q_length"]
+        _has_its_shape(documents, asked)
         and (asked.get("attention_mask") is None or bool(asked["attention_mask"].all()))
         and "device" in asked
         and not mask_parts(asked["mask_function"]).keys().isdisjoint({"causal_mask_function"})
     )
 
+
+def _has_its_shape(documents: Documents, asked: dict[str, Any]) -> bool:
+    return (asked["batch_size"], asked["q_length"], asked["kv_length"]) == (*documents.shape, documents.shape[1])
+
+
+_CANNOT_SHARE = "documents with masks of {} cannot share a prompt: pass share_prompts=False"
 
 _MASKS = {
     masking_utils.sdpa_mask: _keeping_apart(masking_utils.sdpa_mask, built=False),
@@ -231,9 +235,13 @@ _MASKS = {
 """Replacements of transformers' mask functions."""
 
 
-def keeps_documents_apart(make: Function | None) -> bool:
-    """Return True if this module replaces a mask function of transformers, or has replaced it."""
-    return make in _MASKS or make in _MASKS.values()
+def can_share_prompts(attention: str | None) -> bool:
+    """Return True if documents can share prompts with an attention implementation, a key of transformers' registries.
+
+    Flex attention cannot: on a CPU, torch does not compile the mask.
+    """
+    make, flex = ALL_MASK_ATTENTION_FUNCTIONS.get(attention), masking_utils.flex_attention_mask
+    return make in {*_MASKS, *_MASKS.values()} - {flex, _MASKS[flex]}
 
 
 _NOT_PLAIN = ("softcap", "position_bias", "cache")

@@ -2,6 +2,7 @@
 
 from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families.baichuan import modeling as hf
+from nrl_models.families.limits import COUNTS_COLUMNS
 from nrl_models.family import FamilyModel
 
 
@@ -17,6 +18,7 @@ SIZES_13B = {"hidden_size": 5120, "intermediate_size": 13696, "num_hidden_layers
 
 BaichuanForCausalLM = ModelClass = BaichuanFamily.head(
     hf.BaichuanForCausalLM,
+    limits=COUNTS_COLUMNS,
     published={
         "Baichuan-13B": {"vocab_size": 64000, **SIZES_13B},
         "Baichuan2-7B": {"vocab_size": 125696, "max_position_embeddings": 4096, **SIZES_7B},
@@ -29,4 +31,4 @@ BaiChuanForCausalLM = BaichuanFamily.head(  # Baichuan-7B
     published={"Baichuan-7B": {"vocab_size": 64000, "max_position_embeddings": 4096, **SIZES_7B}},
 )
 BaichuanForSequenceClassification = BaichuanFamily.head(hf.BaichuanForSequenceClassification)
-BaichuanForTokenClassification = BaichuanFamily.head(hf.BaichuanForTokenClassification)
+BaichuanForTokenClassification = BaichuanFamily.head(hf.BaichuanForTokenClassification, limits=COUNTS_COLUMNS)

@@ -1,6 +1,6 @@
 """Decoders without mixture of experts."""
 
-from nrl_models.families.limits import CACHED, LEFT, PACKED, RIGHT, lacks
+from nrl_models.families.limits import CACHED, COUNTS_COLUMNS, LEFT, PACKED, RIGHT, lacks
 from nrl_models.families.published import decoder_sizes
 from nrl_models.families.table.row import GATE_UP, LATENTS, QKV, Row
 
@@ -18,7 +18,7 @@ ROWS: dict[str, Row] = {
         "BioGptForCausalLM BioGptForSequenceClassification BioGptForTokenClassification", {"BioGptAttention": QKV}
     ),
     "bitnet": Row("BitNetForCausalLM", {"BitNetAttention": QKV, "BitNetMLP": GATE_UP}),
-    "bloom": Row("BloomForCausalLM"),
+    "bloom": Row("BloomForCausalLM", limits=COUNTS_COLUMNS),
     "blt": Row(
         "BltForCausalLM",
         {"BltSelfAttention": QKV, "BltMLP": GATE_UP, "BltCrossAttention": "k_proj v_proj"},
@@ -97,7 +97,7 @@ ROWS: dict[str, Row] = {
         {"Ministral3Attention": QKV, "Ministral3MLP": GATE_UP},
     ),
     "modernbert_decoder": Row("ModernBertDecoderForCausalLM", {"ModernBertDecoderAttention": QKV}),
-    "mpt": Row("MptForCausalLM"),
+    "mpt": Row("MptForCausalLM", limits=COUNTS_COLUMNS),
     "nanochat": Row("NanoChatForCausalLM", {"NanoChatAttention": QKV}),
     "nemotron": Row(
         "NemotronForCausalLM NemotronForSequenceClassification NemotronForTokenClassification",

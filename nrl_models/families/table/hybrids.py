@@ -1,7 +1,7 @@
 """Decoders with layers that keep a state: state-space models, gated delta nets, recurrences, convolutions."""
 
 from nrl_models.common.flags import MTPForm
-from nrl_models.families.limits import CACHED, LEFT, lacks
+from nrl_models.families.limits import CACHED, COUNTS_COLUMNS, LEFT, lacks
 from nrl_models.families.table.row import DELTA_NET, GATE_UP, QKV, Row
 
 ROWS: dict[str, Row] = {
@@ -37,7 +37,7 @@ ROWS: dict[str, Row] = {
     "inkling": Row(
         "InklingForCausalLM",
         {"InklingAttention": "q_proj k_proj v_proj r_proj"},
-        lacks("tensor parallelism"),
+        lacks("tensor parallelism") | COUNTS_COLUMNS,
         mixins={"InklingShortConvolution": "ByDocument"},
         since="5.14",
     ),

@@ -1,7 +1,7 @@
 """Mixtures of experts, text only."""
 
 from nrl_models.common.flags import MTPForm
-from nrl_models.families.limits import CACHED, LEFT, lacks
+from nrl_models.families.limits import CACHED, CHOOSES_KEYS, LEFT, lacks
 from nrl_models.families.published import decoder_sizes
 from nrl_models.families.table.row import GATE_UP, LATENTS, QKV, Row
 
@@ -23,7 +23,7 @@ ROWS: dict[str, Row] = {
     "axk2": Row(
         "AXK2ForCausalLM AXK2ForSequenceClassification AXK2ForTokenClassification",
         {"AXK2Attention": LATENTS, "AXK2Indexer": "wk weights_proj", "AXK2MLP": GATE_UP},
-        lacks(CACHED),
+        lacks(CACHED) | CHOOSES_KEYS,
         since="5.18",
     ),
     "beam": Row(
@@ -38,7 +38,7 @@ ROWS: dict[str, Row] = {
     "deepseek_v32": Row(
         "DeepseekV32ForCausalLM",
         {"DeepseekV32Attention": LATENTS, "DeepseekV32Indexer": "wk weights_proj", "DeepseekV32MLP": GATE_UP},
-        lacks(CACHED),
+        lacks(CACHED) | CHOOSES_KEYS,
         tiny={"n_routed_experts": 4},  # other values give two tokens equal scores in the indexer
         since="5.18",
         config_values=DEEPSEEK_ROUTING,
@@ -79,7 +79,7 @@ ROWS: dict[str, Row] = {
     "glm_moe_dsa": Row(
         "GlmMoeDsaForCausalLM",
         {"GlmMoeDsaAttention": LATENTS, "GlmMoeDsaIndexer": "wk weights_proj", "GlmMoeDsaMLP": GATE_UP},
-        lacks(CACHED),
+        lacks(CACHED) | CHOOSES_KEYS,
         since="5.18",
         config_values=DEEPSEEK_ROUTING | {"rope_interleave": (True,), "indexer_rope_interleave": (True,)},
     ),
@@ -93,7 +93,10 @@ ROWS: dict[str, Row] = {
         since="5.6",
     ),
     "hy_v4": Row(
-        "HYV4ForCausalLM", {"HYV4Attention": "gate_proj q_a_proj kv_a_proj_with_mqa", "HYV4MLP": GATE_UP}, since="5.18"
+        "HYV4ForCausalLM",
+        {"HYV4Attention": "gate_proj q_a_proj kv_a_proj_with_mqa", "HYV4MLP": GATE_UP},
+        CHOOSES_KEYS,
+        since="5.18",
     ),
     "jetmoe": Row("JetMoeForCausalLM", limits=lacks("activation checkpointing")),
     "kolibri1": Row("Kolibri1ForCausalLM", {"Kolibri1Attention": QKV, "Kolibri1MLP": GATE_UP}, since="5.23"),

@@ -3,8 +3,11 @@
 from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import (
     CACHED,
+    CHOOSES_KEYS,
+    COUNTS_COLUMNS,
     LEFT,
     NEEDS_IMAGES,
+    OTHER_MASKS,
     READS_APART,
     RIGHT,
     lacks,
@@ -66,7 +69,7 @@ ROWS: dict[str, Row] = {
             "Dots3NoteTextMLP": GATE_UP,
             "Dots3NoteVisionMLP": GATE_UP,
         },
-        lacks("Dots3NoteForCausalLM: cached decoding"),
+        lacks("Dots3NoteForCausalLM: cached decoding") | CHOOSES_KEYS,
         since="5.23",
     ),
     "emu3": Row(
@@ -86,11 +89,14 @@ ROWS: dict[str, Row] = {
     "gemma4_unified": Row(
         "Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration",
         {"Gemma4UnifiedTextAttention": QKV, "Gemma4UnifiedTextMLP": GATE_UP},
+        {f"Gemma4UnifiedForConditionalGeneration: {name}": reason for name, reason in OTHER_MASKS.items()},
         tiny={"audio_config": {}},
         repairs={"Gemma4UnifiedForConditionalGeneration": "token types"},
         since="5.10",
     ),
-    "git": Row("GitForCausalLM", {"GitVisionAttention": QKV, "GitSelfAttention": "query key value"}, since="5.23"),
+    "git": Row(
+        "GitForCausalLM", {"GitVisionAttention": QKV, "GitSelfAttention": "query key value"}, OTHER_MASKS, since="5.23"
+    ),
     "glm46v": Row("Glm46VForConditionalGeneration", mixins={"Glm46VModel": "FreshPositions"}),
     "glm4v": Row(
         "Glm4vForConditionalGeneration",
@@ -151,6 +157,7 @@ ROWS: dict[str, Row] = {
             "HYV4VLAttention": "gate_proj q_a_proj kv_a_proj_with_mqa",
             "HYV4VLMLP": GATE_UP,
         },
+        CHOOSES_KEYS,
         mixins={"HYV4VLModel": "FreshPositions"},
         since="5.24",
     ),
@@ -176,7 +183,7 @@ ROWS: dict[str, Row] = {
             "Inkling2FullAttention": "q_proj r_proj gate_proj sink_proj",
             "Inkling2VisionAttention": QKV,
         },
-        lacks("tensor parallelism"),
+        lacks("tensor parallelism") | COUNTS_COLUMNS,
         mixins=dict.fromkeys(("Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"), "ByDocument"),
         since="5.23",
     ),
@@ -278,7 +285,7 @@ ROWS: dict[str, Row] = {
             "MistralLarge4TextIndexer": "wk weights_proj",
             "MistralLarge4TextMLP": GATE_UP,
         },
-        lacks(CACHED),
+        lacks(CACHED) | CHOOSES_KEYS,
         since="5.23",
     ),
     "mllama": Row(
@@ -394,6 +401,7 @@ ROWS: dict[str, Row] = {
     "unlimited_ocr": Row(
         "UnlimitedOcrForConditionalGeneration",
         {"UnlimitedOcrAttention": QKV, "UnlimitedOcrTextAttention": QKV, "UnlimitedOcrTextMLP": GATE_UP},
+        OTHER_MASKS,
         since="5.23",
     ),
     "video_llama_3": Row("VideoLlama3ForConditionalGeneration", {"VideoLlama3VisionAttention": QKV}),

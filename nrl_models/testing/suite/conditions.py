@@ -29,6 +29,11 @@ def reads_what_it_writes(case: FamilyCase) -> bool:
     return not (_takes(case, "decoder_input_ids") and has_encoder(case.config_class()))
 
 
+def shares_prompts(case: FamilyCase) -> bool:
+    """Whether sequences may share a prompt in a row, unless the class declares otherwise."""
+    return "shared prompts" not in case.model_class.limits
+
+
 def takes_image_types(case: FamilyCase) -> bool:
     """Whether the class accepts `mm_token_type_ids`, which mark the tokens of images."""
     return _takes(case, "mm_token_type_ids") and image_token(case.config) is not None

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from nrl_models.common.forward.documents import sharing_prompts
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.forward.routing import replay_routing
 from nrl_models.common.upstream import cache_in, cache_input
@@ -28,6 +29,7 @@ from nrl_models.testing.suite.conditions import (
     generates,
     reads_what_it_writes,
     scores_every_token,
+    shares_prompts,
     takes_text,
 )
 
@@ -150,6 +152,40 @@ def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> N
     *others, own = found if len(found) > 1 else found[0].split([length - last, last], 1)
     assert own.abs().sum() > 0
     assert all(other.abs().max() == 0 for other in others)
+
+
+@proves("packed sequences")
+@applies_to(scores_every_token, reads_what_it_writes, shares_prompts)
+def test_shared_prompts(family_case: FamilyCase) -> None:
+    """Sequences that continue one prompt, which runs once, have the logits and gradients of separate runs."""
+    case, model = family_case, family_case.model()
+    rows = case.inputs(batch=6, length=24, images=False, seed=3)["input_ids"]
+    rows[1:3, :13], rows[4:, :9] = rows[0, :13], rows[3, :9]
+    shared = (0, 13, 13, 0, 9, 9)
+    sequences = [row[:size] for row, size in zip(rows, (20, 24, 15, 14, 22, 10), strict=True)]
+    positions = [torch.arange(start, len(row)) for row, start in zip(sequences, shared, strict=True)]
+    packed = torch.cat([row[start:] for row, start in zip(sequences, shared, strict=True)])[None]
+    own = [row[start:] for row, start in zip(logits_alone(case, sequences), shared, strict=True)]
+    with sharing_prompts():
+        logits = model(input_ids=packed, position_ids=torch.cat(positions)[None].to(case.device)).logits[0]
+    assert_close(logits, torch.cat(own), scale=10)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+    found = gradients_of(model, (logits * weights).sum())
+    pieces = weights.split([len(each) for each in positions])
+    separate = [
+        model(input_ids=row[None], use_cache=False).logits[0, start:]
+        for row, start in zip(sequences, shared, strict=True)
+    ]
+    expected = gradients_of(model, sum((row * piece).sum() for row, piece in zip(separate, pieces, strict=True)))
+    bound = 2e-4 * max(gradient.abs().max().item() for gradient in expected)
+    for actual, gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, gradient, rtol=0, atol=bound)
+
+
+def gradients_of(model: nn.Module, loss: Any) -> list[torch.Tensor]:
+    """Return the gradient of each parameter; zeros for unused ones."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
 
 
 @contextmanager

@@ -199,6 +199,7 @@ def test_only_what_applies_is_collected(pytester: pytest.Pytester) -> None:
         "test_packing",
         "test_padded_generation",
         "test_router_replay",
+        "test_shared_prompts",
         "test_tied_weights_share_storage",
     }
     # Not even a test that is skipped because of an empty parameter set.
