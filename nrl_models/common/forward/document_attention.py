@@ -49,7 +49,7 @@ def attend(
         Contiguous tensor `(B, T, H, V)`.
     """
     kernel = _kernel() if _fits_kernel(query, key, value, dropout) else None
-    if kernel is not None:
+    if kernel is not None and (documents.prompts is None or _aligns_ends(kernel, query.device)):
         return _all_at_once(kernel, query, key, value, documents, window, scale)
     queries = documents.split_without_prompts(query, 2)  # tokens of a shared prompt attend once
     parts = zip(queries, documents.split(key, 2), documents.split(value, 2), strict=True)
@@ -137,13 +137,25 @@ def _all_at_once(
     window: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention of all rows with a kernel, on flattened tokens `(tokens, heads, head_size)`.
-
-    If there are more keys than queries, these kernels align the last query with the last key.
-    """
+    """Attention of all rows with a kernel, on flattened tokens `(tokens, heads, head_size)`."""
     if documents.prompts is not None:
         key, value = (documents.prompts.repeated(tensor, 2) for tensor in (key, value))
     flat = tuple(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
     output = kernel(flat, tuple(documents.boundaries(query.device).values()), left, scale)
     return output.unflatten(0, documents.shape)
+
+
+@cache
+@torch.no_grad()
+def _aligns_ends(kernel: Kernel, device: torch.device) -> bool:
+    """Return True if a kernel aligns the last query with the last key where a document has more keys than queries."""
+    queries, keys = 2, 5
+    numbers = torch.randn(queries + 2 * keys, 2, 64, generator=torch.Generator().manual_seed(0)).to(device).half()
+    query, key, value = numbers.split((queries, keys, keys))
+    starts = (torch.tensor([0, length], dtype=torch.int32, device=device) for length in (queries, keys))
+    found = kernel((query, key, value), (*starts, queries, keys), -1, None)
+    sees = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    batch = (tensor.transpose(0, 1)[None].float() for tensor in (query, key, value))
+    expected = scaled_dot_product_attention(*batch, attn_mask=sees)[0].transpose(0, 1)
+    return torch.allclose(found.float(), expected, atol=1e-2)

@@ -121,8 +121,11 @@ def test_attention_is_that_of_the_mask(window: int | None, width: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_kernel_gets_the_rows_one_after_the_other(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(tensors: Any, starts: torch.Tensor, longest: int, left: int, scale: float | None) -> torch.Tensor:
-        assert (starts.dtype, longest, left) == (torch.int32, 20, -1 if window is None else window - 1)
+    def kernel(tensors: Any, boundaries: tuple[Any, ...], left: int, scale: float | None) -> torch.Tensor:
+        starts, also, longest, longest_keys = boundaries
+        assert torch.equal(starts, also)
+        assert (starts.dtype, longest, longest_keys) == (torch.int32, 20, 20)
+        assert left == (-1 if window is None else window - 1)
         sizes = starts.diff().tolist()
         parts = zip(*(tensor.transpose(0, 1)[None].split(sizes, 2) for tensor in tensors), strict=True)
         one = [

@@ -1,0 +1,129 @@
+"""Attention of documents that continue a shared prompt: with masks, on a CPU and with kernels for variable lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from nrl_models.common.forward import document_attention, document_masks
+from nrl_models.common.forward.document_attention import attend
+from nrl_models.common.forward.documents import Documents, running, sharing_prompts
+
+LENGTHS, PROMPTS = (9, 4, 6, 7, 3), (0, 5, 5, 0, 4)
+POSITIONS = torch.cat([torch.arange(start, start + size) for start, size in zip(PROMPTS, LENGTHS, strict=True)])[None]
+SIZE = sum(LENGTHS)
+FIRST = (0, 0, 0, 19, 19)
+"""The column at which each document's prompt begins."""
+
+
+@pytest.fixture
+def documents() -> Documents:
+    with sharing_prompts():
+        return Documents.from_positions(POSITIONS)
+
+
+def expected_mask(window: int | None) -> torch.Tensor:
+    """Written from the definition, one pair of tokens after the other."""
+    mask = torch.zeros(SIZE, SIZE, dtype=torch.bool)
+    of = [number for number, size in enumerate(LENGTHS) for _ in range(size)]
+    for query in range(SIZE):
+        for key in range(query + 1):
+            prompt = range(FIRST[of[query]], FIRST[of[query]] + PROMPTS[of[query]])
+            distance = int(POSITIONS[0, query] - POSITIONS[0, key])
+            mask[query, key] = (of[query] == of[key] or key in prompt) and (window is None or distance < window)
+    return mask
+
+
+def inputs(width: int = 16) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(1, heads, SIZE, size).double() for heads, size in ((4, 16), (2, 16), (2, width)))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 30])
+@pytest.mark.parametrize("width", [16, 24])
+@pytest.mark.parametrize("tile", [2, 1024])
+def test_attention_is_that_of_the_mask(
+    window: int | None, width: int, tile: int, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_attention, "TILE", tile)
+    query, key, value = inputs(width)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=expected_mask(window), enable_gqa=True)
+    torch.testing.assert_close(attend(query, key, value, documents, window=window).transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_masks(window: int | None, attention: str, documents: Documents) -> None:
+    document_masks.attend_by_document()
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    with running(documents):
+        options = {"batch_size": 1, "q_length": SIZE, "kv_length": SIZE, "mask_function": function, "device": "cpu"}
+        mask = ALL_MASK_ATTENTION_FUNCTIONS[attention](**options, dtype=torch.float32)
+    sees = mask.built() if attention == "sdpa" else mask == 0
+    assert torch.equal(sees[0, 0], expected_mask(window))
+
+
+def aligned(to_end: bool) -> Any:
+    """A kernel for variable lengths that aligns queries with the last or the first keys."""
+
+    def kernel(tensors: Any, boundaries: tuple[Any, ...], left: int, scale: float | None) -> torch.Tensor:
+        starts, of_keys, longest, longest_keys = boundaries
+        sizes, totals = starts.diff().tolist(), of_keys.diff().tolist()
+        assert (longest, longest_keys) == (max(sizes), max(totals))
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in tensors)
+        parts = zip(query.split(sizes, 2), key.split(totals, 2), value.split(totals, 2), strict=True)
+        found = []
+        for part in parts:
+            size, total = part[0].shape[2], part[1].shape[2]
+            place = torch.arange(size)[:, None] + (total - size if to_end else 0)
+            sees = torch.arange(total) <= place
+            if left >= 0:
+                sees &= torch.arange(total) >= place - left
+            found.append(scaled_dot_product_attention(*part, attn_mask=sees, scale=scale, enable_gqa=True))
+        return torch.cat(found, 2)[0].transpose(0, 1)
+
+    return kernel
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("to_end", [True, False])
+def test_kernels(window: int | None, to_end: bool, documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = inputs()
+    expected = attend(query, key, value, documents, window=window)
+    kernel, calls = aligned(to_end), []
+    monkeypatch.setattr(document_attention, "_fits_kernel", lambda *_: True)
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(len(args[0][0]))
+        return kernel(*args)
+
+    monkeypatch.setattr(document_attention, "_kernel", lambda: counted)
+    torch.testing.assert_close(attend(query, key, value, documents, window=window), expected)
+    assert calls == ([2, SIZE] if to_end else [2]), "a kernel that aligns the first tokens is not used"
+
+
+def test_flash_attention_gets_prompts_as_keys(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+    document_masks.attend_by_document()
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(document_masks, "flash_attention", lambda *args, **kwargs: seen.update(kwargs, args=args))
+    options = {"batch_size": 1, "q_length": SIZE, "kv_length": SIZE, "device": "cpu"}
+    function = masking_utils.causal_mask_function
+    with running(documents):
+        mask = ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"](**options, mask_function=function)
+    query, key, value = inputs()
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"](None, query, key, value, mask)
+    _, queries, keys, _, found = seen["args"]
+    assert found is None
+    assert (queries.shape[2], keys.shape[2]) == (SIZE, SIZE + sum(PROMPTS))
+    assert (seen["max_length_q"], seen["max_length_k"]) == (9, 11)
+    assert seen["cu_seq_lens_q"].diff().tolist() == list(LENGTHS)
+    assert seen["cu_seq_lens_k"].diff().tolist() == [own + prompt for own, prompt in zip(LENGTHS, PROMPTS, strict=True)]
+    assert torch.equal(keys[:, :, 9 : 9 + 5], key[:, :, :5])
