@@ -57,10 +57,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-SHARED = "SmolLM2-135M, shared prompt"
-"""A shape whose rollouts have the same prompt."""
+SHARED = ", shared prompt"
+"""Suffix of shapes whose rollouts have the same prompt."""
 
-SHAPES[SHARED] = SHAPES["SmolLM2-135M"]
+SHAPES |= {f"{shape}{SHARED}": SHAPES[shape] for shape in ("SmolLM2-135M", "MoE, 16 experts")}
 
 SMALL = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -82,18 +82,22 @@ AT_ONCE = 12
 BASE, AGAIN = "transformers", "transformers, again"
 
 CASES: dict[str, dict[str, tuple[int, ...]]] = {
-    # an hour on two cores
-    "full": {"SmolLM2-135M": (12, 24), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,), SHARED: (8,)},
-    "long": {"SmolLM2-135M": (12, 24, 64), "MoE, 16 experts": (12, 24), "hybrid, LFM2": (12, 24), SHARED: (8,)},
-    "small": {"SmolLM2-135M": (12,), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,), SHARED: (8,)},
-    "shared": {SHARED: (8,)},
+    "full": {"SmolLM2-135M": (12, 24), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,)},  # an hour on two cores
+    "long": {"SmolLM2-135M": (12, 24, 64), "MoE, 16 experts": (12, 24), "hybrid, LFM2": (12, 24)},
+    "small": {"SmolLM2-135M": (12,), "MoE, 16 experts": (12,), "hybrid, LFM2": (12,)},
+    "shared": {},
+    "shared, MoE": {},
 }
 """By size: the numbers of rollouts of each shape."""
+
+for size in ("full", "long", "small", "shared"):
+    CASES[size] |= {f"SmolLM2-135M{SHARED}": (8,), f"MoE, 16 experts{SHARED}": (8,)}
+CASES["shared, MoE"] = {f"MoE, 16 experts{SHARED}": (8,)}
 
 
 def lengths_of(shape: str, rollouts: int) -> list[int]:
     """Return the length of each rollout in tokens, prompt included."""
-    if shape == SHARED:
+    if shape.endswith(SHARED):
         return [SHARED_PROMPT + COMPLETION] * rollouts
     seed, spread = DRAWS[rollouts]
     draw = random.Random(seed)
@@ -148,8 +152,8 @@ class Rollouts:
         vocabulary = model.config.vocab_size
         sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
         advantages = torch.randn(rollouts, generator=generator)
-        prompt = SHARED_PROMPT if shape == SHARED else PROMPT
-        if shape == SHARED:
+        prompt = SHARED_PROMPT if shape.endswith(SHARED) else PROMPT
+        if shape.endswith(SHARED):
             sequences = [torch.cat([sequences[0][:prompt], ids[prompt:]]) for ids in sequences]
         return cls(prompt, lengths, [ids.to(model.device) for ids in sequences], advantages.to(model.device))
 
@@ -230,13 +234,17 @@ WAYS: dict[str, Step] = {
     "ours, packed": Rollouts.packed,
 }
 
-PROMPTS_REPEATED = {"ours, share_prompts=False": partial(Rollouts.packed, share_prompts=False)}
+WAYS_OF_SHARED: dict[str, Step] = {
+    **{name: WAYS[name] for name in (BASE, AGAIN, "ours, packed")},
+    "ours, share_prompts=False": partial(Rollouts.packed, share_prompts=False),
+}
 
 
 def ways_of(shape: str, rollouts: int) -> dict[str, Step]:
     """Return the variants that fit into memory."""
-    ways = WAYS | PROMPTS_REPEATED if shape == SHARED else WAYS
-    return {name: step for name, step in ways.items() if step is not Rollouts.at_once or rollouts <= AT_ONCE}
+    if shape.endswith(SHARED):
+        return WAYS_OF_SHARED
+    return {name: step for name, step in WAYS.items() if step is not Rollouts.at_once or rollouts <= AT_ONCE}
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -229,11 +229,13 @@ def _units(
 
 def _together(units: Sequence[Microbatch], terms: Sequence[Any]) -> list[Microbatch]:
     """Join units that have a sequence with the same term."""
-    joined: list[tuple[Microbatch, set[Any]]] = []
-    for unit in units:
+    joined: dict[int, tuple[Microbatch, set[Any]]] = {}
+    place_of: dict[Any, int] = {}
+    for place, unit in enumerate(units):
         own = {terms[number] for number in unit.numbers}
-        apart = [each for each in joined if each[1].isdisjoint(own)]
-        for other, others in (each for each in joined if not each[1].isdisjoint(own)):
-            unit, own = other + unit, own | others
-        joined = [*apart, (unit, own)]
-    return [unit for unit, _ in joined]
+        for other in sorted({place_of[term] for term in own if term in place_of}):
+            others, other_terms = joined.pop(other)
+            unit, own = others + unit, own | other_terms
+        joined[place] = unit, own
+        place_of.update(dict.fromkeys(own, place))
+    return [unit for unit, _ in joined.values()]

@@ -50,7 +50,7 @@ def _drops(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    values = vars(module) | vars(getattr(module, "config", module))
+    values = vars(module) | getattr(getattr(module, "config", None), "__dict__", {})
     return any(
         isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         for name, value in values.items()

@@ -156,6 +156,6 @@ def _aligns_ends(kernel: Kernel, device: torch.device) -> bool:
     starts = (torch.tensor([0, length], dtype=torch.int32, device=device) for length in (queries, keys))
     found = kernel((query, key, value), (*starts, queries, keys), -1, None)
     sees = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    batch = (tensor.transpose(0, 1)[None].float() for tensor in (query, key, value))
-    expected = scaled_dot_product_attention(*batch, attn_mask=sees)[0].transpose(0, 1)
+    query, key, value = (tensor.transpose(0, 1)[None].float() for tensor in (query, key, value))
+    expected = scaled_dot_product_attention(query, key, value, sees)[0].transpose(0, 1)
     return torch.allclose(found.float(), expected, atol=1e-2)

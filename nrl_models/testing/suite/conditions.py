@@ -30,8 +30,8 @@ def reads_what_it_writes(case: FamilyCase) -> bool:
 
 
 def shares_prompts(case: FamilyCase) -> bool:
-    """Whether sequences may share a prompt in a row, unless the class declares otherwise."""
-    return "shared prompts" not in case.model_class.limits
+    """Whether sequences may share a prompt in a row, according to the limits that the class declares."""
+    return case.model_class.limits.keys().isdisjoint({"shared prompts", "packed sequences"})
 
 
 def takes_image_types(case: FamilyCase) -> bool:

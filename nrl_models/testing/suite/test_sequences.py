@@ -154,10 +154,13 @@ def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> N
     assert all(other.abs().max() == 0 for other in others)
 
 
-@proves("packed sequences")
+@proves("logits")
 @applies_to(scores_every_token, reads_what_it_writes, shares_prompts)
 def test_shared_prompts(family_case: FamilyCase) -> None:
-    """Sequences that continue one prompt, which runs once, have the logits and gradients of separate runs."""
+    """Sequences that continue one prompt, which runs once, have the logits and gradients of separate runs.
+
+    A family whose attention depends on columns of the row declares the limit "shared prompts" instead.
+    """
     case, model = family_case, family_case.model()
     rows = case.inputs(batch=6, length=24, images=False, seed=3)["input_ids"]
     rows[1:3, :13], rows[4:, :9] = rows[0, :13], rows[3, :9]
@@ -168,7 +171,8 @@ def test_shared_prompts(family_case: FamilyCase) -> None:
     own = [row[start:] for row, start in zip(logits_alone(case, sequences), shared, strict=True)]
     with sharing_prompts():
         logits = model(input_ids=packed, position_ids=torch.cat(positions)[None].to(case.device)).logits[0]
-    assert_close(logits, torch.cat(own), scale=10)
+    message = 'completions of a shared prompt have other logits, which a limit "shared prompts" declares'
+    assert_close(logits, torch.cat(own), scale=10, message=message)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
     found = gradients_of(model, (logits * weights).sum())
     pieces = weights.split([len(each) for each in positions])
