@@ -56,9 +56,13 @@ def page(results: Results) -> str:
     parts = [HEAD, f"Measured on: {machine}.", ""]
     if results.size != "full":
         parts += ["**Tiny sizes:** this run shows that everything works, and no speed.", ""]
-    sources = {outcome.sources for outcome in results.sections.values()}
-    if len(sources) > 1:
-        parts += [f"The sections ran on {len(sources)} versions of the sources.", ""]
+    by_sources: dict[str, list[str]] = {}
+    for section in SECTIONS:
+        if section.name in results.sections:
+            by_sources.setdefault(results.sections[section.name].sources, []).append(section.title)
+    if len(by_sources) > 1:
+        groups = "; ".join(", ".join(titles) for titles in by_sources.values())
+        parts += [f"Sections ran on {len(by_sources)} versions of the sources: {groups}.", ""]
     for section in SECTIONS:
         parts += _section(section, results.sections.get(section.name))
     return "\n".join(parts)
