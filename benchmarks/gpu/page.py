@@ -61,7 +61,7 @@ def page(results: Results) -> str:
         if section.name in results.sections:
             by_sources.setdefault(results.sections[section.name].sources, []).append(section.title)
     if len(by_sources) > 1:
-        groups = "; ".join(", ".join(titles) for titles in by_sources.values())
+        groups = "; ".join(", ".join(f'"{title}"' for title in titles) for titles in by_sources.values())
         parts += [f"Sections ran on {len(by_sources)} versions of the sources: {groups}.", ""]
     for section in SECTIONS:
         parts += _section(section, results.sections.get(section.name))
