@@ -42,7 +42,7 @@ def write_version(folder: Path, contents: Contents, ranks: Ranks) -> Path:
 
     Args:
         folder: Directory of the versions.
-        contents: What this rank writes.
+        contents: Tensors and states of this rank.
         ranks: All ranks that write. Each of them has to call this.
 
     Returns:

@@ -104,7 +104,7 @@ class Logits:
         if self.fuses:
             return run_fused(log_sum_exp, logits, self.temperature, self.wide)
         logits = self._processed(logits)
-        largest = logits.amax(1).clamp(min=FLOOR)  # of a row of -inf, too, the sum is zero
+        largest = logits.amax(1).clamp(min=FLOOR)  # also for a row of -inf the sum is zero
         return largest + logits.sub_(largest[:, None]).exp_().sum(1).log()
 
     def logprob_gradient(

@@ -26,7 +26,7 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
 
     Args:
         file: The new file.
-        tensors: Tensors by name. Those on other devices, or not contiguous, are copied one by one.
+        tensors: Tensors by name. Tensors on other devices, and tensors that are not contiguous, are copied one by one.
 
     Returns:
         Size of the file in bytes, and its hash (xxh3, 128 bits) in hexadecimal digits.
