@@ -71,9 +71,10 @@ def test_lora_trains_merges_and_comes_back(smollm2: Path, tokenizer: Any, tmp_pa
 
     batch = tokenizer(["The capital of France is Lyon."] * 2, return_tensors="pt")
     losses, trained = [], []
-    for load in (AutoModelForCausalLM, HFAutoModelForCausalLM):
+    load: Any
+    for load, options in ((AutoModelForCausalLM, {"combine": True}), (HFAutoModelForCausalLM, {})):
         torch.manual_seed(0)
-        model: Any = load.from_pretrained(smollm2, dtype=torch.float32)
+        model: Any = load.from_pretrained(smollm2, dtype=torch.float32, **options)
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
         tuned: Any = get_peft_model(model, lora)
         optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=5e-3)

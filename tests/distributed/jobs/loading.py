@@ -27,8 +27,8 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
     """Load a checkpoint sharded. Its tensors and outputs equal those of one process."""
     case = case_of(architecture)
     mesh = mesh_of(**sizes)
-    whole = case.model_class.from_pretrained(folder)
-    model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
+    whole = case.model_class.from_pretrained(folder, combine=True)
+    model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto", combine=True)
     assert not model.training
     for layout in ("hub", "transformers"):
         expected = dict(whole.state_dict_adapter.iter_export(whole, layout=layout))

@@ -72,7 +72,7 @@ def ours(which: str) -> PreTrainedModel:
     """Create our model with the same weights."""
     transformers_class, config = CONFIGS[which]
     our_class = registry.model_class(transformers_class.__name__)
-    return filled(our_class(type(config)(**config.to_dict(), attn_implementation="eager")), which)
+    return filled(our_class(type(config)(**config.to_dict(), attn_implementation="eager"), combine=True), which)
 
 
 BUILDERS = {"transformers": theirs, "ours": ours}

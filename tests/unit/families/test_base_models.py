@@ -42,7 +42,7 @@ def test_a_base_model_is_transformers_own(architecture: str, tmp_path: Path) -> 
     if not strict:
         with pytest.raises(CheckpointError, match="missing: "):
             AutoModel.from_pretrained(tmp_path / "head")
-    model, info = AutoModel.from_pretrained(tmp_path / "head", output_loading_info=True, strict=strict)
+    model, info = AutoModel.from_pretrained(tmp_path / "head", output_loading_info=True, strict=strict, combine=True)
     assert isinstance(model, FamilyModel)
     assert type(model).reference_class() is type(expected)
     assert registry.model_class(type(model).__name__) is type(model)

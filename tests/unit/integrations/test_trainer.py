@@ -29,8 +29,10 @@ def theirs(folder: Path) -> PreTrainedModel:
 
 
 def ours(folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(group.joined for group in report(model))
+    model = AutoModelForCausalLM.from_pretrained(folder, combine=True)
+    groups = report(model)
+    assert groups
+    assert all(group.joined for group in groups)
     return model
 
 

@@ -94,7 +94,7 @@ def test_the_hub_packs_queries_keys_and_values(tmp_path: Path) -> None:
     packed = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
     assert torch.equal(tensors["model.layers.1.self_attn.W_pack.weight"], packed)
     assert not any(name in key for key in tensors for name in ("q_proj", "k_proj", "v_proj"))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, combine=True)
     assert type(model) is BaichuanForCausalLM
     assert torch.equal(model.model.layers[1].self_attn.qkv_proj.weight, packed)
     assert all(group.joined for group in report(model))
