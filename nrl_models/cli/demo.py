@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from nrl_models.auto import AutoModelForCausalLM
 from nrl_models.cli.console import status
-from nrl_models.common.projections import report as projections_report
+from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.trust.own_folder import MARKER, claim
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.matrix import check_consistency
@@ -245,12 +245,11 @@ def _trained(model: torch.nn.Module, losses: list[float], seconds: float) -> Par
 def _loaded(checkpoint: Path, shards: int) -> Iterator[ParityRow]:
     files = sorted(checkpoint.glob("*.safetensors"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    combined = sum(group.joined for group in projections_report(model))
-    expected = 2 * model.config.num_hidden_layers
+    count, expected = len(list(model.state_dict_adapter.export_plan())), len(open_files(checkpoint).tensors)
     yield ParityRow(
         "loaded through the registry",
-        combined == expected and len(files) >= shards and type(model).__module__.startswith("nrl_models."),
-        f"{combined} combined projections from {len(files)} shard{'s' if len(files) > 1 else ''}",
+        count == expected and len(files) >= shards and type(model).__module__.startswith("nrl_models."),
+        f"{count} tensors from {len(files)} shard{'s' if len(files) > 1 else ''}",
         f"{expected} from several" if shards > 1 else f"{expected}",
         f"{type(model).__module__}:{type(model).__name__}",
     )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from nrl_models.common.projections import LinearGroup
+from nrl_models.common.projections import declared_groups
 from nrl_models.engines.engine_types import LOGITS, ModuleCall
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.quirks import Pattern
@@ -263,13 +263,16 @@ def classify(
 @torch.no_grad()
 def module_output(model: nn.Module, name: str, call: ModuleCall) -> torch.Tensor | None:
     """Compute the output of a module of `model` from the input of `call`; None if it needs further arguments."""
-    module = output_embedding(model) if name == LOGITS else model.get_submodule(name)
     if len(call.inputs) != 1:
         return None
+    groups = {f"{owner}.{group}": (owner, linears) for owner, group, linears in declared_groups(model)}
     try:
+        if name in groups:
+            owner, linears = groups[name]
+            outputs = [model.get_submodule(f"{owner}.{linear}")(call.inputs[0]) for linear in linears]
+            return torch.cat(outputs, -1)
+        module = output_embedding(model) if name == LOGITS else model.get_submodule(name)
         output = module(call.inputs[0])
-        if isinstance(module, LinearGroup):
-            output = torch.cat(output, -1)
     except Exception:  # a module with further arguments
         return None
     return output if isinstance(output, torch.Tensor) else None

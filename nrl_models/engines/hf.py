@@ -20,7 +20,7 @@ from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name, same_kind, wrong_kind
 from nrl_models.common.forward.evaluation import evaluating
-from nrl_models.common.projections import groups_of
+from nrl_models.common.projections import declared_groups
 from nrl_models.common.recording import record_calls
 from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.common.state_dict.mtp import MTPNames
@@ -381,11 +381,10 @@ class HFEngine(Engine):
 
     def _with_groups(self, calls: Mapping[str, ModuleCall]) -> dict[str, ModuleCall]:
         """The calls, with each group of projections added as the single linear that engines have for it."""
-        names = {id(module): name for name, module in self.model.named_modules()}
         groups: dict[str, tuple[str, list[str]]] = {}
-        for owner, name, group in groups_of(self.model):
-            parts = [names.get(id(part), "") for part in group.linears.values()]
-            if parts and all(part in calls for part in parts):
+        for owner, name, linears in declared_groups(self.model):
+            parts = [f"{owner}.{linear}" for linear in linears]
+            if all(part in calls for part in parts):
                 groups[min(parts, key=list(calls).index)] = f"{owner}.{name}", parts
         result: dict[str, ModuleCall] = {}
         for name, call in calls.items():

@@ -16,7 +16,7 @@ from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.walk import values_of_layers
 from nrl_models.common.gguf.gguf_files import open_files
-from nrl_models.common.projections import groups_of
+from nrl_models.common.projections import declared_groups
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
@@ -149,7 +149,7 @@ def combined_groups(model: torch.nn.Module) -> dict[str, int]:
     """The groups of a model, `Class: a + b`, and how many of each it has."""
     return dict(
         Counter(
-            f"{type(model.get_submodule(owner)).__name__}: {' + '.join(group.linears)}"
-            for owner, _, group in groups_of(model)
+            f"{type(model.get_submodule(owner)).__name__}: {' + '.join(linears)}"
+            for owner, _, linears in declared_groups(model)
         )
     )

@@ -48,7 +48,7 @@ def test_the_demo_on_it(smollm2: Path, tmp_path: Path) -> None:
     assert all(check["passed"] for check in checks.values())
     for name in ("level 1", "level 2", "level 3: logits, float32", "level 3: logits, bfloat16", "gradients"):
         assert any(check.startswith(name) for check in checks), name
-    assert checks["loaded through the registry"]["measured"] == "60 combined projections from 1 shard"
+    assert checks["loaded through the registry"]["measured"] == "272 tensors from 1 shard"
     assert checks["generated text"]["measured"] == "3 of 3 equal"
 
 

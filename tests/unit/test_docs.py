@@ -275,7 +275,7 @@ def test_logprobs_snippets_give_equal_gradients(llama: PreTrainedModel) -> None:
 
 
 def test_fused_projections_snippet_runs(llama_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=True)
     projection = model.model.layers[0].self_attn.k_proj
     projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
     found: dict[str, Any] = {"model": model}

@@ -8,6 +8,7 @@ from nrl_models.common.projections.combined import (
     combine,
     combine_groups,
     combined_name,
+    declared_groups,
     groups_of,
 )
 from nrl_models.common.projections.group import LinearGroup
@@ -28,6 +29,7 @@ __all__ = [
     "combine",
     "combine_groups",
     "combined_name",
+    "declared_groups",
     "groups_of",
     "join",
     "neighboring_parameters",

@@ -58,14 +58,20 @@ class CombinedProjections(nn.Module):
         Args:
             name: Name of this module in its model, for groups that are restricted to a place.
         """
+        for group_name, linears in self.possible_groups(name):
+            if group_name not in self.__dict__:
+                # Not registered: code that walks the model finds Hugging Face's modules, and no other.
+                self.__dict__[group_name] = group = LinearGroup(linears)
+                self.__dict__["_groups"] = (*self._groups, group)
+
+    def possible_groups(self, name: str = "") -> Iterator[tuple[str, Mapping[str, nn.Linear]]]:
+        """Yield the groups that `combine_projections` forms: name, and linears by name, in row order."""
         for group_name, names in self.combined.items():
             if group_name in self.places and not is_at(name, self.places[group_name]):
                 continue
             linears = _alike_in_bias({each: linear for each in names if _is_layer(linear := getattr(self, each, None))})
-            if len(linears) >= 2 and group_name not in self.__dict__:
-                # Not registered: code that walks the model finds Hugging Face's modules, and no other.
-                self.__dict__[group_name] = group = LinearGroup(linears)
-                self.__dict__["_groups"] = (*self._groups, group)
+            if len(linears) >= 2:
+                yield group_name, linears
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The Hugging Face forward, with one matmul for each group that can. Arguments and results are its own."""
@@ -134,6 +140,16 @@ def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:
             for name, value in owner.__dict__.items():
                 if isinstance(value, LinearGroup):
                     yield owner_name, name, value
+
+
+def declared_groups(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield the groups of a model whether or not they are fused: name of the parent module, group, and its linears."""
+    for owner_name, owner in own_modules(model):
+        if isinstance(owner, CombinedProjections):
+            formed = {name: value.names for name, value in owner.__dict__.items() if isinstance(value, LinearGroup)}
+            possible = {name: tuple(linears) for name, linears in owner.possible_groups(owner_name)}
+            for name, linears in (possible | formed).items():
+                yield owner_name, name, linears
 
 
 def _alike_in_bias(linears: Mapping[str, nn.Linear]) -> Mapping[str, nn.Linear]:

@@ -365,7 +365,7 @@ def test_mxfp4_is_read_into_the_experts(
     mxfp4: tuple[Path, dict[str, Any]], tmp_path: Path, input_ids: torch.Tensor, dtype: torch.dtype
 ) -> None:
     folder, experts = mxfp4
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, combine=True)
     assert hasattr(model.model.layers[0].self_attn, "qkv_proj")
     assert_same(
         {key: hf_tensors(model)[key] for key in experts}, {key: expert.to(dtype) for key, expert in experts.items()}

@@ -41,7 +41,8 @@ transitions = pytest.mark.parametrize(("before", "after"), TRANSITIONS, ids=lamb
 def small_model(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
-    return LlamaForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForCausalLM.from_config(config, combine=True)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +302,7 @@ def test_grouped_query_attention_is_split_where_the_heads_are(tmp_path: Path) ->
     # transformers' own `Concatenate` splits back into chunks of 22, 22 and 20 rows.
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
-    model = LlamaForCausalLM.from_config(config)
+    model = LlamaForCausalLM.from_config(config, combine=True)
     combined = model.model.layers[0].self_attn.qkv_proj
     with torch.no_grad():
         combined.weight.copy_(torch.arange(64.0)[:, None].expand(-1, 32))

@@ -73,7 +73,7 @@ def _fresh_state() -> Iterator[None]:
 def test_an_offloaded_model_computes_the_same(
     place: Place, llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint), tmp_path)
+    model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=True), tmp_path)
     projection = model.model.layers[0].self_attn.qkv_proj.weight
     assert projection.is_meta
     assert_close(logits(model, input_ids), logits(llama, input_ids))

@@ -69,8 +69,9 @@ def test_checkpointing_passes_gradients_to_the_layers_whose_keys_are_shared(case
     for _, layer in shared_layers(case, model):
         layer.o_proj.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
     cut = gradients(model, case, use_cache=False)
-    anchors = [name for name in expected if "qkv_proj" in name]
-    assert all((cut[name] - expected[name]).abs().max() > 1e-4 for name in anchors)
+    changed = [name for name in cut if (cut[name] - expected[name]).abs().max() > 1e-4]
+    assert any("k_proj" in name for name in changed)
+    assert any("v_proj" in name for name in changed)
 
 
 @every_case
