@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
 from nrl_models.common.modules import own_modules
-from nrl_models.common.projections import groups_of
+from nrl_models.common.projections import CombinedProjections, groups_of
 from nrl_models.common.upstream import is_initialized, mark_initialized
 from nrl_models.common.upstream_torch import StridedShard
 from nrl_models.distributed.kept_dtypes import KeptApart, kept_parameters
@@ -182,6 +182,10 @@ class _ModelDivision:
                 become(module, OnLocalTensors)
                 module.summed_over = self.summed_over
                 module.is_unit = type(module).__name__ in self.units
+        if self.tensor:  # a group exchanges its input once, even in models that are not fused otherwise
+            for name, module in modules.items():
+                if isinstance(module, CombinedProjections):
+                    module.combine_projections(name)
         for _, _, group in groups_of(self.model):
             DividedGroup.take_over(group, self.mesh["tp"] if self.tensor else None, self.inner)
 

@@ -36,7 +36,8 @@ class LoadOptions:
             the memory limit of each device.
         quantization_config: Quantize linears while loading (QLoRA), as in transformers.
         combine: Fuse projections that share an input: True, False, or "auto" (where that was measured to be faster: on
-            no device at present, see docs/benchmarks.md and docs/gpu.md). Changes only speed.
+            no device at present, see docs/benchmarks.md and docs/gpu.md). Changes only speed. With tensor
+            parallelism they are always fused, because their input is then exchanged once.
             `nrl_models.common.projections.report` lists fused projections.
         backend: Attention and expert implementations, and `combine` unless that is given.
         mesh: Device mesh to shard the model over, with dimensions `fsdp`, `ep`, `tp` in this order, or `pp`. Every rank

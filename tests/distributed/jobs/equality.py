@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from jobs.setting import LENGTH, batches, case_of, llama_case, mesh_of, train
+from nrl_models.common.backend import Combine
 from nrl_models.common.projections import report
 from nrl_models.distributed import ParallelPlan, parallelize, plan_for
 from nrl_models.distributed.mesh import rank_in, size_of
@@ -129,10 +130,10 @@ def rows_are_the_parts_own(**sizes: int) -> None:
         torch.testing.assert_close(copied(**batch, use_cache=False).logits, model(**batch, use_cache=False).logits)
 
 
-def collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
+def collectives(architecture: str, combine: Combine = True, **sizes: int) -> list[dict[str, int]]:
     """Count matmuls and collectives of one attention's and one MLP's group, in the forward and the backward."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
-    model = parallelize(copy.deepcopy(case.model()).train(), mesh)
+    model = parallelize(case.model_class.from_config(case.config, combine=combine).train(), mesh)
     layer = model.model.layers[0]
     if isinstance(layer, FSDPModule):
         layer.unshard()
