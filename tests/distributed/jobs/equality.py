@@ -133,6 +133,7 @@ def rows_are_the_parts_own(**sizes: int) -> None:
 def collectives(architecture: str, combine: Combine = True, **sizes: int) -> list[dict[str, int]]:
     """Count matmuls and collectives of one attention's and one MLP's group, in the forward and the backward."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
+    torch.manual_seed(0)
     model = parallelize(case.model_class.from_config(case.config, combine=combine).train(), mesh)
     layer = model.model.layers[0]
     if isinstance(layer, FSDPModule):
