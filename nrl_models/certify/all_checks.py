@@ -16,7 +16,6 @@ from nrl_models.certify.certificate import Certificate, json_digest
 from nrl_models.certify.certified import Options, Subject, file_hashes, hardware
 from nrl_models.certify.check_result import CheckResult, Side, Status, answer_of
 from nrl_models.certify.first_layers import write_first_layers
-from nrl_models.certify.memory import needed_memory
 from nrl_models.certify.sides import side_of_error
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.own_folder import MARKER, claim, default_folder
@@ -243,8 +242,8 @@ def _reason_to_leave_out(
         return "not selected"
     if check.needs_engine and options.engine is None:
         return "no engine: pass --engine"
-    if memory := needed_memory(subject, check.copies):
-        return memory
+    if missing := subject.missing_memory(check.copies):
+        return missing
     expected = check.seconds + check.loads * load_seconds
     if deadline is not None and time.monotonic() + expected > deadline:
         return f"no time left: estimated at {expected:.0f} s"

@@ -95,7 +95,7 @@ class Certificate:
         """The answer in one sentence."""
         passed = len(self.with_status(Status.PASSED))
         engine = f" with {self.options['engine']}" if self.options["engine"] else ""
-        if self.options["layers"] is not None:
+        if self.options.get("layers") is not None:
             engine += f", only {_first(self.options['layers'])}"
         text = f"{self.name}{engine}: {self.answer}. {passed} checks passed"
         for status in (Status.FAILED, Status.NOT_DECIDED, Status.LEFT_OUT, Status.NOT_COVERED):
@@ -207,7 +207,7 @@ def verify(
         narrower.append(f"engine: {certificate.options['engine'] or 'none'} was checked, not {requested}")
     if length > certificate.longest:
         narrower.append(f"length: {certificate.longest:,} tokens were checked, not {length:,}")
-    if certificate.options["layers"] is not None:
+    if certificate.options.get("layers") is not None:
         count = certificate.options["layers"]
         narrower.append(f"layers: only {_first(count)} {'was' if count == 1 else 'were'} checked")
     if full and not certificate.options["full"]:

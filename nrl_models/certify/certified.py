@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import PreTrainedConfig
 
@@ -122,6 +123,21 @@ class Subject:
         loaded = [self.__dict__.get("model"), getattr(self.__dict__.get("trainer"), "model", None)]
         return sum(parameter.nbytes for model in loaded if model is not None for parameter in model.parameters())
 
+    def missing_memory(self, copies: int) -> str:
+        """Return how much memory copies of the weights in fp32 need, if more than is available; else an empty string.
+
+        Args:
+            copies: number of copies that are held at the same time. Those that are held already count as available.
+        """
+        needed = copies * torch.float32.itemsize * self.parameters
+        available = available_memory(torch.device(self.options.device)) + self.held_bytes
+        if needed <= available:
+            return ""
+        return (
+            f"needs {_size(needed)} of memory for {copies} cop{'y' if copies == 1 else 'ies'} of the weights in fp32, "
+            f"{_size(available)} are available; use a larger machine, or check some layers (--layers 4)"
+        )
+
     @cached_property
     def trainer(self) -> HFEngine:
         """The trainer's model in the compute dtype, to compare with `engine`."""
@@ -166,6 +182,15 @@ class Subject:
         self.__dict__.pop("trainer", None)
         if (engine := self.__dict__.pop("engine", None)) is not None:
             engine.close()
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the free memory of a GPU, or of this machine for other devices, in bytes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

@@ -1,12 +1,12 @@
 """Models larger than one device: sharding, checkpoints and refit, on torch.distributed."""
 
 from nrl_models.common.mesh_sizes import parse_mesh
-from nrl_models.distributed.background import CheckpointSave
 from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
 from nrl_models.distributed.parallelize import parallelize
 from nrl_models.distributed.pipeline.running import Pipeline
 from nrl_models.distributed.pipeline.shared import clip_grad_norm_
-from nrl_models.distributed.resume import load_checkpoint, save_checkpoint
+from nrl_models.distributed.resume_checkpoints.background import CheckpointSave
+from nrl_models.distributed.resume_checkpoints.resume import load_checkpoint, save_checkpoint
 from nrl_models.distributed.shards import share_of
 
 __all__ = [

@@ -31,6 +31,7 @@ from nrl_models.common.modules import (
     share_copies,
     without_wrappers,
 )
+from nrl_models.common.pinned import pinned_copies
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by, kept_from
 from nrl_models.common.state_dict.layouts import TensorSpec, note_published_names
@@ -43,7 +44,6 @@ from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
-from nrl_models.loading.pinned import pinned_copies
 
 logger = logging.get_logger(__name__)
 

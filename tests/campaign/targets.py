@@ -34,9 +34,16 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTra
 import nrl_models
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.common.gguf import gguf_tables
-from nrl_models.distributed.manifest import NAME as MANIFEST
-from nrl_models.distributed.manifest import Group, Manifest, OptimizerFacts, States, WrittenFile, read_manifest
-from nrl_models.distributed.manifest import _rendered as rendered_as_manifest
+from nrl_models.distributed.resume_checkpoints.manifest import NAME as MANIFEST
+from nrl_models.distributed.resume_checkpoints.manifest import (
+    Group,
+    Manifest,
+    OptimizerFacts,
+    States,
+    WrittenFile,
+    read_manifest,
+)
+from nrl_models.distributed.resume_checkpoints.manifest import _rendered as rendered_as_manifest
 from nrl_models.engines import http
 from nrl_models.engines.answers import LARGEST_LOGPROB
 from nrl_models.engines.engine_types import Sample

@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from jobs.checkpoint import new, values_of
 from jobs.setting import case_of, local, mesh_of, train
-from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint, version_writing
-from nrl_models.distributed import resume as resuming
-from nrl_models.distributed.manifest import WrittenFile, read_manifest
+from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+from nrl_models.distributed.resume_checkpoints import resume as resuming
+from nrl_models.distributed.resume_checkpoints import version_writing
+from nrl_models.distributed.resume_checkpoints.manifest import WrittenFile, read_manifest
 from nrl_models.errors import SaveError, ShardingError
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from jobs.checkpoint import new
 from nrl_models.common.checkpoint import tensor_files
 from nrl_models.distributed import load_checkpoint, save_checkpoint
-from nrl_models.distributed.background import finish_last
+from nrl_models.distributed.resume_checkpoints.background import finish_last
 
 
 def main(folder: str, end: str) -> None:

@@ -20,8 +20,9 @@ from safetensors import safe_open
 from jobs.setting import assert_same, case_of, full, local, mesh_of, new_optimizer, train
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.state_dict.kept_tensors import kept_by
-from nrl_models.distributed import load_checkpoint, manifest, parallelize, save_checkpoint, version_writing
-from nrl_models.distributed import resume as resuming
+from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+from nrl_models.distributed.resume_checkpoints import manifest, version_writing
+from nrl_models.distributed.resume_checkpoints import resume as resuming
 from nrl_models.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.auto import auto_class_for
-from nrl_models.certify import Answer, Status, Validity, certify, memory, verify
+from nrl_models.certify import Answer, Status, Validity, certified, certify, verify
 from nrl_models.certify.first_layers import write_first_layers
 from nrl_models.errors import CheckpointError, ConfigurationError
 from nrl_models.parity.noise import logits_of
@@ -121,7 +121,7 @@ def test_what_memory_does_not_suffice_for_is_left_out_with_the_amount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoint(tmp_path / "tiny")
-    monkeypatch.setattr(memory, "_available", lambda device: 1_000_000)
+    monkeypatch.setattr(certified, "available_memory", lambda device: 1_000_000)
     certificate = certify(folder, engine="hf-generate", out=tmp_path / "out")
     assert certificate.answer is Answer.NOT_DECIDED
     by_name = {result.name: result for result in certificate.results}

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from nrl_models.distributed import manifest
-from nrl_models.distributed.manifest import Group, Manifest, OptimizerFacts, States, WrittenFile, read_manifest
+from nrl_models.distributed.resume_checkpoints import manifest
+from nrl_models.distributed.resume_checkpoints.manifest import (
+    Group,
+    Manifest,
+    OptimizerFacts,
+    States,
+    WrittenFile,
+    read_manifest,
+)
 from nrl_models.errors import CheckpointError
 
 NAMES = ("config.json", "weights-00000-00000.safetensors", "optimizer-00000-00000.safetensors")

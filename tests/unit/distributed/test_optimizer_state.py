@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.distributed.manifest import Group, OptimizerFacts, States
-from nrl_models.distributed.optimizer_state import restore
+from nrl_models.distributed.resume_checkpoints.manifest import Group, OptimizerFacts, States
+from nrl_models.distributed.resume_checkpoints.optimizer_state import restore
 
 
 @pytest.mark.parametrize("capturable", [False, True])

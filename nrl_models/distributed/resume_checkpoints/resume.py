@@ -29,14 +29,26 @@ from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_un
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTPNames
-from nrl_models.distributed.background import CheckpointSave, finish_last, group_for_saves
-from nrl_models.distributed.block_files import Held, StoredTensor, blocks_to_write, copied, stored_tensors
-from nrl_models.distributed.manifest import Manifest, OptimizerFacts, Part
 from nrl_models.distributed.mesh import agreed, place_in
-from nrl_models.distributed.optimizer_state import facts_of, held_states, misfits, of_all_stages, restore
-from nrl_models.distributed.saved_versions import replaced, whole_version
+from nrl_models.distributed.resume_checkpoints.background import CheckpointSave, finish_last, group_for_saves
+from nrl_models.distributed.resume_checkpoints.block_files import (
+    Held,
+    StoredTensor,
+    blocks_to_write,
+    copied,
+    stored_tensors,
+)
+from nrl_models.distributed.resume_checkpoints.manifest import Manifest, OptimizerFacts, Part
+from nrl_models.distributed.resume_checkpoints.optimizer_state import (
+    facts_of,
+    held_states,
+    misfits,
+    of_all_stages,
+    restore,
+)
+from nrl_models.distributed.resume_checkpoints.saved_versions import replaced, whole_version
+from nrl_models.distributed.resume_checkpoints.version_writing import Contents, write_version
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.distributed.version_writing import Contents, write_version
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 

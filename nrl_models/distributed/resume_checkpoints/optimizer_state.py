@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from nrl_models.common.modules import own_parameters
-from nrl_models.distributed.block_files import Held, StoredTensor
-from nrl_models.distributed.manifest import Group, OptimizerFacts, States
 from nrl_models.distributed.mesh import gather_over, has_stages
+from nrl_models.distributed.resume_checkpoints.block_files import Held, StoredTensor
+from nrl_models.distributed.resume_checkpoints.manifest import Group, OptimizerFacts, States
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 

@@ -13,10 +13,10 @@ from nrl_models.common.checkpoint.local_path import CONFIG_NAME
 from nrl_models.common.checkpoint.locks import locked
 from nrl_models.common.checkpoint.writing import reporting_disk
 from nrl_models.common.state_dict.blocks import Block
-from nrl_models.distributed.block_files import write_blocks
-from nrl_models.distributed.manifest import NAME, Manifest, Part, WrittenFile
 from nrl_models.distributed.mesh import Ranks, agreed, gather_over, is_first, reporting_dead_ranks
-from nrl_models.distributed.saved_versions import next_version, remove_older
+from nrl_models.distributed.resume_checkpoints.block_files import write_blocks
+from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, Part, WrittenFile
+from nrl_models.distributed.resume_checkpoints.saved_versions import next_version, remove_older
 from nrl_models.distributed.saving import Attempt, write_together
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
-from nrl_models.distributed.manifest import NAME, Manifest, Part, WrittenFile, read_manifest
 from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
+from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, Part, WrittenFile, read_manifest
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 _VERSION = re.compile(r"version-([1-9]\d{0,17})")

@@ -20,7 +20,7 @@ from nrl_models.common.checkpoint.files import DTYPES
 from nrl_models.common.checkpoint.tensor_files import write_tensors
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.views.view import HFTensor
-from nrl_models.distributed.manifest import WrittenFile
+from nrl_models.distributed.resume_checkpoints.manifest import WrittenFile
 from nrl_models.distributed.shards import blocks_of, divided_over
 from nrl_models.errors import Problem, ProblemKind
 

@@ -1,0 +1,1 @@
+"""Resume checkpoints: weights, optimizer states and progress of a sharded training run."""
