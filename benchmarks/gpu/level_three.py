@@ -38,7 +38,7 @@ def _family(architecture: str, context: Context) -> list[Row]:
     case = FamilyCase(model_class, torch.device("cpu"))
     with TemporaryDirectory() as folder:
         case.reference(torch.bfloat16).save_pretrained(folder)
-        return _check(f"{architecture}, tiny", folder, context)
+        return _check(architecture, folder, context)
 
 
 def _shape(shape: str, context: Context) -> list[Row]:

@@ -88,14 +88,17 @@ def _failure(name: str, case: Outcome) -> list[str]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Return the lines of a table with the columns of all rows."""
+    """Return the lines of a table. Rows that differ only in the first column are merged."""
     if not rows:
         return []
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    merged: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        values = ("" if row.get(column) is None else cell(row[column]) for column in columns)
-        lines.append("| " + " | ".join(escaped(value) for value in values) + " |")
+        first, *rest = (escaped("" if row.get(column) is None else cell(row[column])) for column in columns)
+        merged.setdefault(tuple(rest), []).append(first)
+    for rest, firsts in merged.items():
+        lines.append("| " + " | ".join(["; ".join(firsts), *rest]) + " |")
     return [*lines, ""]
 
 
