@@ -88,8 +88,8 @@ def test_what_is_no_plain_checkpoint_of_the_class(
         pytest.importorskip("compressed_tensors")
         write(tmp_path, model.config, "int4")
         path, auto = tmp_path, "AutoModelForCausalLM"
-    for difference in two.run(partial(loading.loads_alike, **LAYOUTS[layout]), str(path), auto):
-        assert difference <= 1e-5
+    for difference, bound in two.run(partial(loading.loads_alike, **LAYOUTS[layout]), str(path), auto):
+        assert difference <= bound < 1e-4
 
 
 def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(two: World, four: World, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from nrl_models.distributed import parallelize
 from nrl_models.errors import NRLModelsError
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.loading import sharded
+from nrl_models.parity.noise import limit, logits_noise
 
 
 def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
@@ -51,14 +52,19 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
     return {"logits": difference, "read": model.sharding.loaded_bytes / nbytes}
 
 
-def loads_alike(path: str, auto: str, **sizes: int) -> float:
-    """Load with an auto class, sharded and complete, with equal tensors. Returns the largest output difference."""
+def loads_alike(path: str, auto: str, **sizes: int) -> tuple[float, float]:
+    """Load with an auto class, sharded and complete, with equal tensors.
+
+    Returns the largest difference of outputs, and twice the noise limit: two ranks add in two other orders, which
+    changes outputs of random weights of 4 bits by more than 1e-5.
+    """
     auto_class = getattr(nrl_models, auto)
     whole, model = auto_class.from_pretrained(path), auto_class.from_pretrained(path, mesh=mesh_of(**sizes))
     assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(whole.state_dict_adapter.iter_export(whole)))
     inputs = inputs_for(whole, length=12)
     with torch.no_grad():
-        return (model(**inputs)[0] - whole(**inputs)[0]).abs().max().item()
+        difference = (model(**inputs)[0] - whole(**inputs)[0]).abs().max().item()
+    return difference, 2 * limit(logits_noise(whole, inputs), torch.float32)
 
 
 def loads_state_dict(folder: str, **sizes: int) -> None:
