@@ -127,7 +127,7 @@ class Subject:
         """Return how much memory copies of the weights in fp32 need, if more than is available; else an empty string.
 
         Args:
-            copies: number of copies that are held at the same time. Those that are held already count as available.
+            copies: number of copies that are held at the same time. Copies that are already held count as available.
         """
         needed = copies * torch.float32.itemsize * self.parameters
         available = available_memory(torch.device(self.options.device)) + self.held_bytes
