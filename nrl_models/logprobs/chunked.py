@@ -15,7 +15,7 @@ Logits are not kept, so the backward computes them again. There are two exceptio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -193,53 +193,54 @@ class _Chunked(torch.autograd.Function):
         elements = vocabulary * max((rows.stop - rows.start for rows in passes), default=1)
         logits_of = Logits(head, weight, bias, sampling.temperature, elements)
         reference_of = None if reference is None else reference.logits(sampling.temperature, elements)
+        plain = not (entropy or reference or sampling.truncates)
+        fused = plain and logits_of.fuses
         chosen = hidden.new_zeros(count, dtype=wide)
         sums = RowSums(*hidden.new_zeros((5, count), dtype=wide))
         pulls: Any = None
         if frozen:
             pulls = hidden.new_zeros((1 + entropy + (reference is not None), *hidden.shape), dtype=wide)
-            work = hidden.new_empty(elements, dtype=wide)
+            work: Any = None if fused else hidden.new_empty(elements, dtype=wide)
         taken = None if derivatives_of is None else HeadGradients(hidden, weight, bias, needs, elements)
         derivatives = hidden.new_zeros((3, count), dtype=wide)
-        if not (frozen or taken or entropy or reference or sampling.truncates):
+        if plain and not (frozen or taken):
             reduce_by_tiles(logits_of, hidden, tokens, chosen, sums.log_sum, elements)
             passes = []
 
-        fused = logits_of.fuses and not (entropy or reference or sampling.truncates)
         for rows in passes:
             if fused:
                 logits = logits_of.before_temperature(hidden[rows])
                 picked = logits_of.of_tokens(logits, tokens[rows])
                 sums.log_sum[rows] = logits_of.log_sum_exp(logits)
                 chosen[rows] = picked - sums.log_sum[rows]
-                if frozen:
-                    ones = torch.ones_like(chosen[rows])
-                    gradient = logits_of.logprob_gradient(logits, sums.log_sum[rows], ones, tokens[rows])
-                    pulls[0, rows].copy_(gradient @ weight)
-                if taken is not None and derivatives_of is not None:
-                    by_chosen = derivatives_of(TokenStatistics(chosen, sums.entropies, sums.kl))[0][rows]
-                    derivatives[0, rows] = by_chosen
-                    gradient = logits_of.logprob_gradient(logits, sums.log_sum[rows], by_chosen, tokens[rows])
-                    taken.add(rows, gradient, logits_of)
-                continue
-            found = reduce_rows(
-                rows, logits_of, reference_of, hidden, tokens, sampling, entropy, reference, chosen, sums,
-                with_slope=frozen or taken is not None,
-            )  # fmt: skip
+            else:
+                found = reduce_rows(
+                    rows, logits_of, reference_of, hidden, tokens, sampling, entropy, reference, chosen, sums,
+                    with_slope=frozen or taken is not None,
+                )  # fmt: skip
             if frozen:
-                of_entropy = sums.entropies[rows] if entropy else None
-                each = gradients_of_each(found, tokens[rows], of_entropy, sums.kl[rows], work)
+                each: Iterable[torch.Tensor]
+                if fused:
+                    ones = torch.ones_like(chosen[rows])
+                    each = [logits_of.logprob_gradient(logits, sums.log_sum[rows], ones, tokens[rows])]
+                else:
+                    of_entropy = sums.entropies[rows] if entropy else None
+                    each = gradients_of_each(found, tokens[rows], of_entropy, sums.kl[rows], work)
                 for pull, gradient in zip(pulls[:, rows], each, strict=True):
                     pull.copy_(gradient.to(weight.dtype) @ weight)
             if taken is not None and derivatives_of is not None:
                 by = derivatives_of(TokenStatistics(chosen, sums.entropies, sums.kl))
                 by_logprobs, by_entropy, by_kl = (None if given is None else given[rows] for given in by)
                 assert by_logprobs is not None
-                used = (_of_possible(by_logprobs, chosen[rows]), by_entropy, by_kl)
+                by_logprobs = _of_possible(by_logprobs, chosen[rows])
+                used = (by_logprobs, by_entropy, by_kl)
                 for target, given in zip(derivatives[:, rows], used, strict=True):
                     if given is not None:
                         target.copy_(given)
-                gradient = logit_gradient(found, tokens[rows], sums.entropies[rows], sums.kl[rows], used)
+                if fused:
+                    gradient = logits_of.logprob_gradient(logits, sums.log_sum[rows], by_logprobs, tokens[rows])
+                else:
+                    gradient = logit_gradient(found, tokens[rows], sums.entropies[rows], sums.kl[rows], used)
                 taken.add(rows, gradient, logits_of)
 
         ctx.of_forward = {"head": head, "sampling": sampling, "entropy": entropy, "reference": reference}

@@ -95,6 +95,28 @@ def test_fused_as_on_a_gpu(ahead: bool, end: str, bias: bool, frozen: bool, as_o
     assert set(as_on_gpu) == {"log_sum_exp", "logprob_gradient_"}
 
 
+def test_fused_tokens_that_cannot_be_sampled_have_no_gradient(
+    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "gradients_by_tiles", lambda *_, **__: pytest.fail("the logits are computed twice"))
+    module = linear(0, bias=True)
+    with torch.no_grad():
+        assert module.bias is not None
+        module.bias[tokens()[3]] = float("-inf")
+    hidden = hidden_states().requires_grad_()
+
+    def derivatives(found: TokenStatistics) -> Derivatives:
+        return torch.ones_like(found.logprobs), None, None
+
+    found = chunked_statistics(hidden, OutputHead(module), tokens(), Sampling(), ahead=LossAhead(derivatives))
+    is_possible = found.logprobs.isfinite()
+    assert not is_possible[3]
+    (gradient,) = torch.autograd.grad(found.logprobs, hidden, torch.ones_like(found.logprobs))
+    assert as_on_gpu
+    assert not gradient[~is_possible].any()
+    assert gradient[is_possible].any(-1).all()
+
+
 def test_without_a_working_compiler_the_result_is_the_same(
     as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
