@@ -9,10 +9,9 @@ It would be 1 on a machine without noise. `plan` uses the published widths.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from statistics import median as median_of
 
-from benchmarks.reporting import Row, arguments, child, median, publish
+from benchmarks.reporting import Row, arguments, child, median, null_ratio, publish
 
 MAKE = """
 import json, sys
@@ -108,7 +107,7 @@ def main() -> None:
             "ours / transformers": median_of(
                 first[what] / second[what] for first, second in zip(ours, theirs, strict=True)
             ),
-            "null ratio": _null_ratio([run[what] for run in theirs]),
+            "null ratio": null_ratio([run[what] for run in theirs]),
             "limit, CPU s": "",
         }
         for what in ("load", "save")
@@ -123,11 +122,6 @@ def main() -> None:
         row = {"what": names[what], "CPU s": median(figures, what), "transformers, CPU s": ""}
         rows.append(row | {"ours / transformers": "", "null ratio": "", "limit, CPU s": limit})
     publish("many_keys", "Handling 45,395 names", rows, options.out)
-
-
-def _null_ratio(figures: Sequence[float]) -> float:
-    """Return the median ratio of each measurement to the next one."""
-    return median_of(first / second for first, second in zip(figures, [*figures[1:], figures[0]], strict=True))
 
 
 if __name__ == "__main__":

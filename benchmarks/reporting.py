@@ -43,6 +43,11 @@ def median(rows: Sequence[Row], key: str) -> float:
     return statistics.median(row[key] for row in rows)
 
 
+def null_ratio(figures: Sequence[float]) -> float:
+    """Return the median ratio of each measurement to the next one. It would be 1 on a machine without noise."""
+    return statistics.median(one / other for one, other in zip(figures, [*figures[1:], figures[0]], strict=True))
+
+
 def publish(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[str] = ()) -> None:
     """Print `rows` as a table, and write them to `<name>.json` together with a description of the machine."""
     from rich.console import Console

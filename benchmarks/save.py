@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median as median_of
 
-from benchmarks.reporting import RESULTS, Row, child, median, publish
+from benchmarks.reporting import RESULTS, Row, child, median, null_ratio, publish
 
 SAVE = """
 import json, os, statistics, sys, time
@@ -112,7 +112,7 @@ def _row(what: str, measured: dict[str, list[Row]]) -> Row:
     row["waiting, s"] = median(measured["waiting"], "seconds")
     row["without waiting / peer"] = _ratio(measured["ours"], measured["peer"])
     row["waiting / peer"] = _ratio(measured["waiting"], measured["peer"])
-    row["null ratio"] = _ratio(measured["peer"], [*measured["peer"][1:], measured["peer"][0]])
+    row["null ratio"] = null_ratio([run["seconds"] for run in measured["peer"]])
     if "against" in measured:
         row["without waiting / other checkout"] = _ratio(measured["ours"], measured["against"])
     return row

@@ -1,7 +1,8 @@
 """Load a checkpoint into a sharded model: each rank reads only the slices it holds.
 
 The steps are those of `nrl_models.loading.weights`. The model is sharded on meta, and every rank checks names, shapes
-and mesh. Slices are read once all ranks have succeeded and agree on the checkpoint.
+and mesh. Slices are read once all ranks have succeeded and agree on the checkpoint. On a CPU, contiguous slices become
+memory-mapped views. Other shards are allocated once, and several threads fill them.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.modules import install, move_buffers, share_copies
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
-from nrl_models.common.state_dict.blocks import Block, through
+from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.upstream import mark_initialized, set_loaded_conversions
-from nrl_models.common.views.view import Piece, apply_steps
 from nrl_models.distributed.kept_dtypes import separate_group
 from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.distributed.shards import local_of, over_shard, own_blocks, share_of
+from nrl_models.distributed.shards import local_of, over_shard, share_of
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
+from nrl_models.loading.shard_pages import ShardSlice, map_shards, slices_of
 from nrl_models.loading.weights import keep_unused, require_written, run_readers
 
 
@@ -109,38 +110,41 @@ def _retype(model: nn.Module, fit: Fit) -> None:
 
 
 def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
-    """Read this rank's shard of every tensor, several at a time."""
+    """Map or read this rank's shard of every tensor, several at a time."""
     sharding = sharding_of(model)
     own = model.state_dict()
-    laid = _neighboring_shards(model, fit, own, device)
+    slices = {  # of this rank's stages only
+        name: slices_of(name, own[name], ((files.tensors[key], target) for key, target in sources), fit.dtypes[name])
+        for name, sources in fit.found.sources.items()
+        if name in own
+    }
+    sharding.loaded_bytes = sum(part.nbytes for parts in slices.values() for part in parts)
     shards: dict[str, torch.Tensor] = {}
-    wanted: dict[str, list[tuple[Piece, Block]]] = defaultdict(list)
-    for name, sources in fit.found.sources.items():
-        if name not in own:  # another stage's
-            continue
-        whole = own[name]
+    copied: dict[str, list[tuple[ShardSlice, Block]]] = defaultdict(list)
+    groups = _neighboring_shards(model, fit, own)
+    grouped = {name for names in groups for name in names}
+    for names in [*groups, *((name,) for name in slices if name not in grouped)]:
+        shapes, dtype = [local_of(own[name]).shape for name in names], fit.dtypes[names[0]]
         # With offloading FSDP keeps its shards on the CPU.
-        place = torch.device("cpu") if sharding.plan.offload and isinstance(whole, DTensor) else device
-        shard = laid[name] if name in laid else torch.empty(local_of(whole).shape, dtype=fit.dtypes[name], device=place)
-        shards[name] = over_shard(whole, shard) if isinstance(whole, DTensor) else shard
-        for key, target in sources:
-            for piece in target.pieces:
-                if piece.view.parameter == name:
-                    for held in own_blocks(shards[name]):
-                        wanted[key] += [(piece, block) for block in through(piece.view.steps, whole.shape, held)]
-    jobs = [(files.tensors[key], slices) for key, slices in wanted.items() if slices]
-    sharding.loaded_bytes = sum(
-        block.tensor.numel() * stored.dtype.itemsize for stored, slices in jobs for _, block in slices
-    )
+        is_offloaded = sharding.plan.offload and isinstance(own[names[0]], DTensor)
+        place = torch.device("cpu") if is_offloaded else device
+        parts = [slices[name] for name in names]
+        memory = map_shards(parts, shapes, files, dtype) if place.type == "cpu" else None
+        is_mapped = memory is not None
+        if memory is None:
+            memory = torch.empty(Buffer.shape_of(shapes), dtype=dtype, device=place)
+        locals_ = Buffer(memory, [shape[0] for shape in shapes]).neighbors() if len(names) > 1 else [memory]
+        for name, local, of_name in zip(names, locals_, parts, strict=True):
+            shards[name] = over_shard(own[name], local) if isinstance(own[name], DTensor) else local
+            for part in () if is_mapped else of_name:
+                copied[part.stored.key].append((part, part.over(local)))
 
-    def read(job: tuple[StoredTensor, list[tuple[Piece, Block]]]) -> None:
-        stored, slices = job
-        pages = files.read(stored)  # lazily mapped: only the copied slices are read
-        for piece, block in slices:
-            block.take_from(apply_steps(pages, piece.region))
+    def read(parts: list[tuple[ShardSlice, Block]]) -> None:
+        values = files.read(parts[0][0].stored)  # lazily mapped: only the copied slices are read
+        for part, block in parts:
+            part.read_into(block, values)
 
-    jobs.sort(key=lambda job: -sum(block.tensor.nbytes for _, block in job[1]))
-    run_readers(read, jobs)
+    run_readers(read, sorted(copied.values(), key=lambda parts: -sum(part.nbytes for part, _ in parts)))
     for name, tensor in shards.items():
         install(model, name, tensor)
     _initialize_missing(model, fit, device)
@@ -151,22 +155,16 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     require_written(model)
 
 
-def _neighboring_shards(
-    model: PreTrainedModel, fit: Fit, own: Mapping[str, torch.Tensor], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Buffers for this rank's shards of grouped parameters, by name; none with `fsdp`, which allocates its own."""
-    result: dict[str, torch.Tensor] = {}
+def _neighboring_shards(model: PreTrainedModel, fit: Fit, own: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Return the names of grouped parameters that share a buffer; none with `fsdp`, which allocates its own."""
     if "fsdp" in (sharding_of(model).mesh.mesh_dim_names or ()):
-        return result
-    for names in neighboring_parameters(model):
-        if any(name not in fit.found.sources for name in names):
-            continue
-        shapes = [local_of(own[name]).shape for name in names]
-        if len({(*shape[1:], fit.dtypes[name]) for name, shape in zip(names, shapes, strict=True)}) == 1:
-            lengths = [shape[0] for shape in shapes]
-            rows = torch.empty(sum(lengths), *shapes[0][1:], dtype=fit.dtypes[names[0]], device=device)
-            result.update(zip(names, Buffer(rows, lengths).neighbors(), strict=True))
-    return result
+        return []
+    return [
+        names
+        for names in neighboring_parameters(model)
+        if all(name in fit.found.sources for name in names)
+        and len({(local_of(own[name]).shape[1:], fit.dtypes[name]) for name in names}) == 1
+    ]
 
 
 def _initialize_missing(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:

@@ -124,7 +124,7 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     grouped = {name for names in groups for name in names}
     for names in [*groups, *((name,) for name in found.sources if name not in grouped)]:
         shapes, dtype = [adapter.own[name].shape for name in names], dtypes[names[0]]
-        whole = shapes[0] if len(names) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        whole = Buffer.shape_of(shapes)
         sources = {name: [(files.tensors[key], target) for key, target in found.sources[name]] for name in names}
         memory = _over_pages(whole, list(sources.values()), shapes, files, dtype) if device.type == "cpu" else None
         if memory is None:

@@ -92,7 +92,8 @@ def test_what_is_no_plain_checkpoint_of_the_class(
         assert difference <= bound < 1e-4
 
 
-def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(two: World, four: World, tmp_path: Path) -> None:
+def test_a_rank_copies_only_shards_that_are_divided_along_columns(two: World, four: World, tmp_path: Path) -> None:
+    """Other shards are mapped pages of the files. Writing copies them, and no rank exceeds its share and a tensor."""
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=5, num_attention_heads=16, num_key_value_heads=8,
         vocab_size=8192, head_dim=64,
@@ -104,8 +105,9 @@ def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(two: World, four:
     for world, layout in ((two, "tp"), (two, "fsdp"), (four, "tp")):
         share = sum(sizes) / world.size
         for peak in world.run(partial(loading.peak_of_loading, **{layout: world.size}), str(tmp_path)):
-            assert peak <= share + max(sizes), f"{layout}={world.size}: {peak / sum(sizes):.2f} of the model"
-            assert peak >= share  # the measurement worked
+            assert (peak["copied"] > 0) is (layout == "tp")
+            assert peak["copied"] <= peak["loading"] <= peak["copied"] + max(sizes), (layout, world.size, peak)
+            assert share * 0.95 <= peak["loading"] + peak["writing"] <= share + max(sizes), (layout, world.size, peak)
 
 
 @pytest.mark.parametrize("keywords", [{"strict": False}, {"new_head": True}], ids=str)

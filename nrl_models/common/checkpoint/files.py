@@ -164,12 +164,16 @@ class CheckpointFiles:
         """Return the tensor's values as a private (copy-on-write) memory-mapped view, without a copy."""
         if tensor.numel == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        with self._opening:  # several threads read, and a file is to be mapped once
-            if tensor.file not in self._maps:
-                self._maps[tensor.file] = map_file(self._descriptor(tensor.file))
-        pages, first = self._maps[tensor.file]
+        pages, first = self._mapped(tensor.file)
         flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel, offset=first + tensor.start)
         return flat.view(tensor.shape)
+
+    def _mapped(self, file: str) -> tuple[mmap.mmap, int]:
+        """Return the memory map of a complete file, and the file's offset in it."""
+        with self._opening:  # several threads read, and a file is to be mapped once
+            if file not in self._maps:
+                self._maps[file] = map_file(self._descriptor(file))
+        return self._maps[file]
 
     def stored_parts(self, tensor: StoredTensor) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor] | None]:
         """Return the inputs of `read`, valid after the files are closed, and the function that computes the values."""
@@ -180,9 +184,15 @@ class CheckpointFiles:
 
         None if that would need a copy, see `map_runs`.
         """
-        runs = [Run(self._descriptor(tensor.file), tensor.start, tensor.nbytes) for tensor in tensors if tensor.numel]
+        parts = [tensor for tensor in tensors if tensor.numel]
+        runs = joined([Run(self._descriptor(part.file), part.start, part.nbytes) for part in parts])
+        mapped = None
         try:
-            mapped = map_runs(joined(runs)) if runs else None
+            if len(runs) == 1:  # one map of the file serves all tensors
+                memory, first = self._mapped(parts[0].file)
+                mapped = memory, first + runs[0].start
+            elif runs:
+                mapped = map_runs(runs)
         except EOFError as error:
             raise was_replaced(self.folder, sorted({tensor.file for tensor in tensors})) from error
         if mapped is None:

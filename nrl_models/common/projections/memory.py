@@ -33,6 +33,13 @@ class Buffer:
         self.rows = rows
         self.lengths = tuple(lengths)
 
+    @staticmethod
+    def shape_of(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the shape of the buffer of tensors of `shapes`, which differ only in the first dimension."""
+        if len(shapes) == 1:
+            return tuple(shapes[0])
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
     def neighbors(self) -> list[torch.Tensor]:
         """Return the tensors in the buffer, each with a separate storage that keeps the buffer alive."""
         result = []

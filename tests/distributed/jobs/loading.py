@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 import nrl_models
@@ -112,14 +113,26 @@ def dies_while_loading(folder: str, dying: int, **sizes: int) -> None:
     AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes))
 
 
-def peak_of_loading(folder: str, **sizes: int) -> int:
-    """Return the peak memory of loading on this rank."""
+def peak_of_loading(folder: str, **sizes: int) -> dict[str, int]:
+    """Return the peak memory of loading, and of then writing every weight, on this rank.
+
+    `copied` counts the bytes of shards that are divided along columns, which no file has contiguously.
+    """
     mesh = mesh_of(**sizes)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), device="meta")  # imports
-    with Peak() as peak:
+    with Peak() as loading:
         model = AutoModelForCausalLM.from_pretrained(folder, mesh=mesh)
+    local = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    columns = [
+        parameter.to_local().nbytes
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor) and any(placement.is_shard(1) for placement in parameter.placements)
+    ]
+    with Peak() as writing, torch.no_grad():
+        for tensor in local:
+            tensor.add_(1)
     del model
-    return peak.peak
+    return {"loading": loading.peak, "writing": writing.peak, "copied": sum(columns)}
 
 
 def loads_classifier(folder: str, keywords: dict[str, Any], **sizes: int) -> dict[str, Any]:
