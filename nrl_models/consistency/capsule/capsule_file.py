@@ -23,7 +23,7 @@ from nrl_models.consistency.capsule.redaction import redacted
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import CapsuleError, CheckpointError, NRLModelsError, one_line
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file format. Increased whenever older capsules can no longer be read."""
 
 MEGABYTE = 1_000_000

@@ -20,8 +20,8 @@ from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.engine_types import ModuleCall
 from nrl_models.engines.hf import HFEngine
 
-DIGESTED_BYTES = 4_000_000_000
-"""Digests of all weights are computed up to this size; SHA-256 takes a second for about 1 GB."""
+DIGESTED_BYTES = 20_000_000_000
+"""Digests of all weights are computed up to this size. They are computed at about the speed of memory."""
 
 BOUNDARY_TOKENS = 64
 """Number of tokens of the outputs of layers."""

@@ -46,20 +46,21 @@ class DeltaWriter:
         Changed values are copied, so no reference to `new` is kept.
         """
         before, now = _bits(old), _bits(new)
-        changed = (before != now).nonzero().flatten()
-        if not len(changed):
+        changed = before != now
+        count, size_of_one = int(changed.count_nonzero()), 2 + now.itemsize
+        if not count:
             return False
-        steps = _steps(changed)
-        size = len(steps) * (2 + now.itemsize)
         self.names.append(name)
-        if size >= now.nbytes:
-            self._whole[name] = new.detach().clone(memory_format=torch.contiguous_format)
-            self.nbytes += now.nbytes
-        else:
-            self._sparse.append((name, len(steps)))
-            self._steps.append(steps.to(torch.uint16))
-            self._values.setdefault(now.itemsize, []).append(now[steps.cumsum(0) - 1])
-            self.nbytes += size
+        if count * size_of_one < now.nbytes:  # otherwise positions would only cost time
+            steps = _steps(changed.nonzero().flatten())
+            if (size := len(steps) * size_of_one) < now.nbytes:
+                self._sparse.append((name, len(steps)))
+                self._steps.append(steps.to(torch.uint16))
+                self._values.setdefault(now.itemsize, []).append(now[steps.cumsum(0) - 1])
+                self.nbytes += size
+                return True
+        self._whole[name] = new.detach().clone(memory_format=torch.contiguous_format)
+        self.nbytes += now.nbytes
         return True
 
     def message(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -17,10 +17,9 @@ from nrl_models.common.dtypes import same_kind, wrong_kind
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream_torch import TorchDispatchMode, tree_leaves
 from nrl_models.engines.base import is_finite
-from nrl_models.engines.digests import HEAD, tied_apart
+from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
-from nrl_models.engines.transfer.updates import fast_digest
 from nrl_models.errors import EngineError, listed
 
 
@@ -120,9 +119,9 @@ class WeightReload:
         """Note a tensor for `require_tied`, if it may be a head or embeddings of a model that ties them."""
         if self._ties and tensor.dim() == 2:
             if name.endswith(HEAD):
-                self._head = name, fast_digest(tensor)
+                self._head = name, tensor_digest(tensor)
             elif tensor.shape[0] == self.vllm_config.model_config.get_vocab_size():
-                self._embeddings[fast_digest(tensor)] = name
+                self._embeddings[tensor_digest(tensor)] = name
 
     def require_tied(self) -> None:
         """Check that a head sent to a model with tied embeddings equals the embeddings.

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 from nrl_models.common.state_dict.buckets import on_host
 from nrl_models.engines.base import buckets
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.deltas import DeltaWriter
 from nrl_models.engines.transfer.segments import Segment
-from nrl_models.engines.transfer.updates import PROTOCOL, Kind, Update, Weights, digest_of, fast_digest, made_of
+from nrl_models.engines.transfer.updates import PROTOCOL, Kind, Update, Weights, digest_of, made_of
 from nrl_models.errors import EngineError, listed
 
 BUCKET_BYTES = 2**28
@@ -138,7 +139,7 @@ class Sender:
         digests: dict[str, str] = {}
         size = 0
         for bucket in buckets(tensors, self.bucket_bytes):
-            digests |= {name: fast_digest(tensor) for name, tensor in bucket}
+            digests |= {name: tensor_digest(tensor) for name, tensor in bucket}
             size += sum(tensor.nbytes for _, tensor in bucket)
             segments.append(Segment.write(dict(bucket)))
         update = Update(Kind.DENSE, version, digest_of(digests), tuple(segments))
@@ -169,7 +170,7 @@ class Sender:
             seen.add(name)
             dense_size += tensor.nbytes
             if writer.add(name, last.tensors[name], tensor):
-                digests[name] = fast_digest(tensor)
+                digests[name] = tensor_digest(tensor)
             if writer.nbytes > self.bucket_bytes:
                 flush()
         flush()

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.engines.digests import hashed
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.transfer.deltas import patched
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.errors import EngineError, itemised, shown
@@ -95,7 +95,7 @@ class Weights:
     @staticmethod
     def of(version: str, tensors: Mapping[str, torch.Tensor]) -> Weights:
         """Describe CPU tensors. The tensors are kept, not copied."""
-        digests = {name: fast_digest(tensor) for name, tensor in tensors.items()}
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return Weights(version, tensors, digests, specs)
 
@@ -106,7 +106,7 @@ class Weights:
 
     def after(self, version: str, changed: Mapping[str, torch.Tensor]) -> Weights:
         """Return a new version with some tensors replaced."""
-        digests = {name: fast_digest(tensor) for name, tensor in changed.items()}
+        digests = {name: tensor_digest(tensor) for name, tensor in changed.items()}
         return Weights(version, {**self.tensors, **changed}, {**self.digests, **digests}, self.specs)
 
     def without_tensors(self) -> Weights:
@@ -154,11 +154,6 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
             "it was sent"
         )
     return made, changed
-
-
-def fast_digest(tensor: torch.Tensor) -> str:
-    """XXH3 hash (128 bits) of a tensor's dtype, shape and elements, to detect errors of transport and software."""
-    return hashed(tensor, xxhash.xxh3_128())
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
