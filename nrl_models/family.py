@@ -268,9 +268,11 @@ class FamilyModel(Upstream):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any
     ) -> None:
         missing: list[str] = []
-        accept_hub_names(self, state_dict, prefix, missing)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         missing_keys: list[str] = rest[0]
+        errors: list[str] = rest[2]
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        accept_hub_names(self, state_dict, prefix, missing, errors, assign=assign)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         missing_keys += [f"{prefix}{name}" for name in missing]
 
     def save_pretrained(  # type: ignore[override]

@@ -14,7 +14,7 @@ from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import RoutingRecord, can_replay, replay_routing
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.mtp import MTPNames
-from nrl_models.engines.base import is_finite
+from nrl_models.engines.transfer.sent_tensors import is_finite
 from nrl_models.errors import StateDictError, UnknownArgumentError, listed, one_line
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for

@@ -18,7 +18,7 @@ from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import is_base_model
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
-from nrl_models.engines.base import is_finite
+from nrl_models.engines.transfer.sent_tensors import is_finite
 from nrl_models.errors import ConsistencyError, ShardingError, listed, one_line
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.images import parameters_of

@@ -25,6 +25,7 @@ from nrl_models.engines.engine_types import (
     Sample,
     Tokens,
 )
+from nrl_models.engines.transfer.sent_tensors import finite
 from nrl_models.errors import EngineError, MixedWeightsError, itemised, listed, one_line
 from nrl_models.logprobs.sampling import Sampling
 
@@ -215,6 +216,8 @@ class Engine(AbstractContextManager["Engine"]):
             EngineError: If the engine does not support refits or rejects a tensor (NaN or infinite values, another
                 dtype or shape, a duplicate name). The engine keeps its old weights.
         """
+        if bucket_bytes is not None and type(bucket_bytes) is not int:
+            raise EngineError(f"bucket_bytes={bucket_bytes!r}: expected a whole number of bytes, or None")
         with self._lock:
             return self._refit_whole(tensors, bucket_bytes, digests, partial)
 
@@ -317,42 +320,6 @@ def _of_whole_weights(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return answer
-
-
-def finite(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Check the values of each tensor of a refit, then yield it.
-
-    Raises:
-        EngineError: If a tensor has NaN or infinite values, or a name is repeated.
-    """
-    seen: set[str] = set()
-    for name, tensor in tensors:
-        if name in seen:
-            raise EngineError(f"{name} was sent twice in one refit: send each tensor once")
-        seen.add(name)
-        if not is_finite(tensor):
-            values = tensor.detach().float()
-            raise EngineError(
-                f"{name} has {int(values.isnan().sum())} NaN and {int(values.isinf().sum())} infinite values of "
-                f"{values.numel():,}: the engine does not get such weights. Restore the trainer from a checkpoint with "
-                "finite weights, and skip updates whose gradient norm is not finite"
-            )
-        yield name, tensor
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if no value is NaN or infinite. One pass over the memory, without a temporary tensor.
-
-    A single infinite value counts as finite: it is a disabled bound, such as `input_min` of Gemma 4.
-    """
-    if not tensor.numel() or not tensor.is_floating_point():
-        return True
-    values = tensor.detach()
-    if values.numel() == 1:
-        return not bool(values.isnan())
-    if values.element_size() < 2:  # float8, which has no reductions
-        values = values.float()
-    return all(bool(bound.isfinite()) for bound in torch.aminmax(values))  # NaN propagates to both
 
 
 def _require_sampling(engine: Engine, sampling: Sampling, max_new_tokens: int) -> None:

@@ -37,6 +37,7 @@ from nrl_models.engines.engine_types import (
     Sample,
     Tokens,
 )
+from nrl_models.engines.transfer.sent_tensors import require_range
 from nrl_models.errors import EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.inputs.tokenizers import as_ids, tokenizer_ends
@@ -91,6 +92,7 @@ class RefitTargets:
         self._adapter, self._engine, self._mtp = adapter_of(model), engine, MTPNames(model)
         self.held = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         self._tied: dict[str, tuple[HFTensor, str]] = {}
+        self._sent: dict[str, str] = {}
 
     def find(self, name: str, tensor: torch.Tensor) -> HFTensor | None:
         """Return the target of a tensor by its hub name.
@@ -99,7 +101,8 @@ class RefitTargets:
         ties to another, see `require_tied`.
 
         Raises:
-            EngineError: If the model has no such tensor, or it has another shape or kind of dtype.
+            EngineError: If the model has no such tensor, or got it under another name, or it has another shape or kind
+                of dtype, or values that are infinite in the model's dtype.
         """
         target = self._adapter.find(name)
         if target is None and self._mtp.may_be(name):
@@ -107,11 +110,19 @@ class RefitTargets:
         if target is None or tuple(tensor.shape) != target.shape:
             expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
             raise EngineError(f"{self._engine} cannot load {name} of shape {tuple(tensor.shape)}: expected {expected}")
-        held = self.held[target.parameters[0]].dtype
-        if not same_kind(tensor.dtype, held):
-            raise EngineError(wrong_kind(name, tensor.dtype, held))
+        held = self.held[target.parameters[0]]
+        if not same_kind(tensor.dtype, held.dtype):
+            raise EngineError(wrong_kind(name, tensor.dtype, held.dtype))
+        require_range(name, tensor, held.dtype)
+        if tensor.numel() == 1 and bool(tensor.isinf()) and not (held.is_meta or bool(held.isinf().any())):
+            raise EngineError(
+                f"{name} is {float(tensor)}, and {self._engine} holds a finite value there: restore the trainer from a "
+                "checkpoint with finite weights"
+            )
+        if (other := self._sent.setdefault(target.name, name)) != name:
+            raise EngineError(f"{name} and {other} are two names of one tensor: send it once")
         if target.parameters[0] in self._adapter.tied:
-            self._tied[name] = target, tensor_digest(tensor.to(held))
+            self._tied[name] = target, tensor_digest(tensor.to(held.dtype))
             return None
         return target
 

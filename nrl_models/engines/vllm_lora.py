@@ -7,6 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.engines.transfer.sent_tensors import finite
 from nrl_models.errors import EngineError, listed, one_line
 
 EXPERTS = ".experts"
@@ -22,18 +27,41 @@ def adapter_modules(manager: Any, number: int) -> dict[str, list[str]]:
 
     Returns:
         Module names by vLLM's naming, with fused projections split. `sent`: modules for which the adapter has both
-        matrices. `wrapped`: modules where vLLM applies adapters.
+        matrices. `wrapped`: modules where vLLM applies adapters. `misfits`: matrices of the adapter with another size
+        than the module's, of which vLLM would then fill only a part.
     """
 
     def parts(name: str) -> list[str]:
         return [name] if name.endswith(EXPERTS) else manager.packed_modules.get(name) or [name]
 
-    sent = []
+    sent, misfits = [], []
     for name, lora in manager._registered_adapters[number].loras.items():
         split = parts(name)
-        sides = [(lora.lora_a, lora.lora_b)] if split == [name] else zip(lora.lora_a, lora.lora_b, strict=True)
-        sent += [part for part, sides in zip(split, sides, strict=True) if all(side is not None for side in sides)]
-    return {"sent": sent, "wrapped": [part for name in manager.modules for part in parts(name)]}
+        pairs = [(lora.lora_a, lora.lora_b)] if split == [name] else zip(lora.lora_a, lora.lora_b, strict=True)
+        complete = {
+            place: (part, *pair)
+            for place, (part, pair) in enumerate(zip(split, pairs, strict=True))
+            if all(side is not None for side in pair)
+        }
+        sent += [part for part, *_ in complete.values()]
+        sizes = _sizes(manager.modules.get(name))
+        misfits += [
+            f"{part} ({before.shape[1]} to {after.shape[0]}, expected {' to '.join(map(str, sizes[place]))})"
+            for place, (part, before, after) in complete.items()
+            if place < len(sizes) and (before.shape[1], after.shape[0]) != sizes[place]
+        ]
+    return {"sent": sent, "wrapped": [part for name in manager.modules for part in parts(name)], "misfits": misfits}
+
+
+def _sizes(module: Any) -> list[tuple[int, int]]:
+    """The input and output sizes of vLLM's linears with adapters; empty for sharded and other modules.
+
+    vLLM has a stack `(adapters, 1, rank, in_features)` and one `(adapters, 1, out_features, rank)` per fused linear.
+    """
+    before, after = (getattr(module, f"lora_{side}_stacked", None) for side in "ab")
+    if getattr(module, "tp_size", None) != 1 or not isinstance(before, tuple) or not isinstance(after, tuple):
+        return []
+    return [(first.shape[3], second.shape[2]) for first, second in zip(before, after, strict=True)]
 
 
 def load_adapter(llm: Any, folder: Path, number: int) -> Any:
@@ -57,6 +85,7 @@ def load_adapter(llm: Any, folder: Path, number: int) -> Any:
         )
     if not (folder / "adapter_config.json").is_file():
         raise EngineError(f"{folder} has no adapter_config.json: expected a folder that PEFT saved an adapter in")
+    _require_values(folder)
     from vllm.lora.request import LoRARequest
 
     request = LoRARequest(f"adapter-{number}", number, str(folder))
@@ -74,6 +103,26 @@ def load_adapter(llm: Any, folder: Path, number: int) -> Any:
     return request
 
 
+def _require_values(folder: Path) -> None:
+    """Check that the tensors of an adapter are finite floating-point numbers, because vLLM loads any values.
+
+    Raises:
+        EngineError: If some are not.
+    """
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return  # vLLM raises an error
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise EngineError(f"{file} is damaged: {one_line(error)}") from error
+    for name, tensor in finite(tensors.items()) if tensors else ():
+        if not tensor.is_floating_point():
+            raise EngineError(
+                f"{name} in {file} has the dtype {dtype_name(tensor.dtype)}: expected a floating-point dtype"
+            )
+
+
 def _require_applied(llm: Any, folder: Path, number: int) -> None:
     """Check that vLLM applies every module of an adapter, and that the adapter has every module that it targets.
 
@@ -86,6 +135,12 @@ def _require_applied(llm: Any, folder: Path, number: int) -> None:
     workers: list[dict[str, list[str]]] = llm.collective_rpc("nrl_adapter", args=(number,))
     sent = {name for worker in workers for name in worker["sent"]}
     wrapped = {name for worker in workers for name in worker["wrapped"]}
+    misfits = sorted({name for worker in workers for name in worker["misfits"]})
+    if misfits:
+        raise EngineError(
+            f"the adapter in {folder} has matrices of other sizes than the engine's model: {listed(misfits)}. Save it "
+            "from the model that the engine serves"
+        )
     if ignored := sorted(sent - wrapped):
         raise EngineError(
             f"vLLM ignores {len(ignored)} modules of the adapter in {folder}: {listed(ignored)}. It has no adaptable "

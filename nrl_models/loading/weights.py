@@ -33,11 +33,12 @@ from nrl_models.common.modules import (
 )
 from nrl_models.common.pinned import pinned_copies
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by, kept_from
 from nrl_models.common.state_dict.layouts import TensorSpec, note_published_names
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTP
-from nrl_models.common.state_dict.ties import have_same_values
+from nrl_models.common.state_dict.ties import have_same_values, tied_names
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import BUILDING, mark_initialized, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor
@@ -250,7 +251,15 @@ def require_written(model: PreTrainedModel) -> None:
 # State dicts for `load_state_dict`
 
 
-def accept_hub_names(model: Any, state_dict: dict[str, Any], prefix: str, missing: list[str]) -> None:
+def accept_hub_names(
+    model: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    missing: list[str],
+    errors: list[str],
+    *,
+    assign: bool = False,
+) -> None:
     """Convert tensors under the hub's names to the model's own, in a state dict that is about to be loaded.
 
     Names are interpreted as in a checkpoint's files. A dict of own names only is unchanged. Unknown names also stay,
@@ -262,14 +271,55 @@ def accept_hub_names(model: Any, state_dict: dict[str, Any], prefix: str, missin
         prefix: Prefix of the model's tensor names in `state_dict`.
         missing: Receives the names of missing parts of tensors that are only partly present. A checkpoint shard may
             have some experts of a stack; the other experts then keep their values.
+        errors: Receives messages that torch raises after loading. An exception before would leave FSDP1 in a context.
+        assign: Whether torch replaces parameters (`assign=True`). Then a tensor that only exists under one of two tied
+            names replaces both parameters.
 
     Raises:
         StateDictError: If tensors are duplicated, have another shape or dtype, or are tied but differ.
         ShardingError: If sharded tensors would have to be concatenated.
     """
     if is_flattened(model):
-        return  # FSDP1 only accepts own names
+        try:
+            _convert_complete(model.state_dict_adapter, state_dict, prefix)
+        except StateDictError as error:
+            errors.append(str(error))
+        return
     stored_names = names_in_state_dict(model)
+    _convert(model, state_dict, prefix, stored_names, missing)
+    for name, kept in tied_names(model).items() if assign else ():
+        keys = [f"{prefix}{stored_names[tied]}" for tied in (name, kept)]
+        given = [state_dict[key] for key in keys if key in state_dict]
+        if len(given) == 1:
+            state_dict.update(dict.fromkeys(keys, given[0]))
+
+
+def _convert_complete(adapter: StateDictAdapter, state_dict: dict[str, Any], prefix: str) -> None:
+    """Implement `accept_hub_names` for a model that FSDP1 has flattened, which only accepts complete own tensors.
+
+    Raises:
+        StateDictError: As `accept_hub_names`, and if tensors are incomplete.
+    """
+    inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+    converted = {key: name for key, name in inside.items() if name not in adapter.own and adapter.find(name)}
+    own = adapter.from_hf({name: state_dict[key] for key, name in converted.items()}, strict=False)
+    twice = [name for name in own if f"{prefix}{name}" in state_dict]
+    if problems := [Problem(ProblemKind.DUPLICATED, name, "is there in two layouts") for name in twice]:
+        raise StateDictError("state dict does not fit the model", problems)
+    for key in converted:
+        del state_dict[key]
+    state_dict.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
+
+
+def _convert(
+    model: Any, state_dict: dict[str, Any], prefix: str, stored_names: Mapping[str, str], missing: list[str]
+) -> None:
+    """Implement `accept_hub_names`.
+
+    Args:
+        model, state_dict, prefix, missing: See `accept_hub_names`.
+        stored_names: See `names_in_state_dict`.
+    """
     own_names = {stored: name for name, stored in stored_names.items()}
     inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
     of_adapters = _adapter_parts(model)

@@ -130,9 +130,26 @@ def without_a_part_of_a_fused_module(tensors: dict[str, torch.Tensor]) -> dict[s
     return {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn.v_proj" not in name}
 
 
+def with_nan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.masked_fill(tensor > tensor.median(), float("nan")) for name, tensor in tensors.items()}
+
+
+def as_integers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: (tensor * 100).int() for name, tensor in tensors.items()}
+
+
+def of_a_smaller_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """vLLM would copy the matrices into a part of its own."""
+    smaller = {name: tensor[:-8].clone() for name, tensor in tensors.items() if "v_proj.lora_B" in name}
+    return tensors | smaller
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (with_nan, r"lora_A\.weight has \d+ NaN and 0 infinite values"),
+        (as_integers, r"lora_A\.weight in .* has the dtype int32: expected a floating-point dtype"),
+        (of_a_smaller_model, r"other sizes than the engine's model: model\.layers\.0\.self_attn\.v_proj \(256 to"),
         (foreign_prefix, r"ignores \d+ modules of the adapter in .*: decoder.layers.0.mlp.down_proj"),
         (foreign_layer, r"ignores 4 modules of the adapter in .*: model.layers.7"),
         (without_a_layer, r"has no matrices for 4 modules .*: model.layers.1.mlp.down_proj, .*layers_to_transform"),

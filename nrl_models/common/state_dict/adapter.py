@@ -33,7 +33,7 @@ from nrl_models.common.state_dict.buckets import CACHED_BYTES, buckets, filled, 
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
-from nrl_models.common.state_dict.tables import Layout, LayoutTables
+from nrl_models.common.state_dict.tables import Layout, LayoutTables, require_tensors
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
 from nrl_models.common.upstream import BUILDING, loaded_conversions, set_loaded_conversions
@@ -61,6 +61,7 @@ class StateDictAdapter(LayoutTables):
         super().__init__(model)
         self.kept: dict[str, TensorSpec] = _kept_specs(model)
         self._has_peft = any(peft_modules(model))
+        self._computed = _computed_weights(model)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.own)} parameters, {len(self.hub)} checkpoint tensors)"
@@ -95,11 +96,12 @@ class StateDictAdapter(LayoutTables):
                 out. A parameter that is only partly present always raises.
 
         Raises:
-            StateDictError: If keys are missing, unexpected, incomplete, or present in two layouts, or shapes or dtypes
-                do not match. Lists all problems.
+            StateDictError: If keys are missing, unexpected, incomplete, or present in two layouts, shapes or dtypes do
+                not match, or values are not tensors. Lists all problems.
             ShardingError: If `device_mesh` shards experts, or sharded tensors would have to be concatenated.
         """
         check_mesh(device_mesh)
+        require_tensors(state_dict)
         found = match(
             {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
             self.table_for(state_dict).get,
@@ -242,6 +244,7 @@ class StateDictAdapter(LayoutTables):
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Return name, shape and dtype of each tensor of `iter_export`, in order. Raises the same errors."""
         self._require_plain(self._has_peft)
+        self._require_stored()
         exported = self.exported(layout)
         plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
         return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
@@ -271,7 +274,8 @@ class StateDictAdapter(LayoutTables):
             layout: Names and shapes to yield.
 
         Raises:
-            StateDictError: If the model does not match the adapter, or has PEFT adapters.
+            StateDictError: If the model does not match the adapter, has PEFT adapters, or computes weights from other
+                tensors (parametrizations, pruning).
         """
         self._require_plain(self._has_peft or any(peft_modules(model)))
         yield from self._export(model, max_bytes, layout)
@@ -280,6 +284,7 @@ class StateDictAdapter(LayoutTables):
 
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implements `iter_export`."""
+        self._require_stored()
         inner = innermost(model)
         kept = self._kept_tensors(inner, layout)
         exported = self.retied(inner).exported(layout)
@@ -312,6 +317,17 @@ class StateDictAdapter(LayoutTables):
                 "or vLLM's LoRA gets the adapter: model.save_pretrained(folder), then VLLMEngine.use_adapter(folder)",
             ]
             raise StateDictError("the exported weights would lack the adapters", [problem], advice)
+
+    def _require_stored(self) -> None:
+        """Raise if the model computes weights from other tensors, which engines do not have."""
+        if self._computed:
+            detail = "is computed from other tensors (by a parametrization, pruning, or weight or spectral norm)"
+            problems = [Problem(ProblemKind.UNEXPECTED, name, detail) for name in self._computed]
+            advice = [
+                "export a copy of the model that stores the result: torch.nn.utils.parametrize.remove_parametrizations"
+                "(module, name), torch.nn.utils.prune.remove(module, name)"
+            ]
+            raise StateDictError("engines do not have the tensors of these weights", problems, advice)
 
     def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
         return self.kept if self.layout(layout) is self.hub else {}
@@ -384,6 +400,13 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
             return adapter
     _kept[model] = StateDictAdapter(model), conversions
     return _kept[model][0]
+
+
+def _computed_weights(model: PreTrainedModel) -> list[str]:
+    """Return names of weights that torch computes from other tensors, unless the model's class is built so."""
+    names = layouts.computed_weights(model)
+    built = set(layouts.computed_weights(_as_built(model))) if names else set()
+    return [name for name in names if name not in built]
 
 
 def _as_built(model: PreTrainedModel) -> PreTrainedModel:

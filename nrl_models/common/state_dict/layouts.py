@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.modules import named_tensors, without_wrappers
+from nrl_models.common.modules import named_tensors, own_modules, without_wrappers
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.upstream import (
     PrefixChange,
@@ -58,6 +59,21 @@ def has_own_tensors(model: nn.Module, specs: Mapping[str, TensorSpec]) -> bool:
     return own.keys() == specs.keys() and all(
         tensor.shape == (spec := specs[name]).shape and tensor.dtype == spec.dtype for name, tensor in own.items()
     )
+
+
+def computed_weights(model: nn.Module) -> list[str]:
+    """Return names of weights that `torch.nn.utils` computes from other tensors of their module.
+
+    These are parametrizations, pruning, and weight and spectral norm, as parametrizations or hooks.
+    """
+    names = []
+    for prefix, module in own_modules(model):
+        own = [*getattr(module, "parametrizations", {})] if parametrize.is_parametrized(module) else []
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                own.append(getattr(hook, "name", None) or getattr(hook, "_tensor_name", "weight"))
+        names += [f"{prefix}.{name}" if prefix else name for name in own]
+    return names
 
 
 def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import innermost, is_off, own_modules, peft_modules, without_wrappers
+from nrl_models.common.modules import innermost, is_off, own_modules, peft_modules, peft_types, without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.tables import Layout
 from nrl_models.common.state_dict.ties import tied_names
@@ -32,13 +32,21 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
             disabled ones are ignored, as in the model's forward.
 
     Raises:
-        StateDictError: If adapter tensors cannot be merged into a weight (prompts, prefixes), only one of two tied
-            weights has an adapter, or weights under adapters are quantized or sharded. Lists all problems.
+        StateDictError: If this is not a model of this library, adapter tensors cannot be merged into a weight (prompts,
+            prefixes), only one of two tied weights has an adapter, or weights under adapters are quantized or sharded.
+            Lists all problems.
     """
     inner = innermost(model)
+    if not isinstance(inner, PreTrainedModel):
+        parts = [name for name, part in inner.named_modules() if isinstance(part, PreTrainedModel)]
+        detail = "is neither a model of this library nor a wrapper of torch, accelerate or PEFT"
+        advice = f"pass the model inside: model.{parts[0]}" if parts else "pass a model that from_pretrained returns"
+        raise StateDictError(
+            "the model has no hub names", [Problem(ProblemKind.UNEXPECTED, type(inner).__name__, detail)], [advice]
+        )
     if not any(peft_modules(inner)) and not _outside(model, inner) and not _foreign(inner):
         own: Any = getattr(inner, "state_dict_adapter", None)
-        return own or adapter_of(cast(PreTrainedModel, inner))
+        return own or adapter_of(inner)
     return MergedAdapter(model)
 
 
@@ -162,7 +170,17 @@ def _copy(wrapper: Any, copied: dict[int, Any]) -> Any:
 
 
 def _merged(wrapper: Any, twin: Any) -> nn.Module:
-    """Merge a copy of a wrapper, and return the module in it."""
+    """Merge a copy of a wrapper, and return the module in it.
+
+    Disabled adapters that were merged in place are unmerged, as in PEFT's next forward.
+    """
+    for layer in twin.modules():
+        if isinstance(layer, peft_types()[:1]):
+            tuner = cast(Any, layer)
+            if tuner.merged and tuner.disable_adapters:
+                tuner.unmerge()
+    if is_off(wrapper) and hasattr(wrapper, "modules_to_save"):
+        return cast(nn.Module, innermost(twin))  # PEFT unloads the trained copy all the same
     merges = not is_off(wrapper) and not getattr(wrapper, "merged", False)
     if hasattr(twin, "unload_and_optionally_merge_module"):
         return cast(nn.Module, twin.unload_and_optionally_merge_module(merges, safe_merge=False, adapter_names=None))

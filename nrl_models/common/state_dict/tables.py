@@ -157,8 +157,9 @@ class LayoutTables:
         """Check that tensors are the model's own, all or some.
 
         Raises:
-            StateDictError: If names are not the model's, or shapes are not the parameters'.
+            StateDictError: If names are not the model's, values are not tensors, or shapes are not the parameters'.
         """
+        require_tensors(state_dict)
         unknown = [name for name in state_dict if name not in self.own]
         problems = [Problem(ProblemKind.UNEXPECTED, name, "is not a tensor of this model") for name in unknown]
         if problems := problems + self.other_shapes(state_dict):
@@ -180,6 +181,21 @@ class LayoutTables:
             for name, tensor in tensors.items()
             if name in self.own and tensor.shape != self.own[name].shape
         ]
+
+
+def require_tensors(state_dict: Mapping[str, object]) -> None:
+    """Check that all values are tensors.
+
+    Raises:
+        StateDictError: If some are not.
+    """
+    problems = [
+        Problem(ProblemKind.DTYPE, str(name), f"is a {type(value).__name__}, expected a torch.Tensor")
+        for name, value in state_dict.items()
+        if not isinstance(value, torch.Tensor)
+    ]
+    if problems:
+        raise StateDictError("state dict has other values than tensors", problems)
 
 
 def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:

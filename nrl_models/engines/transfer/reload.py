@@ -16,10 +16,10 @@ import torch
 from nrl_models.common.dtypes import same_kind, wrong_kind
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream_torch import TorchDispatchMode, tree_leaves
-from nrl_models.engines.base import is_finite
 from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
+from nrl_models.engines.transfer.sent_tensors import is_finite, require_range
 from nrl_models.errors import EngineError, listed
 
 
@@ -241,7 +241,8 @@ class WeightReload:
 
 
 class _SameKind(TorchDispatchMode):
-    """Check dtypes while it is open: a loader may convert a tensor only to a dtype of the same kind, see `same_kind`.
+    """Check dtypes while it is open: a loader may convert a tensor only to a dtype of the same kind (see `same_kind`),
+    in which its values are finite.
 
     `Tensor.copy_`, by which vLLM's loaders write, converts between all dtypes.
     """
@@ -258,9 +259,11 @@ class _SameKind(TorchDispatchMode):
             yield self._last, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and not same_kind(args[1].dtype, args[0].dtype):
+        if func is torch.ops.aten.copy_.default and args[1].dtype != args[0].dtype:
             name = self._names.get(args[1].data_ptr(), self._last)
-            raise EngineError(wrong_kind(name, args[1].dtype, args[0].dtype))
+            if not same_kind(args[1].dtype, args[0].dtype):
+                raise EngineError(wrong_kind(name, args[1].dtype, args[0].dtype))
+            require_range(name, args[1], args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 

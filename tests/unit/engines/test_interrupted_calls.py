@@ -14,9 +14,9 @@ import pytest
 import torch
 from bigram_worker import DELAY, SLOW_TOKEN, scores, table
 
-from nrl_models.engines.base import is_finite
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.processes.worker_engine import WorkerEngine
+from nrl_models.engines.transfer.sent_tensors import is_finite
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from nrl_models import registry
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.transfer import reload
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
+from nrl_models.testing.case import FamilyCase
 
 
 class DyingLLM:
@@ -117,3 +122,81 @@ def test_a_refit_that_changed_nothing_leaves_the_version_before(
         engine.refit([(name, tensor[:-1])])
     assert not isinstance(caught.value, MixedWeightsError)
     assert [row[1:] for row in engine.score(prompts, Sampling())] == before
+
+
+NOT_PAIRS: dict[str, tuple[Callable[[str, torch.Tensor], Any], str]] = {
+    "an array": (lambda name, tensor: (name, tensor.numpy()), r"o_proj\.weight is a ndarray: expected a torch\.Tensor"),
+    "None": (lambda name, tensor: (name, None), r"o_proj\.weight is a NoneType"),
+    "on meta": (lambda name, tensor: (name, tensor.to("meta")), r"o_proj\.weight is on meta and has no values"),
+    "sparse": (lambda name, tensor: (name, tensor.to_sparse()), r"o_proj\.weight has the layout torch\.sparse_coo"),
+    "a number for a name": (lambda name, tensor: (3, tensor), r"pairs of name and tensor, and got \['int', 'Tensor'\]"),
+    "three": (lambda name, tensor: (name, tensor, 1), r"and got \['str', 'Tensor', 'int'\]"),
+    "a name": (lambda name, tensor: name, "and got str"),
+}
+"""Items that are no pair of name and tensor with values, and the error."""
+
+
+@pytest.mark.parametrize("edit", NOT_PAIRS)
+def test_items_that_are_no_named_tensors_raise(
+    trainer: HFEngine, engine: HFEngine, prompts: list[list[int]], edit: str
+) -> None:
+    change, message = NOT_PAIRS[edit]
+    weights = trainer.model.state_dict_adapter.iter_export(trainer.model)
+    sent = [change(name, tensor) if "o_proj" in name else (name, tensor) for name, tensor in weights]
+    with pytest.raises(EngineError, match=message):
+        engine.refit(sent)
+    engine.score(prompts, Sampling())  # nothing was written
+
+
+@pytest.mark.parametrize("sent", [{"model.norm.weight": torch.ones(256)}, None, []], ids=["dict", "None", "nothing"])
+def test_refit_without_pairs_leaves_the_engine(engine: HFEngine, prompts: list[list[int]], sent: Any) -> None:
+    with pytest.raises(EngineError, match=r"a refit (takes pairs of name and tensor|without tensors)") as caught:
+        engine.refit(sent)
+    assert not isinstance(caught.value, MixedWeightsError)
+    engine.score(prompts, Sampling())
+    with pytest.raises(EngineError, match="bucket_bytes='1': expected a whole number"):
+        engine.refit([("model.norm.weight", torch.ones(256))], bucket_bytes="1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sent", "held", "value"),
+    [("float32", "float16", 7e4), ("bfloat16", "float16", -1e30), ("float64", "float32", 1e39)],
+)
+def test_values_that_the_engines_dtype_cannot_hold_raise(
+    trainer: HFEngine, checkpoint: Path, sent: str, held: str, value: float
+) -> None:
+    engine = HFEngine.start(checkpoint, dtype=getattr(torch, held))
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict_adapter.iter_export(trainer.model)}
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = weights[name].to(getattr(torch, sent))
+    weights[name][3, 4] = value
+    with pytest.raises(EngineError, match=rf"{name} has values from .* holds {held} there, which ends at"):
+        engine.refit(weights.items())
+    assert all(tensor.isfinite().all() for tensor in engine.model.state_dict().values())
+    target = torch.zeros(2, dtype=getattr(torch, held))  # vLLM's loaders write with `Tensor.copy_`
+    with reload._SameKind() as kinds:
+        ((_, tensor),) = kinds.named([("a", torch.tensor([1.0, value], dtype=getattr(torch, sent)))])
+        with pytest.raises(EngineError, match="a has values from"):
+            target.copy_(tensor)
+    weights[name][3, 4] = 1.0
+    engine.refit(weights.items())
+
+
+def test_two_names_of_one_tensor_raise(trainer: HFEngine, engine: HFEngine) -> None:
+    weights = dict(trainer.model.state_dict_adapter.iter_export(trainer.model))
+    name = "layers.1.mlp.down_proj.weight"  # the base model's name
+    weights[name] = weights[f"model.{name}"] + 1
+    with pytest.raises(EngineError, match=rf"{name} and model\.{name} are two names of one tensor"):
+        engine.refit(weights.items())
+
+
+def test_single_infinite_value_is_only_accepted_where_the_engine_has_one() -> None:
+    case = FamilyCase(registry.model_class("Gemma4ForConditionalGeneration"))
+    engine, model = HFEngine(copy.deepcopy(case.reference())), case.model()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model)}
+    assert any(tensor.isinf().any() for tensor in weights.values())  # bounds that are disabled
+    engine.refit(weights.items())
+    name = next(name for name in weights if name.endswith("layer_scalar"))
+    weights[name].fill_(math.inf)
+    with pytest.raises(EngineError, match=rf"{name} is inf, and hf-generate holds a finite value there"):
+        engine.refit(weights.items())

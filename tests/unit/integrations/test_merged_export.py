@@ -14,6 +14,7 @@ import torch
 from checkpoints import assert_same
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from nrl_models import export_adapter, registry
 from nrl_models.common.state_dict import merged
@@ -121,6 +122,20 @@ def test_what_forward_computes_is_sent() -> None:
     model.unmerge_adapter()
 
 
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "IA3", "a whole part", "embeddings", "tokens", "experts"])
+def test_disabled_adapters_are_not_sent(name: str) -> None:
+    """PEFT unmerges adapters that are merged in place in the next forward."""
+    architecture, config = CONFIGS[name]
+    model = adapted(architecture, config())
+    plain = FamilyCase(registry.model_class(architecture)).model()
+    expected = dict(plain.state_dict_adapter.iter_export(plain))
+    with model.disable_adapter():
+        assert_same(export(model), expected)
+    model.merge_adapter()
+    with model.disable_adapter():
+        torch.testing.assert_close(export(model), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_of_a_model_without_adapters_it_is_its_own() -> None:
     model = FamilyCase(registry.model_class(DENSE)).model()
     assert export_adapter(model) is model.state_dict_adapter
@@ -214,6 +229,16 @@ def test_model_that_peft_merged_and_untied_keeps_its_head(tmp_path: Path) -> Non
 
 
 # Unsupported adapters
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inner"), [(AveragedModel, "module"), (nn.Sequential, "0")], ids=["moving average", "sequence"]
+)
+def test_modules_around_a_model_that_are_no_wrappers(wrap: Callable[[nn.Module], nn.Module], inner: str) -> None:
+    model = wrap(FamilyCase(registry.model_class(DENSE)).model())
+    with pytest.raises(StateDictError, match=rf"{type(model).__name__}: is neither .*\n.*pass .* model\.{inner}"):
+        export_adapter(model)
+    assert export(model.get_submodule(inner))
 
 
 def test_prompts_reach_no_weight() -> None:

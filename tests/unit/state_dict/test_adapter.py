@@ -32,12 +32,13 @@ from transformers.core_model_loading import Chunk, ConversionOps, WeightConverte
 from transformers.models.llama import modeling_llama
 from versions import since
 
-from nrl_models import AutoModelForCausalLM, StateDictAdapter, StateDictError
+from nrl_models import AutoModelForCausalLM, StateDictAdapter, StateDictError, registry
 from nrl_models.auto import auto_class_of
 from nrl_models.common.state_dict.layouts import convert_layout
 from nrl_models.common.upstream import describe_conversion
 from nrl_models.common.views.boxes import NotAViewError
 from nrl_models.families.llama.model import LlamaFamily
+from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
 Tensors = dict[str, torch.Tensor]
@@ -729,3 +730,13 @@ def test_a_configuration_of_no_family() -> None:
     reference = RwkvForCausalLM(config)
     assert list(adapter.own) == list(adapter.transformers) == list(reference.state_dict())
     assert_same(adapter.to_hf(reference.state_dict()), reference.state_dict())
+
+
+@pytest.mark.parametrize("value", [3, None, [1.0]], ids=repr)
+def test_values_that_are_no_tensors_are_named(value: object) -> None:
+    model = FamilyCase(registry.model_class("Qwen3MoeForCausalLM")).model()
+    adapter, state_dict = model.state_dict_adapter, dict(model.state_dict())
+    state_dict["model.norm.weight"] = value  # type: ignore[assignment]
+    for call in (adapter.to_hf, adapter.from_hf):
+        with pytest.raises(StateDictError, match=rf"model\.norm\.weight: is a {type(value).__name__}, expected"):
+            call(state_dict)

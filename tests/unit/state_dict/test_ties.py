@@ -12,9 +12,9 @@ import pytest
 import torch
 from checkpoints import assert_same, edit_weights, stored
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
-from nrl_models import CheckpointError, registry
+from nrl_models import CheckpointError, StateDictError, export_adapter, registry
 from nrl_models.common.modules import install
 from nrl_models.common.state_dict.ties import (
     as_keywords,
@@ -115,6 +115,9 @@ RETIED: dict[str, Callable[[Any], object]] = {
     "resizing": lambda model: model.resize_token_embeddings(model.config.vocab_size + 8),
     "deepcopy": copy.deepcopy,
     "double": lambda model: model.double(),
+    "the export assigned": lambda model: model.load_state_dict(
+        dict(model.state_dict_adapter.iter_export(model)), strict=False, assign=True
+    ),
     "an alias": lambda model: install(model, HEAD, model.model.embed_tokens.weight.detach()),
 }
 
@@ -126,6 +129,21 @@ def test_model_stays_tied(edit: Callable[[Any], Any]) -> None:
     model = changed if isinstance(changed, FamilyModel) else model
     assert tied_names(model) == {HEAD: EMBEDDINGS}
     assert HEAD not in dict(model.state_dict_adapter.iter_export(model))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MixtralForCausalLM", "Florence2ForConditionalGeneration"]
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_assigned_export_replaces_all_tied_tensors(architecture: str, device: str) -> None:
+    model = tied_model(architecture)
+    ties = declared_ties(model)
+    sent = {name: tensor * 2 for name, tensor in model.state_dict_adapter.iter_export(model)}
+    expected = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    target = type(model).from_config(model.config, device=device)
+    target.load_state_dict(sent, strict=False, assign=True)
+    assert_same({name: target.state_dict()[name] for name in ties}, {name: expected[name] for name in ties})
+    assert tied_names(target) == ties
 
 
 def test_model_that_is_tied_again_exports_one() -> None:
@@ -216,6 +234,40 @@ def test_configuration_whose_parts_disagree_is_read_as_the_model_is(
     assert_same(loaded.state_dict(), model.state_dict())
     set_key(loaded, other, True)
     assert declared_ties(loaded) == {}
+
+
+COMPUTED: dict[str, Callable[[nn.Module], object]] = {
+    "a parametrization": lambda linear: parametrize.register_parametrization(linear, "weight", nn.Identity()),
+    "weight norm": lambda linear: parametrizations.weight_norm(linear),
+    "weight norm by a hook": lambda linear: weight_norm(linear),
+    "pruning": lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
+    "pruning twice": lambda linear: [prune.l1_unstructured(linear, "weight", 0.1) for _ in range(2)],
+}
+"""Edits after which a linear has other tensors than a weight."""
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("edit", COMPUTED.values(), ids=COMPUTED)
+def test_computed_weight_is_not_exported_under_other_names(edit: Callable[[nn.Module], object]) -> None:
+    model = tied_model("LlamaForCausalLM")
+    before = model.state_dict_adapter
+    edit(model.model.layers[0].self_attn.q_proj)
+    for adapter in (model.state_dict_adapter, export_adapter(model)):
+        for call in (adapter.export_plan, lambda adapter=adapter: next(adapter.iter_export(model))):
+            with pytest.raises(StateDictError, match=r"layers\.0\.self_attn\.q_proj\.weight: is computed from other"):
+                call()
+    with pytest.raises(StateDictError, match="is no longer in the model"):
+        next(before.iter_export(model))
+
+
+def test_parametrization_that_was_removed_is_exported() -> None:
+    model = tied_model("LlamaForCausalLM")
+    linear = model.model.layers[0].self_attn.q_proj
+    prune.l1_unstructured(linear, "weight", 0.5)
+    prune.remove(linear, "weight")
+    sent = dict(model.state_dict_adapter.iter_export(model))
+    assert torch.equal(sent["model.layers.0.self_attn.q_proj.weight"], linear.weight)
+    assert (linear.weight == 0).sum() == linear.weight.numel() // 2
 
 
 def test_parametrized_head_is_not_taken_for_the_embeddings() -> None:

@@ -212,6 +212,21 @@ def test_flattened_model_says_who_gathers_it(tmp_path: Path) -> None:
     assert stored(tmp_path / "saved").keys() == {name for name, *_ in model.state_dict_adapter.export_plan()}
 
 
+@pytest.mark.parametrize("name", ["FSDP1", "FSDP1 of original parameters"])
+@pytest.mark.usefixtures("world")
+def test_flattened_model_loads_hub_names(name: str, exported: Tensors) -> None:
+    model = copy.deepcopy(CASE.model())
+    wrapped = AROUND[name](model)
+    new = {key: tensor * 2 for key, tensor in exported.items()}
+    assert not wrapped.load_state_dict(new, strict=False).unexpected_keys
+    assert_same(dict(model.state_dict_adapter.iter_export(wrapped)), new)
+    part = next(key for key in new if ".experts.1." in key)
+    with pytest.raises(RuntimeError, match="fill only a part of"):
+        wrapped.load_state_dict({part: new[part]}, strict=False)
+    assert_same(dict(model.state_dict_adapter.iter_export(wrapped)), new)
+    wrapped.load_state_dict(wrapped.state_dict())
+
+
 @pytest.mark.usefixtures("world")
 def test_ties_that_fully_shard_parts_are_reported(tmp_path: Path) -> None:
     """It replaces the parameter in the module that it shards, but not in the tied module."""
