@@ -80,12 +80,25 @@ def inner_of(module: Any, *, peft: bool = True) -> nn.Module | None:
             inner = wrapper.get_base_layer() if hasattr(module, "get_base_layer") else wrapper.original_module
     elif peft and hasattr(kind, "get_base_model"):
         inner = module.get_base_model()
+    elif peft and (name := _name_inside_tuner(kind)):
+        inner = getattr(module, name)
     elif name := name_inside(kind):
         inner = module._modules[name]
     return cast("nn.Module | None", inner)
 
 
 # Cached by class: a subclass of a wrapper's class only exists once the wrapper's package is imported.
+
+
+@cached
+def _name_inside_tuner(kind: type) -> str:
+    """Return the attribute of the module inside PEFT's tuners (`LoraModel`) and `PeftMixedModel`; empty for others."""
+    if "peft" not in sys.modules:
+        return ""
+    from peft import PeftMixedModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return "base_model" if issubclass(kind, PeftMixedModel) else "model" if issubclass(kind, BaseTuner) else ""
 
 
 @cached
@@ -214,7 +227,8 @@ def without_wrappers(model: nn.Module, *, peft: bool = False) -> Any:
 
 def _has_wrappers(model: nn.Module, peft: bool) -> bool:
     return any(
-        name_inside(kind) or (peft and (_is_peft_module(kind) or hasattr(kind, "get_base_model")))
+        name_inside(kind)
+        or (peft and (_is_peft_module(kind) or hasattr(kind, "get_base_model") or _name_inside_tuner(kind)))
         for kind in {type(module) for module in _all_modules(model)}
     )
 

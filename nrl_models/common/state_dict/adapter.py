@@ -38,7 +38,7 @@ from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
 from nrl_models.common.upstream import BUILDING, loaded_conversions, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor, place_of
-from nrl_models.errors import Problem, ProblemKind, StateDictError
+from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -203,12 +203,16 @@ class StateDictAdapter(LayoutTables):
             layout: Names and shapes to yield.
 
         Raises:
-            StateDictError: If a name is unknown or a shape is wrong, or, at the end, if parts are missing.
+            StateDictError: If a name is unknown or repeated, or a shape is wrong, or, at the end, if parts are missing.
         """
         waiting: dict[str, dict[str, torch.Tensor]] = {}
+        seen: set[str] = set()
         for given, tensor in tensors:
             name = own_name(given)
             self.check_own({name: tensor})
+            if name in seen:
+                raise StateDictError("a tensor came twice", [Problem(ProblemKind.DUPLICATED, name, "came before")])
+            seen.add(name)
             for hf_tensor in self.tensors_in(name, layout):
                 parts = waiting.setdefault(hf_tensor.name, {})
                 parts[name] = tensor
@@ -285,6 +289,8 @@ class StateDictAdapter(LayoutTables):
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implements `iter_export`."""
         self._require_stored()
+        if max_bytes is not None and type(max_bytes) is not int:
+            raise UnknownArgumentError(f"max_bytes={max_bytes!r}: expected a whole number of bytes, or None")
         inner = innermost(model)
         kept = self._kept_tensors(inner, layout)
         exported = self.retied(inner).exported(layout)

@@ -38,7 +38,8 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
     """
     inner = innermost(model)
     if not isinstance(inner, PreTrainedModel):
-        parts = [name for name, part in inner.named_modules() if isinstance(part, PreTrainedModel)]
+        modules = inner.named_modules() if isinstance(inner, nn.Module) else ()
+        parts = [name for name, part in modules if isinstance(part, PreTrainedModel)]
         detail = "is neither a model of this library nor a wrapper of torch, accelerate or PEFT"
         advice = f"pass the model inside: model.{parts[0]}" if parts else "pass a model that from_pretrained returns"
         raise StateDictError(
@@ -174,19 +175,25 @@ def _merged(wrapper: Any, twin: Any) -> nn.Module:
 
     Disabled adapters that were merged in place are unmerged, as in PEFT's next forward.
     """
-    for layer in twin.modules():
-        if isinstance(layer, peft_types()[:1]):
-            tuner = cast(Any, layer)
-            if tuner.merged and tuner.disable_adapters:
-                tuner.unmerge()
+    for tuner in _tuners(twin):
+        if tuner.merged and tuner.disable_adapters:
+            tuner.unmerge()
     if is_off(wrapper) and hasattr(wrapper, "modules_to_save"):
         return cast(nn.Module, innermost(twin))  # PEFT unloads the trained copy all the same
     merges = not is_off(wrapper) and not getattr(wrapper, "merged", False)
     if hasattr(twin, "unload_and_optionally_merge_module"):
         return cast(nn.Module, twin.unload_and_optionally_merge_module(merges, safe_merge=False, adapter_names=None))
-    if merges:
-        twin.merge(safe_merge=False)
+    for tuner in reversed(list(_tuners(twin)) if merges else []):  # an adapter may be around another one's module
+        if not tuner.merged:
+            tuner.merge(safe_merge=False)
     return cast(nn.Module, twin.get_base_layer())
+
+
+def _tuners(module: nn.Module) -> Iterator[Any]:
+    """Yield PEFT's tuner layers in a module, the outermost first."""
+    for layer in module.modules():
+        if isinstance(layer, peft_types()[:1]):
+            yield layer
 
 
 def _unmergeable(name: str, wrapper: Any) -> Iterator[Problem]:
@@ -246,7 +253,7 @@ def _memory_in(wrapper: nn.Module) -> set[int]:
 def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
     """Yield the tensors of a wrapper that affect no merged weight, or cannot be merged."""
     base = {id(part) for part in innermost(wrapper).parameters()}
-    known = {*wrapper.active_adapters, *_adapters_of(wrapper)}
+    known = {*wrapper.active_adapters, *_adapters_of(wrapper)}.union(*map(_adapters_of, _tuners(wrapper)))
     for own, part in wrapper.named_parameters():
         if isinstance(part, DTensor):
             yield Problem(ProblemKind.PLAN, f"{name}.{own}", "is sharded, and adapters are merged in one process only")

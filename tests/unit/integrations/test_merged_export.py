@@ -136,6 +136,38 @@ def test_disabled_adapters_are_not_sent(name: str) -> None:
         torch.testing.assert_close(export(model), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_mixed_adapters_and_a_tuner_without_a_peft_model() -> None:
+    def plain() -> nn.Module:
+        return copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
+
+    mixed = get_peft_model(plain(), lora(), mixed=True)
+    mixed.add_adapter("second", peft.LoHaConfig(r=4, target_modules=["q_proj", "k_proj"], init_weights=False))
+    mixed.set_adapter(["default", "second"])
+    for model in (mixed, peft.LoraModel(plain(), lora(), "default")):
+        expected = copy.deepcopy(model).merge_and_unload()
+        torch.testing.assert_close(export(model), export(expected), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(
+            expected.model.layers[0].self_attn.q_proj.weight, plain().model.layers[0].self_attn.q_proj.weight
+        )
+
+
+def test_adapter_around_another_one() -> None:
+    """PEFT wraps a linear with LoRA in the module of a second `PeftModel`."""
+    base = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
+    torch.manual_seed(0)
+    get_peft_model(base, lora(target_modules=["q_proj"]))
+    model = get_peft_model(base, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    plain = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
+    plain.load_state_dict(export(model))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
 def test_of_a_model_without_adapters_it_is_its_own() -> None:
     model = FamilyCase(registry.model_class(DENSE)).model()
     assert export_adapter(model) is model.state_dict_adapter
@@ -239,6 +271,8 @@ def test_modules_around_a_model_that_are_no_wrappers(wrap: Callable[[nn.Module],
     with pytest.raises(StateDictError, match=rf"{type(model).__name__}: is neither .*\n.*pass .* model\.{inner}"):
         export_adapter(model)
     assert export(model.get_submodule(inner))
+    with pytest.raises(StateDictError, match="NoneType: is neither"):
+        export_adapter(None)  # type: ignore[arg-type]
 
 
 def test_prompts_reach_no_weight() -> None:

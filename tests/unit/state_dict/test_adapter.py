@@ -37,6 +37,7 @@ from nrl_models.auto import auto_class_of
 from nrl_models.common.state_dict.layouts import convert_layout
 from nrl_models.common.upstream import describe_conversion
 from nrl_models.common.views.boxes import NotAViewError
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.families.llama.model import LlamaFamily
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
@@ -740,3 +741,9 @@ def test_values_that_are_no_tensors_are_named(value: object) -> None:
     for call in (adapter.to_hf, adapter.from_hf):
         with pytest.raises(StateDictError, match=rf"model\.norm\.weight: is a {type(value).__name__}, expected"):
             call(state_dict)
+    with pytest.raises(UnknownArgumentError, match="max_bytes='1GB': expected a whole number of bytes"):
+        next(adapter.iter_export(model, max_bytes="1GB"))
+    tensors = list(model.state_dict().items())
+    for again in (tensors[0], next(pair for pair in tensors if "experts" in pair[0])):
+        with pytest.raises(StateDictError, match=rf"duplicated: {again[0]}: came before"):
+            list(adapter.iter_to_hf([again, *tensors]))
