@@ -20,7 +20,7 @@ from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
-from nrl_models.loading.read_config import part_for, read_config
+from nrl_models.loading.read_config import own_code_failed, part_for, read_config
 from nrl_models.loading.shared_classes import shared_class_note, shared_classes
 from nrl_models.loading.source import Source, with_source
 
@@ -155,14 +155,21 @@ class _AutoModel:
             is_known = any(name in known or hasattr(transformers, name) for name in named)
             # A model type that shares a class is published under a name that no library has.
             if named and not is_known and next(shared_classes(config), None) is None:
+                if cls._has_own_code(config):
+                    return None
                 raise UnknownArchitectureError(_unknown_name(named, sorted(known), config))
             return next((name for name in named if name in names), names[0])
-        if cls.upstream.__name__ in (getattr(config, "auto_map", None) or {}):
+        if cls._has_own_code(config):
             return None
         raise UnknownArchitectureError(
             f"{config.name_or_path or type(config).__name__} (model_type {config.model_type!r}, architectures {named}) "
             f"is not a {cls.kind}. {_kinds_of(config)}{_shared_classes_of(config)}"
         )
+
+    @classmethod
+    def _has_own_code(cls, config: PreTrainedConfig) -> bool:
+        """Return True if the checkpoint comes with its own code for this auto class."""
+        return cls.upstream.__name__ in (getattr(config, "auto_map", None) or {})
 
     @classmethod
     def _served_for(cls, config: PreTrainedConfig) -> Sequence[type[PreTrainedModel]]:
@@ -181,8 +188,14 @@ class _AutoModel:
                 f"{config.name_or_path} comes with its own code for a {cls.kind} ({reference}), which may not run. "
                 "Review that code; if you trust it, pass trust_remote_code=True."
             )
-        # From the checkpoint's own revision and subfolder.
-        return get_class_from_dynamic_module(reference, str(folder or config.name_or_path))
+        source = str(folder or config.name_or_path)  # the checkpoint's own revision and subfolder
+        try:
+            found = get_class_from_dynamic_module(reference, source)
+        except Exception as error:  # any error of foreign code
+            raise own_code_failed(source, error) from error
+        if not issubclass(found, PreTrainedModel):
+            raise own_code_failed(source, TypeError(f"{reference} is not a PreTrainedModel"))
+        return found
 
 
 class AutoModelForCausalLM(_AutoModel):

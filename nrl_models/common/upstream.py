@@ -64,6 +64,7 @@ from transformers.modeling_utils import (
     str_to_torch_dtype,
 )
 from transformers.models.auto import modeling_auto
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import is_peft_available
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -264,6 +265,14 @@ def gguf_reading() -> ModuleType:
     from transformers import modeling_gguf_pytorch_utils
 
     return modeling_gguf_pytorch_utils
+
+
+def has_quantizer(settings: Mapping[str, Any]) -> bool:
+    """Return True if transformers quantizes or dequantizes by these settings. It ignores those of unknown methods."""
+    try:
+        return AutoHfQuantizer.supports_quant_method(dict(settings))
+    except (TypeError, ValueError):  # no name of a method, for which transformers raises when it loads
+        return True
 
 
 def requests_dequantization(quantization_config: Any) -> bool:

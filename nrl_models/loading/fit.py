@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.checkpoint.dequantized import quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
@@ -370,4 +371,8 @@ def _advice(model: PreTrainedModel, adapter: StateDictAdapter, names: Checkpoint
         advice.append(f"pass {as_keywords(tying_keys(model, adapter.tied), False)} to keep both")
     if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):
         advice.append(note)
+    if ProblemKind.DTYPE in kinds and (part := quantized_part(model.config)) is not None:
+        method = settings_of(part.quantization_config).get("quant_method")
+        known = f"quantization_config has quant_method {method!r}, which neither nrl_models nor transformers reads"
+        return [f"{known}: load the checkpoint that it was quantized from"]
     return advice + [text for kind, text in _ADVICE.items() if kind in kinds]

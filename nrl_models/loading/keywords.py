@@ -5,12 +5,17 @@ Some are aliases of an option, some have no effect, and some raise an error.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig
+
+from nrl_models.common.backend import BackendConfig
 from nrl_models.common.logs import get_logger
-from nrl_models.errors import UnknownArgumentError, did_you_mean
+from nrl_models.errors import UnknownArgumentError, did_you_mean, shown
 
 logger = get_logger(__name__)
 
@@ -59,6 +64,49 @@ def unknown_keywords(unknown: Iterable[str], known: Iterable[str], more: Iterabl
     return f"unknown keyword{plural} {', '.join(lines)}: expected one of {', '.join(options)}{or_else}"
 
 
+_KINDS: Mapping[type, tuple[str, ...]] = {
+    bool: (
+        "strict",
+        "new_head",
+        "ignore_mismatched_sizes",
+        "output_loading_info",
+        "local_files_only",
+        "trust_remote_code",
+        "offload_buffers",
+    ),
+    str: ("subfolder", "gguf_file", "variant", "revision"),
+    os.PathLike: ("config", "cache_dir", "offload_folder"),
+    Mapping: ("key_mapping", "max_memory"),
+}
+"""Types of options that are only used later. Paths may also be strings. None is the default of each."""
+
+_OBJECTS = {"config": PreTrainedConfig, "backend": BackendConfig, "mesh": DeviceMesh}
+"""Options that are objects of a class."""
+
+
+def _wrong_types(keywords: Mapping[str, Any]) -> list[str]:
+    """Return a message for each option with a value of another type."""
+    allowed: dict[str, tuple[type, ...]] = {name: (kind,) for kind, names in _KINDS.items() for name in names}
+    for name in _KINDS[os.PathLike]:
+        allowed[name] += (str,)
+    for name, kind in _OBJECTS.items():
+        allowed[name] = (*allowed.get(name, ()), kind)
+    return [
+        f"{name}={shown(value)}: expected {' or '.join(kind.__name__ for kind in allowed[own])}"
+        for name, value in keywords.items()
+        if (own := ALIASES.get(name, name)) in allowed and value is not None and not isinstance(value, allowed[own])
+    ]
+
+
+def _wrong_renaming(pattern: object, target: object) -> str:
+    """Return the problem with an entry of `key_mapping`, or an empty string."""
+    try:
+        re.compile(pattern)  # type: ignore[call-overload]
+    except (re.error, TypeError) as error:
+        return f"key_mapping: {pattern!r} is not a regular expression ({error})"
+    return "" if isinstance(target, str) else f"key_mapping[{pattern!r}]={target!r}: expected the name to replace it by"
+
+
 def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Rename aliases to the options' names, and drop keywords without effect.
 
@@ -75,11 +123,9 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
         wrong.append(
             f"adapter_kwargs: {adapter} is an adapter. Load its base model, then call model.load_adapter(folder)"
         )
-    for pattern in keywords.get("key_mapping") or ():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            wrong.append(f"key_mapping: {pattern!r} is not a regular expression ({error})")
+    wrong += _wrong_types(keywords)
+    if isinstance(mapping := keywords.get("key_mapping"), Mapping):
+        wrong += filter(None, (_wrong_renaming(*renaming) for renaming in mapping.items()))
     found: dict[str, Any] = {}
     for name, value in keywords.items():
         if name in ALWAYS or name in _FROM_AUTO or name == "use_safetensors":

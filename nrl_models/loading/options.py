@@ -17,7 +17,15 @@ from nrl_models.common.state_dict.mtp import CHOICES, MTP
 from nrl_models.distributed.mesh import check_mesh
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.loading.keywords import NAMES, by_own_names
-from nrl_models.loading.placement import DeviceMap, checked_map, device_around, present_device, refuse_meta
+from nrl_models.loading.placement import (
+    DeviceMap,
+    checked_map,
+    checked_memory,
+    device_around,
+    present_device,
+    refuse_meta,
+    require_offload_folder,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +40,8 @@ class LoadOptions:
             this rank's device.
         device_map: Devices of the model, as in transformers: "auto", "balanced", "balanced_low_0" or "sequential"; one
             device as a name, a `torch.device` or an accelerator's number; or a device for each module by name.
-        offload_folder, offload_buffers, max_memory: Directory for modules on "disk", whether buffers are offloaded, and
-            the memory limit of each device.
+        offload_folder, offload_buffers, max_memory: Directory for modules on "disk" (a subdirectory per model), whether
+            buffers are offloaded, and the memory limit of each device.
         quantization_config: Quantize linears while loading (QLoRA), as in transformers.
         combine: Fuse projections that share an input: True, False, or "auto" (where that was measured to be faster: on
             no device at present, see docs/benchmarks.md and docs/gpu.md). Changes only speed. With tensor
@@ -61,7 +69,7 @@ class LoadOptions:
         revision, token, cache_dir, subfolder, local_files_only: As in transformers, for Hub repositories.
         gguf_file: Name of a GGUF file in the directory or repository, as in transformers. It is dequantized.
         trust_remote_code: Run the checkpoint's code if neither transformers nor a registered family has its
-            `model_type`.
+            `model_type` or architecture.
         mtp: Weights of multi-token prediction, which the model does not use: "keep" leaves them in the files' pages and
             saves and exports them unchanged; "drop" leaves them out, with a warning. If the checkpoint has only some of
             the layers that the configuration announces, loading raises; if it has none, it warns. Models without output
@@ -110,9 +118,9 @@ class LoadOptions:
             DeviceError: If the device is meta or does not exist.
             ShardingError: If the mesh has unknown dimensions.
         """
-        named = by_own_names(keywords)
+        named = by_own_names(keywords)  # None is the default, as in transformers
         rest = {name: value for name, value in named.items() if name not in OPTIONS}
-        options = cls(**{name: value for name, value in named.items() if name in OPTIONS})
+        options = cls(**{name: value for name, value in named.items() if name in OPTIONS and value is not None})
         if options.mtp not in CHOICES:
             raise UnknownArgumentError(f"mtp={options.mtp!r}: expected one of {', '.join(map(repr, CHOICES))}")
         options._check_destination()
@@ -127,6 +135,8 @@ class LoadOptions:
     def _with_single_device(self) -> LoadOptions:
         """Replace a map to a single device by that device, which needs no dispatching."""
         device_map = None if self.device_map is None else checked_map(self.device_map)
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            require_offload_folder(device_map, self.offload_folder)
         if isinstance(device_map, dict) and device_map.keys() == {""} and device_map[""] != "disk":
             return replace(self, device=device_map[""], device_map=None)
         return replace(self, device_map=device_map)
@@ -145,6 +155,8 @@ class LoadOptions:
             raise UnknownArgumentError("plan needs a mesh to shard over: also pass mesh")
         if self.mesh is not None:
             check_mesh(self.mesh)
+        if self.max_memory is not None:
+            checked_memory(self.max_memory)
 
     def destination(self) -> torch.device:
         """The requested device; by default the CPU, or with a mesh this rank's device."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import check_device_map
+from accelerate.utils import check_device_map, convert_file_size_to_int
 from transformers import PreTrainedModel
 
 from nrl_models.common.upstream import (
@@ -17,7 +20,7 @@ from nrl_models.common.upstream import (
     computed_device_map,
     device_in_context,
 )
-from nrl_models.errors import DeviceError, UnknownArgumentError
+from nrl_models.errors import DeviceError, UnknownArgumentError, listed
 
 Device = int | str | torch.device
 DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | Device | Mapping[str, Device]
@@ -44,17 +47,62 @@ def dispatch(
         offload_buffers: Whether to offload buffers together with their parameters.
 
     Raises:
-        ValueError: If the map misses modules, or uses "disk" without `offload_folder`.
+        ValueError: If the map misses modules.
+        UnknownArgumentError: If the map uses "disk" without `offload_folder`.
     """
     memory = None if max_memory is None else dict(max_memory)
-    found = computed_device_map(model, device_map, memory, None)
+    found = dict(computed_device_map(model, device_map, memory, None))
     places = set(found.values())
+    if "disk" in places:
+        offload_folder = _own_folder(found, offload_folder)
+        if found == {"": "disk"}:  # accelerate finds no tensors below an empty name
+            found = {name: "disk" for name, _ in model.named_children()}
     if len(places) == 1 and places != {"disk"}:
         if places != {"cpu"}:  # modules that the map misses are already on the CPU
-            check_device_map(model, dict(found))
+            check_device_map(model, found)
         return model.to(*places)
-    accelerate_dispatch(model, None, dict(found), offload_folder, None, offload_buffers)
+    accelerate_dispatch(model, None, found, offload_folder, None, offload_buffers)
     return model
+
+
+def require_offload_folder(places: Mapping[str, object], offload_folder: str | Path | None) -> Path:
+    """Return `offload_folder`.
+
+    Args:
+        places: A device for each module by name. "disk" needs a folder.
+        offload_folder: The folder.
+
+    Raises:
+        UnknownArgumentError: If it is None.
+    """
+    if offload_folder is None:
+        names = [name or "the model" for name, place in places.items() if place == "disk"]
+        raise UnknownArgumentError(f"device_map: {listed(names)} on 'disk': pass offload_folder, the directory for it")
+    return Path(offload_folder)
+
+
+def _own_folder(places: Mapping[str, object], offload_folder: str | Path | None) -> Path:
+    """Create a directory in `offload_folder` for one model, which is removed when the interpreter exits.
+
+    accelerate does not write weights to a directory that already has some, so a second model would read those of the
+    first.
+    """
+    folder = require_offload_folder(places, offload_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix="model-", dir=folder))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return own
+
+
+def checked_memory(max_memory: Mapping[int | str, int | str]) -> None:
+    """Raise UnknownArgumentError if a memory limit is not a size."""
+    for device, size in max_memory.items():
+        try:
+            convert_file_size_to_int(size)
+        except ValueError as error:
+            raise UnknownArgumentError(
+                f"max_memory[{device!r}]={size!r}: expected bytes, or a string such as '5GB'"
+            ) from error
 
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -33,7 +33,7 @@ from nrl_models.loading.fit import Tolerance
 from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
 from nrl_models.loading.options import LoadOptions
 from nrl_models.loading.placement import dispatch, on_cpu, present_device
-from nrl_models.loading.quantized import is_read_plain, load_quantized, plain_files, require_plain_gguf
+from nrl_models.loading.quantized import is_known_method, is_read_plain, load_quantized, plain_files, require_plain_gguf
 from nrl_models.loading.read_config import IMPLEMENTATIONS, config_for, generation_config
 from nrl_models.loading.sharded import load_sharded
 from nrl_models.loading.skeleton import build_skeleton, checked_dtype, construction, resolve_dtype
@@ -79,7 +79,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             elif (part := quantized_part(config)) is not None and is_read_plain(config, options):
                 files = plain_files(folder, part.quantization_config, options.variant)
                 del part.quantization_config  # neither the model nor its saved files are quantized
-            elif options.quantization_config is not None or part is not None:
+            elif options.quantization_config is not None or is_known_method(config):
                 _refuse_sharding(source)
                 generation_config(model_class, folder)
                 files = CheckpointFiles(folder, options.variant)

@@ -20,7 +20,7 @@ from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import BUILDING, requests_dequantization, set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, has_quantizer, requests_dequantization, set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.fit import (
     EXACT,
@@ -41,6 +41,15 @@ def is_compressed(config: PreTrainedConfig) -> bool:
     """Return True if a checkpoint is in the format of compressed-tensors."""
     part = quantized_part(config)
     return part is not None and settings_of(part.quantization_config).get("quant_method") == compressed_files.METHOD
+
+
+def is_known_method(config: PreTrainedConfig) -> bool:
+    """Return True if transformers has a quantizer for a checkpoint's `quant_method`.
+
+    It ignores the `quantization_config` of other methods. Then tensors are matched as those of an unquantized model.
+    """
+    part = quantized_part(config)
+    return part is not None and has_quantizer(settings_of(part.quantization_config))
 
 
 def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:

@@ -22,6 +22,7 @@ from nrl_models.common.config.walk import parts
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.errors import (
     CheckpointError,
+    NRLModelsError,
     Problem,
     ProblemKind,
     RemoteCodeError,
@@ -64,15 +65,25 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         return AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
     except StrictDataclassFieldValidationError as refused:
         if needs_its_code:
-            raise
+            raise own_code_failed(folder, refused) from refused
         try:
             return _with_declared_types(folder)
         except Exception as error:
             raise _refused_values(folder, error, "use a value of the expected type") from refused
     except Exception as error:  # any error of a configuration's class for invalid values
         if needs_its_code:
-            raise
+            raise own_code_failed(folder, error) from error
         raise _refused_values(folder, error, "correct the values that its class rejects") from error
+
+
+def own_code_failed(folder: Path | str, error: Exception) -> NRLModelsError:
+    """Return the error for a checkpoint's own code that cannot be found, imported or run."""
+    if isinstance(error, NRLModelsError):
+        return error
+    return RemoteCodeError(
+        f"{folder}: its own code, which auto_map in {CONFIG_NAME} names, failed: {one_line(error)}. Correct auto_map "
+        "or the code, or install what the code needs"
+    )
 
 
 def generation_config(model_class: type[PreTrainedModel], folder: Path) -> GenerationConfig | None:
@@ -111,6 +122,11 @@ def _with_declared_types(folder: Path) -> PreTrainedConfig:
     return config_class.from_dict(with_declared_types(config_class, values, str(_config_file(folder))))
 
 
+def _is_class_reference(value: object) -> bool:
+    """Return True for `module.Class`, or a list of them with nulls (tokenizers)."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str | None) for each in value))
+
+
 def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
     """Return True if the configuration needs the checkpoint's own code. Raises if that is not allowed."""
     content = read_object(_config_file(folder))
@@ -120,6 +136,10 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
         problems.append(Problem(ProblemKind.CONFIG, "model_type", f"is {shown(model_type)}, expected a name"))
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         problems.append(Problem(ProblemKind.CONFIG, "architectures", f"is {shown(names)}, expected a list of names"))
+    auto_map = content.get("auto_map")
+    if auto_map is not None and not (isinstance(auto_map, dict) and all(map(_is_class_reference, auto_map.values()))):
+        detail = f"is {shown(auto_map)}, expected an object with the module and class of each auto class"
+        problems.append(Problem(ProblemKind.CONFIG, "auto_map", detail))
     if problems:
         raise CheckpointError(f"cannot load {folder}", problems, [f"correct it in {CONFIG_NAME}"])
     check_limits(content, _config_file(folder))
@@ -127,11 +147,11 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
         refuse_hub_kernels(content, str(_config_file(folder)))
     if model_type in CONFIG_MAPPING:
         return False
-    if "auto_map" in content:
+    if auto_map:
         if trust_remote_code:
             return True
         raise RemoteCodeError(
-            f"{folder} has its own code for model_type {model_type!r} ({content['auto_map']}), which does not run by "
+            f"{folder} has its own code for model_type {model_type!r} ({auto_map}), which does not run by "
             "default. Review that code. If you trust it, load the model in Python with "
             "from_pretrained(..., trust_remote_code=True). The nrl-models commands never run it."
         )

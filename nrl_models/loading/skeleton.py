@@ -107,12 +107,14 @@ def construction(
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
-    """Return the dtype to load in. "auto" is the configuration's, or else that of the files."""
+    """Return the dtype to load in. "auto" is the configuration's, or else that of the files.
+
+    As in transformers, a dtype that only a part of the configuration has (`text_config.dtype`) does not count.
+    """
     if dtype == "auto":
-        configured = config.dtype or config.get_text_config().dtype
-        if configured is None:
+        if config.dtype is None:
             return files.dtype or torch.get_default_dtype()
-        dtype = configured
+        dtype = config.dtype
     return checked_dtype(dtype)
 
 

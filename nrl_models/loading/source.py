@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from nrl_models.common.checkpoint import given_tensors
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.generations import Watch, current, require_links_inside, was_replaced
-from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.checkpoint.local_path import as_path, is_gguf
 from nrl_models.common.logs import get_logger
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import (
@@ -73,7 +73,7 @@ def with_source(path_or_id: str | Path | None, keywords: Mapping[str, Any], use:
 
     if path_or_id is None:
         return attempt()  # no files that another process could replace
-    folder = Path(path_or_id).expanduser() / str(keywords.get("subfolder") or "")
+    folder = as_path(path_or_id) / str(keywords.get("subfolder") or "")
     attempts = 1 if keywords.get("mesh") is not None else 2
     for number in range(1, attempts + 1):
         is_last = number == attempts
@@ -134,7 +134,7 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
             if isinstance(options.config, PreTrainedConfig):
                 config = copy.deepcopy(options.config)
             else:
-                place = Path(options.config or folder or "").expanduser()
+                place = as_path(options.config or folder or "")
                 place = current(place) if place.exists() else resolve_folder(place)
                 config = read_config(place, trust_remote_code=options.trust_remote_code)
             override(config, overrides)

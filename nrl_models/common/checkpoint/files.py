@@ -39,6 +39,7 @@ from nrl_models.common.checkpoint.local_path import (
     CONFIG_NAME,
     INDEX_NAME,
     WEIGHTS_NAME,
+    as_path,
     find_gguf,
     is_gguf,
     is_local,
@@ -454,7 +455,7 @@ def resolve_folder(
         CheckpointError: If the directory does not exist, has no `config.json`, or has a PEFT adapter. Also if the GGUF
             file does not exist, or there are several.
     """
-    folder = Path(path_or_id).expanduser()
+    folder = as_path(path_or_id)
     if is_gguf(folder) and folder.is_file():
         return folder
     if not folder.is_dir():

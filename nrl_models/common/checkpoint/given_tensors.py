@@ -41,10 +41,15 @@ class GivenTensors(CheckpointFiles):
                 "tensors first (tensor.full_tensor()), and remove values that are not tensors"
             )
         self._given = {key: value.detach() for key, value in state_dict.items()}
-        self._index_dtype = None
         self.tensors = {
             key: StoredTensor(key, NAME, tuple(tensor.shape), tensor.dtype, 0) for key, tensor in self._given.items()
         }
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the first floating-point tensor in the state dict's order, as in transformers."""
+        dtypes = (tensor.dtype for tensor in self._given.values())
+        return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Return the tensor of the state dict itself, not a copy."""

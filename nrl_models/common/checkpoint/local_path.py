@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, shown
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
@@ -20,6 +21,26 @@ CACHE_VARIABLE = "NRL_MODELS_CACHE"
 _REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
+def as_path(path_or_id: str | os.PathLike[str]) -> Path:
+    """Return a path or the name of a hub repository as a path, with `~` expanded.
+
+    Raises:
+        UnknownArgumentError: If it is neither a string nor a path.
+        CheckpointError: If no file can have that path: a null byte, an unknown user, or too many characters.
+    """
+    if not isinstance(path_or_id, str | os.PathLike) or not isinstance(os.fspath(path_or_id), str):
+        raise UnknownArgumentError(f"{shown(path_or_id)}: expected a directory, a file or the name of a hub repository")
+    try:
+        path = Path(path_or_id).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.lstat(path)
+    except (OSError, RuntimeError, ValueError) as error:
+        detail = f"is not a path: {getattr(error, 'strerror', None) or error}"
+        problem = Problem(ProblemKind.FILE, shown(str(path_or_id)), detail)
+        raise CheckpointError("cannot load a checkpoint", [problem], ["correct the path"]) from error
+    return path
+
+
 def is_local(path_or_id: str | Path) -> bool:
     """Return True if a string is a local path rather than a hub repository.
 
@@ -27,7 +48,7 @@ def is_local(path_or_id: str | Path) -> bool:
     (`name` or `owner/name`), or is a path below an existing directory.
     """
     text = str(path_or_id)
-    path = Path(text).expanduser()
+    path = as_path(path_or_id)
     return (
         text.startswith((".", "/", "~"))
         or _REPOSITORY.fullmatch(text) is None

@@ -124,6 +124,11 @@ class CompressedFiles(ComputedFiles):
             if isinstance(scheme, str):
                 problems.append(next(iter(parts.values())).problem(ProblemKind.CONFIG, scheme))
                 continue
+            zeros = parts.pop("weight_zero_point", None) if scheme.weights.symmetric else None
+            if zeros is not None and self.read_stored(zeros).float().any():  # older packages stored zeros
+                detail = "is not zero, and quantization_config states that weights are symmetric"
+                problems.append(zeros.problem(ProblemKind.CONFIG, detail))
+                continue
             compressed = Compressed(parts, scheme, str(_format_of(scheme, config)))
             if misfits := self._misfits(layer, compressed):
                 problems += misfits

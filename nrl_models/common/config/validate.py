@@ -157,6 +157,8 @@ class _Check:
         for path, part, key, value in walk(self.config):
             if key == "layer_types" and not self._is_ignored(path, key) and self._is_read(key):
                 yield from _without_window(path, part, value)
+            if key in CHOSEN_EXPERTS and not self._is_ignored(path, key) and self._is_read(key):
+                yield from _too_few_experts(path, part, value)
             if key in self.values and not self._is_ignored(path, key) and value not in self.values[key]:
                 valid = " or ".join(map(shown, self.values[key]))
                 yield Problem(ProblemKind.UNSUPPORTED, path, f"is {shown(value)}; only {valid} is supported")
@@ -222,11 +224,33 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 def _without_window(path: str, part: PreTrainedConfig, layer_types: Any) -> Iterator[Problem]:
     """Yield a problem if layers have a sliding window but the configuration has no size for it."""
     for kind, key in WINDOWS.items():
-        if isinstance(layer_types, (list, tuple)) and kind in layer_types and getattr(part, key, 0) is None:
+        size = getattr(part, key, 1)
+        is_size = isinstance(size, (list, tuple)) or (size is not None and size > 0)
+        if isinstance(layer_types, (list, tuple)) and kind in layer_types and not is_size:
             where = f"{path.removesuffix('layer_types')}{key}"
-            detail = f"is null, and {layer_types.count(kind)} of the {path} are {kind!r}; expected the window's size"
+            detail = (
+                f"is {'null' if size is None else size}, and {layer_types.count(kind)} of the {path} are {kind!r}; "
+            )
+            detail += "expected the window's size"
             advice = f"set {where}, or list those layers as 'full_attention'"
             yield Problem(ProblemKind.UNSUPPORTED, where, detail, advice=advice)
+
+
+CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys with the number of experts that a token selects, and of all experts."""
+
+
+def _too_few_experts(path: str, part: PreTrainedConfig, chosen: Any) -> Iterator[Problem]:
+    """Yield a problem if tokens select more experts than a layer has."""
+    values = own_values(part)
+    for name in EXPERTS:
+        count = values.get(name)
+        if type(count) is int and type(chosen) is int and 1 < count < chosen:
+            yield Problem(
+                ProblemKind.UNSUPPORTED, path, f"is {chosen}, and {name} is {count}; expected at most {count}"
+            )
+            return
 
 
 def _value_or(config: PreTrainedConfig, path: str, default: Any) -> Any:

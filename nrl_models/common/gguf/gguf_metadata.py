@@ -195,6 +195,8 @@ class _Settings:
             if name not in declared and (key in NO_EFFECT or self._names_of(key) or key == "expert_gating_func")
         }
         self._read = {key for key, name in read.items() if name in declared or not self._names_of(key)}
+        if read.get("rope.dimension_count") == "head_dim":  # which is the size of a head only if all of it is rotated
+            self._read.remove("rope.dimension_count")
         self.changed: dict[str, Any] = {}
 
     def take(self, key: str, value: Any, keys: Mapping[str, Any]) -> bool:
@@ -209,10 +211,10 @@ class _Settings:
             return True
         if key == "attention.head_count_kv" and value == keys.get("attention.head_count") and not self._names_of(key):
             return True
-        if self._heads_differ and key in (*HEAD_SIZES, *ROTARY_SIZES):
-            return True
+        if self._heads_differ and key in ROTARY_SIZES:
+            return bool(value == keys.get(key.replace("rope.dimension_count", "attention.key_length")))
         if key in HEAD_SIZES:
-            return self._take_head_size(value)
+            return self._heads_differ or (_agree(keys, HEAD_SIZES) and self._take_head_size(value))
         if key == "rope.dimension_count":
             return self._take_rotary_size(value)
         if key in ("rope.freq_base", "rope.freq_base_swa"):
@@ -238,7 +240,7 @@ class _Settings:
         name = next(iter(self._names_of(key)), None)
         if name is None:
             return False
-        if name == "sliding_window":
+        if name == "sliding_window" or name.endswith("softcapping"):
             value = value or None  # llama.cpp writes 0 for none
         if isinstance(value, tuple) and len(set(value)) == 1:  # one for each layer
             value = value[0]
@@ -314,6 +316,11 @@ def _changes_nothing(key: str, value: Any) -> bool:
     is_known = key in SETTINGS or key in NEUTRAL or key in OFF or key.startswith(SCALING)
     is_off = is_known and key not in NEVER_OFF and value is not None and not value
     return is_off or value in NEUTRAL.get(key, ())
+
+
+def _agree(keys: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    """Return True if several keys have the same value, or are missing."""
+    return len({keys[name] for name in names if name in keys}) <= 1
 
 
 def _same(value: Any, held: Any) -> bool:

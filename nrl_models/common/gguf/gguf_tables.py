@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from nrl_models.common.checkpoint.files import resolve_folder
@@ -63,6 +64,12 @@ def _values(file: Path, changed: int) -> dict[str, Any]:
     if misread := [key for key, value in values.items() if _is_misread(value)]:
         detail = f"{listed(misread)}: transformers {transformers.__version__} misreads the metadata of architecture "
         problem = Problem(ProblemKind.FORMAT, file.name, f"{detail}{header.architecture!r}")
+        raise refused(file, [problem], "load the safetensors it was made from; llama.cpp reads the file itself")
+    if values["model_type"] not in CONFIG_MAPPING:
+        detail = (
+            f"is of architecture {header.architecture!r}, which transformers {transformers.__version__} has no model "
+        )
+        problem = Problem(ProblemKind.FORMAT, file.name, f"{detail}for")
         raise refused(file, [problem], "load the safetensors it was made from; llama.cpp reads the file itself")
     check_limits(values, file)
     try:

@@ -44,14 +44,17 @@ class CheckpointNames:
         self._prefix = base_prefix(model)
         self._rename = Renaming()
         renamed = renamed_keys(keys, self._conversions, self._rename)
-        # A key and the hub's name for the same tensor become the same name when both are renamed.
-        others = adapter.hub.keys() - renamed.keys()
-        names = renamed | renamed_keys(others, get_model_conversion_mapping(model), Renaming())
+        # A key and the hub's name for the same tensor become the same name when both are renamed. `key_mapping` only
+        # renames the keys.
+        known = {} if key_mapping else renamed
+        names = known | renamed_keys(adapter.hub.keys() - known.keys(), get_model_conversion_mapping(model), Renaming())
         hub = {names[name]: tensor for name, tensor in adapter.hub.items()}
         if len(hub) < len(adapter.hub):  # of several that become one name the last in transformers' order wins
             hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
         self._table: dict[str, HFTensor] = adapter.transformers | hub
-        self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
+        # `get_model_conversion_mapping` puts the renamings of `key_mapping` first.
+        mapped = renamed_keys(keys, self._conversions[: len(key_mapping)], Renaming()) if key_mapping else {}
+        self.found = {key: self._resolve(mapped.get(key, key), name) for key, name in renamed.items()}
         self.renamed = renamed
         self.published = [] if key_mapping else self._published(model, adapter, renamed)
 

@@ -395,3 +395,10 @@ def test_damaged_mxfp4_is_refused(
     with pytest.raises(CheckpointError, match="quantized with mxfp4") as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert problems(caught.value) == {(kind, f"{key}_scales")}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_method_that_nothing_reads(strict: bool, fp8: Path) -> None:
+    edit_config(fp8, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(CheckpointError, match=r"(?s)is stored quantized.*quant_method 'modelopt', which neither"):
+        AutoModelForCausalLM.from_pretrained(fp8, strict=strict)

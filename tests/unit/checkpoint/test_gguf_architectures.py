@@ -80,6 +80,10 @@ def refused(tmp_path: Path, architecture: str, **changed: Any) -> str:
         ("qwen2moe", "expert_gating_func", 2),
         ("llama", "expert_weights_norm", True),
         ("bloom", "attention.head_count_kv", 2),
+        ("llama", "rope.dimension_count", 8),
+        ("llama", "attention.value_length", 8),
+        ("gemma4", "rope.dimension_count", 16),
+        ("gemma4", "rope.dimension_count_swa", 8),
     ],
 )
 def test_values_that_the_model_does_not_compute_raise(architecture: str, key: str, value: Any, tmp_path: Path) -> None:
@@ -135,6 +139,20 @@ def test_metadata_that_makes_no_configuration(architecture: str, key: str, value
     file = header_only(tmp_path / "model.gguf", architecture, keys)
     with pytest.raises(CheckpointError, match="correct the file's metadata"):
         configuration(file)
+
+
+def test_an_architecture_without_a_model(tmp_path: Path) -> None:
+    file = header_only(tmp_path / "model.gguf", "deci", BASE | RMS)
+    with pytest.raises(CheckpointError, match=r"'deci', which transformers .* has no model for") as caught:
+        AutoModelForCausalLM.from_pretrained(file)
+    assert "safetensors" in str(caught.value)
+
+
+def test_a_soft_cap_of_zero_is_none(tmp_path: Path) -> None:
+    keys = CASES["gemma2"].keys | {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
+    values = configuration(header_only(tmp_path / "model.gguf", "gemma2", keys))
+    assert values["attn_logit_softcapping"] is None
+    assert values["final_logit_softcapping"] is None
 
 
 @pytest.mark.parametrize("architecture", ["falcon", "gpt2"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import edit_config
 from published_configs import published
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.config.ignored import ignoring
@@ -217,3 +217,17 @@ def test_a_key_that_only_the_modeling_code_reads_is_known() -> None:
 def test_of_a_class_that_is_no_familys_nothing_is_checked(llama_config: LlamaConfig) -> None:
     config = LlamaConfig(**llama_config.to_dict(), use_qk_norm=True)
     check_config(FamilyModel.reference_class.__func__(LlamaForCausalLM), config)
+
+
+@pytest.mark.parametrize(("window", "named"), [(None, "null"), (0, "0"), (-1, "-1")])
+def test_sliding_layers_need_a_window(window: int | None, named: str) -> None:
+    config = Qwen2Config(num_hidden_layers=1, sliding_window=8, layer_types=["sliding_attention"])
+    config.sliding_window = window
+    with pytest.raises(ConfigurationError, match=rf"sliding_window: is {named}, and 1 of the layer_types"):
+        AutoModelForCausalLM.from_config(config, device="meta")
+
+
+def test_more_experts_per_token_than_there_are() -> None:
+    config = MixtralConfig(num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=9)
+    with pytest.raises(ConfigurationError, match=r"num_experts_per_tok: is 9, and num_local_experts is 4"):
+        AutoModelForCausalLM.from_config(config, device="meta")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_config, edit_weights
+from checkpoints import edit_config, edit_weights, hf_tensors
 from compressed_checkpoints import FORMS, Parts, group, write
 from packaging.version import Version
 from safetensors.torch import load_file
@@ -184,6 +184,28 @@ def test_damaged_parts(form: str, part: str, value: torch.Tensor | None, said: s
     edit_weights(tmp_path, edit)
     with pytest.raises(CheckpointError, match=said):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["int4-zeros", "int8-zeros"])
+def test_zero_points_of_weights_that_are_stated_to_be_symmetric(form: str, tmp_path: Path) -> None:
+    write(tmp_path, CONFIGS["dense"], form)
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    edit_config(tmp_path, quantization_config=settings | {"config_groups": {"a": group(form.removesuffix("-zeros"))}})
+    with pytest.raises(CheckpointError, match=r"weight_zero_point .*is not zero, and .* symmetric"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_zero_points_of_zero_as_older_packages_store_them(form: str, tmp_path: Path) -> None:
+    expected = write(tmp_path, CONFIGS["dense"], form)
+
+    def edit(tensors: Parts) -> None:
+        scales = {name: each for name, each in tensors.items() if name.endswith("_scale") and "weight" in name}
+        tensors |= {f"{name[:-5]}zero_point": torch.zeros_like(each, dtype=torch.int8) for name, each in scales.items()}
+
+    edit_weights(tmp_path, edit)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(hf_tensors(model)[WEIGHT], expected[WEIGHT], rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_config
+import transformers
+from checkpoints import edit_config, new_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM as HFLlama
+from transformers import PreTrainedModel, Qwen3_5Config
 
+import nrl_models
 from nrl_models import AutoModelForCausalLM
+from nrl_models.testing.tiny import tiny_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -68,6 +73,31 @@ def test_dtype_without_one_in_the_configuration(
     expected = HFLlama.from_pretrained(folder, dtype="auto")
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {parameter.dtype for parameter in model.parameters()} == {expected.dtype}
+
+
+@pytest.mark.parametrize("half", ["lm_head.weight", "model.norm.weight"])
+def test_dtype_of_a_state_dict_is_that_of_its_first_tensor(half: str, llama: PreTrainedModel) -> None:
+    config = copy.deepcopy(llama.config)
+    config.dtype = None
+    tensors = llama.state_dict()
+    tensors = {half: tensors[half].half(), **{name: each for name, each in tensors.items() if name != half}}
+    for given in (tensors, dict(reversed(tensors.items()))):
+        expected = HFLlama.from_pretrained(None, config=config, state_dict=dict(given))
+        model = AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=given)
+        assert model.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("auto", ["AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel"])
+def test_dtype_in_a_part_of_the_configuration(auto: str, name: str, tmp_path: Path) -> None:
+    new_model(tiny_config(Qwen3_5Config, {}), "ForConditionalGeneration").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    text = {key: value for key, value in content["text_config"].items() if key != "dtype"}
+    edit_config(tmp_path, dtype=None, text_config=text | {name: "bfloat16"})
+    expected = getattr(transformers, auto).from_pretrained(tmp_path)
+    model = getattr(nrl_models, auto).from_pretrained(tmp_path)
+    assert model.dtype == expected.dtype
+    assert model.dtype == (torch.bfloat16 if auto == "AutoModelForCausalLM" else torch.float32)
 
 
 def test_training_in_a_default_16_bit_dtype_warns_once(

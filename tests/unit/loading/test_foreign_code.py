@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import hub_kernels
 from versions import since
 
-from nrl_models import AutoModelForCausalLM, CheckpointError
+from nrl_models import AutoModel, AutoModelForCausalLM, CheckpointError
 from nrl_models.engines import start_engine
 from nrl_models.errors import RemoteCodeError
 from nrl_models.loading.read_config import read_config
@@ -112,3 +113,51 @@ def test_a_model_loads_where_a_pickle_lies_beside_its_weights(folder: Path, llam
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(model.lm_head.weight, llama.lm_head.weight)
     assert not (folder / "was-run").exists()
+
+
+CONFIGURATION = """
+from transformers import PreTrainedConfig
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own-code"
+"""
+
+
+@pytest.mark.parametrize(
+    ("configuration", "modeling", "named"),
+    [
+        (CONFIGURATION, "1 / 0", "modeling_own.OwnForCausalLM"),
+        (CONFIGURATION, "no syntax", "modeling_own.OwnForCausalLM"),
+        (CONFIGURATION, "import no_such_package", "modeling_own.OwnForCausalLM"),
+        (CONFIGURATION, "", "modeling_own.OwnForCausalLM"),
+        (CONFIGURATION, "class OwnForCausalLM: ...", "modeling_own.OwnForCausalLM"),
+        (CONFIGURATION, "", "no_such_file.OwnForCausalLM"),
+        (CONFIGURATION, "", "without_a_class"),
+        ("1 / 0", "", "modeling_own.OwnForCausalLM"),
+    ],
+    ids=ascii,
+)
+def test_own_code_that_fails(configuration: str, modeling: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "configuration_own.py").write_text(configuration)
+    (tmp_path / "modeling_own.py").write_text(modeling)
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": named}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own-code", "auto_map": auto_map}))
+    with pytest.raises(RemoteCodeError, match=r"own code, which auto_map in config\.json names, failed: "):
+        AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("auto_map", ["x", [1], {"AutoConfig": 5}], ids=ascii)
+def test_an_auto_map_that_is_none(auto_map: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own-code", "auto_map": auto_map}))
+    with pytest.raises(CheckpointError, match=r"auto_map: is .*expected an object"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+
+
+def test_own_code_for_a_known_model_type(folder: Path) -> None:
+    code = "from transformers import LlamaModel\n\nclass LlamaForRewardModel(LlamaModel): ..."
+    (folder / "modeling_own.py").write_text(code)
+    auto_map = {"AutoModel": "modeling_own.LlamaForRewardModel"}
+    edit_config(folder, architectures=["LlamaForRewardModel"], auto_map=auto_map)
+    with pytest.raises(RemoteCodeError, match="own code for a base model"):
+        AutoModel.from_pretrained(folder)
+    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LlamaForRewardModel"

@@ -123,6 +123,20 @@ def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytes
         ({"sub_configs": {}, "base_model_tp_plan": {}}, UnknownArgumentError, "sub_configs, base_model_tp_plan: "),
         ({"from_tf": True, "use_safetensors": False}, UnknownArgumentError, "from_tf: .*; use_safetensors=False"),
         ({"key_mapping": {"(": "x"}}, UnknownArgumentError, r"key_mapping: '\(' is not a regular expression"),
+        ({"key_mapping": {"a": 5}}, UnknownArgumentError, r"key_mapping\['a'\]=5: expected the name"),
+        ({"key_mapping": 5, "strict": "x"}, UnknownArgumentError, "key_mapping=5: expected Mapping; strict='x'"),
+        ({"subfolder": 5}, UnknownArgumentError, "subfolder=5: expected str"),
+        ({"gguf_file": 5}, UnknownArgumentError, "gguf_file=5: expected str"),
+        ({"config": 5}, UnknownArgumentError, "config=5: expected PathLike or str or PreTrainedConfig"),
+        ({"backend": 5}, UnknownArgumentError, "backend=5: expected BackendConfig"),
+        ({"mesh": 5}, UnknownArgumentError, "mesh=5: expected DeviceMesh"),
+        ({"max_memory": 5}, UnknownArgumentError, "max_memory=5: expected Mapping"),
+        (
+            {"device_map": "auto", "max_memory": {"cpu": "x"}},
+            UnknownArgumentError,
+            r"max_memory\['cpu'\]='x': expected",
+        ),
+        ({"device_map": {"": "disk"}}, UnknownArgumentError, "the model on 'disk': pass offload_folder"),
         ({"local_file_only": True}, UnknownArgumentError, r"local_file_only \(did you mean local_files_only\?\)"),
         ({"torch_dtpye": "auto"}, UnknownArgumentError, r"torch_dtpye \(did you mean torch_dtype\?\)"),
         ({"backend_confg": None}, UnknownArgumentError, r"backend_confg \(did you mean backend_config"),
@@ -178,6 +192,41 @@ def test_a_variant_of_the_weights(llama: PreTrainedModel, shard_size: str, tmp_p
         AutoModelForCausalLM.from_pretrained(tmp_path, variant="bf16")
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("keyword", ["strict", "subfolder", "trust_remote_code", "local_files_only", "mtp", "combine"])
+def test_none_is_the_default(keyword: str, llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **{keyword: None})
+    assert_same(model.state_dict(), llama.state_dict())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [5, b"x", ["a"], "x\0y", "a" * 300, "~nobody-of-that-name/x"],
+    ids=["number", "bytes", "list", "null byte", "long", "unknown user"],
+)
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises((UnknownArgumentError, CheckpointError), match=r"expected a directory|is not a path"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+SWAPPED = {r"layers\.0\.": "layers.7.", r"layers\.1\.": "layers.0.", r"layers\.7\.": "layers.1."}
+
+
+def test_a_key_mapping_to_names_that_other_keys_have(llama_checkpoint: Path, tmp_path: Path) -> None:
+    models = [of.from_pretrained(llama_checkpoint, key_mapping=SWAPPED) for of in (AutoModelForCausalLM, HFAuto)]
+    ours, theirs = (model.state_dict() for model in models)
+    assert_same(ours, theirs)
+    name = "model.layers.{}.mlp.up_proj.weight"
+    assert_same({name.format(0): ours[name.format(1)]}, {name.format(0): stored(llama_checkpoint)[name.format(0)]})
+    for number, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(number))
+    assert_same(*(stored(tmp_path / str(number)) for number in range(2)))
+
+
+def test_a_key_mapping_away_from_the_models_names(llama_checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, key_mapping={r"layers\.1\.": "layers.9."})
 
 
 def test_a_key_mapping_renames_and_is_undone_by_saving(folder: Path, llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook
-from checkpoints import assert_same_model
+from checkpoints import assert_same_model, edit_weights
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.errors import DeviceError, NRLModelsError
+from nrl_models.errors import DeviceError, NRLModelsError, UnknownArgumentError
 from nrl_models.families.gemma3n.model import Gemma3nForCausalLM
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.loading import pretrained, source
@@ -85,6 +85,26 @@ def test_max_memory_sends_the_rest_to_disk(llama_checkpoint: Path, tmp_path: Pat
     with torch.no_grad():
         expected = LlamaForCausalLM.from_pretrained(llama_checkpoint)(input_ids).logits
         torch.testing.assert_close(model(input_ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [{"model": "disk", "lm_head": "cpu"}, {"": "disk"}], ids=str)
+def test_two_models_may_share_an_offload_folder(
+    devices: dict[str, str], llama_checkpoint: Path, folder: Path, tmp_path: Path, input_ids: torch.Tensor
+) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({name: 2 * each for name, each in tensors.items()}))
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, device_map=devices, offload_folder=tmp_path / "new" / "offloaded")
+        for path in (llama_checkpoint, folder)
+    ]
+    with torch.no_grad():
+        for path, model in zip((llama_checkpoint, folder), models, strict=True):
+            expected = LlamaForCausalLM.from_pretrained(path)(input_ids).logits
+            torch.testing.assert_close(model(input_ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_modules_on_disk_need_a_folder(llama_checkpoint: Path) -> None:
+    with pytest.raises(UnknownArgumentError, match="on 'disk': pass offload_folder"):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, device_map="sequential", max_memory={"cpu": "100KB"})
 
 
 # Device contexts
