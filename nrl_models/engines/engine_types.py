@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from nrl_models.logprobs.sampling import LOWEST_TEMPERATURE
+
 Tokens = Sequence[int]
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -93,7 +95,7 @@ class Capabilities:
     own_limit: bool = False
     vocabulary: int | None = None
     dtype: torch.dtype | None = None
-    min_temperature: float = 1e-6
+    min_temperature: float = LOWEST_TEMPERATURE
     max_temperature: float = math.inf
     transformers_classes: bool = False
 

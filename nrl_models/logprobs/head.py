@@ -262,11 +262,14 @@ def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
     handle = head.module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     try:
         with evaluating(model), own_routing():
-            expected = _logits_of(model(input_ids=text, use_cache=False)).float()
+            expected = _logits_of(model(input_ids=text, use_cache=False))
     finally:
         handle.remove()
     actual = head(given[0]).float()
-    tolerance = 8 * torch.finfo(given[0].dtype).eps * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
+    # Some models compute their logits in another dtype than their hidden states.
+    rounding = max(torch.finfo(dtype).eps for dtype in (given[0].dtype, expected.dtype))
+    expected = expected.float()
+    tolerance = 8 * rounding * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
     if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=0.0, atol=tolerance, equal_nan=True):
         raise HeadError(
             f"{_name(model)}'s logits {tuple(expected.shape)} are not those of its output embedding with scale "

@@ -23,11 +23,15 @@ import torch
 
 
 def _chosen(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
-        shapes = [tuple(tensor.shape) for tensor in (trainer, engine, mask) if tensor is not None]
-        raise ValueError(f"log-probabilities and mask must have one shape, got {shapes}")
+    _require_one_shape(trainer, engine, mask)
     trainer, engine = trainer.detach().double(), engine.detach().double().to(trainer.device)
     return (trainer.flatten(), engine.flatten()) if mask is None else (trainer[mask.bool()], engine[mask.bool()])
+
+
+def _require_one_shape(*tensors: torch.Tensor | None) -> None:
+    shapes = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"log-probabilities and mask must have one shape, got {shapes}")
 
 
 def _difference(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -133,6 +137,7 @@ def consistency_metrics(
     """
     if trainer.ndim != 2:
         raise ValueError(f"expected (sequences, length), got {tuple(trainer.shape)}")
+    _require_one_shape(trainer, engine, mask)
     mask = torch.ones_like(trainer, dtype=torch.bool) if mask is None else mask.bool()
     engine = engine.to(trainer.device)
     nan = mask & (trainer.isnan() | engine.isnan())

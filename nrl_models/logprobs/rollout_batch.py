@@ -6,21 +6,25 @@ The sequences run in microbatches (`nrl_models.logprobs.microbatches`). The back
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from nrl_models.common.config.positions import model_limit
+from nrl_models.common.config.positions import model_limit, rope_switch
 from nrl_models.common.modules import innermost
-from nrl_models.errors import parse_option
+from nrl_models.errors import UnknownArgumentError, parse_option, shown
 from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, Batch, Part
+from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.shared_prompts import can_share_prompts, units_with_shared_prompts
+from nrl_models.logprobs.token_inputs import require_zeros_and_ones, unknown_token
 from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, chunk_tokens
 
 Tokens = Sequence[int] | torch.Tensor
@@ -89,20 +93,26 @@ def rollout_logprobs(
     """
     Sampling(temperature, top_k, top_p)
     chunk_tokens(chunk_size)
+    if not isinstance(share_prompts, bool):
+        raise UnknownArgumentError(f"share_prompts={shown(share_prompts)}: expected True or False")
+    if loss is not None and not callable(loss):
+        raise UnknownArgumentError(f"loss={shown(loss)}: expected a function of the log-probabilities")
     if not isinstance(loss_terms, torch.Tensor):
         loss_terms = parse_option(LossTerms, loss_terms, "loss_terms", "or a number of each sequence")
+    for part in (model,) if reference is None else (model, reference):
+        output_embedding(part)
     models = [innermost(part) for part in (model, reference) if part is not None]
     device = next(model.parameters()).device
     own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
+    if isinstance(sequences, Iterable) and not isinstance(sequences, torch.Tensor):
+        sequences = list(sequences)
     ids, problems = _ids(sequences, models, row_tokens)
-    problems += _wrong_inputs(own, len(sequences), group)
+    problems += _wrong_inputs(own, len(ids), group)
     scores, wrong = _scores(score, ids)
-    _agree([*problems, *wrong, *_wrong_terms(loss_terms, len(sequences))], len(ids), group, device)
+    _agree([*problems, *wrong, *_wrong_terms(loss_terms, len(ids))], len(ids), group, device)
     layout = Layout.ALONE if own else layout_of(*models)
     shares = share_prompts and layout is Layout.PACKED and can_share_prompts(*models)
-    units, limit = _units(ids, scores if shares else None, layout, loss_terms, row_tokens, device)
-    (count,) = largest([len(microbatches.fewest(units, layout, limit))], group, device)
-    planned = microbatches.levelled(units, layout, limit, count)
+    planned, count = _plan(ids, scores if shares else None, layout, loss_terms, row_tokens, device, models, group)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}
     options |= {"reference": reference, "chunk_size": chunk_size}
     batch = Batch([row.to(device) for row in ids], [row.to(device) for row in scores], device, own)
@@ -120,8 +130,11 @@ def _ids(
     problems = []
     if isinstance(sequences, torch.Tensor):
         problems.append("a tensor is not a list of sequences: use `token_logprobs` for padded and packed batches")
-    if row_tokens is not None and row_tokens < 1:
-        problems.append(f"row_tokens={row_tokens}: expected at least 1")
+    elif not isinstance(sequences, Iterable):
+        problems.append(f"{shown(sequences)} is not a list of sequences")
+    if row_tokens is not None and (type(row_tokens) is not int or row_tokens < 1):
+        problems.append(f"row_tokens={shown(row_tokens)}: expected a whole number of at least 1")
+        row_tokens = None
     limits = {model_limit(config): "the model takes" for part in models if (config := _config(part)) is not None}
     limits |= {row_tokens: "row_tokens allows"}
     ids = []
@@ -136,8 +149,8 @@ def _ids(
             problems.append(f"sequence {number} is empty")
         elif row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
             problems.append(f"sequence {number} is {tuple(row.shape)} of {row.dtype}: expected token ids, (length,)")
-        elif (lowest := int(row.min())) < 0:
-            problems.append(f"sequence {number} has the token id {lowest}: pass sequences without padding")
+        elif (unknown := unknown_token(models, row)) is not None:
+            problems.append(f"sequence {number} has {unknown}: pass sequences without padding")
         for limit, what in limits.items():
             if limit is not None and row.ndim == 1 and len(row) > limit:
                 problems.append(f"sequence {number} has {len(row):,} tokens, and {what} {limit:,}")
@@ -153,12 +166,16 @@ def _scores(score: Sequence[Mask] | None, ids: Sequence[torch.Tensor]) -> tuple[
     """Convert each mask of scored tokens to `(length,)` bool, and list the problems."""
     if score is None or not ids:
         return [torch.ones_like(row, dtype=torch.bool) for row in ids], []
+    if not isinstance(score, Sequence | torch.Tensor):
+        return [], [f"score={shown(score)}: expected a list of masks"]
     if len(score) != len(ids):
         return [], [f"score has {len(score)} masks for {len(ids)} sequences"]
     masks, wrong = [], []
     for number, (given, row) in enumerate(zip(score, ids, strict=True)):
         try:
-            mask = torch.as_tensor(given).bool()
+            mask = torch.as_tensor(given)
+            require_zeros_and_ones(score=mask)
+            mask = mask.bool()
         except (TypeError, ValueError, RuntimeError) as error:
             mask = torch.ones_like(row, dtype=torch.bool)
             wrong.append(f"score of sequence {number} is not a list of bools: {error}")
@@ -178,6 +195,8 @@ def _wrong_terms(terms: LossTerms | str | torch.Tensor, count: int) -> list[str]
 
 def _wrong_inputs(own: Sequence[Mapping[str, Any]], count: int, group: Any) -> list[str]:
     wrong = [f"there are model_inputs for {len(own)} of {count} sequences"] if own and len(own) != count else []
+    kinds = {number: type(inputs).__name__ for number, inputs in enumerate(own) if not isinstance(inputs, Mapping)}
+    wrong += [f"model_inputs of sequence {number} is a {kind}: expected a dict" for number, kind in kinds.items()]
     if own and ranks_of(group) > 1:  # all ranks must run the same forwards, including towers
         wrong.append(f"model_inputs: expected one process, not {ranks_of(group)} ranks")
     return wrong
@@ -197,6 +216,41 @@ def _agree(problems: list[str], count: int, group: Any, device: torch.device) ->
         raise ValueError("; ".join([*problems[:SHOWN], *more]))
     if elsewhere:
         raise ValueError(f"another rank has sequences with {elsewhere} problems: see its error")
+
+
+def _plan(
+    ids: Sequence[torch.Tensor],
+    scores: Sequence[torch.Tensor] | None,
+    layout: Layout,
+    terms: LossTerms | str | torch.Tensor,
+    row_tokens: int | None,
+    device: torch.device,
+    models: Sequence[nn.Module],
+    group: Any,
+) -> tuple[list[Microbatch], int]:
+    """Return this rank's microbatches, and the number that the rank with most runs.
+
+    With LongRoPE, the longest sequence of a forward decides the factors. So shorter sequences run without longer ones.
+    """
+    configs = [config for part in models if (config := _config(part)) is not None]
+    switches = sorted({switch for config in configs if (switch := rope_switch(config)) is not None})
+    kinds: dict[int, list[int]] = {}
+    for number, row in enumerate(ids):
+        kinds.setdefault(bisect_left(switches, len(row)), []).append(number)
+    plans = []
+    for numbers in kinds.values():
+        own = [ids[number] for number in numbers], scores and [scores[number] for number in numbers]
+        own_terms = terms[numbers] if isinstance(terms, torch.Tensor) else terms
+        units, limit = _units(*own, layout, own_terms, row_tokens, device)
+        renamed = [replace(unit, numbers=tuple(numbers[place] for place in unit.numbers)) for unit in units]
+        plans.append((renamed, limit, len(microbatches.fewest(renamed, layout, limit))))
+    (count,) = largest([sum(fewest for *_, fewest in plans)], group, device)
+    planned = [
+        part
+        for units, limit, fewest in plans
+        for part in microbatches.levelled(units, layout, limit, count if len(plans) == 1 else fewest)
+    ]
+    return planned, count
 
 
 def _units(

@@ -14,6 +14,9 @@ import torch
 
 from nrl_models.errors import SamplingError, shown
 
+LOWEST_TEMPERATURE = 1e-6
+"""Lowest temperature above 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -35,11 +38,16 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temperature, Real) or not 0.0 <= float(self.temperature) < float("inf"):
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
             raise SamplingError(f"temperature={shown(self.temperature)}: expected a number of at least 0")
-        if not isinstance(self.top_k, Integral) or int(self.top_k) < 0:
+        if not (self.temperature == 0.0 or LOWEST_TEMPERATURE <= float(self.temperature) < float("inf")):
+            raise SamplingError(
+                f"temperature={shown(self.temperature)}: expected a number of at least 0. Above 0, the lowest is "
+                f"{LOWEST_TEMPERATURE:g}, because logits divided by less may exceed the range of fp32"
+            )
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, Integral) or int(self.top_k) < 0:
             raise SamplingError(f"top_k={shown(self.top_k)}: expected a whole number: 0 (all tokens) or more")
-        if not isinstance(self.top_p, Real) or not 0.0 < float(self.top_p) <= 1.0:
+        if isinstance(self.top_p, bool) or not isinstance(self.top_p, Real) or not 0.0 < float(self.top_p) <= 1.0:
             raise SamplingError(f"top_p={shown(self.top_p)}: expected a number above 0, at most 1")
 
     @property

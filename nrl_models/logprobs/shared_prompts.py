@@ -33,6 +33,7 @@ def can_share_prompts(*models: nn.Module) -> bool:
     It would change results:
 
     - if the models cannot keep packed documents apart, or declare "shared prompts" in their `limits`
+    - if their attention scores depend on the distance of columns in a row (ALiBi)
     - if their attention implementation is flex attention or not one of transformers
     - with dropout, which differs between rollouts
     - while choices of experts are recorded or replayed, because these belong to the tokens of each rollout
@@ -59,7 +60,10 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _has_other_masks(module: nn.Module) -> bool:
-    name: Any = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "alibi", False) is True:
+        return True
+    name: Any = getattr(config, "_attn_implementation", None)
     return name is not None and not document_masks.can_share_prompts(name)
 
 

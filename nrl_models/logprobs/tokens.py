@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,14 +12,21 @@ import torch
 from torch import nn
 
 from nrl_models.common.forward.documents import columns_before, prompts_are_shared, starts_of
-from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import innermost
-from nrl_models.common.upstream import computes_positions
-from nrl_models.errors import UnknownOptionError, parse_option
+from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
-from nrl_models.logprobs.head import OutputHead, forward_inputs, hidden_states_and_head
+from nrl_models.logprobs.head import OutputHead, forward_inputs, hidden_states_and_head, output_embedding
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.logprobs.token_inputs import (
+    LeftPadding,
+    mask_and_positions,
+    positions_of_boundaries,
+    require_grids,
+    require_known_tokens,
+    require_spelling,
+    require_zeros_and_ones,
+)
 from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
 
 
@@ -116,10 +123,36 @@ def token_logprobs(
     """
     sampling = Sampling(temperature, top_k, top_p)
     tokens_per_chunk = chunk_tokens(chunk_size)
-    _require_shape(input_ids.shape, attention_mask=attention_mask, position_ids=position_ids, score=score)
-    positions = scored_positions(input_ids, attention_mask, position_ids, score)
+    require_grids(input_ids, attention_mask=attention_mask, position_ids=position_ids, score=score)
+    require_zeros_and_ones(attention_mask=attention_mask, score=score)
+    if loss is not None and not callable(loss):
+        raise UnknownArgumentError(f"loss={shown(loss)}: expected a function of the log-probabilities")
     inputs = forward_inputs(model_inputs)
-    inputs |= _masks(model, attention_mask, position_ids, media=any(value is not None for value in inputs.values()))
+    for part in (model,) if reference is None else (model, reference):
+        output_embedding(part)
+    models = [innermost(part) for part in (model, reference) if part is not None]
+    require_spelling(models[0].forward, inputs, ARGUMENTS)
+    input_ids = input_ids.long()
+    require_known_tokens(models, input_ids)
+    position_ids = positions_of_boundaries(input_ids, attention_mask, position_ids, inputs)
+    padding = LeftPadding.of(attention_mask) if _aligns(models, inputs) else None
+    if padding is not None:
+        grids = {"attention_mask": attention_mask, "position_ids": position_ids, "score": score} | inputs
+        moved = token_logprobs(
+            model,
+            padding.moved(input_ids),
+            **{name: padding.moved(value) for name, value in grids.items()},
+            **asdict(sampling),
+            entropy=entropy,
+            reference=reference,
+            loss=None if loss is None else lambda found: loss(padding.restored(found, STATISTICS)),
+            loss_terms=padding.moved(loss_terms),
+            chunk_size=chunk_size,
+        )
+        return padding.restored(moved, STATISTICS)
+    positions = scored_positions(input_ids, attention_mask, position_ids, score)
+    media = any(value is not None for value in inputs.values())
+    inputs |= mask_and_positions(model, attention_mask, position_ids, media=media)
     rows, columns, sizes = _in_order(positions, loss_terms, position_ids, attention_mask)
     tokens = input_ids[rows, columns]
     before = _before(rows, columns, position_ids)  # the hidden state that predicts a token is the one before it
@@ -143,6 +176,20 @@ def token_logprobs(
         )
     result = placed.result(found)
     return result if loss is None else replace(result, loss=placed.loss_of(result))
+
+
+ARGUMENTS = frozenset(inspect.signature(token_logprobs).parameters) - {"model_inputs"}
+STATISTICS = ("logprobs", "mask", "outside", "entropy", "kl")
+
+
+def _aligns(models: Sequence[nn.Module], inputs: Mapping[str, Any]) -> bool:
+    """Return True if rows that begin with padding are moved to the left.
+
+    Not if padding on the right changes results. Models with images, videos or audio only if padding on the left does.
+    """
+    limits = {limit for part in models for limit in getattr(part, "limits", {})}
+    media = any(value is not None for name, value in inputs.items() if not name.startswith(("cu_seq", "max_length")))
+    return "left padding" in limits or ("right padding" not in limits and not media)
 
 
 def scored_positions(
@@ -185,47 +232,6 @@ def chunk_tokens(chunk_size: int | str | None) -> int | None:
     if isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0:
         return chunk_size
     raise UnknownOptionError(f"chunk_size={chunk_size!r}: expected a number of tokens above 0, 'auto' or None")
-
-
-def _require_shape(shape: torch.Size, **tensors: torch.Tensor | None) -> None:
-    wrong = [
-        f"{name} {tuple(value.shape)}" for name, value in tensors.items() if value is not None and value.shape != shape
-    ]
-    if len(shape) != 2 or wrong:
-        raise ValueError(
-            f"input_ids has shape {tuple(shape)}, expected (batch, seq_len)"
-            + (f"; expected the same shape of {', '.join(wrong)}" if wrong else "")
-        )
-
-
-def _masks(
-    model: nn.Module, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, *, media: bool
-) -> dict[str, torch.Tensor]:
-    """Return the mask and position keywords of the model's forward.
-
-    Positions that the caller passes go to the model as they are. Otherwise the model computes its own. Most models
-    count columns, which is wrong only if padding comes before a token. Such a batch gets positions that count tokens,
-    unless the model reads its positions from the mask, the images or the token ids. A mask without padding is left out.
-    """
-    inputs: dict[str, torch.Tensor] = {}
-    if attention_mask is not None and not bool(attention_mask.all()):
-        inputs["attention_mask"] = attention_mask
-        inner = innermost(model)
-        if (
-            position_ids is None
-            and "position_ids" in inspect.signature(inner.forward).parameters
-            and not computes_positions(inner, media=media)
-            and _has_padding_before_tokens(attention_mask)
-        ):
-            position_ids = token_positions(attention_mask)
-    if position_ids is not None:
-        inputs["position_ids"] = position_ids
-    return inputs
-
-
-def _has_padding_before_tokens(attention_mask: torch.Tensor) -> bool:
-    token = attention_mask.bool()
-    return bool((token[:, 1:] & ~token[:, :-1]).any())
 
 
 def _reference(

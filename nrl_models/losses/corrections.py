@@ -12,13 +12,14 @@ Corrections do not fix an engine that computes a different model: check `token_m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
-from numbers import Real
 
 import torch
 
 from nrl_models.errors import NonFiniteError, UnknownArgumentError
+from nrl_models.losses.loss_checks import is_number, require_one_shape
 
 
 class CorrectionType(StrEnum):
@@ -65,9 +66,9 @@ class Correction:
             )
         if self.level not in list(Level):
             wrong.append(f"level={self.level!r}: expected {' or '.join(Level)}")
-        if not (isinstance(self.cap, Real) and 0.0 < self.cap < float("inf")):
+        if not (is_number(self.cap, 0.0) and self.cap):
             wrong.append(f"cap={self.cap!r}: expected a number above 0")
-        elif not isinstance(self.floor, Real):
+        elif not is_number(self.floor, -math.inf, math.inf):
             wrong.append(f"floor={self.floor!r}: expected a number")
         elif self.floor and self.type != CorrectionType.MIS:
             wrong.append(f"floor={self.floor}: only mis has one")
@@ -92,14 +93,16 @@ def importance_weights(
 
     Returns:
         Weights `(batch, seq_len)` in fp32 without a graph; 0 where `mask` is False. With `Level.SEQUENCE`, all tokens
-        of a sequence have the same weight.
+        of a sequence have the same weight. NaN where the trainer's log-probability is NaN.
 
     Raises:
         NonFiniteError: If the engine's log-probability of a sampled token is NaN or infinite.
-        UnknownArgumentError: If `correction` is not a `Correction`.
+        UnknownArgumentError: If `correction` is not a `Correction`, or another argument is not a tensor.
+        ValueError: If shapes differ.
     """
     if not isinstance(correction, Correction):
         raise UnknownArgumentError(f"correction={correction!r}: expected a Correction, e.g. Correction('tis')")
+    require_one_shape("sequences, length", trainer=trainer, engine=engine, mask=mask)
     mask = mask.bool()
     engine = engine.detach().to(trainer.device)
     wrong = mask & ~engine.isfinite()
@@ -116,5 +119,5 @@ def importance_weights(
     if correction.type is CorrectionType.TIS:
         ratio = ratio.clamp(max=correction.cap)
     else:
-        ratio = torch.where((ratio >= correction.floor) & (ratio <= correction.cap), ratio, 0.0)
+        ratio = ratio.masked_fill((ratio < correction.floor) | (ratio > correction.cap), 0.0)
     return torch.where(mask, ratio, 0.0).float()

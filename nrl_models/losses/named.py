@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any
 
 from nrl_models.deprecation import with_new_keywords
 from nrl_models.errors import UnknownArgumentError, did_you_mean, parse_option
 from nrl_models.losses.corrections import Correction
+from nrl_models.losses.loss_checks import is_count, is_number
 from nrl_models.losses.policy import Normalize
 
 
@@ -34,7 +35,7 @@ class PreferenceLoss:
 
     def __post_init__(self) -> None:
         """Check the value."""
-        if not (_is_finite(self.beta) and self.beta > 0):
+        if not (is_number(self.beta, 0.0) and self.beta):
             raise UnknownArgumentError(f"beta={self.beta!r}: expected a number above 0")
 
 
@@ -53,7 +54,7 @@ class RankingLoss:
 
     def __post_init__(self) -> None:
         """Check the value."""
-        if not _is_finite(self.margin):
+        if not is_number(self.margin):
             raise UnknownArgumentError(f"margin={self.margin!r}: expected a number")
 
 
@@ -88,12 +89,18 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         """Check the values, and make enums of names."""
         object.__setattr__(self, "normalize", parse_option(Normalize, self.normalize, "normalize"))
+        largest = {"eps_high": math.inf, "kl": sys.float_info.max, "overlong_penalty": sys.float_info.max}
         wrong = [
             f"{name}={getattr(self, name)!r}: expected a number of at least 0"
-            for name in ("eps_high", "kl", "dynamic_sampling", "overlong_buffer", "overlong_penalty")
-            if not (isinstance(getattr(self, name), Real) and getattr(self, name) >= 0)
+            for name, most in largest.items()
+            if not is_number(getattr(self, name), 0.0, most)
         ]
-        if not (isinstance(self.eps_low, Real) and 0.0 <= self.eps_low <= 1.0):
+        wrong += [
+            f"{name}={getattr(self, name)!r}: expected a whole number of at least 0"
+            for name in ("dynamic_sampling", "overlong_buffer")
+            if not is_count(getattr(self, name))
+        ]
+        if not is_number(self.eps_low, 0.0, 1.0):
             wrong.append(f"eps_low={self.eps_low!r}: expected a number from 0 to 1, since ratios are positive")
         if not isinstance(self.scale_rewards, bool):
             wrong.append(f"scale_rewards={self.scale_rewards!r}: expected True or False")
@@ -101,10 +108,6 @@ class PolicyLoss:
             wrong.append(f"correction={self.correction!r}: expected a Correction, e.g. Correction('tis'), or None")
         if wrong:
             raise UnknownArgumentError("; ".join(wrong))
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
 
 
 Loss = SupervisedLoss | PreferenceLoss | RankingLoss | PolicyLoss
@@ -126,7 +129,7 @@ def loss_named(name: str, **settings: Any) -> Loss:
     Raises:
         UnknownArgumentError: If the name or a setting is unknown. The message lists the valid ones.
     """
-    if name not in LOSSES:
+    if not isinstance(name, str) or name not in LOSSES:
         raise UnknownArgumentError(
             f"unknown loss {name!r}{did_you_mean(name, LOSSES)}: expected one of {', '.join(LOSSES)}"
         )

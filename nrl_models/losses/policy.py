@@ -23,14 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nrl_models.errors import parse_option
+from nrl_models.errors import UnknownArgumentError, parse_option, shown
+from nrl_models.losses.loss_checks import is_count, is_number, require_one_shape, require_tensors, require_values
 
 ROOM = 4.0
 """How far below the logarithm of a dtype's largest number an exponential times its factor stays: room for corrections
 and sums of up to e^4."""
 
 LARGEST_LOG_RATIO = 1e6
-"""Larger log-ratios, infinity among them, have no gradient."""
+"""Log-ratios that are larger, or smaller than its negative, have no gradient. Infinity is among them."""
 
 
 class Normalize(StrEnum):
@@ -64,12 +65,16 @@ def token_weights(
         Weights `(batch, seq_len)` in fp32; zero where `mask` is False.
 
     Raises:
-        ValueError: If `Normalize.LONGEST` has no `longest`, or another value has one.
+        ValueError: If `Normalize.LONGEST` has no `longest`, or another value has one. Also if `mask` has another shape.
+        UnknownArgumentError: If `longest` is not a whole number above 0, or `mask` is not a tensor.
         UnknownOptionError: If `normalize` is not a `Normalize`.
     """
     normalize = parse_option(Normalize, normalize, "normalize")
     if (longest is None) == (normalize is Normalize.LONGEST):
         raise ValueError(f"longest={longest}: expected with normalize='longest', and only there")
+    if longest is not None and not is_count(longest, 1):
+        raise UnknownArgumentError(f"longest={shown(longest)}: expected a whole number of at least 1")
+    require_one_shape("sequences, length", mask=mask)
     counted = mask.bool().float()
     total, ranks = torch.stack([mask.bool().sum(), torch.tensor(len(mask), device=mask.device)]), 1
     if dist.is_available() and dist.is_initialized():
@@ -116,14 +121,23 @@ def policy_loss(
         A scalar in fp32.
 
     Raises:
+        NonFiniteError: If an advantage, a correction or a weight is NaN or infinite, a weight is negative, or a
+            log-ratio is NaN although `logprobs` is not.
+        UnknownArgumentError: If `eps_low`, `eps_high` or `kl` is out of range, or an argument is not a tensor.
         ValueError: If shapes differ, or only one of `reference` and `kl` is passed.
     """
-    _require_shapes(logprobs, old=old, weights=weights, correction=correction, reference=reference)
-    if advantages.shape != logprobs.shape[:1]:
-        raise ValueError(f"expected advantages of {tuple(logprobs.shape[:1])}, got {tuple(advantages.shape)}")
+    _require_arguments(logprobs, old, advantages, weights, eps_low, eps_high, kl, correction, reference)
     if (reference is None) == bool(kl):
         raise ValueError(f"kl={kl}: expected with the reference's log-probabilities, and only with them")
     difference = _difference(logprobs, old.detach(), weights)
+    wrong = {"old": (old, difference.isnan())}
+    wrong["advantages"] = (advantages[:, None].expand_as(logprobs), ~advantages.isfinite()[:, None])
+    if correction is not None:
+        wrong["correction"] = (correction, ~correction.isfinite())
+    if reference is not None:
+        behind = _difference(reference.detach(), logprobs, weights)
+        wrong["reference"] = (reference, behind.isnan())
+    require_values(logprobs.detach(), weights, **wrong)
     counted = weights > 0
     gain = torch.where(counted, advantages.to(difference)[:, None], 0.0)
     ratio = _bounded(difference, gain).exp()
@@ -131,7 +145,7 @@ def policy_loss(
     if correction is not None:
         terms = terms * torch.where(counted, correction.detach().to(terms), 0.0)
     if reference is not None:
-        behind = _difference(reference.detach(), logprobs, weights)
+        behind = behind.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         terms = terms + kl * (_bounded(behind, behind.new_tensor(kl)).expm1() - behind)
     return (terms * weights).sum()
 
@@ -146,6 +160,7 @@ def clipped_share(
     eps_high: float = 0.2,
 ) -> float:
     """Return the fraction of tokens whose gradient is zero due to the clip. For arguments, see `policy_loss`."""
+    _require_arguments(logprobs, old, advantages, weights, eps_low, eps_high)
     with torch.no_grad():
         ratio = torch.exp(_difference(logprobs, old, weights))
         gain = advantages.to(ratio)[:, None]
@@ -167,9 +182,26 @@ def _bounded(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.where(values > bound, bound + (values - values.detach()), values)
 
 
-def _require_shapes(logprobs: torch.Tensor, **others: torch.Tensor | None) -> None:
-    wrong = [f"{name} {tuple(value.shape)}" for name, value in others.items() if value is not None]
-    if logprobs.ndim != 2 or any(value is not None and value.shape != logprobs.shape for value in others.values()):
-        raise ValueError(
-            f"expected (sequences, length) of all; got logprobs {tuple(logprobs.shape)}, {', '.join(wrong)}"
-        )
+def _require_arguments(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    eps_low: float,
+    eps_high: float,
+    kl: float = 0.0,
+    correction: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
+) -> None:
+    """Check shapes and settings, see `policy_loss`."""
+    grids = {"logprobs": logprobs, "old": old, "weights": weights, "correction": correction, "reference": reference}
+    require_one_shape("sequences, length", **grids)
+    require_tensors(advantages=advantages)
+    if advantages.shape != logprobs.shape[:1]:
+        raise ValueError(f"expected advantages of {tuple(logprobs.shape[:1])}, got {tuple(advantages.shape)}")
+    if not is_number(eps_low, 0.0, 1.0):
+        raise UnknownArgumentError(f"eps_low={shown(eps_low)}: expected a number from 0 to 1")
+    if not is_number(eps_high, 0.0, math.inf):
+        raise UnknownArgumentError(f"eps_high={shown(eps_high)}: expected a number of at least 0")
+    if not is_number(kl, 0.0):
+        raise UnknownArgumentError(f"kl={shown(kl)}: expected a finite number of at least 0")

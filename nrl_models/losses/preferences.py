@@ -7,9 +7,18 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from nrl_models.errors import UnknownArgumentError, shown
+from nrl_models.losses.loss_checks import is_number, require_one_shape
+
 
 def sequence_logprobs(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum `(batch, seq_len)` log-probabilities where `mask` is True. Returns `(batch,)`."""
+    """Sum `(batch, seq_len)` log-probabilities where `mask` is True. Returns `(batch,)`.
+
+    Raises:
+        UnknownArgumentError: If an argument is not a tensor.
+        ValueError: If shapes differ.
+    """
+    require_one_shape("sequences, length", logprobs=logprobs, mask=mask)
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
     return torch.where(mask.bool(), wide, 0.0).sum(1)
 
@@ -32,9 +41,18 @@ def dpo_loss(
         beta: Strength of the penalty for leaving the reference.
 
     Returns:
-        A scalar in fp32.
+        A scalar, at least in fp32.
+
+    Raises:
+        UnknownArgumentError: If `beta` is not a number above 0, or another argument is not a tensor.
+        ValueError: If shapes differ, or there are no pairs.
     """
-    margin = (chosen - rejected) - (reference_chosen - reference_rejected).detach()
+    _require_pairs(
+        chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
+    )
+    if not (is_number(beta, 0.0) and beta):
+        raise UnknownArgumentError(f"beta={shown(beta)}: expected a number above 0")
+    margin = _margin(chosen, rejected) - _margin(reference_chosen, reference_rejected).detach()
     return -F.logsigmoid(beta * margin).mean()
 
 
@@ -48,9 +66,27 @@ def ranking_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, margin: float 
         margin: Required difference of the scores (https://arxiv.org/abs/2307.09288, equation 2).
 
     Returns:
-        A scalar in fp32.
+        A scalar, at least in fp32.
+
+    Raises:
+        UnknownArgumentError: If `margin` is not a finite number, or another argument is not a tensor.
+        ValueError: If shapes differ, or there are no pairs.
     """
-    return -F.logsigmoid(chosen.float() - rejected.float() - margin).mean()
+    _require_pairs(chosen=chosen, rejected=rejected)
+    if not is_number(margin):
+        raise UnknownArgumentError(f"margin={shown(margin)}: expected a finite number")
+    return -F.logsigmoid(_margin(chosen, rejected) - margin).mean()
+
+
+def _require_pairs(**values: torch.Tensor) -> None:
+    require_one_shape("pairs", **values)
+    if not values["chosen"].numel():
+        raise ValueError("there are no pairs: the mean over them is not defined")
+
+
+def _margin(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(torch.promote_types(chosen.dtype, rejected.dtype), torch.float32)
+    return chosen.to(wide) - rejected.to(wide)
 
 
 def misordered(chosen: Sequence[float] | torch.Tensor, rejected: Sequence[float] | torch.Tensor) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nrl_models.errors import NonFiniteError, UnknownArgumentError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
+from nrl_models.losses.loss_checks import is_count, is_number, require_one_shape, require_tensors
 
 SMALLEST_SPREAD = 1e-4
 """Added to a group's standard deviation, as in TRL, so that advantages are finite if rewards hardly differ."""
@@ -19,24 +20,38 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
             (https://arxiv.org/abs/2503.20783) does not, because it increases the weight of groups with similar rewards.
 
     Returns:
-        Advantages `(groups, group_size)` in fp32; zero for a group of equal rewards.
+        Advantages `(groups, group_size)` in fp32; exactly zero for a group of equal rewards.
 
     Raises:
-        NonFiniteError: If a reward is NaN or infinite.
-        UnknownArgumentError: If `scale` is not a bool.
+        NonFiniteError: If a reward is NaN or infinite, or an advantage exceeds the range of fp32.
+        UnknownArgumentError: If `scale` is not a bool, or `rewards` is not a tensor.
+        ValueError: If `rewards` has another number of dimensions.
     """
     if not isinstance(scale, bool):
         raise UnknownArgumentError(f"scale={scale!r}: expected True or False")
-    rewards = rewards.float()
+    _require_finite(rewards)
+    # The mean of equal rewards may be rounded, so subtract one of them before.
+    behind = rewards.double() - rewards[:, :1].double()
+    advantages = behind - behind.mean(1, keepdim=True)
+    if scale:
+        spread = behind.std(1, keepdim=True) if behind.shape[1] > 1 else torch.zeros_like(behind)
+        advantages = advantages / (spread + SMALLEST_SPREAD)
+    advantages = advantages.float()
+    if bool((~advantages.isfinite()).any()):
+        group = int((~advantages.isfinite()).nonzero()[0, 0])
+        raise NonFiniteError(
+            f"the rewards of question {group} are from {rewards[group].min().item():g} to "
+            f"{rewards[group].max().item():g}: their differences exceed the range of fp32"
+        )
+    return advantages
+
+
+def _require_finite(rewards: torch.Tensor) -> None:
+    require_one_shape("groups, group_size", rewards=rewards)
     if not bool(rewards.isfinite().all()):
         group, reply = (~rewards.isfinite()).nonzero()[0].tolist()
         found = rewards[group, reply].item()
         raise NonFiniteError(f"the reward of reply {reply} to question {group} is {found}: expected finite numbers")
-    advantages = rewards - rewards.mean(1, keepdim=True)
-    if not scale:
-        return advantages
-    spread = rewards.std(1, keepdim=True) if rewards.shape[1] > 1 else torch.zeros_like(rewards)
-    return advantages / (spread + SMALLEST_SPREAD)
 
 
 def teaching_groups(rewards: torch.Tensor) -> torch.Tensor:
@@ -45,7 +60,15 @@ def teaching_groups(rewards: torch.Tensor) -> torch.Tensor:
     Other groups have zero advantage and no gradient. DAPO's dynamic sampling drops them and samples more
     (https://arxiv.org/abs/2503.14476, equation 11). It compares rewards without penalties, because completions that are
     all wrong may differ only in length.
+
+    Raises:
+        NonFiniteError: If a reward is NaN or infinite.
+        UnknownArgumentError: If `rewards` is not a tensor.
+        ValueError: If `rewards` has another number of dimensions.
     """
+    _require_finite(rewards)
+    if not rewards.shape[1]:
+        return torch.zeros(len(rewards), dtype=torch.bool, device=rewards.device)
     return rewards.amax(1) > rewards.amin(1)
 
 
@@ -64,8 +87,16 @@ def overlong_penalty(lengths: torch.Tensor, longest: int, buffer: int, penalty: 
         Values to add to the rewards, `(batch,)`, fp32.
 
     Raises:
+        UnknownArgumentError: If `lengths` is not a tensor, `longest` or `buffer` is not a whole number, or `penalty` is
+            not a number of at least 0.
         ValueError: If `buffer` is not between 1 and `longest`.
     """
+    require_tensors(lengths=lengths)
+    for name, value in (("longest", longest), ("buffer", buffer)):
+        if not is_count(value):
+            raise UnknownArgumentError(f"{name}={shown(value)}: expected a number of tokens")
+    if not is_number(penalty, 0.0):
+        raise UnknownArgumentError(f"penalty={shown(penalty)}: expected a finite number of at least 0")
     if not 1 <= buffer <= longest:
         raise ValueError(f"overlong buffer of {buffer} tokens: expected 1 to {longest}, the length of a completion")
     return penalty * ((longest - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)

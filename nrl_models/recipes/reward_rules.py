@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
+from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.recipes.rows import Row
 
-_NUMBER = re.compile(r"(?:(?<![\w.)\]])[-\u2212])?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][+-]?\d+)?")
-"""A decimal number. A minus sign after a digit, letter or bracket is a subtraction or a range."""
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][+-]?\d+)?"
+)
+"""A decimal number. A minus sign after a digit, letter or bracket is a subtraction or a range. Commas
+separate groups of three digits."""
 
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_BRACES = re.compile(r"\\boxed\{|[{}]")
 
 
 def last_number(row: Row, reply: str, ended: bool, *, answer: str = "answer") -> float:
@@ -23,12 +28,19 @@ def last_number(row: Row, reply: str, ended: bool, *, answer: str = "answer") ->
         ended: Whether the model ended the completion.
         answer: Column with the right answer. GSM8K's answers end with the number.
     """
-    given, right = _NUMBER.findall(reply), _NUMBER.findall(str(row[answer]))
+    given, right = _NUMBER.findall(reply), _NUMBER.findall(_answer(row, answer))
     return float(bool(ended and given and right) and _value(given[-1]) == _value(right[-1]))
 
 
-def _value(number: str) -> float:
-    return float(number.replace(",", "").replace("\u2212", "-"))
+def _answer(row: Row, column: str) -> str:
+    if column not in row:
+        problem = Problem(ProblemKind.FILE, "a row", f"has {', '.join(row)}: expected {column}, the right answer")
+        raise RecipeError("cannot compute the reward", [problem], ["name the column with reward.answer=COLUMN"])
+    return str(row[column])
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", "").replace("\u2212", "-"))
 
 
 def boxed(row: Row, reply: str, ended: bool, *, answer: str = "answer") -> float:
@@ -42,5 +54,17 @@ def boxed(row: Row, reply: str, ended: bool, *, answer: str = "answer") -> float
         ended: Whether the model ended the completion.
         answer: Column with the right answer.
     """
-    given = _BOXED.findall(reply)
-    return float(bool(ended and given) and "".join(given[-1].split()) == "".join(str(row[answer]).split()))
+    right, given = _answer(row, answer), _last_boxed(reply)
+    return float(ended and given is not None and "".join(given.split()) == "".join(right.split()))
+
+
+def _last_boxed(text: str) -> str | None:
+    """Return the contents of the last complete box, with braces of any depth; None if there is none."""
+    found = None
+    starts: list[int | None] = []  # of open braces; None for those that are not of a box
+    for brace in _BRACES.finditer(text):
+        if brace[0] != "}":
+            starts.append(None if brace[0] == "{" else brace.end())
+        elif starts and (start := starts.pop()) is not None:
+            found = text[start : brace.start()]
+    return found

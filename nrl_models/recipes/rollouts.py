@@ -247,7 +247,9 @@ class PolicyLoop:
                     lengths, self.new_tokens, settings.overlong_buffer, settings.overlong_penalty
                 )
             shaped = shaped.view(-1, self.group)
-            teach = usable & teaching_groups(rewards[-1]) if settings.dynamic_sampling else usable
+            teach = usable.clone()
+            if settings.dynamic_sampling:
+                teach[usable] = teaching_groups(rewards[-1][usable])
             for place in teach.nonzero()[:, 0].tolist()[: count - len(kept) // self.group]:
                 kept += samples[place * self.group : (place + 1) * self.group]
                 advantages.append(group_advantages(shaped[place, None], scale=settings.scale_rewards)[0])

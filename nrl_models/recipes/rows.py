@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
-from nrl_models.errors import NRLModelsError, Problem, ProblemKind, RecipeError
+from nrl_models.errors import NRLModelsError, Problem, ProblemKind, RecipeError, shown
 
 Row = Mapping[str, Any]
 
@@ -149,6 +149,7 @@ def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         start, rest, _ = _text_parts(tokenizer, prompt)
         return start + rest
+    _require_messages("the prompt", prompt)
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
@@ -159,6 +160,8 @@ def _text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[int], list[i
     end = tokenizer.eos_token_id
     if own and own[-1] == end and not text.endswith(tokenizer.eos_token):
         own.pop()  # some append it in any case
+    if own and every[:2] == [tokenizer.bos_token_id, own[0]] and own[0] == tokenizer.bos_token_id:
+        every.pop(0)  # the text begins with BOS, as rendered chats do
     if not own and every and text != _SOME_TEXT:
         before, *_ = _text_parts(tokenizer, _SOME_TEXT)
         return before, own, every[len(before) :]
@@ -192,6 +195,10 @@ def answered_ids(tokenizer: Any, prompt: Any, answer: Any) -> tuple[list[int], l
         NRLModelsError: If there is no answer, or it is not from the assistant. Also if the chat template renders a
             prompt differently once an answer follows, or writes no end-of-turn token.
     """
+    if prompt is not None and not isinstance(prompt, str):
+        _require_messages("the prompt", prompt)
+    if not isinstance(answer, str):
+        _require_messages("the answer", answer)
     if isinstance(answer, str) and not isinstance(prompt, list):
         return _answered_text(tokenizer, prompt, answer)
     if isinstance(answer, str):
@@ -214,6 +221,20 @@ def answered_ids(tokenizer: Any, prompt: Any, answer: Any) -> tuple[list[int], l
     return _answered_chat(tokenizer, chat, answers)
 
 
+def _require_messages(name: str, value: Any) -> None:
+    """Check that a value is a list of messages.
+
+    Raises:
+        NRLModelsError: If it is not.
+    """
+    messages = value if isinstance(value, (list, tuple)) else [None]
+    wrong = [each for each in messages if not isinstance(each, Mapping) or not {"role", "content"} <= each.keys()]
+    if wrong:
+        raise NRLModelsError(
+            f"{name} is {shown(value)}: expected text, or a list of messages with the keys `role` and `content`"
+        )
+
+
 _BEFORE_ANSWERS = ("system", "developer", "user")
 """Roles of the first message in a complete chat."""
 
@@ -222,6 +243,10 @@ def _answered_text(tokenizer: Any, prompt: str | None, answer: str) -> tuple[lis
     start = [] if prompt is None else prompt_ids(tokenizer, prompt)
     before, rest, after = _text_parts(tokenizer, answer)
     end = after if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if not end:
+        raise NRLModelsError(
+            "the tokenizer has no `eos_token`, so the model would not learn to stop: set it in tokenizer_config.json"
+        )
     rest = (before if prompt is None else []) + rest + (end if rest[-len(end) :] != end else [])
     return start + rest, [False] * len(start) + [True] * len(rest)
 
@@ -252,7 +277,8 @@ def _end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
     """
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, added in added_tokens.items() if added.special}
-    special |= {*tokenizer.all_special_ids, tokenizer.eos_token_id}
+    special |= {*tokenizer.all_special_ids}
+    special = special - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
     for place in range(len(ids) - 1, start - 1, -1):
         if ids[place] in special:
             return place

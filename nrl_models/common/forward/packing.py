@@ -144,7 +144,7 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
     """
     mask = inputs.get("attention_mask")
     if inputs.get("cu_seq_lens_q") is not None:
-        inputs["position_ids"] = _checked_positions(inputs, mask)
+        inputs["position_ids"] = checked_positions(inputs, mask)
     positions = inputs.get("position_ids")
     if positions is None or not _is_2d(positions) or cache_in(inputs) is not None:
         return None
@@ -159,7 +159,10 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
         )
     _check_padding(mask, positions)
     _check_starts(mask, positions)
-    return Documents.from_positions(positions, mask)
+    documents = Documents.from_positions(positions, mask)
+    # Padding has any positions. Decoders that compute their own compare them with those of the documents.
+    inputs["position_ids"] = torch.where(mask.bool(), positions, documents.positions)
+    return documents
 
 
 class WrapsReplacedForward(nn.Module):
@@ -300,7 +303,7 @@ def _check_starts(mask: torch.Tensor, positions: torch.Tensor) -> None:
         )
 
 
-def _checked_positions(given: dict[str, Any], mask: Any) -> Any:
+def checked_positions(given: dict[str, Any], mask: Any) -> Any:
     """Return positions `(batch, seq_len)` computed from boundaries, or passed ones that agree. Others are unchanged.
 
     Raises:

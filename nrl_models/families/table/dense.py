@@ -60,7 +60,9 @@ ROWS: dict[str, Row] = {
     "gpt2": Row("GPT2LMHeadModel"),
     "gpt_bigcode": Row("GPTBigCodeForCausalLM"),
     "gpt_neo": Row(
-        "GPTNeoForCausalLM GPTNeoForSequenceClassification GPTNeoForTokenClassification", {"GPTNeoSelfAttention": QKV}
+        "GPTNeoForCausalLM GPTNeoForSequenceClassification GPTNeoForTokenClassification",
+        {"GPTNeoSelfAttention": QKV},
+        COUNTS_COLUMNS,  # local attention
     ),
     "gpt_neox": Row("GPTNeoXForCausalLM"),
     "gpt_neox_japanese": Row("GPTNeoXJapaneseForCausalLM", limits=lacks("activation checkpointing")),

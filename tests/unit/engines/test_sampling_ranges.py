@@ -99,7 +99,7 @@ def test_low_temperature_of_transformers_is_exact(engine: HFEngine, prompts: lis
     (sample,) = engine.generate(prompts[:1], Sampling(0.005), max_new_tokens=4)
     scores = engine.score([sample.sequence], Sampling(0.005))[0][-4:]
     assert list(sample.logprobs) == pytest.approx(scores, abs=1e-3)
-    with pytest.raises(EngineError, match="temperatures from 1e-06"):
+    with pytest.raises(SamplingError, match=r"temperature=1e-300: .* the lowest is 1e-06"):
         engine.generate(prompts[:1], Sampling(1e-300), max_new_tokens=4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import TokenLogprobs, rollout_logprobs, token_logprobs
 from nrl_models.losses import Normalize, dpo_loss, policy_loss, sequence_logprobs, token_weights
 from nrl_models.testing.case import FamilyCase, randomize
@@ -309,6 +311,41 @@ def test_budgets(row_tokens: int | None, lengths: list[int], sequences: list[tor
     assert forwards.shapes == [(1, length) for length in lengths]
 
 
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_shorter_sequences_keep_their_factors_of_longrope(share_prompts: bool) -> None:
+    """The longest sequence of a forward decides the factors of all, so both kinds run apart."""
+    config = tiny_config(LlamaConfig)
+    size = config.head_dim // 2
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    model = made(rope_parameters=rope | {"short_factor": [1.0] * size, "long_factor": [4.0] * size})
+    prompt = torch.arange(20, 30)
+    sequences = [torch.cat([prompt, torch.arange(40, 40 + more)]) for more in (3, 12, 6, 7, 2)]
+    weights = torch.randn(5, 22, generator=torch.Generator().manual_seed(0), dtype=WIDE)
+    alone = [token_logprobs(model, row[None]).logprobs[0] for row in sequences]
+    sum((row * weights[number, : len(row)]).sum() for number, row in enumerate(alone)).backward()
+    wanted = gradients_of(model)
+    options: dict[str, Any] = {"share_prompts": share_prompts, "loss_terms": torch.tensor([0, 0, 1, 1, 2])}
+    found = rollout_logprobs(model, sequences, loss=lambda found: (found.logprobs * weights).sum(), **options)
+    for row, expected in zip(found.logprobs, alone, strict=True):
+        torch.testing.assert_close(row[: len(expected)], expected.detach(), rtol=0, atol=STRICT * 1e4)
+    scale = max(gradient.abs().max() for gradient in wanted.values())
+    for name, gradient in gradients_of(model).items():
+        assert (gradient - wanted[name]).abs().max() < 1e-6 * scale, name
+
+
+def test_sequences_may_come_from_a_generator() -> None:
+    model = made()
+    rows = [[20, 21, 22], [23, 24]]
+    assert torch.equal(rollout_logprobs(model, iter(rows)).logprobs, rollout_logprobs(model, rows).logprobs)
+
+
+@pytest.mark.parametrize("given", [{"share_prompts": "never"}, {"share_prompts": 1}, {"loss": "grpo"}])
+def test_options_of_another_type_raise(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(UnknownArgumentError, match=f"{name}=.*: expected"):
+        rollout_logprobs(made(), **bad(**given))
+
+
 def bad(**given: Any) -> dict[str, Any]:
     return {"sequences": [[1, 2, 3], [4, 5]]} | given
 
@@ -320,8 +357,8 @@ def bad(**given: Any) -> dict[str, Any]:
             bad(sequences=[[1], [], [2] * 257, [0.5], [[1, 2]], ["a"], [3, -100]], row_tokens=200),
             r"sequence 1 is empty; sequence 2 has 257 tokens, and the model takes 256; sequence 2 has 257 tokens, and "
             r"row_tokens allows 200; sequence 3 is \(1,\) of torch.float32: expected token ids, \(length,\); "
-            r"sequence 4 is \(1, 2\) of torch.int64: .*; sequence 5 is not a list of token ids: .*; sequence 6 has the "
-            r"token id -100: pass sequences without padding$",
+            r"sequence 4 is \(1, 2\) of torch.int64: .*; sequence 5 is not a list of token ids: .*; sequence 6 has "
+            r"the token ID -100, and LlamaForCausalLM has embeddings for 0 to 511: pass sequences without padding$",
         ),
         (bad(sequences=[[]] * 30), r"sequence 19 is empty; and 10 more$"),
         (bad(sequences=[]), "^there are no sequences$"),
@@ -329,7 +366,20 @@ def bad(**given: Any) -> dict[str, Any]:
             bad(sequences=torch.zeros(2, 3, dtype=torch.long)),
             "a tensor is not a list of sequences: use `token_logprobs`",
         ),
-        (bad(row_tokens=0), "row_tokens=0: expected at least 1"),
+        (bad(row_tokens=0), "row_tokens=0: expected a whole number of at least 1"),
+        (
+            bad(sequences=[[3, 600]]),
+            "sequence 0 has the token ID 600, and LlamaForCausalLM has embeddings for 0 to 511",
+        ),
+        (bad(sequences=None), "None is not a list of sequences"),
+        (bad(row_tokens="auto"), "row_tokens='auto': expected a whole number"),
+        (bad(row_tokens=16.5), r"row_tokens=16\.5: expected a whole number"),
+        (
+            bad(score=[[0.0, 1.0, math.nan], [0, 1]]),
+            "score of sequence 0 is not a list of bools: score has the value nan",
+        ),
+        (bad(score=True), "score=True: expected a list of masks"),
+        (bad(model_inputs=[1, 2]), "model_inputs of sequence 0 is a int: expected a dict"),
         (bad(score=[[True] * 3]), "score has 1 masks for 2 sequences"),
         (bad(score=[[True] * 2, [True]]), r"score of sequence 0 is \(2,\): expected \(3,\), as its .*; score of sequ"),
         (bad(score=[[True] * 3, ["a"] * 2]), "score of sequence 1 is not a list of bools: "),

@@ -303,8 +303,15 @@ def test_recorded_and_replayed_routing_is_not_shared(sequences: list[torch.Tenso
 
 def test_other_models_do_not_share() -> None:
     assert not can_share_prompts(LlamaForCausalLM(tiny_config(LlamaConfig)))
-    for name in ("BloomForCausalLM", "BartForCausalLM", "DeepseekV32ForCausalLM", "GitForCausalLM"):
+    for name in (
+        "BloomForCausalLM",
+        "BartForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "GitForCausalLM",
+        "GPTNeoForCausalLM",
+    ):
         assert not can_share_prompts(FamilyCase(registry.model_class(name)).model())
+    assert not can_share_prompts(FamilyCase(registry.model_class("FalconForCausalLM"), tiny={"alibi": True}).model())
     assert not can_share_prompts(made(), LlamaForCausalLM(tiny_config(LlamaConfig)))
     model = made()
     for name in ("one of another library", "flex_attention"):
@@ -312,10 +319,21 @@ def test_other_models_do_not_share() -> None:
         assert not can_share_prompts(model)
 
 
-@pytest.mark.parametrize("name", ["BloomForCausalLM", "DeepseekV32ForCausalLM", "GitForCausalLM", "InklingForCausalLM"])
-def test_declared_limits_are_true(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tiny"),
+    [
+        ("BloomForCausalLM", {}),
+        ("DeepseekV32ForCausalLM", {}),
+        ("FalconForCausalLM", {"alibi": True}),  # not a limit of the class, but of this configuration
+        ("GitForCausalLM", {}),
+        ("GPTNeoForCausalLM", {"window_size": 5}),
+        ("InklingForCausalLM", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_declared_limits_are_true(name: str, tiny: dict[str, Any]) -> None:
     with pytest.raises((AssertionError, ValueError), match=r"not close|cannot share a prompt"):
-        suite()["test_shared_prompts"](FamilyCase(registry.model_class(name)))
+        suite()["test_shared_prompts"](FamilyCase(registry.model_class(name), tiny=tiny))
 
 
 def test_masks_with_other_parts_raise() -> None:

@@ -60,6 +60,7 @@ def test_non_finite_engine_logprobs_raise(value: float, kind: str, level: str) -
         ({"type": "tis", "cap": math.nan}, ("cap=nan",)),
         ({"type": "tis", "cap": "2"}, ("cap='2': expected a number above 0",)),
         ({"type": "mis", "floor": None}, ("floor=None: expected a number",)),
+        ({"type": "tis", "cap": True}, ("cap=True: expected a number above 0",)),
     ],
 )
 def test_what_is_refused(arguments: dict[str, object], words: tuple[str, ...]) -> None:
@@ -72,3 +73,21 @@ def test_what_is_refused(arguments: dict[str, object], words: tuple[str, ...]) -
 def test_a_correction_is_a_correction() -> None:
     with pytest.raises(UnknownArgumentError, match="correction='tis': expected a Correction"):
         importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), "tis")
+
+
+@pytest.mark.parametrize("kind", ["tis", "mis"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_nan_of_the_trainer_is_not_hidden(kind: str, level: str) -> None:
+    """A weight of 0 would drop the token silently."""
+    trainer = torch.tensor([[-1.0, math.nan], [-1.0, -1.0]])
+    found = importance_weights(trainer, torch.full((2, 2), -1.0), torch.ones(2, 2), Correction(kind, level=level))
+    assert found.isnan().tolist() == [[level == "sequence", True], [False, False]]
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3,)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nothing_is_broadcast(shape: tuple[int, ...], place: int) -> None:
+    arguments = [torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)]
+    arguments[place] = torch.ones(shape)
+    with pytest.raises(ValueError, match=r"expected \(sequences, length\) of all; got trainer"):
+        importance_weights(*arguments, Correction("tis"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from nrl_models.errors import UnknownOptionError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError, UnknownOptionError
 from nrl_models.losses import Normalize, clipped_share, loss_named, policy_loss, token_weights
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -148,6 +149,19 @@ def test_loss_and_gradient_are_finite_for_any_log_ratio(log_ratio: float, advant
         assert logprobs.grad.item() > 1e36 or log_ratio == math.inf, "the token still becomes less likely"
 
 
+@pytest.mark.parametrize(("logprob", "reference"), [(-math.inf, -1.0), (-1.0, -math.inf), (-1.0, math.inf)])
+def test_the_divergence_is_finite_for_infinite_log_ratios(logprob: float, reference: float) -> None:
+    logprobs = torch.tensor([[logprob, -1.0]], requires_grad=True)
+    theirs = torch.tensor([[reference, -1.0]])
+    loss = policy_loss(
+        logprobs, logprobs.detach().clamp(min=-9.0), torch.ones(1), torch.ones(1, 2), reference=theirs, kl=0.1
+    )
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert logprobs.grad.tolist()[0][0] in (0.0, -1.0)
+    assert logprobs.grad.tolist()[0][1] == -1.0
+
+
 @pytest.mark.parametrize("behind", [-1e4, -1.0, 0.5, 80.0, 89.0, 1e4])
 def test_the_divergence_is_finite_for_any_reference(behind: float) -> None:
     logprobs = torch.tensor([[-2.0]], requires_grad=True)
@@ -192,3 +206,83 @@ def test_shapes_are_checked() -> None:
         policy_loss(logprobs, logprobs, torch.zeros(3), torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"old \(2, 2\)"):
         policy_loss(logprobs, torch.zeros(2, 2), torch.zeros(2), torch.ones(2, 3))
+
+
+NAN, INFINITE = math.nan, math.inf
+GRID = torch.full((2, 3), -1.0)
+
+
+def _with(value: float) -> torch.Tensor:
+    return GRID.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(value))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"old": _with(NAN)}, "old of token 2 of sequence 1: nan"),
+        ({"logprobs": _with(-INFINITE), "old": _with(-INFINITE)}, "old of token 2 of sequence 1: -inf"),
+        ({"correction": _with(NAN)}, "correction of token 2 of sequence 1: nan"),
+        ({"correction": _with(INFINITE)}, "correction of token 2 of sequence 1: inf"),
+        ({"reference": _with(NAN), "kl": 0.1}, "reference of token 2 of sequence 1: nan"),
+        ({"advantages": torch.tensor([1.0, NAN])}, "advantages of token 0 of sequence 1: nan"),
+        ({"advantages": torch.tensor([-INFINITE, 1.0])}, "advantages of token 0 of sequence 0: -inf"),
+        ({"weights": -_with(NAN)}, "weights of token 2 of sequence 1: nan"),
+        ({"weights": _with(0.0)}, "weights of token 0 of sequence 0: -1"),
+    ],
+)
+def test_non_finite_arguments_raise(given: dict[str, Any], message: str) -> None:
+    arguments = {"logprobs": GRID, "old": GRID, "advantages": torch.ones(2), "weights": torch.ones(2, 3)} | given
+    with pytest.raises(NonFiniteError, match=f"{message}.*expected|{message}.*Expected"):
+        policy_loss(**arguments)
+    if "weights" not in given:  # the same values in tokens that do not count
+        arguments["weights"] = torch.zeros(2, 3)
+        assert policy_loss(**arguments).item() == 0.0
+
+
+def test_nan_of_the_policy_reaches_the_loss() -> None:
+    """Training skips such an update. Advantages and corrections of the sequence are of no interest then."""
+    correction = torch.tensor([[NAN, NAN, NAN], [1.0, 1.0, 1.0]])
+    logprobs = torch.tensor([[NAN, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    loss = policy_loss(logprobs, logprobs, torch.ones(2), torch.ones(2, 3), correction=correction)
+    assert math.isnan(loss.item())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"eps_low": 2.0}, UnknownArgumentError, r"eps_low=2\.0: expected a number from 0 to 1"),
+        ({"eps_high": -0.5}, UnknownArgumentError, r"eps_high=-0\.5: expected a number of at least 0"),
+        ({"eps_high": NAN}, UnknownArgumentError, "eps_high=nan"),
+        ({"eps_low": "0.2"}, UnknownArgumentError, r"eps_low='0\.2'"),
+        ({"kl": -1.0, "reference": GRID}, UnknownArgumentError, r"kl=-1\.0: expected a finite number"),
+        ({"kl": "0.1", "reference": GRID}, UnknownArgumentError, r"kl='0\.1'"),
+        ({"old": [[-1.0] * 3] * 2}, UnknownArgumentError, "old=.*: expected a tensor"),
+        ({"advantages": [1.0, 1.0]}, UnknownArgumentError, "advantages=.*: expected a tensor"),
+        ({"correction": torch.ones(1, 3)}, ValueError, r"correction \(1, 3\)"),
+    ],
+)
+def test_settings_and_types_are_checked(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"logprobs": GRID, "old": GRID, "advantages": torch.ones(2), "weights": torch.ones(2, 3)} | given
+    with pytest.raises(error, match=message):
+        policy_loss(**arguments)
+    assert policy_loss(GRID, GRID, torch.ones(2), torch.ones(2, 3), eps_high=INFINITE).item() == -6.0  # without a clip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(5), "token"), ValueError, r"mask \(5,\)"),
+        (([[1, 0]], "token"), UnknownArgumentError, "mask=.*: expected a tensor"),
+        ((MASK, "longest", 0), UnknownArgumentError, "longest=0: expected a whole number of at least 1"),
+        ((MASK, "longest", "4"), UnknownArgumentError, "longest='4'"),
+        ((MASK, "longest", True), UnknownArgumentError, "longest=True"),
+    ],
+)
+def test_arguments_of_weights_are_checked(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        token_weights(*arguments)
+
+
+def test_the_clipped_share_is_of_equal_shapes() -> None:
+    with pytest.raises(ValueError, match=r"old \(2, 2\)"):
+        clipped_share(torch.zeros(1, 2), torch.zeros(2, 2), torch.ones(1), torch.ones(1, 2))

@@ -38,6 +38,34 @@ def test_advantages_of_non_finite_rewards_raise(value: float, scale: bool) -> No
         group_advantages(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, value]]), scale=scale)
 
 
+@pytest.mark.parametrize("size", [2, 3, 5, 7, 10, 16])
+@pytest.mark.parametrize("reward", [0.1, -7.7, 1000.1, 1e6 + 0.1, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [False, True])
+def test_equal_rewards_have_no_advantage(size: int, reward: float, dtype: torch.dtype, scale: bool) -> None:
+    """The mean of three rewards of 1,000,000.1 is rounded in fp32: their advantage was 625."""
+    assert not group_advantages(torch.full((2, size), reward, dtype=dtype), scale=scale).any()
+
+
+def test_advantages_of_large_and_whole_rewards() -> None:
+    large = torch.tensor([[1e8, 1e8 + 1, 1e8 + 2, 1e8 + 3]], dtype=torch.float64)
+    assert group_advantages(large, scale=False).tolist() == [[-1.5, -0.5, 0.5, 1.5]]
+    assert group_advantages(torch.tensor([[2**24 + 1, 2**24 + 2]]), scale=False).tolist() == [[-0.5, 0.5]]
+    apart = torch.tensor([[3e38, 3e38, 3e38, -3e38]])
+    torch.testing.assert_close(group_advantages(apart, scale=True), torch.tensor([[0.5, 0.5, 0.5, -1.5]]))
+    with pytest.raises(NonFiniteError, match=r"question 0 are from -3e\+38 to 3e\+38: .* exceed the range of fp32"):
+        group_advantages(apart, scale=False)
+
+
+@pytest.mark.parametrize("rewards", [torch.ones(3), torch.ones(1, 2, 3)])
+def test_rewards_are_of_groups(rewards: torch.Tensor) -> None:
+    for function in (teaching_groups, lambda given: group_advantages(given, scale=True)):
+        with pytest.raises(ValueError, match=r"expected \(groups, group_size\) of all; got rewards"):
+            function(rewards)
+        with pytest.raises(UnknownArgumentError, match=r"rewards=.*: expected a tensor"):
+            function(rewards.tolist())
+
+
 def test_scale_is_a_bool() -> None:
     """TRL's "none" would be truthy."""
     with pytest.raises(UnknownArgumentError, match="scale='none': expected True or False"):
@@ -47,6 +75,9 @@ def test_scale_is_a_bool() -> None:
 def test_groups_of_equal_rewards_teach_nothing() -> None:
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.5 + 1e-6]])
     assert teaching_groups(rewards).tolist() == [False, False, True, True]
+    assert teaching_groups(torch.zeros(2, 0)).tolist() == [False, False]
+    with pytest.raises(NonFiniteError, match="reply 1 to question 0 is nan"):
+        teaching_groups(torch.tensor([[1.0, math.nan]]))
 
 
 def test_the_penalty_falls_from_the_buffer_to_the_limit() -> None:
@@ -56,6 +87,9 @@ def test_the_penalty_falls_from_the_buffer_to_the_limit() -> None:
     torch.testing.assert_close(overlong_penalty(lengths, 100, 20, 0.5), expected / 2)
     with pytest.raises(ValueError, match="1 to 100"):
         overlong_penalty(lengths, 100, 101)
+    for arguments in ((lengths, 100, 2.5), (lengths, 100, "2"), ([80], 100, 20), (lengths, 100, 20, -1.0)):
+        with pytest.raises(UnknownArgumentError, match=r"=.*: expected a"):
+            overlong_penalty(*arguments)
 
 
 def test_log_probabilities_of_answers_leave_out_what_is_none() -> None:
@@ -84,6 +118,35 @@ def test_ranking() -> None:
     assert loss.item() == pytest.approx((math.log1p(math.exp(-0.75)) + math.log1p(math.exp(0.75))) / 2)
     expected = [-1 / (1 + math.exp(0.75)) / 2, -1 / (1 + math.exp(-0.75)) / 2]
     torch.testing.assert_close(chosen.grad, torch.tensor(expected))
+
+
+def test_pairs_are_not_broadcast() -> None:
+    with pytest.raises(ValueError, match=r"expected \(pairs\) of all; got chosen \(2,\), rejected \(1,\)"):
+        ranking_loss(torch.zeros(2), torch.zeros(1))
+    with pytest.raises(ValueError, match=r"expected \(pairs\) of all; got chosen \(2, 1\)"):
+        ranking_loss(torch.zeros(2, 1), torch.zeros(2, 1))
+    with pytest.raises(ValueError, match=r"reference_rejected \(1,\)"):
+        dpo_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(1))
+    with pytest.raises(ValueError, match=r"expected \(sequences, length\) of all"):
+        sequence_logprobs(torch.zeros(2, 3), torch.ones(3))
+    for loss in (ranking_loss, dpo_loss):
+        with pytest.raises(ValueError, match="there are no pairs"):
+            loss(*torch.zeros(4 if loss is dpo_loss else 2, 0))
+
+
+def test_settings_of_pairs_are_checked() -> None:
+    for beta in (0.0, -1.0, math.nan, "0.1"):
+        with pytest.raises(UnknownArgumentError, match=r"beta=.*: expected a number above 0"):
+            dpo_loss(*torch.zeros(4, 2), beta=beta)
+    with pytest.raises(UnknownArgumentError, match=r"margin=nan: expected"):
+        ranking_loss(*torch.zeros(2, 2), margin=math.nan)
+
+
+def test_pairs_in_bf16_are_computed_in_fp32() -> None:
+    values = torch.tensor([[-100.5], [-101.0], [-100.0], [-101.5]]).bfloat16()
+    loss = dpo_loss(*values)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(math.log1p(math.exp(0.1)))
 
 
 def test_the_order_of_scores() -> None:
@@ -117,6 +180,12 @@ def test_losses_by_name() -> None:
         ("dapo", {"eps_high": math.nan}, "eps_high=nan"),
         ("dpo", {"beta": "large"}, "beta='large': expected a number above 0"),
         ("reward", {"margin": math.nan}, "margin=nan: expected a number"),
+        ("dapo", {"dynamic_sampling": 2.5}, r"dynamic_sampling=2\.5: expected a whole number"),
+        ("dapo", {"dynamic_sampling": True}, "dynamic_sampling=True: expected a whole number"),
+        ("grpo", {"overlong_buffer": 2.5}, r"overlong_buffer=2\.5: expected a whole number"),
+        ("grpo", {"overlong_penalty": math.inf}, "overlong_penalty=inf"),
+        ("grpo", {"kl": math.inf}, "kl=inf: expected a number"),
+        (["grpo"], {}, r"unknown loss \['grpo'\]"),
     ],
 )
 def test_settings_of_another_type_raise(name: str, settings: dict[str, object], message: str) -> None:

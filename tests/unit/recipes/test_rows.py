@@ -218,6 +218,8 @@ def test_rows_come_in_another_order_each_time_round() -> None:
         ("1000", "1e3", True, 1.0),
         ("3", "in version 2.5.3", True, 1.0),
         ("12", "12 eggs.", True, 1.0),
+        ("12", "1,2", True, 0.0),  # two numbers
+        ("1e401", "1e400", True, 0.0),
     ],
 )
 def test_last_number(answer: str, reply: str, ended: bool, worth: float) -> None:
@@ -234,6 +236,7 @@ def test_last_number(answer: str, reply: str, ended: bool, worth: float) -> None
         ("34", r"\boxed{34}", False, 0.0),
         ("34", "34", True, 0.0),
         ("34", r"\boxed{34", True, 0.0),
+        (r"\frac{\sqrt{\frac{1}{2}}}{2}", r"\boxed{\frac{\sqrt{\frac{1}{2}}}{2}}, not \boxed{", True, 1.0),
     ],
 )
 def test_boxed(answer: str, reply: str, ended: bool, worth: float) -> None:

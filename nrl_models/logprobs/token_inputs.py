@@ -1,0 +1,209 @@
+"""Arguments of `token_logprobs`: checks, masks and positions, and rows without padding before their first token."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from nrl_models.common.config.spelling import misspellings_of
+from nrl_models.common.forward.packing import checked_positions, token_positions
+from nrl_models.common.modules import innermost
+from nrl_models.common.upstream import computes_positions
+from nrl_models.errors import UnknownArgumentError, shown
+
+Grids = TypeVar("Grids", bound=Any)
+
+
+def require_grids(input_ids: Any, **others: Any) -> None:
+    """Check that arguments are tensors `(batch, seq_len)`, and that token IDs and positions are whole numbers.
+
+    Raises:
+        UnknownArgumentError: If an argument is not a tensor.
+        ValueError: If it has another shape or dtype, or there are no tokens.
+    """
+    every = {"input_ids": input_ids, **others}
+    for name, value in every.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise UnknownArgumentError(f"{name}={shown(value)}: expected a tensor (batch, seq_len)")
+    shape = input_ids.shape
+    wrong = [
+        f"{name} {tuple(value.shape)}" for name, value in others.items() if value is not None and value.shape != shape
+    ]
+    if len(shape) != 2 or wrong:
+        raise ValueError(
+            f"input_ids has shape {tuple(shape)}, expected (batch, seq_len)"
+            + (f"; expected the same shape of {', '.join(wrong)}" if wrong else "")
+        )
+    if not input_ids.numel():
+        raise ValueError(f"input_ids has shape {tuple(shape)}: expected at least one token")
+    for name in ("input_ids", "position_ids"):
+        value = every.get(name)
+        if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+            raise ValueError(f"{name} is of {value.dtype}: expected whole numbers")
+
+
+def unknown_token(models: Iterable[nn.Module], ids: torch.Tensor) -> str | None:
+    """Describe a token ID for which a model has no embedding. A GPU would stop there without a message.
+
+    Placeholders of images, videos and audio in a configuration may be larger than the vocabulary.
+
+    Args:
+        models: The models.
+        ids: Token IDs, of any shape, at least one.
+    """
+    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    for model in models:
+        size = _vocabulary(model)
+        if size is not None and not 0 <= lowest <= highest < max(size, 1 + max(_placeholders(model), default=0)):
+            wrong = lowest if lowest < 0 else highest
+            return f"the token ID {wrong}, and {type(model).__name__} has embeddings for 0 to {size - 1}"
+    return None
+
+
+def require_known_tokens(models: Iterable[nn.Module], ids: torch.Tensor) -> None:
+    """Check that models have an embedding for each token.
+
+    Raises:
+        ValueError: If a token ID is negative or too large.
+    """
+    if (found := unknown_token(models, ids)) is not None:
+        raise ValueError(f"input_ids has {found}. Fill padding with one of these, and mark it in attention_mask")
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return the number of input embeddings; None if they are not an `nn.Embedding`."""
+    try:
+        embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:
+        return None
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def _placeholders(model: nn.Module) -> list[int]:
+    found = getattr(getattr(model, "config", None), "__dict__", {})
+    return [
+        value
+        for name, value in found.items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int) and not isinstance(value, bool)
+    ]
+
+
+def require_zeros_and_ones(**masks: torch.Tensor | None) -> None:
+    """Check that masks have no other values: not additive masks, nor numbers of documents.
+
+    Raises:
+        ValueError: If one has.
+    """
+    for name, mask in masks.items():
+        if mask is None or mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all()):
+            continue
+        other = mask[(mask != 0) & (mask != 1)][0].item()
+        raise ValueError(
+            f"{name} has the value {other:g}: expected 1 or True for tokens and 0 or False for others. Additive masks "
+            "are not supported. Packed documents are separated by position_ids"
+        )
+
+
+def require_spelling(forward: Callable[..., Any], inputs: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Check that keywords of a model's forward are not misspelled arguments, which its `**kwargs` would ignore.
+
+    Raises:
+        UnknownArgumentError: If one is.
+    """
+    parameters = inspect.signature(forward).parameters
+    for name in inputs:
+        close = misspellings_of(name, known) if name not in parameters else []
+        if close:
+            raise UnknownArgumentError(f"unknown argument {name} (did you mean {' or '.join(close)}?)")
+
+
+def positions_of_boundaries(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    inputs: Mapping[str, Any],
+) -> torch.Tensor | None:
+    """Return positions of packed sequences whose boundaries are in `cu_seq_lens_q`; else `position_ids`.
+
+    Raises:
+        ValueError: If boundaries and positions disagree.
+    """
+    if inputs.get("cu_seq_lens_q") is None:
+        return position_ids
+    given = {"input_ids": input_ids, "position_ids": position_ids, "cu_seq_lens_q": inputs["cu_seq_lens_q"]}
+    found: torch.Tensor = checked_positions(given, attention_mask)
+    return found
+
+
+def mask_and_positions(
+    model: nn.Module, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, *, media: bool
+) -> dict[str, torch.Tensor]:
+    """Return the mask and position keywords of the model's forward.
+
+    Positions that the caller passes go to the model as they are. Otherwise the model computes its own. Most models
+    count columns, which is wrong only if padding comes before a token. Such a batch gets positions that count tokens,
+    unless the model reads its positions from the mask, the images or the token ids. A mask without padding is left out.
+    """
+    inputs: dict[str, torch.Tensor] = {}
+    if attention_mask is not None and not bool(attention_mask.all()):
+        inputs["attention_mask"] = attention_mask
+        inner = innermost(model)
+        if (
+            position_ids is None
+            and "position_ids" in inspect.signature(inner.forward).parameters
+            and not computes_positions(inner, media=media)
+            and _has_padding_before_tokens(attention_mask)
+        ):
+            position_ids = token_positions(attention_mask)
+    if position_ids is not None:
+        inputs["position_ids"] = position_ids
+    return inputs
+
+
+def _has_padding_before_tokens(attention_mask: torch.Tensor) -> bool:
+    token = attention_mask.bool()
+    return bool((token[:, 1:] & ~token[:, :-1]).any())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeftPadding:
+    """Rows of a batch moved to the left, so that they begin with a token.
+
+    Padding on the right cannot change a causal model's results. Padding on the left does in some of transformers'
+    classes: those with learned positions, a state that padding enters, or chunked attention.
+
+    Attributes:
+        columns: Column of the batch for each column of the moved rows, `(batch, seq_len)`.
+    """
+
+    columns: torch.Tensor
+
+    @classmethod
+    def of(cls, attention_mask: torch.Tensor | None) -> LeftPadding | None:
+        """Return the left padding of a batch; None if no row with a token begins with padding."""
+        if attention_mask is None:
+            return None
+        token = attention_mask.bool()
+        first = token.int().argmax(1, keepdim=True)  # 0 for a row without tokens
+        if not bool(first.any()):
+            return None
+        columns = torch.arange(token.shape[1], device=token.device)
+        return cls((columns + first) % token.shape[1])
+
+    def moved(self, value: Any) -> Any:
+        """Move the rows of a tensor `(batch, seq_len, ...)`. Returns any other value as it is."""
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != self.columns.shape:
+            return value
+        rows = torch.arange(len(value), device=value.device)[:, None]
+        return value[rows, self.columns.to(value.device)]
+
+    def restored(self, found: Grids, names: Iterable[str]) -> Grids:
+        """Move the grids `(batch, seq_len)` of a result back to the columns of the batch."""
+        back = self.columns.argsort(1)
+        grids = {name: getattr(found, name) for name in names}
+        return replace(found, **{name: None if grid is None else grid.gather(1, back) for name, grid in grids.items()})

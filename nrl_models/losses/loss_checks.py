@@ -1,0 +1,82 @@
+"""Checks of the arguments of losses."""
+
+from __future__ import annotations
+
+import math
+import sys
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
+
+
+def is_number(value: Any, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> bool:
+    """Return True for a number in the bounds, both included. Booleans and NaN are not numbers."""
+    number: Any = value  # mypy has no comparisons of `Real`
+    return isinstance(value, Real) and not isinstance(value, bool) and least <= number <= most
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Return True for a whole number of at least `least`. Booleans are not numbers."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def require_tensors(**values: Any) -> None:
+    """Check that arguments are tensors; None is an argument that was not passed.
+
+    Raises:
+        UnknownArgumentError: If one is not.
+    """
+    for name, value in values.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise UnknownArgumentError(f"{name}={shown(value)}: expected a tensor")
+
+
+def require_one_shape(dimensions: str, **values: torch.Tensor | None) -> None:
+    """Check that tensors have one shape, so that torch does not broadcast them.
+
+    Args:
+        dimensions: Names of the dimensions, separated by commas.
+        values: The tensors by name. The first has the shape that the others need; None is ignored.
+
+    Raises:
+        ValueError: If shapes differ.
+        UnknownArgumentError: If an argument is not a tensor.
+    """
+    require_tensors(**values)
+    shapes = {name: tuple(value.shape) for name, value in values.items() if value is not None}
+    first, *others = shapes.values()
+    if len(first) != len(dimensions.split(", ")) or any(shape != first for shape in others):
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"expected ({dimensions}) of all; got {found}")
+
+
+def require_values(logprobs: torch.Tensor, weights: torch.Tensor, **wrong: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Check that only counted tokens of sequences without NaN in `logprobs` have valid values.
+
+    A NaN log-probability of the policy is left alone: its gradient is NaN, so the update is skipped.
+
+    Args:
+        logprobs: Log-probabilities of the policy, `(batch, seq_len)`.
+        weights: Weights of the tokens, `(batch, seq_len)`.
+        wrong: By name of an argument: its values, and True for each invalid one, `(batch, seq_len)` each.
+
+    Raises:
+        NonFiniteError: If a weight is negative, NaN or infinite, or a counted token has an invalid value.
+    """
+    if torch.compiler.is_compiling():  # the values of tensors are unknown
+        return
+    counted = (weights > 0) & ~(logprobs.isnan() & (weights > 0)).any(1, keepdim=True)
+    every = {"weights": (weights, ~((weights >= 0) & (weights < math.inf)))}
+    every |= {name: (values, invalid & counted) for name, (values, invalid) in wrong.items()}
+    if not bool(torch.stack([invalid.any() for _, invalid in every.values()]).any()):
+        return
+    name, values, invalid = next((name, *found) for name, found in every.items() if bool(found[1].any()))
+    row, column = invalid.nonzero()[0].tolist()
+    raise NonFiniteError(
+        f"{name} of token {column} of sequence {row}: {values[row, column].item()}, with a log-probability of "
+        f"{logprobs[row, column].item():g} and a weight of {weights[row, column].item():g}. Expected finite numbers, "
+        "and weights of at least 0. Set the weights of tokens without a value to 0"
+    )

@@ -1,0 +1,193 @@
+"""Arguments of `token_logprobs`: rows that begin with padding, boundaries of documents, and invalid values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM, registry
+from nrl_models.errors import HeadError, SamplingError, UnknownArgumentError
+from nrl_models.logprobs import token_logprobs
+from nrl_models.testing.case import FamilyCase, randomize
+from nrl_models.testing.tiny import tiny_config
+
+WIDE = torch.float64
+
+
+def new_model(architecture: str, dtype: torch.dtype = WIDE, **tiny: Any) -> PreTrainedModel:
+    return FamilyCase(registry.model_class(architecture), tiny=tiny).model(dtype)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig), dtype=torch.float32).eval()
+    randomize(model)
+    return model
+
+
+IDS = torch.randint(16, 480, (2, 9), generator=torch.Generator().manual_seed(0))
+
+LEFT: dict[str, dict[str, Any]] = {
+    "BartForCausalLM": {},  # learned positions that count columns
+    "Llama4ForCausalLM": {"attention_chunk_size": 4},  # chunks that count columns
+    "RecurrentGemmaForCausalLM": {},  # padding enters the state
+    "RobertaForCausalLM": {},  # positions that count other tokens than the padding token
+    "WhisperForCausalLM": {},
+    "ZambaForCausalLM": {"mamba_proj_bias": True},
+    "LlamaForCausalLM": {},
+}
+"""Models in which transformers' class has other logits for a row that begins with padding, and one that has not."""
+
+
+@pytest.mark.parametrize("architecture", LEFT)
+@pytest.mark.parametrize("terms", ["token", "sequence", "numbers"])
+def test_padding_before_a_row_changes_nothing(architecture: str, terms: str) -> None:
+    model = new_model(architecture, **LEFT[architecture])
+    rows = [IDS[0], IDS[1, :5], IDS[1, 2:8]]
+    starts = (2, 6, 3)
+    ids, mask = torch.full((3, 12), 3), torch.zeros(3, 12, dtype=torch.long)
+    for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        ids[number, start : start + len(row)], mask[number, start : start + len(row)] = row, 1
+    weights = torch.randn(3, 12, generator=torch.Generator().manual_seed(1), dtype=WIDE)
+    alone = [token_logprobs(model, row[None], entropy=True) for row in rows]
+    expected = torch.zeros(3, 12, dtype=WIDE)
+    entropy = torch.zeros(3, 12, dtype=WIDE)
+    for number, (found, start) in enumerate(zip(alone, starts, strict=True)):
+        place = slice(start, start + found.logprobs.shape[1])
+        expected[number, place], entropy[number, place] = found.logprobs[0], found.entropy[0]
+    wanted = torch.autograd.grad((expected * weights).sum(), model.get_output_embeddings().weight)[0]
+    loss_terms = torch.arange(36).view(3, 12) % 4 if terms == "numbers" else terms
+    found = token_logprobs(
+        model,
+        ids,
+        attention_mask=mask,
+        entropy=True,
+        loss=lambda found: (found.logprobs * weights).sum(),
+        loss_terms=loss_terms,
+    )
+    assert torch.equal(found.mask, mask.bool() & torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool())
+    torch.testing.assert_close(found.logprobs, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=1e-6)
+    actual = torch.autograd.grad(found.loss, model.get_output_embeddings().weight)[0]
+    assert (actual - wanted).abs().max() < 1e-6 * wanted.abs().max()
+
+
+def test_padding_after_packed_documents_may_have_any_position() -> None:
+    """RoBERTa's decoder computes positions of documents itself, from the padding token on."""
+    model = new_model("RobertaForCausalLM")
+    row = torch.cat([IDS[0], IDS[1, :5], torch.full((3,), 3)])[None]
+    position_ids = torch.cat([torch.arange(9), torch.arange(5), torch.zeros(3, dtype=torch.long)])[None]
+    mask = (torch.arange(17) < 14)[None]
+    found = token_logprobs(model, row, attention_mask=mask, position_ids=position_ids).logprobs[0]
+    alone = [token_logprobs(model, part[None]).logprobs[0] for part in (IDS[0], IDS[1, :5])]
+    torch.testing.assert_close(found[:14], torch.cat(alone), rtol=0, atol=1e-6)
+
+
+def test_boundaries_separate_sequences(llama: PreTrainedModel) -> None:
+    """The first token of a document has no log-probability, whether positions or boundaries separate documents."""
+    boundaries = torch.tensor([0, 4, 9], dtype=torch.int32)
+    given = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": 5, "max_length_k": 5}
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    expected = token_logprobs(llama, IDS[:1], position_ids=position_ids)
+    for more in ({}, {"position_ids": position_ids}):
+        found = token_logprobs(llama, IDS[:1], **given, **more)
+        assert torch.equal(found.mask, expected.mask)
+        assert torch.equal(found.logprobs, expected.logprobs)
+    with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids disagree at token 4"):
+        token_logprobs(llama, IDS[:1], position_ids=torch.arange(9)[None], **given)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(2, "2"), (-1, "-1"), (0.5, "0.5"), (math.nan, "nan"), (-math.inf, "-inf"), (-1e9, "-1e\\+09")]
+)
+@pytest.mark.parametrize("name", ["attention_mask", "score"])
+def test_masks_have_zeros_and_ones(llama: PreTrainedModel, name: str, value: float, shown: str) -> None:
+    """An additive mask is 0 for tokens, which a mask of ones and zeros calls padding."""
+    mask = torch.ones(2, 9, dtype=torch.tensor(value).dtype)
+    mask[1, 3] = value
+    with pytest.raises(ValueError, match=f"{name} has the value {shown}: expected 1 or True for tokens"):
+        token_logprobs(llama, IDS, **{name: mask})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16])
+def test_masks_of_any_dtype(llama: PreTrainedModel, dtype: torch.dtype) -> None:
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = mask[1, 7:] = 0
+    expected = token_logprobs(llama, IDS, attention_mask=mask, score=mask)
+    found = token_logprobs(llama, IDS, attention_mask=mask.to(dtype), score=mask.to(dtype))
+    assert torch.equal(found.logprobs, expected.logprobs)
+    assert torch.equal(found.mask, expected.mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])
+def test_token_ids_of_any_dtype(llama: PreTrainedModel, dtype: torch.dtype) -> None:
+    ids = IDS.clamp(max=250)
+    assert torch.equal(token_logprobs(llama, ids.to(dtype)).logprobs, token_logprobs(llama, ids).logprobs)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"input_ids": IDS + 512}, "token ID .*, and LlamaForCausalLM has embeddings for 0 to 511. Fill padding"),
+        ({"input_ids": IDS.masked_fill(IDS[1, 8] == IDS, -100)}, "token ID -100, and LlamaForCausalLM"),
+        ({"input_ids": IDS.float()}, "input_ids is of torch.float32: expected whole numbers"),
+        ({"input_ids": IDS > 99}, "input_ids is of torch.bool: expected whole numbers"),
+        ({"input_ids": IDS[:, :0]}, r"input_ids has shape \(2, 0\): expected at least one token"),
+        ({"input_ids": IDS[:0]}, r"input_ids has shape \(0, 9\): expected at least one token"),
+        ({"position_ids": torch.zeros(2, 9)}, "position_ids is of torch.float32: expected whole numbers"),
+    ],
+)
+def test_wrong_values_raise(llama: PreTrainedModel, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(llama, **{"input_ids": IDS} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"input_ids": IDS.tolist()}, "input_ids=.*: expected a tensor"),
+        ({"attention_mask": [[1] * 9] * 2}, "attention_mask=.*: expected a tensor"),
+        ({"attention_masks": torch.ones(2, 9)}, r"attention_masks \(did you mean attention_mask\?\)"),
+        ({"temprature": 0.7}, r"temprature \(did you mean temperature\?\)"),
+        ({"topk": 5}, r"topk \(did you mean top_k\?\)"),
+        ({"loss": "grpo"}, "loss='grpo': expected a function"),
+    ],
+)
+def test_wrong_arguments_raise(llama: PreTrainedModel, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=message):
+        token_logprobs(llama, **{"input_ids": IDS} | given)
+
+
+@pytest.mark.parametrize("model", [None, "a model", torch.nn.Linear(2, 2)])
+def test_other_objects_have_no_output_embedding(llama: PreTrainedModel, model: Any) -> None:
+    with pytest.raises(HeadError, match="has no output embedding"):
+        token_logprobs(model, IDS)
+    if model is not None:
+        with pytest.raises(HeadError, match="has no output embedding"):
+            token_logprobs(llama, IDS, reference=model)
+
+
+@pytest.mark.parametrize(
+    "given", [{"temperature": True}, {"temperature": 1e-40}, {"top_k": True}, {"top_p": True}, {"temperature": "0.7"}]
+)
+def test_sampling_parameters_are_numbers(llama: PreTrainedModel, given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(SamplingError, match=f"{name}=.*: expected a"):
+        token_logprobs(llama, IDS, **given)
+
+
+def test_a_head_that_computes_in_another_dtype_than_the_model() -> None:
+    """BEAM's logits are in fp32, also of a model in fp64."""
+    model = new_model("BeamForCausalLM")
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        logits = model(input_ids=IDS, use_cache=False).logits
+    assert logits.dtype == torch.float32
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+    found = token_logprobs(model, IDS).logprobs[:, 1:]
+    torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-5)
