@@ -164,6 +164,7 @@ def certify(
     key = json_digest({"files": hashes, "versions": installed, "options": options.to_json()})
     subject.out = out or default_folder("certify", subject.path, key)
     saved = _Saved(subject.out, key, fresh=fresh)
+    subject.delete_plotted({*NAMES} - saved.results.keys())
     if layers is not None:
         subject.folder = write_first_layers(subject.folder, layers, subject.out / FIRST_LAYERS)
     deadline = None if budget is None else time.monotonic() + budget
@@ -211,6 +212,7 @@ def _run_all(
                 done = [CheckResult(name=name, status=Status.LEFT_OUT, summary=reason) for name in check.names]
             else:
                 progress(", ".join(check.names), results)
+                subject.delete_plotted(check.names)
                 done = _run(check, subject, deadline)
             saved.add(done, replacing=(*check.names, *check.extra))
         results += done

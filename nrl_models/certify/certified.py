@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.generations import READ
 from nrl_models.common.trust.servers import VLLMS
+from nrl_models.consistency.measure import Measurement
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
@@ -173,6 +174,20 @@ class Subject:
         """Prompts for the model."""
         return Prompts.of_checkpoint(self.folder, self.trainer.capabilities().vocabulary or 0)
 
+    def save_plotted(self, name: str, measurement: Measurement) -> None:
+        """Save log-probabilities that a check compared, for the plots of the report.
+
+        Args:
+            name: name of the check.
+            measurement: the log-probabilities.
+        """
+        measurement.save(plotted_file(self.out, name))
+
+    def delete_plotted(self, names: Iterable[str]) -> None:
+        """Delete the log-probabilities of checks that run again."""
+        for name in names:
+            plotted_file(self.out, name).unlink(missing_ok=True)
+
     def release_model(self) -> None:
         """Free the model; the next access loads it again."""
         self.__dict__.pop("model", None)
@@ -182,6 +197,16 @@ class Subject:
         self.__dict__.pop("trainer", None)
         if (engine := self.__dict__.pop("engine", None)) is not None:
             engine.close()
+
+
+def plotted_file(folder: Path, name: str) -> Path:
+    """Return the file with the log-probabilities that a check compared.
+
+    Args:
+        folder: directory of results.
+        name: name of the check.
+    """
+    return folder / "plotted" / f"{name.replace(' ', '-')}.safetensors"
 
 
 def available_memory(device: torch.device) -> int:

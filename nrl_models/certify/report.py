@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
 
 from nrl_models.certify.certificate import Certificate
+from nrl_models.certify.certified import plotted_file
 from nrl_models.certify.check_result import Answer, Status
-from nrl_models.consistency.html import write_page
+from nrl_models.consistency.html import HOW_TO_READ, has_plots, plots_of, write_page
+from nrl_models.consistency.measure import Measurement
 
 SECTIONS = (
     (Status.FAILED, "Failed"),
@@ -19,14 +24,65 @@ SECTIONS = (
 )
 """Sections of the report, in order."""
 
+OPTIONS = {
+    "engine": "engine",
+    "engine_options": "engine options",
+    "dtype": "dtype",
+    "device": "device of the trainer",
+    "full": "all 36 cells of the guide",
+    "seed": "seed",
+    "in_loop": "training loop",
+    "layers": "layers",
+}
+"""Options of a certificate, in words."""
+
+UNSET = {"dtype": "the checkpoint's", "in_loop": "not run", "layers": "all"}
+"""Meaning of an option that is not set; "none" for the others."""
+
 COLORS = {Answer.READY: "#17692b", Answer.NOT_READY: "#b00020", Answer.NOT_DECIDED: "#8a6d00"}
 
 
 def write_html(certificate: Certificate, file: Path) -> None:
-    """Write a self-contained page."""
-    sections = [(title, found) for status, title in SECTIONS if (found := certificate.with_status(status))]
-    color = COLORS[certificate.answer]
-    write_page(file, "nrl_models.certify", certificate=certificate, sections=sections, color=color)
+    """Write a self-contained page.
+
+    Args:
+        certificate: the certificate. Plots need `folder`, and matplotlib.
+        file: file to write.
+    """
+    plotted = {result.name: found for result in certificate.results if (found := _plots(certificate, result.name))}
+    write_page(
+        file,
+        "nrl_models.certify",
+        certificate=certificate,
+        sections=[(title, found) for status, title in SECTIONS if (found := certificate.with_status(status))],
+        color=COLORS[certificate.answer],
+        options={OPTIONS[name]: _shown(name, value) for name, value in certificate.options.items()},
+        plotted=plotted,
+        has_plots=has_plots(),
+        how_to_read=HOW_TO_READ,
+    )
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return an option in words."""
+    if value is None:
+        return UNSET.get(name, "none")
+    if value == {}:
+        return "in one process" if name == "in_loop" else "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={setting}" for key, setting in value.items())
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _plots(certificate: Certificate, name: str) -> list[tuple[str, str]]:
+    """Return the plots of a check's log-probabilities; empty if it saved none."""
+    if certificate.folder is None:
+        return []
+    try:
+        measurement = Measurement.load(plotted_file(certificate.folder, name))
+    except (OSError, SafetensorError):
+        return []
+    return plots_of([measurement], str(certificate.options["engine"]))
 
 
 def markdown(certificate: Certificate) -> str:

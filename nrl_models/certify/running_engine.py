@@ -136,7 +136,7 @@ def longest_length(subject: Subject) -> Iterator[CheckResult]:
         prompt = subject.prompts.make(cell, known.max_length - 4, settings.seed)[0]
         found = diagnose_max_model_len(engine, subject.name, prompt, prompt_tokens=len(prompt))
         problems += [] if found.passed else [found.lines[-1]]
-    yield of_cells("longest length", [result], problems, verdict.summary if verdict else "", side)
+    yield of_cells(subject, "longest length", [result], problems, verdict.summary if verdict else "", side)
 
 
 def routed_experts(subject: Subject) -> Iterator[CheckResult]:

@@ -100,7 +100,7 @@ def refits(subject: Subject, deadline: float | None) -> Iterator[CheckResult]:
         problems = [*step.problems, *step.result.problems]
         verdict = step.result.verdict
         side = (None if step.problems else side_of_verdict(verdict)) or Side.ENGINE
-        yield of_cells(name, [step.result], problems, verdict.summary if verdict else "", side)
+        yield of_cells(subject, name, [step.result], problems, verdict.summary if verdict else "", side)
     for name in REFITS[len(found.steps) :]:
         yield CheckResult(name=name, status=Status.NOT_DECIDED, summary="not reached: the first refit failed")
 
@@ -120,7 +120,7 @@ def log_probabilities(subject: Subject, deadline: float | None) -> Iterator[Chec
     if report.error:
         problems.append(report.error)
         side = side or Side.ENGINE
-    yield of_cells("log-probabilities", report.results, problems, verdict.summary if verdict else "", side)
+    yield of_cells(subject, "log-probabilities", report.results, problems, verdict.summary if verdict else "", side)
     yield _decode_against_prefill(report.results)
     if count < total:
         cells = ", ".join(map(str, report.settings.cells()[count:]))
@@ -182,10 +182,15 @@ def _tokens(cell: Cell) -> int:
     return cell.length * cell.batch
 
 
-def of_cells(name: str, results: list[CellResult], problems: list[str], verdict: str, side: Side | None) -> CheckResult:
+def of_cells(
+    subject: Subject, name: str, results: list[CellResult], problems: list[str], verdict: str, side: Side | None
+) -> CheckResult:
     """Summarize cells. A bound above the guide's decides nothing, unless the error is below the guide's.
 
+    The log-probabilities of the worst cell are saved for the plots of the report.
+
     Args:
+        subject: the checkpoint.
         name: name of the check.
         results: the cells.
         problems: why it fails; empty if it does not.
@@ -196,10 +201,13 @@ def of_cells(name: str, results: list[CellResult], problems: list[str], verdict:
         return CheckResult(name=name, status=Status.NOT_DECIDED, summary="; ".join(problems) or "no cell", compared=0)
     worst = max(results, key=lambda result: last_if_nan(result.worst[1]))
     comparison, error = worst.worst
+    errors = worst.errors
+    subject.save_plotted(name, worst.repeats[max(range(len(errors)), key=lambda index: last_if_nan(errors[index]))])
     tokens = sum(metrics.tokens for result in results for kind in result.comparisons.values() for metrics in kind)
     wide = [result for result in results if result.passed and not result.worst[1] <= THRESHOLD]
     status = Status.FAILED if problems else Status.NOT_DECIDED if wide or not tokens else Status.PASSED
-    summary = f"{len(results)} cells; worst: {worst.cell}: token_mult_prob_error {error:.7g} ({comparison})"
+    cells = "1 cell:" if len(results) == 1 else f"{len(results)} cells; worst:"
+    summary = f"{cells} {worst.cell}: token_mult_prob_error {error:.7g} ({comparison})"
     if wide:
         precision = dtype_name(wide[0].repeats[0].noise_dtype)
         summary += f"; {len(wide)} cells exceed {THRESHOLD} and agree only within the noise floor of {precision}"

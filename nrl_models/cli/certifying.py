@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,7 +31,12 @@ from nrl_models.cli.arguments import (
 )
 from nrl_models.cli.console import show, status, write_json
 
+if TYPE_CHECKING:
+    from nrl_models.certify import Certificate
+
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+REPORT = "report.html"
 
 NOT_DECIDED = 3
 """Exit status of the answer "not decided"."""
@@ -167,24 +172,36 @@ def certify(
     assert certificate.folder is not None
     if sign is not None:
         sign_file(certificate.folder / "certificate.json", sign)
-    page = certificate.folder / "report.html"
-    write_html(certificate, page)
+    write_html(certificate, certificate.folder / REPORT)
     if markdown is not None:
         write_whole(markdown, as_markdown(certificate))
     if badge is not None:
         write_whole(badge, as_badge(certificate))
+    write_json(json_file, certificate.to_json())
+    show_certificate(certificate, verbose=True)
+    if certificate.answer is not Answer.READY:
+        raise typer.Exit(1 if certificate.answer is Answer.NOT_READY else NOT_DECIDED)
+
+
+def show_certificate(certificate: Certificate, *, verbose: bool) -> None:
+    """Print the answer of a certificate, its results, and where it and its report are.
+
+    Args:
+        certificate: a saved certificate.
+        verbose: whether to print checks that passed or do not apply.
+    """
+    assert certificate.folder is not None
     show(f"{certificate.answer.upper()}: {certificate.sentence}")
     for result in certificate.results:
+        if not verbose and result.status.name in ("PASSED", "NOT_APPLICABLE"):
+            continue
         show(f"  {result.status:<14}  {result.name}: {result.summary}")
         if result.side:
             show(f"{'':18}source: {result.side}")
         if result.advice and result.status.name in ("FAILED", "NOT_DECIDED"):
             show(f"{'':18}what to do: {result.advice}")
-    write_json(json_file, certificate.to_json())
     show(f"certificate: {certificate.folder / 'certificate.json'}")
-    show(f"report: {page}")
-    if certificate.answer is not Answer.READY:
-        raise typer.Exit(1 if certificate.answer is Answer.NOT_READY else NOT_DECIDED)
+    show(f"report: {certificate.folder / REPORT}")
 
 
 def _progress(name: str, results: Sequence[object], deadline: float | None) -> str:

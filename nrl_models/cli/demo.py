@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from transformers import LlamaForCausalLM as HFLlamaForCausalLM
 from transformers.utils import logging
 
 from nrl_models.auto import AutoModelForCausalLM
+from nrl_models.certify import Certificate, certify
+from nrl_models.certify.all_checks import PURPOSE as CERTIFY_PURPOSE
+from nrl_models.certify.report import write_html
 from nrl_models.cli.console import status
 from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.trust.own_folder import MARKER, claim
@@ -50,6 +53,11 @@ CONFIG = LlamaConfig(
 
 TITLE = "demo: a Llama trained with transformers, loaded and saved by nrl_models"
 
+PURPOSE = "checkpoints of nrl-models demo"
+
+CERTIFICATE = "certificate"
+"""Directory of the certificate of the demo's checkpoint."""
+
 BROKEN_MODULE = "model.layers.2.self_attn"
 """The module that `nrl-models demo --break` changes."""
 
@@ -77,6 +85,7 @@ def run_demo(folder: str | Path, *, steps: int = 100, seed: int = 0, broken: boo
     folder = Path(folder)
     checkpoint, resaved = folder / "checkpoint", folder / "resaved"
     _claim(checkpoint, resaved)
+    _claim(folder / CERTIFICATE, purpose=CERTIFY_PURPOSE)
     report = ParityReport(TITLE)
     torch.manual_seed(seed)
     with status("reading text of this machine's Python, and training a tokenizer on it"):
@@ -97,6 +106,30 @@ def run_demo(folder: str | Path, *, steps: int = 100, seed: int = 0, broken: boo
     prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
     _check(report, checkpoint, resaved, prompts, shards=2, after_load=_insert_bug if broken else None)
     return report
+
+
+def certify_demo(folder: str | Path, *, skip: Collection[str] = ()) -> Certificate:
+    """Certify the checkpoint that the demo trained, with transformers as the engine, in fp32.
+
+    Args:
+        folder: Working directory of the demo. The certificate and its report are saved in `folder/certificate`.
+        skip: Names of checks to skip.
+
+    Raises:
+        ConsistencyError: If the directory to write has files of another program.
+    """
+    folder = Path(folder)
+    with status("certifying the checkpoint: are new weights and log-probabilities those of the trainer?") as note:
+        certificate = certify(
+            folder / "checkpoint",
+            engine="hf-generate",
+            dtype=torch.float32,
+            out=folder / CERTIFICATE,
+            skip=skip,
+            progress=lambda name, results: note(f"certifying: {name}"),
+        )
+    write_html(certificate, folder / CERTIFICATE / "report.html")
+    return certificate
 
 
 def _insert_bug(model: Any) -> None:
@@ -132,12 +165,12 @@ def run_real_demo(folder: str | Path) -> tuple[ParityReport, Path]:
     return report, checkpoint
 
 
-def _claim(*folders: Path) -> None:
+def _claim(*folders: Path, purpose: str = PURPOSE) -> None:
     """Check that directories were written by an earlier run, so that they may be replaced."""
     problems = [
         Problem(ProblemKind.FILE, str(folder), f"was not made by this command (it has no file {MARKER})")
         for folder in folders
-        if not claim(folder, "checkpoints of nrl-models demo")
+        if not claim(folder, purpose)
     ]
     if problems:
         raise CheckpointError("cannot run the demo", problems, ["choose another directory (--out)"])

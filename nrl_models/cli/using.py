@@ -24,6 +24,7 @@ from nrl_models.cli.arguments import (
     saved_to,
     torch_dtype,
 )
+from nrl_models.cli.certifying import show_certificate
 from nrl_models.cli.console import show, show_checks, write_json
 from nrl_models.cli.result_cache import cached_result
 
@@ -46,15 +47,22 @@ def demo(
     verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small Llama with transformers, load it with nrl_models, and run every check on it."""
-    from nrl_models.cli.demo import next_commands, run_demo, run_real_demo
+    """Train a small Llama with transformers, load it with nrl_models, and run every check on it.
+
+    Ends with the certificate of the model, unless --real or --break is passed.
+    """
+    from nrl_models.certify import Answer
+    from nrl_models.cli.demo import certify_demo, next_commands, run_demo, run_real_demo
 
     if real and broken:
         raise typer.BadParameter("cannot be combined with --real", param_hint="'--break'")
     report, checkpoint = run_real_demo(out) if real else (run_demo(out, steps=steps, broken=broken), None)
     show_checks(report, json_file, verbose=verbose)
     show("\n".join(["Try next:", *(f"  {command}" for command in next_commands(out, checkpoint))]))
-    if not report.passed:
+    certificate = None if real or broken else certify_demo(out)
+    if certificate is not None:
+        show_certificate(certificate, verbose=verbose)
+    if not report.passed or (certificate is not None and certificate.answer is not Answer.READY):
         raise typer.Exit(1)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.consistency.consistency_report import CELL, CellResult, ConsistencyReport, described, last_if_nan
+from nrl_models.consistency.consistency_report import CELL, ConsistencyReport, described, last_if_nan
 from nrl_models.consistency.measure import Comparison, Measurement, order_by_error
 from nrl_models.logprobs.metrics import token_mult_prob_error
 
@@ -29,10 +29,19 @@ WORST_SEQUENCES = 2
 CONTEXT_TOKENS = 24
 """Tokens of the prompt that are shown before the generated ones."""
 
-FIGURE_INCHES = (5.5, 3.8)
+FIGURE_INCHES, DOTS_PER_INCH = (4.6, 3.4), 160
+"""Size of a plot. Its text stays legible where the plot is as narrow as a phone."""
 
 FULL_RED = 0.6
 """Opacity of the red background of a token whose probability differs by at least the threshold's factor."""
+
+HOW_TO_READ = (
+    "The first plot shows the error by position, and the noise floor: a model in the lower of the two precisions, "
+    "compared with itself under other roundings. An error that grows with the position suggests wrong positions or a "
+    "wrong cache. An error from the first token on suggests wrong weights or a wrong head. The second plot shows the "
+    "log-probability of each token, trainer against engine. Points on the line agree."
+)
+"""Explanation of the plots, for a page."""
 
 
 def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = None, command: str = "") -> None:
@@ -47,13 +56,12 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
     Without matplotlib, the page has no plots, and explains how to install it.
     """
     full_red = max(log(report.settings.threshold), 1e-9)
-    has_plots = find_spec("matplotlib") is not None
     sections = []
     for result in report.results:
         worst = max(
             result.repeats, key=lambda repeat: last_if_nan(repeat.metrics[Comparison.DECODE].token_mult_prob_error)
         )
-        plots = _plots(result, str(report.engine.get("engine"))) if has_plots else []
+        plots = plots_of(result.repeats, str(report.engine.get("engine")))
         sections.append((result, plots, _sequences(worst, tokenizer, full_red)))
     write_page(
         file,
@@ -64,7 +72,8 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
         name=Path(report.path).name,
         engine=described(report.engine),
         trainer=described(report.trainer),
-        has_plots=has_plots,
+        has_plots=has_plots(),
+        how_to_read=HOW_TO_READ,
         sections=sections,
         full_red=full_red,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -89,18 +98,33 @@ def write_page(file: Path, package: str, **values: Any) -> None:
     write_whole(file, text)
 
 
-def _plots(result: CellResult, engine: str) -> list[tuple[str, str]]:
-    """Return two plots, each as its alternative text and a PNG in base64: error by position, trainer against engine."""
+def has_plots() -> bool:
+    """Return whether matplotlib is installed, which draws the plots."""
+    return find_spec("matplotlib") is not None
+
+
+def plots_of(repeats: Sequence[Measurement], engine: str) -> list[tuple[str, str]]:
+    """Plot log-probabilities of trainer and engine: error by position, and one side against the other.
+
+    Args:
+        repeats: Measurements of one cell.
+        engine: Name of the engine, for the axis.
+
+    Returns:
+        Two plots, each as its alternative text and a PNG in base64. Empty without matplotlib.
+    """
+    if not has_plots():
+        return []
     return [
-        ("error by position", _error_by_position(result.repeats)),
-        ("trainer against engine", _trainer_against_engine(result.repeats, engine)),
+        ("error by position", _error_by_position(repeats)),
+        ("trainer against engine", _trainer_against_engine(repeats, engine)),
     ]
 
 
 def _error_by_position(repeats: Sequence[Measurement]) -> str:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
+    figure = Figure(figsize=FIGURE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots()
     positions = torch.arange(repeats[0].decode.shape[1]) + repeats[0].prompt_length
     for name, color in (("decode", "tab:red"), ("prefill", "tab:blue")):
@@ -117,14 +141,14 @@ def _error_by_position(repeats: Sequence[Measurement]) -> str:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("position in the sequence")
     axes.set_ylabel("|trainer - engine|, nats")
-    axes.legend(fontsize=7, ncols=2)
+    figure.legend(fontsize=8, ncols=2, loc="outside upper center", frameon=False)
     return _png(figure)
 
 
 def _trainer_against_engine(repeats: Sequence[Measurement], engine: str) -> str:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
+    figure = Figure(figsize=FIGURE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots()
     trainer = torch.cat([repeat.trainer.flatten() for repeat in repeats])
     decode = torch.cat([repeat.decode.flatten() for repeat in repeats])

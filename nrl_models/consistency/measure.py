@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 
+from nrl_models.common.checkpoint.writing import write_whole
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
@@ -96,6 +102,27 @@ class Measurement:
             for name, (first, second) in sides.items()
             if first is not None and second is not None
         }
+
+    def save(self, file: Path) -> None:
+        """Write the measurement to a safetensors file. Its directory is created."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        arrays = {name: value.contiguous() for name, value in values.items() if isinstance(value, torch.Tensor)}
+        metadata = {"prompt_length": str(self.prompt_length), "noise_dtype": dtype_name(self.noise_dtype)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, safetensors.torch.save(arrays, metadata))
+
+    @classmethod
+    def load(cls, file: Path) -> Measurement:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError, SafetensorError: The file does not exist or is damaged.
+        """
+        with safetensors.safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+            arrays: dict[str, Any] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        noise_dtype = getattr(torch, metadata["noise_dtype"])
+        return cls(prompt_length=int(metadata["prompt_length"]), noise_dtype=noise_dtype, **arrays)
 
 
 def order_by_error(trainer: torch.Tensor, *engine: torch.Tensor) -> list[int]:

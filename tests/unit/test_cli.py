@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from nrl_models import registry
+from nrl_models.certify import Answer, Certificate
 from nrl_models.cli import app, demo
 from nrl_models.common.checkpoint.files import INDEX_NAME, CheckpointFiles
 from nrl_models.parity import ParityReport, ParityRow
@@ -245,18 +246,30 @@ def test_a_report_shows_brackets_as_they_are() -> None:
 # demo
 
 
-@pytest.mark.parametrize("passed", [True, False])
-def test_the_demos_verdict_is_its_exit_status(passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("passed", "answer"), [(True, "ready"), (False, "ready"), (True, "not ready")])
+def test_the_demos_verdict_is_its_exit_status(
+    passed: bool, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def run_demo(folder: Path, *, steps: int, broken: bool) -> ParityReport:
         asked.append((folder, steps))
         return ParityReport("demo", [ParityRow("a", True, "1", "1"), ParityRow("b", passed, "2", "2")])
 
+    certificate = Certificate.of(
+        name="checkpoint", answer=Answer(answer), files={}, options={"engine": "hf-generate"}, versions={}, hardware={},
+        results=(), not_covered=(), folder=tmp_path,
+    )  # fmt: skip
     monkeypatch.setattr(demo, "run_demo", run_demo)
+    monkeypatch.setattr(demo, "certify_demo", lambda folder: certificate)
     arguments = ["--out", str(tmp_path), "--steps", "7", "--json", str(tmp_path / "out.json")]
     result = runner.invoke(app, ["demo", *arguments])
-    assert result.exit_code == (0 if passed else 1)
+    assert result.exit_code == (0 if passed and answer == "ready" else 1)
+    assert result.stdout.splitlines()[-3:] == [
+        f"{answer.upper()}: checkpoint with hf-generate: {answer}. 0 checks passed.",
+        f"certificate: {tmp_path / 'certificate.json'}",
+        f"report: {tmp_path / 'report.html'}",
+    ]
     assert ("FAIL" in result.output) is not passed
     assert asked == [(tmp_path, 7)]
     assert json.loads((tmp_path / "out.json").read_text())["verdict"] == ("pass" if passed else "fail")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from gguf_checkpoints import write_gguf
 from typer.testing import CliRunner
 from versions import since
 
+from nrl_models.certify import Answer, Certificate, Status, verify
+from nrl_models.certify.all_checks import CHECKS
 from nrl_models.cli import app, demo
 from nrl_models.inputs.real_text import END, text_of_this_machine
 from nrl_models.onboarding import real_weights
@@ -59,6 +62,8 @@ def test_break_names_the_broken_module(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "text_of_this_machine", lambda: text_of_this_machine(limit=200_000))
+    with_engine = [name for check in CHECKS if check.needs_engine for name in check.names]
+    monkeypatch.setattr(demo, "certify_demo", partial(demo.certify_demo, skip=with_engine))  # they take a minute
     demo._claim(tmp_path / "demo" / "checkpoint")  # as after an earlier run
     (tmp_path / "demo" / "checkpoint" / "thesis.tex").write_text("years of work")
     arguments = ["--out", str(tmp_path / "demo"), "--steps", "2", "--json", str(tmp_path / "out.json")]
@@ -84,6 +89,11 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
     checkpoint, resaved = tmp_path / "demo" / "checkpoint", tmp_path / "demo" / "resaved"
     assert (checkpoint / "thesis.tex").read_text() == "years of work"
     assert_same(stored(resaved), stored(checkpoint))
+    certificate = tmp_path / "demo" / "certificate" / "certificate.json"
+    assert verify(certificate, checkpoint).answer is Answer.NOT_DECIDED  # checks with an engine are skipped
+    results = {result.name: result.status for result in Certificate.load(certificate).results}
+    assert results["logits"] is Status.PASSED
+    assert result.stdout.rstrip().endswith(f"report: {certificate.with_name('report.html')}".replace("\n", ""))
     commands = demo.next_commands(tmp_path / "demo")
     assert len(commands) == 5
     for command in commands:
@@ -97,7 +107,7 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("options", [[], ["--real"]], ids=str)
 def test_the_demo_does_not_write_into_folders_of_somebody_else(options: list[str], tmp_path: Path) -> None:
-    for name in ("checkpoint", "resaved"):
+    for name in ("checkpoint", "resaved", "certificate"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("mine")
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *options])

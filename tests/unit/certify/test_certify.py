@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import shutil
 import signal
 import time
@@ -21,11 +23,11 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from nrl_models.certify import Answer, Certificate, CheckResult, Side, Status, all_checks, certify, with_engine
-from nrl_models.certify.certified import Options, Subject
+from nrl_models.certify.certified import Options, Subject, plotted_file
 from nrl_models.certify.check_result import answer_of
 from nrl_models.certify.report import write_html
 from nrl_models.cli import app
-from nrl_models.consistency.measure import Meter
+from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, UnknownArgumentError
 from nrl_models.testing.tiny import tiny_config
@@ -309,6 +311,54 @@ def test_an_engine_that_does_not_start_decides_nothing(checkpoint: Path, tmp_pat
     )
     assert certificate.answer is Answer.NOT_DECIDED
     assert "127.0.0.1:9" in by_name(certificate)["log-probabilities"].summary
+
+
+# The report
+
+PLOTTED = ("longest length", *REFITS, "log-probabilities")
+"""Checks with plots."""
+
+
+def plots(page: str) -> list[bytes]:
+    """Decode the images of a page."""
+    return [base64.b64decode(image) for image in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
+
+
+def test_the_report_plots_the_worst_cell_of_each_check(ready: Certificate, tmp_path: Path) -> None:
+    assert ready.folder is not None
+    write_html(ready, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert len(plots(page)) == 2 * len(PLOTTED)
+    assert all(image.startswith(b"\x89PNG") for image in plots(page))
+    assert page.count("<figcaption") == 2 * len(PLOTTED)
+    assert "http" not in page
+    assert "<dt>dtype</dt><dd>float32</dd>" in page
+    assert "<dt>layers</dt><dd>all</dd>" in page
+    for name in PLOTTED:  # the plotted values are those of the result
+        measurement = Measurement.load(plotted_file(ready.folder, name))
+        errors = [metrics.token_mult_prob_error for metrics in measurement.metrics.values()]
+        assert by_name(ready)[name].value in errors
+
+
+def test_a_check_that_runs_again_discards_its_plots(checkpoint: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"engine": "hf-generate", "dtype": torch.float32, "out": tmp_path / "out"}
+    file = plotted_file(tmp_path / "out", "longest length")
+    certificate = certify(checkpoint, only=("files", "longest length"), **options)
+    assert file.is_file()
+    assert certify(checkpoint, only=("files",), **options).results == certificate.results
+    assert file.is_file()  # the result is a saved one
+    certify(checkpoint, only=("files",), seed=1, **options)
+    assert not file.is_file()
+
+
+def test_the_report_of_a_damaged_directory_has_no_plots(ready: Certificate, tmp_path: Path) -> None:
+    assert ready.folder is not None
+    folder = shutil.copytree(ready.folder, tmp_path / "out")
+    plotted_file(folder, "longest length").write_bytes(b"damaged")
+    write_html(replace(ready, folder=folder), tmp_path / "report.html")
+    assert len(plots((tmp_path / "report.html").read_text())) == 2 * len(PLOTTED) - 2
+    write_html(replace(ready, folder=None), tmp_path / "report.html")
+    assert not plots((tmp_path / "report.html").read_text())
 
 
 # The command

@@ -140,7 +140,10 @@ def no_syncs(patch: pytest.MonkeyPatch, subject: Subject) -> None:
 
 
 def no_tokens_at_length(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-    patch.setattr(running_engine, "of_cells", lambda name, results, *rest: with_engine.of_cells(name, [], *rest))
+    def of_none(subject: Subject, name: str, results: Any, *rest: Any) -> CheckResult:
+        return with_engine.of_cells(subject, name, [], *rest)
+
+    patch.setattr(running_engine, "of_cells", of_none)
 
 
 def not_started(patch: pytest.MonkeyPatch, subject: Subject) -> None:
