@@ -16,7 +16,10 @@ OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "examp
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Arrange the pages as in the repository: those of docs/ in a folder, README.md and others at the root."""
     for file in list(files):
-        if not (file.is_documentation_page() or file.src_uri.endswith(".svg")) or file.generated_by:
+        if (
+            not (file.is_documentation_page() or file.src_uri.endswith(".svg") or "/certificates/" in file.src_uri)
+            or file.generated_by
+        ):
             continue
         files.remove(file)
         files.append(File.generated(config, f"docs/{file.src_uri}", abs_src_path=file.abs_src_path))

@@ -166,7 +166,7 @@ def certify(
     saved = _Saved(subject.out, key, fresh=fresh)
     subject.delete_plotted({*NAMES} - saved.results.keys())
     if layers is not None:
-        subject.folder = write_first_layers(subject.folder, layers, subject.out / FIRST_LAYERS)
+        subject.folder = _first_layers(subject, layers, key, fresh=fresh)
     deadline = None if budget is None else time.monotonic() + budget
     try:
         results = _run_all(subject, saved, only, skip, deadline, progress)
@@ -185,6 +185,21 @@ def certify(
     )
     certificate.save(subject.out / CERTIFICATE)
     return replace(certificate, folder=subject.out)
+
+
+def _first_layers(subject: Subject, layers: int, key: str, *, fresh: bool) -> Path:
+    """Write the checkpoint of the first layers, unless an earlier run with the same key wrote it and it is intact."""
+    target, record = subject.out / FIRST_LAYERS, subject.out / f"{FIRST_LAYERS}.json"
+    try:
+        earlier = json.loads(record.read_text())
+    except (OSError, ValueError):
+        earlier = None
+    if not fresh and earlier == {"key": key, "files": file_hashes(target)}:
+        return target
+    record.unlink(missing_ok=True)
+    write_first_layers(subject.folder, layers, target)
+    write_whole(record, json.dumps({"key": key, "files": file_hashes(target)}, indent=1) + "\n")
+    return target
 
 
 def _run_all(

@@ -61,6 +61,17 @@ UNRECORDED = r"Its modules cannot be compared: (.*?)\.$"
 """Pattern of why a verdict names no module."""
 
 
+def certificate_file(engine: str, architecture: str) -> Path:
+    """Return the file of an architecture's certificate. `engine` is a key of `ENGINES`."""
+    return PAGE.with_suffix("") / "certificates" / ENGINES[engine] / f"{architecture}.json"
+
+
+def certificate_link(engine: str, architecture: str, text: str) -> str:
+    """Return a link from an engine's page to an architecture's certificate; empty if it has none."""
+    file = certificate_file(engine, architecture)
+    return f"[{text}]({file.relative_to(PAGE.with_suffix('')).as_posix()})" if file.is_file() else ""
+
+
 def pages_with(
     engine: str,
     intro: list[str],
@@ -134,6 +145,7 @@ def details_page(engine: str, records: Mapping[str, Record], measured: Mapping[s
         f"# {engine}: all results",
         "",
         f"How they are measured: [engine coverage](../engine-coverage.md#{engine.lower().replace(' ', '-')}).",
+        "[Certificates](../certify.md#the-certificate) have values, bounds, versions and digests of the tiny model.",
         "",
         "## Architectures that fail or were not run",
         "",
@@ -146,14 +158,21 @@ def details_page(engine: str, records: Mapping[str, Record], measured: Mapping[s
         numbers = [f"{heading} {shown(outcome[key])}" for key, heading in measured.items() if outcome.get(key)]
         reason = cut(" ".join([*conditions(outcome), *outcome["reason"].split()]), MOST)
         reason = reason.replace("<", "&lt;").replace("What differs first", "First difference")
-        lines.append(f"- **{name}** ({', '.join([outcome['status'], *numbers])}): {reason}")
+        link = [found] if (found := certificate_link(engine, name, "certificate")) else []
+        lines.append(f"- **{name}** ({', '.join([outcome['status'], *numbers, *link])}): {reason}")
     columns = {key: heading for key, heading in measured.items() if key != "loaded"}
-    lines += ["", "## Architectures that agree", "", f"| architecture | {' | '.join(columns.values())} | settings |"]
-    lines += [f"|---|{'---|' * len(columns)}---|"]
+    lines += [
+        "",
+        "## Architectures that agree",
+        "",
+        f"| architecture | {' | '.join(columns.values())} | settings | certificate |",
+    ]
+    lines += [f"|---|{'---|' * len(columns)}---|---|"]
     for name in agreeing:
         outcome = records[name].outcome
         numbers = ["" if (error := outcome.get(key)) is None else shown(error) for key in columns]
-        lines.append(f"| {name} | {' | '.join(numbers)} | {' '.join(conditions(outcome))} |")
+        link = certificate_link(engine, name, "JSON")
+        lines.append(f"| {name} | {' | '.join(numbers)} | {' '.join(conditions(outcome))} | {link} |")
     return "\n".join([*lines, ""])
 
 

@@ -96,12 +96,15 @@ def run_here(name: str, file: Path) -> None:
     """Compare an architecture in this process, and write its outcome."""
     import transformers
 
+    from tests.engine.certificates import write_certificate
     from tests.engine.image_families import hold_images
     from tests.engine.one_engine import OneEngine
 
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, OneEngine() as start:
-        file.write_text(json.dumps(hold_images(name, start, Path(folder)).to_json()))
+        outcome = hold_images(name, start, Path(folder))
+        write_certificate("vLLM with images", "vllm", outcome, Path(folder) / "checkpoint")
+        file.write_text(json.dumps(outcome.to_json()))
 
 
 def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, str]:

@@ -132,6 +132,7 @@ def run_here(names: list[str], gathered: Path) -> None:
     import transformers
 
     from nrl_models.engines.vllm_models import runs_transformers_classes
+    from tests.engine.certificates import write_certificate
     from tests.engine.families import AGREES, AS_LOADED, DISAGREES, hold
     from tests.engine.one_engine import OneEngine
 
@@ -139,11 +140,14 @@ def run_here(names: list[str], gathered: Path) -> None:
     for name in names:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, OneEngine() as start:
-            outcome = hold(name, start, Path(folder) / "own").to_json()
+            checkpoint = Path(folder) / "own" / "checkpoint"
+            own = hold(name, start, checkpoint.parent)
+            outcome = own.to_json()
             agrees = outcome["status"] == AGREES
             if not agrees and name != names[0]:
                 return
-            own_class = not runs_transformers_classes(Path(folder) / "own" / "checkpoint")
+            write_certificate("vLLM", "vllm", own, checkpoint)
+            own_class = not runs_transformers_classes(checkpoint)
             if outcome["status"] in (AS_LOADED, DISAGREES) and own_class:
                 other = partial(start, model_impl="transformers")
                 found = hold(name, other, Path(folder) / "transformers").to_json()

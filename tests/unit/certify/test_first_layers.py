@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.auto import auto_class_for
-from nrl_models.certify import Answer, Status, Validity, certified, certify, verify
+from nrl_models.certify import Answer, Status, Validity, all_checks, certified, certify, verify
 from nrl_models.certify.first_layers import write_first_layers
 from nrl_models.errors import CheckpointError, ConfigurationError
 from nrl_models.parity.noise import logits_of
@@ -115,6 +115,41 @@ def test_the_certificate_is_narrower(tmp_path: Path) -> None:
     found = verify(tmp_path / "out" / "certificate.json", folder)
     assert found.validity is Validity.NARROWER
     assert found.reasons == ("layers: only the first layer was checked",)
+
+
+def test_a_resumed_run_reuses_the_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, cut = checkpoint(tmp_path / "tiny"), tmp_path / "out" / "first-layers"
+    written: list[int] = []
+
+    def write(source: Path, layers: int, target: Path) -> Path:
+        written.append(layers)
+        return write_first_layers(source, layers, target)
+
+    monkeypatch.setattr(all_checks, "write_first_layers", write)
+
+    def run(**options: bool) -> None:
+        certificate = certify(folder, layers=1, out=tmp_path / "out", only=("files",), **options)
+        assert certificate.results[0].status is Status.PASSED
+
+    run()
+    run()
+    assert len(written) == 1
+    weights = next(cut.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # damaged, or edited
+    run()
+    assert len(written) == 2
+    (cut / "tokenizer.json").unlink()
+    run()
+    assert len(written) == 3
+    run(fresh=True)
+    assert len(written) == 4
+    other = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        other.lm_head.weight.add_(1.0)
+    other.save_pretrained(folder)  # another checkpoint, and the same output directory
+    run()
+    assert len(written) == 5
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(cut).lm_head.weight, other.lm_head.weight)
 
 
 def test_what_memory_does_not_suffice_for_is_left_out_with_the_amount(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nrl_models.certify import Answer, Certificate, Status, Validity, verify
+from nrl_models.certify.with_engine import REFITS
 from tests.engine import coverage_page
+from tests.engine.certificates import SweepOutcome, write_certificate
+from tests.engine.families import AGREES, AS_LOADED, DISAGREES, NOT_RUN, Outcome
+from tests.engine.image_families import ImageOutcome
 from tools.coverage_pages.results import Record
 
 VERDICT = (
@@ -33,6 +39,9 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     page = tmp_path / "engine-coverage.md"
     page.write_text("# x\n\n## MLX\n\nkept\n")
     monkeypatch.setattr(coverage_page, "PAGE", page)
+    certificate = tmp_path / "engine-coverage" / "certificates" / "vllm" / "CForCausalLM.json"
+    certificate.parent.mkdir(parents=True)
+    certificate.write_text("{}")
     found = coverage_page.pages_with(
         "vLLM", ["How."], RECORDS, [*RECORDS, "EForCausalLM"], causes={"CForCausalLM": "known."}
     )
@@ -62,12 +71,77 @@ def test_summary_states_the_facts_of_a_verdict(pages: dict[str, str]) -> None:
 
 def test_engine_page_has_every_result(pages: dict[str, str]) -> None:
     page = pages["vllm.md"]
-    assert "| AForCausalLM | 1.0000020 |  |  |" in page
-    assert (
-        "- **CForCausalLM** (disagrees, refitted 2.0200): With `model_impl=transformers`: agrees, 1.0000000. token_mult"
-        in page
-    )
+    assert "| AForCausalLM | 1.0000020 |  |  |  |" in page  # without a certificate
+    link = "[certificate](certificates/vllm/CForCausalLM.json)"
+    assert f"- **CForCausalLM** (disagrees, refitted 2.0200, {link}): With `model_impl=transformers`: agrees" in page
     assert page.index("CForCausalLM") < page.index("BForCausalLM") < page.index("AForCausalLM")
+
+
+TEXT = Outcome("AForCausalLM", AGREES, refitted=1.000002, stepped=1.000003, bounds=(1.0001, 1.0001))
+IMAGE = ImageOutcome("AForCausalLM", AGREES, refitted=1.000002, bounds=(1.0001,))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "answer", "expected"),
+    [
+        (TEXT, Answer.NOT_DECIDED, {REFITS[0]: Status.PASSED, REFITS[1]: Status.PASSED}),
+        (
+            replace(TEXT, status=DISAGREES, stepped=2.0, reason="stale", loaded=2.0),
+            Answer.NOT_READY,
+            {REFITS[0]: Status.PASSED, REFITS[1]: Status.FAILED, "log-probabilities": Status.FAILED},
+        ),
+        (
+            replace(TEXT, status=AS_LOADED, refitted=None, stepped=None, bounds=(1.0001,), reason="NaN", loaded=1.0),
+            Answer.NOT_READY,
+            {REFITS[0]: Status.FAILED, REFITS[1]: Status.NOT_DECIDED, "log-probabilities": Status.PASSED},
+        ),
+        (
+            Outcome("AForCausalLM", NOT_RUN, reason="vLLM does not start"),
+            Answer.NOT_DECIDED,
+            {REFITS[0]: Status.NOT_DECIDED, REFITS[1]: Status.NOT_DECIDED},
+        ),
+        (IMAGE, Answer.NOT_DECIDED, {"images": Status.PASSED}),
+        (replace(IMAGE, status=DISAGREES, refitted=2.0), Answer.NOT_READY, {"images": Status.FAILED}),
+    ],
+)
+def test_a_sweep_writes_a_certificate_of_each_architecture(
+    outcome: SweepOutcome,
+    answer: Answer,
+    expected: dict[str, Status],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coverage_page, "PAGE", tmp_path / "engine-coverage.md")
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    write_certificate("vLLM", "vllm", outcome, checkpoint)
+    file = tmp_path / "engine-coverage" / "certificates" / "vllm" / "AForCausalLM.json"
+    certificate = Certificate.load(file)
+    assert verify(file, checkpoint).validity is Validity.VALID
+    assert certificate.answer is answer
+    results = {result.name: result for result in certificate.results}
+    assert {name: result.status for name, result in results.items()} == {
+        **expected, "other checks": Status.LEFT_OUT
+    }  # fmt: skip
+    first = next(iter(expected))
+    assert results[first].value == outcome.refitted
+    assert results[first].bound == (outcome.bounds[0] if outcome.bounds else None)
+    assert certificate.options["dtype"] == "float32"
+    (checkpoint / "config.json").unlink()  # a later sweep could not write the model
+    write_certificate("vLLM", "vllm", outcome, checkpoint)
+    assert not file.exists()
+
+
+def test_published_certificates_are_intact_and_small() -> None:
+    folder = Path(__file__).parents[3] / "docs" / "engine-coverage" / "certificates"
+    files = sorted(folder.glob("*/*.json"))
+    assert files
+    for file in files:
+        assert Certificate.load(file).name == f"tiny {file.stem}"
+        assert file.stat().st_size < 8_000
+        page = folder.parent / f"{file.parent.name}.md"
+        assert f"(certificates/{file.parent.name}/{file.name})" in page.read_text()
 
 
 def test_published_pages_are_short() -> None:
