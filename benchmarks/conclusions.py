@@ -136,11 +136,17 @@ def onboarding(rows: Sequence[Row]) -> str:
     )
 
 
+def watch(rows: Sequence[Row]) -> str:
+    (alone,) = (row["in watch, %"] for row in rows if row["step"] == "watch")
+    (full,) = (row["in watch, %"] for row in rows if row["step"] == "watch, digests and probes")
+    return f"`nrl_models.watch` takes {alone:.1f} % of a step's CPU time without probes, and {full:.1f} % with them."
+
+
 CONCLUSIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     function.__name__: function
     for function in (
         *(load, many_keys, load_sharded, save, save_resume, import_time, combine),
-        *(decode, logprobs, refit, train_step, rl_step, onboarding),
+        *(decode, logprobs, refit, train_step, rl_step, watch, onboarding),
     )
 }
 """The sentence of each benchmark, by its name."""

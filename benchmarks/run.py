@@ -35,6 +35,7 @@ BENCHMARKS = (
     "refit",
     "train_step",
     "rl_step",
+    "watch",
     "onboarding",
 )
 

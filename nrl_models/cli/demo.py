@@ -126,7 +126,7 @@ def certify_demo(folder: str | Path, *, skip: Collection[str] = ()) -> Certifica
             dtype=torch.float32,
             out=folder / CERTIFICATE,
             skip=skip,
-            progress=lambda name, results: note(f"certifying: {name}"),
+            progress=lambda name, results: note(f"certifying: {name or 'done'}"),
         )
     write_html(certificate, folder / CERTIFICATE / "report.html")
     return certificate

@@ -71,8 +71,8 @@ class Watch:
             replay` computes the findings again. None for no capsule.
         capsule_limits: size of a capsule.
 
-    With several ranks, each rank makes a watch, calls `before_update`, and raises if one finds a failure. Probes and
-    scoring samples again are off, because every rank would have to take part.
+    With several ranks, each rank makes a watch and calls `before_update`. If one finds a failure, there or at the sync
+    before, all raise there. Probes and scoring samples again are off, because every rank would have to take part.
 
     Attributes:
         findings: everything that was found.
@@ -109,6 +109,7 @@ class Watch:
         self.max_staleness = max_staleness
         self.bars = bars or Bars()
         self.findings: list[Finding] = []
+        self._failures: list[Finding] = []
         self.history: deque[StepMetrics] = deque(maxlen=HISTORY)
         self._optimizer, self._tokenizer, self._compute = optimizer, tokenizer, compute
         self._recorder = Recorder(log)
@@ -155,7 +156,7 @@ class Watch:
             options: further options of `Engine.refit`.
 
         Raises:
-            DriftError: something is wrong, and `fail`.
+            DriftError: something is wrong, and `fail`. With several ranks, `before_update` raises it.
             EngineError: as `Engine.refit`.
         """
         if self.engine is None:
@@ -181,7 +182,7 @@ class Watch:
             version: number of the weights that the engine reports.
 
         Raises:
-            DriftError: something is wrong, and `fail`.
+            DriftError: something is wrong, and `fail`. With several ranks, `before_update` raises it.
         """
         if report is not None and version is None:
             version = report.version
@@ -351,12 +352,18 @@ class Watch:
         failures = [finding for finding in found if finding.level is Level.FAILURE]
         if failures and self._capsule is not None:
             self._capsule.write(event, evidence, found, self._step, step)
-        if event.kind is EventKind.STEP and self._ranks > 1 and self.fail:
+        if not self.fail:
+            return
+        if self._ranks > 1:
+            self._failures += failures
+            if event.kind is EventKind.SYNC:
+                return  # raised by the next `before_update`: an error of one rank alone would leave the others waiting
+            failures, self._failures = self._failures, []
             device = torch.device("cpu") if self.model is None else next(self.model.parameters()).device
             (elsewhere,) = largest([len(failures)], None, device)
             if elsewhere and not failures:
                 raise DriftError(f"trainer and engine differ on another rank at step {self._step}: see its error", ())
-        if failures and self.fail:
+        if failures:
             raise DriftError(
                 f"trainer and engine differ at step {self._step}, version {self.version} of the weights", failures
             )

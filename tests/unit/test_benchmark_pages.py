@@ -37,6 +37,17 @@ def test_conclusions_follow_the_figures() -> None:
     )
 
 
+def test_the_cost_of_a_watch_is_its_share_of_a_step() -> None:
+    rows = [
+        {"step": "no watch", "ratio": 1.0, "in watch, %": 0.0},
+        {"step": "watch", "ratio": 0.95, "in watch, %": 0.44},
+        {"step": "watch, digests and probes", "ratio": 1.1, "in watch, %": 7.4},
+    ]
+    assert conclusions.watch(rows) == (
+        "`nrl_models.watch` takes 0.4 % of a step's CPU time without probes, and 7.4 % with them."
+    )
+
+
 def test_every_benchmark_has_a_conclusion() -> None:
     assert conclusions.CONCLUSIONS.keys() == set(run.BENCHMARKS)
 

@@ -1,0 +1,39 @@
+"""`nrl_models.watch` under FSDP2: silent while all ranks agree, and all ranks stop if one differs."""
+
+from __future__ import annotations
+
+from jobs import watch_ranks
+from world import World
+
+STEPS = 4
+
+
+def test_watch_is_silent_while_all_ranks_agree(two: World) -> None:
+    for rank in two.run(watch_ranks.watched, STEPS, None):
+        assert rank["error"] == ""
+        assert rank["findings"] == []
+        assert rank["updates"] == STEPS
+        assert max(rank["errors"]) < 1.0001
+
+
+def test_all_ranks_stop_before_the_update_if_the_engine_of_one_drifts(two: World) -> None:
+    """The engine of rank 1 does not write a tensor, and reports that it did."""
+    first, second = two.run(watch_ranks.watched, STEPS, 1)
+    assert first["updates"] == second["updates"] == 1
+    assert first["findings"] == []
+    assert "another rank" in first["error"]
+    assert second["errors"][0] < 1.0001
+    assert second["errors"][-1] > 1.01
+    assert second["findings"]
+    assert "at step 2, version 1 of the weights" in second["error"]
+
+
+def test_all_ranks_stop_if_the_sync_of_one_fails(two: World) -> None:
+    """Digests show the fault of rank 1 right after the sync. No rank waits for another."""
+    first, second = two.run(watch_ranks.watched, STEPS, 1, True, patience=60)
+    assert first["updates"] == second["updates"] == 1
+    assert first["findings"] == []
+    assert "another rank" in first["error"]
+    assert set(second["findings"]) == {"missing weights"}
+    assert second["names"] == (watch_ranks.NOT_WRITTEN,)
+    assert "1 tensors arrived changed" in second["error"]
