@@ -1,6 +1,6 @@
 # Everything is installed into virtual environments at the root: .venv (1.8 GB), and .venv-engine for vLLM (3.6 GB).
 #
-#   make demo           train a small Llama, load it with nrl_models, run every check; 2 to 6 minutes with installation
+#   make demo           train a small Llama, load it with nrl_models, run every check, certify it; 3 to 7 minutes
 #   make test           hand-written tests, generated tests for one model of each architecture pattern, and for changed
 #                       families; 10 minutes on 2 cores
 #   make test-all       also long tests and the generated tests of all other architectures; 15 more minutes

@@ -29,7 +29,7 @@ from nrl_models import AutoModelForCausalLM, Sampling, rollout_logprobs
 from nrl_models.engines.hf import HFEngine
 from nrl_models.watch import Watch
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 32_768},
     "small": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 4_096},
 }

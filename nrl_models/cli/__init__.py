@@ -26,7 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Prepare Hugging Face models for RL post-training, and verify that nothing changed.",
+    help="Load Hugging Face models for RL post-training, and verify that trainer and engine compute the same.",
 )
 for panel, commands in PANELS.items():
     for command in commands:

@@ -85,7 +85,7 @@ def certify(
         typer.Option(exists=True, dir_okay=False, metavar=FILE, help="With --verify: require a signature of this key."),
     ] = None,
     length: Annotated[
-        int, typer.Option(metavar=INT, min=0, help="With --verify: require sequences of this many tokens.")
+        int, typer.Option(metavar=INT, min=0, help="With --verify: require a check of sequences of this many tokens.")
     ] = 0,
     sign: Annotated[
         Path | None,
@@ -108,7 +108,7 @@ def certify(
     layers: Annotated[
         int | None,
         typer.Option(
-            metavar=INT, min=1, help="Check only this many first layers, if memory does not suffice for the model."
+            metavar=INT, min=1, help="Check only this many first layers, if the model does not fit in memory."
         ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,

@@ -19,7 +19,7 @@ def new(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Package name. \\[default: the model_type]")] = None,
     out_of_tree: Annotated[Path | None, typer.Option(metavar=DIR, help="Write an installable package to DIR.")] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="With --out-of-tree: also architectures that are registered already.")
+        bool, typer.Option("--again", help="With --out-of-tree: also onboard a registered architecture.")
     ] = False,
 ) -> None:
     """Onboard a new architecture: detect fusable projections, generate the family, test it, list open decisions."""

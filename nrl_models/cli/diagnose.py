@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 USUAL_COUNT, USUAL_NEW_TOKENS = 3_000, 2_048
 """Values of the guide for `prefix-caching`."""
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Targeted checks for known failure modes.")
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, help="Checks for known failure modes, numbered as in NeMo RL's guide."
+)
 
 
 def _show(result: Diagnosis, json_file: Path | None) -> None:

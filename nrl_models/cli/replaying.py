@@ -20,7 +20,7 @@ def replay(
     ],
     json_file: JsonFile = None,
 ) -> None:
-    """Compute the verdict of a capsule again, without the model and the engine.
+    """Recompute the verdict of a capsule, the saved evidence of a failure, without model or engine.
 
     Exit status: 0 if the result is the recorded one, 1 if it differs, 2 if the file is damaged or has another format.
     """

@@ -38,8 +38,8 @@ def train(
 ) -> None:
     """Train with a recipe. Fail if the measured metrics leave the recipe's bounds.
 
-    Recipe files may name only the callables listed in docs/recipes.md. Pass others as overrides, for example
-    reward._target_=package.function.
+    Recipe files can only call the functions that docs/recipes.md lists. Pass other functions on the command line, for
+    example reward._target_=package.function.
     """
     if listed:
         _list()

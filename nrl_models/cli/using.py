@@ -136,7 +136,7 @@ def plan(
         typer.Option(
             parser=mesh_sizes,
             metavar="SIZES",
-            help="Mesh: fsdp, ep and tp, e.g. fsdp=16,tp=8; or pp alone.",
+            help="Sizes of mesh dimensions: fsdp, ep and tp, e.g. fsdp=16,tp=8; or pp alone.",
         ),
     ],
     seq_len: Annotated[
@@ -203,7 +203,7 @@ def quirks(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """List known quirks of a checkpoint: symptom, handling, how to switch it off, expiry."""
+    """List known problems of a checkpoint: symptom, how nrl_models handles it, and how to turn that off."""
     result = cached_result("quirks", path, {"ignored": ignore_config_key}, lambda: _known_quirks(path))
     title = "Known quirks" if path is None else f"{path}: quirks of {result['architecture']}"
     show(_quirk_blocks(result["quirks"], title))

@@ -18,7 +18,7 @@ from nrl_models.consistency.cells import NOISE_FACTOR, Cell, Settings, largest_e
 from nrl_models.consistency.measure import Comparison, Measurement
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.logprobs.metrics import ConsistencyMetrics, finite_or_none
-from nrl_models.parity.parity_report import Outcome
+from nrl_models.parity.parity_report import Outcome, Unit
 
 MAX_OUTSIDE = 0.01
 """Share of sampled tokens that the trainer's top-k and top-p may exclude: at the edge, roundings decide."""
@@ -135,6 +135,10 @@ class CellResult:
         return {
             **asdict(self.cell),
             "verdict": Outcome.of(self.passed),
+            "value": finite_or_none(self.worst[1]),
+            "bound": self.bound,
+            "unit": Unit.TOKEN_MULT_PROB_ERROR,
+            "comparison": self.worst[0],
             "token_mult_prob_error": finite_or_none(worst),
             "token_mult_prob_error_mean": finite_or_none(statistics.fmean(self.errors)),
             "token_mult_prob_error_deviation": statistics.pstdev(self.errors) if finite else None,
@@ -142,7 +146,6 @@ class CellResult:
             "noise_floor": finite_or_none(self.noise),
             "noise_dtype": dtype_name(self.repeats[0].noise_dtype),
             "threshold": self.threshold,
-            "bound": self.bound,
             "problems": self.problems,
             "notes": self.notes,
             "explanation": None if self.verdict is None else self.verdict.to_json(),

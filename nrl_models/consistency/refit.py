@@ -46,8 +46,8 @@ from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_
 from nrl_models.errors import ConsistencyError, EngineError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
-from nrl_models.logprobs.metrics import token_mult_prob_error
-from nrl_models.parity.parity_report import Outcome
+from nrl_models.logprobs.metrics import finite_or_none, token_mult_prob_error
+from nrl_models.parity.parity_report import Outcome, Unit
 
 Tensors = Iterable[NamedTensor]
 
@@ -411,8 +411,10 @@ class RefitChecker:
                 {
                     "name": step.name,
                     "verdict": Outcome.of(step.passed),
-                    "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
+                    "value": finite_or_none(step.result.worst[1]),
                     "bound": step.result.bound,
+                    "unit": Unit.TOKEN_MULT_PROB_ERROR,
+                    "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
                     "before": step.before,
                     "problems": [*step.problems, *step.result.problems],
                     "notes": step.result.notes,

@@ -40,6 +40,7 @@ from nrl_models.diagnostics.embedding_rows import (
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 from nrl_models.loading.read_config import read_config
+from nrl_models.parity.parity_report import Unit
 
 SHOWN_TOKENS, SHOWN_GROUPS = 12, 8
 """How many tokens are named in a line, and how many groups are listed."""
@@ -134,6 +135,7 @@ def diagnose_embeddings(
         result.measured["reinitialized"] = str(reinitialize)
     untrained = {row for summary in summaries for row in summary.untrained.all}
     degenerate = {row for summary in summaries for row in summary.untrained.degenerate}
+    result.value, result.bound, result.unit = len(untrained), 0, Unit.COUNT
     if not untrained:
         return result.finish()
     finding = f"{len(untrained)} embedding rows look untrained; prompts with these tokens give large gradients."

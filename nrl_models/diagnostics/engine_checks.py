@@ -17,6 +17,7 @@ from nrl_models.engines.engine_types import Sample
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.parity.parity_report import Unit
 
 PROMPT_TOKENS = 8
 """Number of prompt tokens for the check of the length limit."""
@@ -76,6 +77,7 @@ def diagnose_max_model_len(
     if not prompt:
         raise EngineError(f"a limit of {limit} leaves no room for a prompt and a token")
     result.measured = {"max_model_len": limit, "prompt_tokens": len(prompt)}
+    result.bound, result.unit = limit, Unit.COUNT
     result.say(f"Prompt tokens: {len(prompt)}")
     try:
         sample = engine.generate([prompt], Sampling(0.0), max_new_tokens=limit, beyond_limit=True)[0]
@@ -84,6 +86,7 @@ def diagnose_max_model_len(
         result.measured["refused"] = True
         return result.finish()
     total = len(sample.sequence)
+    result.value = total
     result.say(f"Generated tokens: {len(sample.tokens)}")
     result.say(f"Total tokens: {total}")
     result.measured |= {"generated_tokens": len(sample.tokens), "total_tokens": total, "refused": False}
@@ -129,6 +132,9 @@ def diagnose_decode_vs_prefill(
         if not found.token_mult_prob_error < threshold or found.nan or found.engine_infinite
     ]
     result.measured = {"threshold": threshold, "sequences": [found.to_json() for found in sequences]}
+    errors = (found.token_mult_prob_error for found in sequences)
+    result.value = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=None)
+    result.bound, result.unit = threshold, Unit.TOKEN_MULT_PROB_ERROR
     return result.finish(f"decoding and prefill differ for prompts {bad}, threshold {threshold:g}" if bad else "")
 
 
@@ -186,6 +192,7 @@ def diagnose_precision(
         result.say(f"  its own continuation agrees with eager on the first {same} of {new_tokens} tokens")
     result.measured = {"tolerance": tolerance, "comparisons": measured}
     failed = [comparison for comparison in measured if not comparison["close"]]
+    result.value, result.bound, result.unit = sum(each["mismatched"] for each in measured), 0, Unit.COUNT
     result.say("=" * 100)
     return result.finish(f"{len(failed)} of {len(measured)} comparisons differ; see above" if failed else "")
 
@@ -253,6 +260,7 @@ def diagnose_prefix_caching(
     iterations: list[dict[str, Any]] = []
     version = str(engine.describe().get("vllm", "")).rpartition(" ")[2]
     result.measured = {"engine": f"{engine.name} {version}".strip(), "iterations": iterations}
+    result.value, result.bound, result.unit = 0, 0, Unit.COUNT  # of NaN
     tokens = tuple(prompt)
     for iteration in (1, 2):
         length = f"{len(tokens)} tokens" if decode is None else f"{len(decode(tokens))} chars"
@@ -263,6 +271,7 @@ def diagnose_prefix_caching(
             result.say(f"  text (first 100): {decode(sample.tokens)[:100]!r}")
         nan = sum(math.isnan(logprob) for logprob in sample.logprobs)
         iterations.append({"prompt_tokens": len(tokens), "tokens": len(sample.tokens), "nan": nan})
+        result.value = nan
         if nan:
             result.say(f"  Sample logprobs from iteration {iteration}:")
             places = [*range(min(SHOWN_TOKENS, len(sample.tokens))), len(sample.tokens) - 1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nrl_models.parity.parity_report import Outcome
+from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.parity.parity_report import Outcome, Unit
 
 
 @dataclass(slots=True)
@@ -19,6 +20,9 @@ class Diagnosis:
         lines: Lines to print.
         measured: Measurements for JSON.
         informative: Whether a failure is only informative, and not an error.
+        value: The measured number; None if the diagnostic has none.
+        bound: The largest `value` that passes.
+        unit: Unit of both.
     """
 
     name: str
@@ -27,6 +31,9 @@ class Diagnosis:
     lines: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
     informative: bool = False
+    value: float | None = None
+    bound: float | None = None
+    unit: Unit | None = None
 
     @property
     def passed(self) -> bool:
@@ -44,11 +51,14 @@ class Diagnosis:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """`{"diagnostic", "verdict", "checkpoint", ...}`."""
+        """`{"diagnostic", "verdict", "value", "bound", "unit", "checkpoint", ...}`."""
         return {
             "diagnostic": self.name,
             "verdict": self.outcome,
             "informative": self.informative,
+            "value": finite_or_none(self.value),
+            "bound": self.bound,
+            "unit": self.unit,
             "checkpoint": self.subject,
             **self.measured,
         }

@@ -77,7 +77,14 @@ class Run:
         return {
             "passed": self.passed,
             "gates": [
-                {"gate": str(verdict.gate), "value": finite_or_none(verdict.value), "passed": verdict.passed}
+                {
+                    "gate": str(verdict.gate),
+                    "value": finite_or_none(verdict.value),
+                    "relation": verdict.gate.relation,
+                    "bound": verdict.gate.bound,
+                    "unit": verdict.gate.metric,
+                    "passed": verdict.passed,
+                }
                 for verdict in self.verdicts
             ],
             "steps": [{name: finite_or_none(value) for name, value in step.items()} for step in self.steps],

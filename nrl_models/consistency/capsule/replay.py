@@ -11,6 +11,7 @@ from typing import Any
 from nrl_models.consistency.capsule.capsule_file import Contents, Kind, json_values
 from nrl_models.consistency.capsule.diverging_block import Block
 from nrl_models.errors import NRLModelsError, one_line
+from nrl_models.parity.parity_report import Unit
 
 RELATIVE = 1e-4
 """Numbers of a replay may differ by this share from recorded ones: other processors round differently."""
@@ -28,11 +29,19 @@ class ReplayCheck:
         name: Name of the part.
         passed: Whether it gives the recorded result.
         detail: The result.
+        different: Number of values that differ from the recorded ones. The bound is 0.
     """
 
     name: str
     passed: bool
     detail: str
+    different: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"name", "passed", "detail", "value", "bound", "unit"}`."""
+        number = {"value": self.different, "bound": 0, "unit": Unit.COUNT}
+        fields = {"name": self.name, "passed": self.passed, "detail": self.detail}
+        return fields | (dict.fromkeys(number) if self.different is None else number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +90,7 @@ class Replay:
             "title": self.title,
             "verdict": dict(self.verdict),
             "summary": self.summary,
-            "checks": [{"name": each.name, "passed": each.passed, "detail": each.detail} for each in self.checks],
+            "checks": [each.to_json() for each in self.checks],
             "left_out": list(self.left_out),
             "versions": dict(self.versions),
         }
@@ -114,7 +123,7 @@ def _same(recorded: Any, found: Any) -> bool:
 def compared(name: str, recorded: Any, found: Any, detail: str) -> ReplayCheck:
     """Compare a result with the recorded one."""
     different = differences(recorded, json_values(found))
-    return ReplayCheck(name, not different, "; ".join(different) or detail)
+    return ReplayCheck(name, not different, "; ".join(different) or detail, len(different))
 
 
 def block_check(contents: Contents) -> list[ReplayCheck]:

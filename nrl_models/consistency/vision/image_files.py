@@ -13,7 +13,7 @@ from rich.table import Table
 
 from nrl_models.consistency.vision.image_check import ImageComparison, ImagePrompt
 from nrl_models.logprobs.metrics import finite_or_none
-from nrl_models.parity.parity_report import Outcome
+from nrl_models.parity.parity_report import Outcome, Unit
 
 
 def file_prompt(processor: Any, file: Path, text: str) -> ImagePrompt:
@@ -73,12 +73,16 @@ class ImageReport:
         return table
 
     def to_json(self) -> dict[str, Any]:
-        """`{"verdict", "checkpoint", "images": [{"file", "verdict", "decode", "prefill", "bound", "fault", ...}]}`."""
+        """`{"verdict", "checkpoint", "images": [{"file", "verdict", "value", "bound", "unit", "fault", ...}]}`."""
         return {
             "verdict": Outcome.of(self.passed),
             "checkpoint": str(self.path),
             "images": [
                 {"file": str(file), "verdict": Outcome.of(comparison.passed)}
+                | {
+                    "value": finite_or_none(max(comparison.decode, comparison.prefill)),
+                    "unit": Unit.TOKEN_MULT_PROB_ERROR,
+                }
                 | {name: finite_or_none(value) for name, value in asdict(comparison).items()}
                 for file, comparison in zip(self.files, self.comparisons, strict=True)
             ],

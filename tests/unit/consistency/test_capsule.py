@@ -209,6 +209,9 @@ def test_capsule_replays_to_the_same_verdict(
     _, verdict = capsules[name]
     assert verdict.kind is FAULTS[name].kind
     assert replays[name]["reproduced"], replays[name]["checks"]
+    numbers = [(check["value"], check["bound"], check["unit"]) for check in replays[name]["checks"]]
+    assert set(numbers) <= {(0, 0, "count"), (None, None, None)}
+    assert (0, 0, "count") in numbers
     assert Verdict.from_json(replays[name]["verdict"]).kind is verdict.kind
     assert replays[name]["verdict"] == json.loads(json.dumps(verdict.to_json()))
     assert replays[name]["summary"] == verdict.summary

@@ -111,6 +111,8 @@ def test_command_fails_and_names_what_differs(
     assert found["images"][1] | {"file": ""} == {
         "file": "",
         "verdict": "fail",
+        "value": None,
+        "unit": "token_mult_prob_error",
         "sizes": [[8, 4]],
         "prompt_tokens": 9,
         "new_tokens": 8,

@@ -78,6 +78,10 @@ def test_models_that_agree_pass_in_every_cell(run: Run) -> None:
     found = report.to_json()
     assert len(found["cells"]) == 4
     for cell in found["cells"]:
+        errors = [repeat[kind]["token_mult_prob_error"] for repeat in cell["repeats"] for kind in ("decode", "prefill")]
+        errors += [repeat["strict"]["token_mult_prob_error"] for repeat in cell["repeats"]]
+        assert (cell["value"], cell["unit"]) == (max(errors), "token_mult_prob_error")
+        assert cell["value"] <= cell["bound"]
         assert 1.0 <= cell["token_mult_prob_error"] < 1.0001
         assert 1.0 <= cell["token_mult_prob_error_strict"] < 1.0001
         assert 1.0 <= cell["noise_floor"] < 1.0001

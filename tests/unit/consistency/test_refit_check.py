@@ -100,7 +100,12 @@ def test_stale_tensor_is_a_problem_of_the_refit(
     assert not step.passed
     rows = f"1 of {len(weight)} rows"
     assert f"weights of the engine did not change: model.layers.1.self_attn.k_proj.weight ({rows})" in step.problems
-    assert check.to_json()["not_observable"] == []
+    found = check.to_json()
+    assert found["not_observable"] == []
+    for refit in found["refits"]:
+        assert refit["unit"] == "token_mult_prob_error"
+        assert refit["value"] >= refit["token_mult_prob_error"] >= 1.0
+        assert refit["bound"] >= 1.0001
 
 
 def test_long_rope_is_checked_at_the_length_of_rollouts(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_the_limit_is_on_prompt_and_generated_tokens_together(engine: HFEngine, 
     result = diagnose_max_model_len(engine, "tiny", PROMPT)
     assert result.passed == passed
     assert result.measured["total_tokens"] == 20
+    found = result.to_json()
+    assert (found["value"], found["bound"], found["unit"]) == (20, limit, "count")
 
 
 def test_decode_and_prefill_agree(engine: HFEngine) -> None:
@@ -76,6 +78,9 @@ def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HF
     assert not result.passed
     assert "differ for prompts [1]" in result.lines[-1]
     assert result.measured["sequences"][1]["token_mult_prob_error"] == pytest.approx(math.exp(0.06), abs=1e-4)
+    found = result.to_json()
+    assert found["value"] == result.measured["sequences"][1]["token_mult_prob_error"]
+    assert (found["bound"], found["unit"]) == (result.measured["threshold"], "token_mult_prob_error")
 
 
 def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
@@ -125,6 +130,8 @@ def test_prefix_caching_counts_nan(engine: HFEngine) -> None:
     assert result.lines[-1] == "[tiny] FAIL: 9/10 logprobs are NaN on iteration 2 (prefix caching is broken)"
     assert f"Iteration 1 — prompt length: {len(PROMPT)} tokens" in result.lines
     assert [iteration["nan"] for iteration in result.measured["iterations"]] == [0, 9]
+    found = result.to_json()
+    assert (found["value"], found["bound"], found["unit"]) == (9, 0, "count")
 
 
 def test_the_command_prints_the_guides_lines(llama_checkpoint: Path, tmp_path: Path) -> None:

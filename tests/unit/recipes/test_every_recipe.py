@@ -98,6 +98,8 @@ def test_three_steps(name: str, rows_file: Path, tmp_path: Path) -> None:
     assert all(math.isfinite(value) for step in run.steps for value in step.values())
     assert {gate.metric for gate in recipe.gates} <= set(run.steps[0])
     assert len(run.verdicts) == len(recipe.gates) > 0
+    for gate, found in zip(recipe.gates, run.to_json()["gates"], strict=True):
+        assert (found["bound"], found["relation"], found["unit"]) == (gate.bound, gate.relation, gate.metric)
     assert all(step["gradient_norm"] > 0 for step in run.steps)
     if isinstance(recipe, PolicyRecipe):
         # In fp32, engine and trainer are the same model, before and after each refit.
