@@ -39,7 +39,7 @@ USUAL_COUNT, USUAL_NEW_TOKENS = 3_000, 2_048
 """Values of the guide for `prefix-caching`."""
 
 app = typer.Typer(
-    cls=CommandGroup, no_args_is_help=True, help="Checks for known failure modes, numbered as in NeMo RL's guide."
+    cls=CommandGroup, no_args_is_help=True, help="Checks of known failures, numbered as in NeMo RL's guide."
 )
 
 
