@@ -49,7 +49,7 @@ def write_html(certificate: Certificate, file: Path) -> None:
         certificate: the certificate. Plots need `folder`, and matplotlib.
         file: file to write.
     """
-    plotted = {result.name: found for result in certificate.results if (found := _plots(certificate, result.name))}
+    plotted = {result.name: _plots(certificate, result.name) for result in certificate.results}
     write_page(
         file,
         "nrl_models.certify",
@@ -57,7 +57,7 @@ def write_html(certificate: Certificate, file: Path) -> None:
         sections=[(title, found) for status, title in SECTIONS if (found := certificate.with_status(status))],
         color=COLORS[certificate.answer],
         options={OPTIONS[name]: _shown(name, value) for name, value in certificate.options.items()},
-        plotted=plotted,
+        plotted={name: plots for name, plots in plotted.items() if plots},
         has_plots=has_plots(),
         how_to_read=HOW_TO_READ,
     )
