@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import wraps
+from numbers import Integral
 from threading import RLock
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
 )
 from nrl_models.engines.transfer.sent_tensors import finite
-from nrl_models.errors import EngineError, MixedWeightsError, itemised, listed, one_line
+from nrl_models.errors import EngineError, MixedWeightsError, itemised, listed, one_line, shown
 from nrl_models.logprobs.sampling import Sampling
 
 _RANDOM = ("start", "_generate", "score", "_refit", "module_calls", "close")
@@ -127,7 +128,10 @@ class Engine(AbstractContextManager["Engine"]):
             EngineError: If a prompt is too long, `max_new_tokens` is below 1, or the engine does not support the
                 temperature or images. Also if the engine fails or ends a sequence early.
         """
-        _require_sampling(self, sampling, max_new_tokens)
+        require_sampling(self, sampling)
+        _require_limits(self, sampling, max_new_tokens)
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or not abs(seed) < 2**63:
+            raise EngineError(f"seed={shown(seed)}: expected a whole number of at most 63 bits")
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         more: dict[str, Any] = {}
         if model_inputs is not None and any(model_inputs):
@@ -322,7 +326,17 @@ def _of_whole_weights(method: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def _require_sampling(engine: Engine, sampling: Sampling, max_new_tokens: int) -> None:
+def require_sampling(engine: Engine, sampling: Any) -> None:
+    """Check that an argument is a `Sampling`.
+
+    Raises:
+        EngineError: If it is not.
+    """
+    if not isinstance(sampling, Sampling):
+        raise EngineError(f"sampling={shown(sampling)}: {engine.name} expects a Sampling, e.g. Sampling(temperature=1)")
+
+
+def _require_limits(engine: Engine, sampling: Sampling, max_new_tokens: int) -> None:
     """Check that the engine supports the temperature, and that `max_new_tokens` is at least 1.
 
     Raises:
@@ -354,11 +368,18 @@ def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) 
     """Check that every sequence plus `more` tokens fits the engine, and that all tokens are in its vocabulary.
 
     Raises:
-        EngineError: If some do not fit. The message lists all of them.
+        EngineError: If some do not fit, or are not lists of token ids. The message lists all of them.
     """
+    if isinstance(sequences, (str, Mapping, torch.Tensor)) or not isinstance(sequences, Iterable):
+        raise EngineError(f"{engine.name} expects a list of token id lists, and got {shown(sequences)}")
     known = engine.capabilities()
     problems = []
     for index, tokens in enumerate(sequences):
+        if not isinstance(tokens, Sequence) or not all(
+            isinstance(token, Integral) and not isinstance(token, bool) for token in tokens
+        ):
+            problems.append(f"sequence {index} is {shown(tokens)}: expected a list of token ids")
+            continue
         if not tokens:
             problems.append(f"sequence {index} is empty")
         if known.max_length is not None and len(tokens) + more > known.max_length:

@@ -26,7 +26,7 @@ from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.common.views.view import HFTensor
-from nrl_models.engines.base import Engine, require_lengths, require_number
+from nrl_models.engines.base import Engine, require_lengths, require_number, require_sampling
 from nrl_models.engines.digests import HeldWeights, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
@@ -38,7 +38,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
 )
 from nrl_models.engines.transfer.sent_tensors import require_range
-from nrl_models.errors import EngineError, NRLModelsError, one_line
+from nrl_models.errors import EngineError, NRLModelsError, one_line, shown
 from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.inputs.tokenizers import as_ids, tokenizer_ends
 from nrl_models.loading.read_config import read_config
@@ -313,6 +313,9 @@ class HFEngine(Engine):
                 hooks on the output embedding take effect.
             model_inputs: Image inputs of each sequence, see `Sample.sequence_inputs`.
         """
+        require_sampling(self, sampling)
+        if last is not None and (type(last) is not int or last < 0):
+            raise EngineError(f"last={shown(last)}: expected a number of tokens, or None for all")
         require_lengths(self, sequences)
         results: dict[int, list[float]] = {}
         processing = sampling.processing

@@ -24,7 +24,7 @@ from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.logs import get_logger
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
-from nrl_models.errors import NonFiniteError, parse_option, shown
+from nrl_models.errors import NonFiniteError, UnknownArgumentError, parse_option, shown
 from nrl_models.logprobs import LossTerms, Sampling, TokenLogprobs, kl_k3, rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import (
     Level,
@@ -37,6 +37,7 @@ from nrl_models.losses import (
     teaching_groups,
     token_weights,
 )
+from nrl_models.losses.loss_checks import is_count
 from nrl_models.losses.named import PolicyLoss
 from nrl_models.recipes.recipe import NonFinite
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
@@ -143,6 +144,7 @@ class PolicyLoop:
             for no watch.
 
     Raises:
+        UnknownArgumentError: If `group`, `new_tokens` or `updates` is not a whole number above 0.
         UnknownOptionError: If `on_non_finite` is not a `NonFinite`.
     """
 
@@ -165,7 +167,10 @@ class PolicyLoop:
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
-        """Make an enum of a name."""
+        """Check the numbers, and make an enum of a name."""
+        for name in ("group", "new_tokens", "updates"):
+            if not is_count(getattr(self, name), 1):
+                raise UnknownArgumentError(f"{name}={shown(getattr(self, name))}: expected a whole number above 0")
         object.__setattr__(self, "on_non_finite", parse_option(NonFinite, self.on_non_finite, "on_non_finite"))
 
     def step(self, questions: Iterator[Question], count: int, seed: int) -> dict[str, float]:
@@ -275,7 +280,7 @@ class PolicyLoop:
         found = self.reward(question.row, reply, sample.finish_reason == "stop")
         try:
             return float(found)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise NonFiniteError(
                 f"the reward of a completion of {shown(question.row)} is {shown(found)}: expected a number"
             ) from error

@@ -71,8 +71,10 @@ def require_engine(name: str) -> None:
     Raises:
         EngineError: If it is neither.
     """
-    if name.startswith(("http://", "https://")):
+    if isinstance(name, str) and name.startswith(("http://", "https://")):
         server_address(name)
-    elif name not in ENGINES:
-        shown = "" if "@" in name else f" {name!r}"  # it may be a mistyped address with a password
+    elif not isinstance(name, str) or name not in ENGINES:
+        shown = (
+            "" if isinstance(name, str) and "@" in name else f" {name!r}"
+        )  # it may be a mistyped address with a password
         raise EngineError(f"unknown engine{shown}: expected one of {', '.join(ENGINES)}")

@@ -141,3 +141,35 @@ def test_end_token_of_the_tokenizer_ends_replies_in_every_engine(folder: Path, p
             assert (stopped.tokens, stopped.finish_reason) == (free.tokens[: free.tokens.index(end) + 1], "stop")
             assert engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)[0].tokens == free.tokens
         assert served.requests[0]["stop_token_ids"] == list(ends)
+
+
+@pytest.mark.parametrize("tokens", ["text", [20.5], [True], [20, None], torch.tensor([20, 21]), None, 5])
+def test_prompts_are_lists_of_token_ids(engine: HFEngine, tokens: Any) -> None:
+    for call in (engine.generate, engine.score):
+        more = {"max_new_tokens": 2} if call == engine.generate else {}
+        with pytest.raises(EngineError, match=r"sequence 1 is .*: expected a list of token ids"):
+            call([[20, 21], tokens], Sampling(), **more)
+        with pytest.raises(
+            EngineError, match=r"expects a list of token id lists, and got|expected a list of token ids"
+        ):
+            call(tokens, Sampling(), **more)
+        with pytest.raises(EngineError, match=r"sampling=.*: .* expects a Sampling"):
+            call([[20, 21]], tokens, **more)
+
+
+@pytest.mark.parametrize("seed", [None, "a", 1.5, True, 2**70])
+def test_seeds_are_whole_numbers(engine: HFEngine, seed: Any) -> None:
+    with pytest.raises(EngineError, match=r"seed=.*: expected a whole number"):
+        engine.generate([[20, 21]], Sampling(), max_new_tokens=2, seed=seed)
+
+
+@pytest.mark.parametrize("last", [-1, "1", 1.0, True])
+def test_numbers_of_scores_are_checked(engine: HFEngine, last: Any) -> None:
+    with pytest.raises(EngineError, match=r"last=.*: expected a number of tokens"):
+        engine.score([[20, 21]], Sampling(), last=last)
+
+
+@pytest.mark.parametrize("name", [None, 5])
+def test_names_of_engines_are_text(name: Any) -> None:
+    with pytest.raises(EngineError, match=f"unknown engine {name}: expected one of"):
+        start_engine(name, "nowhere")

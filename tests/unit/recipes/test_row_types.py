@@ -10,8 +10,9 @@ from recipe_inputs import byte_tokenizer
 from tokenizers import processors
 from transformers import LlamaConfig
 
-from nrl_models.errors import NRLModelsError, RecipeError
+from nrl_models.errors import NRLModelsError, RecipeError, UnknownArgumentError
 from nrl_models.recipes.reward_rules import boxed, last_number
+from nrl_models.recipes.rollouts import PolicyLoop
 from nrl_models.recipes.rows import answered_ids, prompt_ids
 from nrl_models.testing.tiny import tiny_config
 
@@ -68,3 +69,11 @@ def test_the_unknown_token_ends_no_turn() -> None:
 def test_a_reward_names_the_missing_column(rule: Any) -> None:
     with pytest.raises(RecipeError, match="a row: has solution: expected answer, the right answer"):
         rule({"solution": "3"}, "3", True)
+
+
+@pytest.mark.parametrize("name", ["group", "new_tokens", "updates"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_numbers_of_a_loop_are_checked(name: str, value: Any) -> None:
+    parts: Any = dict.fromkeys(("model", "optimizer", "engine", "tokenizer", "reward", "settings"))
+    with pytest.raises(UnknownArgumentError, match=f"{name}=.*: expected a whole number above 0"):
+        PolicyLoop(**parts, **{"group": 2, "new_tokens": 4, name: value})
