@@ -20,6 +20,7 @@ from nrl_models.common.config.keys import is_value
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.common.config.walk import parts
 from nrl_models.common.gguf import gguf_tables
+from nrl_models.common.trust.hub_kernels import refuse_hub_kernels
 from nrl_models.errors import (
     CheckpointError,
     NRLModelsError,
@@ -31,7 +32,6 @@ from nrl_models.errors import (
     one_line,
     shown,
 )
-from nrl_models.loading.hub_kernels import refuse_hub_kernels
 from nrl_models.loading.keywords import unknown_keywords
 from nrl_models.loading.options import KEYWORDS
 from nrl_models.loading.shared_classes import shared_class_note, takes_config

@@ -16,8 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from nrl_models.common.backend import BackendConfig
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.freezing import COMPONENTS, SHORT_NAMES
+from nrl_models.common.trust.hub_kernels import refuse_hub_kernels
 from nrl_models.errors import EngineError, NRLModelsError, Problem, ProblemKind, RecipeError, did_you_mean, one_line
-from nrl_models.loading.hub_kernels import refuse_hub_kernels
 from nrl_models.loading.options import KEYWORDS
 from nrl_models.losses.named import LOSSES, PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.gates import Gate
