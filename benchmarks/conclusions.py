@@ -79,6 +79,16 @@ def import_time(rows: Sequence[Row]) -> str:
     )
 
 
+def memory(rows: Sequence[Row]) -> str:
+    loads, saves, resumes = (
+        of(rows, "peak / model", call=call) for call in ("load, bf16", "`save_pretrained`", "`save_checkpoint`")
+    )
+    return (
+        f"Beyond the model, loading takes {percent(loads)} of its size, `save_pretrained` {percent(saves)}, and "
+        f"`save_checkpoint` {percent(resumes)} of the state."
+    )
+
+
 def combine(rows: Sequence[Row]) -> str:
     ratios = [x for name in ("decode 1 token", "prefill 512", "train 4 x 128") for x in of(rows, name)]
     return f"Fused projections take {span(ratios)} times the time of separate ones."
@@ -109,6 +119,15 @@ def refit(rows: Sequence[Row]) -> str:
     return (
         f"`iter_export` takes {ratios['iter_export']:.2f} times one copy of the weights, "
         f"and {ratios[bucketed]:.1f} times in buckets of {size}."
+    )
+
+
+def refit_engine(rows: Sequence[Row]) -> str:
+    times = {row["way"]: row["time / vLLM's reload"] for row in rows}
+    return (
+        f"A complete refit of vLLM takes {times['in process']:.2f} times vLLM's own reload of the same tensors in "
+        f"process, {times['subprocess']:.1f} times in a subprocess, and {times['HTTP, all changed']:.1f} times over "
+        f"HTTP ({times['HTTP, unchanged']:.1f} if nothing changed)."
     )
 
 
@@ -145,8 +164,8 @@ def watch(rows: Sequence[Row]) -> str:
 CONCLUSIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     function.__name__: function
     for function in (
-        *(load, many_keys, load_sharded, save, save_resume, import_time, combine),
-        *(decode, logprobs, refit, train_step, rl_step, watch, onboarding),
+        *(load, many_keys, load_sharded, save, save_resume, memory, import_time, combine),
+        *(decode, logprobs, refit, refit_engine, train_step, rl_step, watch, onboarding),
     )
 }
 """The sentence of each benchmark, by its name."""

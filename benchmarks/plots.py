@@ -89,6 +89,7 @@ PLOTS = {
         only="nrl_models",
     ),
     "refit": Plot({"way": "{}"}, {"ratio": ""}, "time / one copy of as much memory", only="iter_export"),
+    "refit_engine": Plot({"way": "{}"}, {"time / vLLM's reload": ""}, "time / vLLM's reload from memory"),
     "train_step": Plot(
         {"shape": "{}", "model": "{}", "ranks": "ranks: {}"},
         {"time, ratio": ""},

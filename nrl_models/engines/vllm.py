@@ -36,6 +36,7 @@ from nrl_models.engines.engine_types import (
     Sample,
     Tokens,
 )
+from nrl_models.engines.transfer.segments import Segment
 from nrl_models.engines.vllm_death import end_waiting_on_death
 from nrl_models.engines.vllm_images import ImageCalls, takes_raw_images, with_images
 from nrl_models.engines.vllm_lora import load_adapter
@@ -327,7 +328,7 @@ class VLLMEngine(Engine):
         return scores
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """Refit. In this process, tensors are read in place; otherwise each bucket is sent as a message."""
+        """See `Engine._refit`."""
         if self.config.lora_config is not None:
             raise EngineError(
                 "this vLLM was started with enable_lora=True, which renames its weights, and only supports adapters "
@@ -336,7 +337,7 @@ class VLLMEngine(Engine):
         try:
             self._call("nrl_refit_start")
             for bucket in sent:
-                self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
+                self._send(bucket, digests)
             found = self._call("nrl_refit_finish")
         except BaseException:  # including errors of the iterator
             self._changed = True
@@ -346,6 +347,19 @@ class VLLMEngine(Engine):
             raise
         self.llm.reset_prefix_cache()  # it was computed with the old weights
         return found
+
+    def _send(self, bucket: list[NamedTensor], digests: bool) -> None:
+        """Load a bucket: in place, through shared memory, or as bytes if workers may be on other machines."""
+        if self._in_process:
+            self._call("nrl_refit_load", bucket, digests)
+        elif not hasattr(os, "memfd_create") or self.config.parallel_config.distributed_executor_backend == "ray":
+            self._call("nrl_refit_load", _message(bucket), digests)
+        else:
+            segment = Segment.write(dict(bucket))
+            try:
+                self._call("nrl_refit_load", segment.to_json(), digests)
+            finally:
+                segment.close()
 
     def note_weights(self) -> bool:
         """See `Engine.note_weights`."""

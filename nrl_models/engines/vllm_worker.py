@@ -16,6 +16,7 @@ from nrl_models.common.recording import record_calls
 from nrl_models.engines.digests import HeldWeights, digested
 from nrl_models.engines.engine_types import ModuleCall, NamedTensor
 from nrl_models.engines.transfer.reload import WeightReload
+from nrl_models.engines.transfer.segments import Segment
 from nrl_models.engines.vllm_images import ImageWorker
 from nrl_models.engines.vllm_lora import adapter_modules
 from nrl_models.logprobs.sampling import Sampling, processed
@@ -71,9 +72,15 @@ class ConsistencyWorker(ImageWorker):
         self._nrl_digests: dict[str, str] = {}
         self._nrl_reload: WeightReload | None = WeightReload(self.nrl_model(), self.vllm_config)
 
-    def nrl_refit_load(self, tensors: Iterable[NamedTensor] | bytes, digests: bool) -> None:
-        """Take some weights, by hub name; bytes are a safetensors file, as sent by another process."""
-        given = safetensors.torch.load(tensors).items() if isinstance(tensors, bytes) else tensors
+    def nrl_refit_load(self, tensors: Iterable[NamedTensor] | dict[str, Any] | bytes, digests: bool) -> None:
+        """Take some weights, by hub name: pairs in this process, a `Segment` as JSON, or a safetensors file."""
+        given: Iterable[NamedTensor]
+        if isinstance(tensors, bytes):
+            given = safetensors.torch.load(tensors).items()
+        elif isinstance(tensors, dict):
+            given = Segment.of_json(tensors).read()[0].items()
+        else:
+            given = tensors
         assert self._nrl_reload is not None
         self._nrl_reload.load(digested(given, self._nrl_digests) if digests else given)
 

@@ -30,10 +30,10 @@ from nrl_models.distributed.kept_dtypes import separate_group
 from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
+from nrl_models.distributed.shard_slices import ShardSlice, map_shards, slices_of
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import local_of, over_shard, share_of
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
-from nrl_models.loading.shard_pages import ShardSlice, map_shards, slices_of
 from nrl_models.loading.weights import keep_unused, require_written, run_readers
 
 

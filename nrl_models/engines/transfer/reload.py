@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ class WeightReload:
         has_head = any(all(name.endswith(HEAD) for name in names) for names in self._parameters)
         configs = vllm_config.model_config.hf_config, vllm_config.model_config.hf_text_config
         self._ties = not has_head and any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        self._dtypes = {tensor.dtype for tensor in model.state_dict(keep_vars=True).values()}
         self._head: tuple[str, str] | None = None
         self._embeddings: dict[str, str] = {}
 
@@ -103,8 +104,13 @@ class WeightReload:
                 yield name, tensor
 
     def _load(self, tensors: Iterable[NamedTensor]) -> None:
-        with self._loading(), _SameKind() as kinds:
-            published = as_published(self.model, kinds.named(self._noted(tensors)))
+        given = list(self._noted(tensors))
+        sent = {tensor.dtype for _, tensor in given}
+        # The check sees every operation, which takes as long as the reload. Usually, no conversion can be wrong.
+        is_safe = all(same_kind(dtype, held) for dtype in sent for held in self._dtypes)
+        kinds = None if is_safe else _SameKind()
+        with self._loading(), kinds or nullcontext():
+            published = as_published(self.model, given if kinds is None else kinds.named(given))
             self._loaded |= set(self.model.load_weights(published) or ())
 
     def _noted(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -194,11 +200,15 @@ class WeightReload:
         """Zero cache memory that has NaN or infinite values.
 
         Attention multiplies masked entries of a block by 0, which keeps NaN. After weights that computed such values,
-        the first generation with valid weights would otherwise be NaN.
+        the first generation with valid weights would otherwise be NaN. Only the last layer of each kind is read: a
+        token that is NaN in one layer is NaN in all later ones. Kinds of layers may have separate blocks.
         """
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        for tensor in tree_leaves([getattr(layer, "kv_cache", None) for layer in layers]):
-            if isinstance(tensor, torch.Tensor) and not is_finite(tensor):
+        layers = list(vllm_config.compilation_config.static_forward_context.values())
+        last = {(type(layer), getattr(layer, "sliding_window", None)): layer for layer in layers}
+        if all(map(is_finite, _cache_of(last.values()))):
+            return
+        for tensor in _cache_of(layers):
+            if not is_finite(tensor):
                 tensor.zero_()
 
     def abandon(self) -> bool:
@@ -292,6 +302,13 @@ def _holes(module: torch.nn.Module, info: Any) -> dict[str, tuple[int, int]]:
         if (count := int(unwritten.sum()) - (tensor.numel() - size)) > 0:
             holes[name] = count, size
     return holes
+
+
+def _cache_of(layers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the cache memory of layers."""
+    for leaf in tree_leaves([getattr(layer, "kv_cache", None) for layer in layers]):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
 
 
 def _drop(info: Any) -> None:
