@@ -38,9 +38,25 @@ class ConsistencyWorker(ImageWorker):
         torch.manual_seed(seed)
 
     def nrl_recover(self) -> None:
-        """Discard the state of a step that an exception interrupted between the model and the sampler."""
-        if getattr(self.model_runner, "execute_model_state", None) is not None:
-            self.model_runner.execute_model_state = None
+        """Discard the state of an interrupted step, and all requests, which the scheduler has aborted.
+
+        The scheduler names a finished request only once. If that step was interrupted, the worker would keep it.
+        """
+        runner = self.model_runner
+        if getattr(runner, "execute_model_state", None) is not None:
+            runner.execute_model_state = None
+        batch = getattr(runner, "input_batch", None)
+        if batch is None or not hasattr(batch, "batch_update_builder"):
+            return
+        batch.batch_update_builder.reset()  # an interrupted step may have begun to read it
+        for request in [*batch.req_id_to_index]:
+            batch.remove_request(request)
+        batch.condense()
+        for rows in (batch._req_ids, batch.req_output_token_ids, batch.spec_token_ids):
+            rows.clear()  # including requests whose removal was interrupted
+        batch.refresh_metadata()
+        runner.requests.clear()
+        runner.num_prompt_logprobs.clear()
 
     def nrl_adapter(self, number: int) -> dict[str, list[str]]:
         """See `adapter_modules`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,21 @@ class Cut(BaseException):
 
 
 @pytest.mark.parametrize("error", [Cut, RuntimeError])
-@pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("method", ["execute_model", "sample_tokens", "update_from_output"])
+@pytest.mark.parametrize(
+    ("method", "step"),
+    [
+        *product(("execute_model", "sample_tokens", "update_from_output"), (1, 3)),
+        *product(("add_request", "condense", "refresh_metadata"), (1, 3)),  # of vLLM's batch, which is changed in part
+        ("remove_request", 2),
+    ],
+)
 def test_call_after_an_exception_works(
     pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, method: str, step: int, error: type[BaseException]
 ) -> None:
     pair = pair_of("LlamaForCausalLM")
     core = pair.engine.llm.llm_engine.engine_core.engine_core
-    owner = core.scheduler if method == "update_from_output" else core.model_executor.driver_worker.worker.model_runner
+    runner = core.model_executor.driver_worker.worker.model_runner
+    owner = next(each for each in (runner, runner.input_batch, core.scheduler) if hasattr(each, method))
     original, calls = getattr(owner, method), []
 
     def fails(*args: Any, **kwargs: Any) -> Any:
