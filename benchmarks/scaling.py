@@ -69,7 +69,8 @@ def row(case: Case) -> str:
     import transformers
 
     from nrl_models.common.mesh_sizes import parse_mesh
-    from nrl_models.onboarding.estimate import Setting, estimate
+    from nrl_models.onboarding.estimate import estimate
+    from nrl_models.onboarding.estimate_step import Setting
     from nrl_models.onboarding.plan_table import GIB
 
     config = getattr(transformers, f"{case.kind}Config")(**case.values, architectures=[f"{case.kind}ForCausalLM"])

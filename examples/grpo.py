@@ -29,7 +29,8 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.engines import start_engine
 from nrl_models.logprobs import rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import loss_named
-from nrl_models.recipes.rollouts import Batch, PolicyLoop, Question
+from nrl_models.recipes.policy_batch import Batch, Question
+from nrl_models.recipes.rollouts import PolicyLoop
 
 BOUND = 1.0001
 """Limit of `token_mult_prob_error`. The noise floor of fp32 is about 1.00001."""

@@ -25,7 +25,7 @@ from .errors import (
     UnknownArchitectureError,
     UnknownArgumentError,
 )
-from .loading.mtp_layer import MTPLayer
+from .loading.mtp_layers.mtp_layer import MTPLayer
 from .logprobs import Sampling, consistency_metrics, rollout_logprobs, token_logprobs
 from .parity import check_parity
 from .registry import MODEL_ARCH_MAPPING, register_architecture

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from nrl_models.common.checkpoint import durable
+from nrl_models.common.checkpoint.publication import durable
 from nrl_models.errors import UnmetRequirementError
 from nrl_models.testing.plugin import CHOSEN, class_under_test, share_cores
 

@@ -35,6 +35,6 @@ REMOVE = {
     "engine-reload-buffers": "this entry",
     "engine-tied-head": "_nrl_tied in vllm_worker.py",
     "engine-experts-on-cpu": "_nrl_kernels in vllm_worker.py",
-    "engine-tokenizer": "needs_tokenizer in engines/vllm_models.py",
+    "engine-tokenizer": "needs_tokenizer in engines/vllm/vllm_start.py",
     "engine-v0-runtime": "_refuse_v0 in engines/vllm.py",
 }

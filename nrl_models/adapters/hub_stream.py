@@ -16,7 +16,7 @@ from nrl_models.common.modules import innermost, named_tensors, own_name, withou
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import note_published_names, published_names
 from nrl_models.common.state_dict.ties import tied_names
-from nrl_models.common.upstream import loaded_conversions, set_loaded_conversions
+from nrl_models.common.upstream_conversions import loaded_conversions, set_loaded_conversions
 from nrl_models.errors import TrainerError, UnknownArgumentError
 from nrl_models.loading.skeleton import build_skeleton
 from nrl_models.registry import unmet

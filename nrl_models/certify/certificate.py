@@ -14,8 +14,8 @@ from typing import Any
 from nrl_models.certify.certified import file_hashes
 from nrl_models.certify.check_result import Answer, CheckResult, Side, Status
 from nrl_models.certify.signing import signature_problem
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.json_reading import read_object
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.servers import shown_argument
 from nrl_models.consistency.capsule.package_versions import versions

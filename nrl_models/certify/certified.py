@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.generations import READ
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.trust.servers import VLLMS
 from nrl_models.consistency.measure import Measurement
 from nrl_models.consistency.prompts import Prompts

@@ -18,7 +18,7 @@ from nrl_models.engines.transfer.sent_tensors import is_finite
 from nrl_models.errors import StateDictError, UnknownArgumentError, listed, one_line
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
-from nrl_models.loading.mtp_layer import MTPLayer
+from nrl_models.loading.mtp_layers.mtp_layer import MTPLayer
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
 from nrl_models.parity.noise import limit, logits_and_routing, logits_noise, logits_of
 from nrl_models.parity.parity_report import Unit

@@ -25,7 +25,8 @@ from nrl_models.inputs.images import parameters_of
 from nrl_models.inputs.model_inputs import inputs_for, takes_images
 from nrl_models.inputs.tokenizers import as_ids, load_tokenizer
 from nrl_models.logprobs import rollout_logprobs
-from nrl_models.onboarding.estimate import Setting, estimate
+from nrl_models.onboarding.estimate import estimate
+from nrl_models.onboarding.estimate_step import Setting
 from nrl_models.onboarding.inspect import inspect
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.noise import limit, logits_noise, logits_of

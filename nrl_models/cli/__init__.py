@@ -10,13 +10,29 @@ from typing import Annotated
 import typer
 
 from nrl_models import __version__
-from nrl_models.cli import certifying, checking, console, contributing, diagnose, replaying, train, using
+from nrl_models.cli import (
+    certifying,
+    checking,
+    consistency_command,
+    console,
+    contributing,
+    diagnose,
+    replaying,
+    train,
+    using,
+)
 
 __all__ = ["app"]
 
 PANELS = {
     "Use": (using.demo, using.inspect, using.convert, using.plan, using.quirks, train.train),
-    "Check": (certifying.certify, checking.parity, checking.consistency, replaying.replay, checking.refit_check),
+    "Check": (
+        certifying.certify,
+        checking.parity,
+        consistency_command.consistency,
+        replaying.replay,
+        checking.refit_check,
+    ),
     "Contribute": (contributing.new,),
 }
 """Commands in the order of the help text. `diagnose` is a group of commands."""

@@ -170,6 +170,21 @@ def input_size(text: str, *, least: int = 1) -> Any:
     return typer.Option(metavar=INT, help=text, min=least, rich_help_panel=INPUT)
 
 
+def input_file(text: str, *, panel: str | None = None, metavar: str = FILE) -> Any:
+    """Return a typer option for an existing file, with this help text."""
+    return typer.Option(exists=True, dir_okay=False, metavar=metavar, help=text, rich_help_panel=panel)
+
+
+def output_file(text: str) -> Any:
+    """Return a typer option for a file to write, with this help text."""
+    return typer.Option(metavar=FILE, help=text, callback=writable, rich_help_panel=OUTPUT)
+
+
+def engine_argument(text: str, *flags: str, panel: str = ENGINE) -> Any:
+    """Return a typer option for the name of an engine, with this help text."""
+    return typer.Option(*flags, parser=engine_name, metavar="NAME", help=text, rich_help_panel=panel)
+
+
 def engine_name(name: str) -> str:
     """Parse the name of an engine, or the URL of a server."""
     try:
@@ -230,13 +245,7 @@ Verbose = Annotated[
 Device = Annotated[
     str, typer.Option(metavar=DEVICE, help="Device of the trainer, e.g. cuda:0.", rich_help_panel=TRAINER)
 ]
-_ENGINE_NAME = typer.Option(
-    "--engine",
-    parser=engine_name,
-    metavar="NAME",
-    help="vllm, vllm-transformers, mlx, megatron, hf-generate, or a server URL.",
-    rich_help_panel=ENGINE,
-)
+_ENGINE_NAME = engine_argument("vllm, vllm-transformers, mlx, megatron, hf-generate, or a server URL.", "--engine")
 EngineName = Annotated[str, _ENGINE_NAME]
 OptionalEngineName = Annotated[str | None, _ENGINE_NAME]
 EngineOptions = Annotated[

@@ -13,7 +13,6 @@ import typer
 from nrl_models.cli.arguments import (
     BOUNDS,
     DIR,
-    FILE,
     INT,
     MATRIX,
     OUTPUT,
@@ -25,9 +24,10 @@ from nrl_models.cli.arguments import (
     JsonFile,
     OptionalEngineName,
     check_device,
+    input_file,
     mesh_sizes,
+    output_file,
     torch_dtype,
-    writable,
 )
 from nrl_models.cli.console import show, status, write_json
 
@@ -73,29 +73,15 @@ def certify(
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
     verify: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            metavar="CERTIFICATE",
-            help="Run no checks: verify that this certificate is intact and describes PATH.",
-        ),
+        input_file("Run no checks: verify that this certificate is intact and describes PATH.", metavar="CERTIFICATE"),
     ] = None,
-    public_key: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, metavar=FILE, help="With --verify: require a signature of this key."),
-    ] = None,
+    public_key: Annotated[Path | None, input_file("With --verify: require a signature of this key.")] = None,
     length: Annotated[
         int, typer.Option(metavar=INT, min=0, help="With --verify: require a check of sequences of this many tokens.")
     ] = 0,
     sign: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            metavar=FILE,
-            help="Sign the certificate with this Ed25519 key (PEM). Writes certificate.json.sig.",
-            rich_help_panel=OUTPUT,
-        ),
+        input_file("Sign the certificate with this Ed25519 key (PEM). Writes certificate.json.sig.", panel=OUTPUT),
     ] = None,
     in_loop: Annotated[
         str | None,
@@ -122,14 +108,8 @@ def certify(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results.", rich_help_panel=OUTPUT)] = False,
     json_file: JsonFile = None,
-    markdown: Annotated[
-        Path | None,
-        typer.Option(metavar=FILE, help="Write Markdown for a model card.", callback=writable, rich_help_panel=OUTPUT),
-    ] = None,
-    badge: Annotated[
-        Path | None,
-        typer.Option(metavar=FILE, help="Write an SVG badge.", callback=writable, rich_help_panel=OUTPUT),
-    ] = None,
+    markdown: Annotated[Path | None, output_file("Write Markdown for a model card.")] = None,
+    badge: Annotated[Path | None, output_file("Write an SVG badge.")] = None,
 ) -> None:
     """Is this model ready for RL? Run all checks, and write a certificate.
 

@@ -67,7 +67,7 @@ def _limit(engine: str, tokens: int) -> dict[str, int]:
 
 
 def _prompt_source(path: Path) -> Prompts:
-    from nrl_models.common.checkpoint.files import resolve_folder
+    from nrl_models.common.checkpoint.resolve_folder import resolve_folder
     from nrl_models.consistency.prompts import Prompts
     from nrl_models.loading.read_config import read_config
 
@@ -178,7 +178,7 @@ def embeddings(
     json_file: JsonFile = None,
 ) -> None:
     """3: find embedding rows that were never trained. Needs no engine."""
-    from nrl_models.common.checkpoint.files import resolve_folder
+    from nrl_models.common.checkpoint.resolve_folder import resolve_folder
     from nrl_models.consistency.prompts import load_tokenizer
     from nrl_models.diagnostics.embeddings import diagnose_embeddings
 

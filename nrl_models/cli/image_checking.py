@@ -45,8 +45,8 @@ def check_image_files(
 
     from transformers import AutoProcessor
 
-    from nrl_models.common.checkpoint.files import resolve_folder
     from nrl_models.common.checkpoint.generations import require_links_inside
+    from nrl_models.common.checkpoint.resolve_folder import resolve_folder
     from nrl_models.consistency.vision.image_check import check_images
     from nrl_models.consistency.vision.image_files import ImageReport, file_prompt
 

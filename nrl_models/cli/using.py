@@ -168,11 +168,11 @@ def plan(
     from nrl_models.onboarding.plan_table import PlanReport
 
     def estimate() -> dict[str, Any]:
-        from nrl_models.common.checkpoint.files import resolve_folder
+        from nrl_models.common.checkpoint.resolve_folder import resolve_folder
         from nrl_models.common.mesh_sizes import parse_mesh
         from nrl_models.loading.read_config import read_config
-        from nrl_models.onboarding.estimate import Setting, default_seq_len
         from nrl_models.onboarding.estimate_report import plan_report
+        from nrl_models.onboarding.estimate_step import Setting, default_seq_len
 
         length = seq_len or default_seq_len(read_config(resolve_folder(path)))
         dtypes = torch_dtype(dtype), torch_dtype(compute)

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.logs import get_logger
-from nrl_models.common.upstream import build_glob_alternation, dtype_plan
+from nrl_models.common.upstream import dtype_plan
+from nrl_models.common.upstream_conversions import build_glob_alternation
 
 logger = get_logger(__name__)
 

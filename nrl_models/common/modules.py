@@ -13,15 +13,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.cached import cached
 from nrl_models.common.upstream import mark_initialized
-from nrl_models.common.upstream_torch import (
-    FLATTENED,
-    FSDP1_NAME,
-    WRAPPED_NAMES,
-    ConvNd,
-    module_wrappers,
-    name_inside,
-    prefix_in_state_dict,
-)
+from nrl_models.common.upstream_torch import FLATTENED, WRAPPED_NAMES, ConvNd, name_inside, prefix_in_state_dict
 
 
 def class_name(model: nn.Module) -> str:
@@ -205,13 +197,6 @@ def is_flattened(model: nn.Module) -> bool:
     )
 
 
-def is_inside_fsdp1(model: nn.Module) -> bool:
-    """Return True if FSDP1 has flattened parameters of a model, and gathers them in a module around it."""
-    kinds = tuple(kind for kind, name in module_wrappers() if name == FSDP1_NAME)
-    gathered = {id(part) for module in model.modules() if isinstance(module, kinds) for part in module.parameters()}
-    return any(getattr(part, FLATTENED, False) and id(part) not in gathered for part in model.parameters())
-
-
 def without_wrappers(model: nn.Module, *, peft: bool = False) -> Any:
     """Return a shallow copy of a model without wrappers: the same parameters, under the model's own names.
 
@@ -289,21 +274,6 @@ def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         tensor = nn.Parameter(tensor, requires_grad=learns)
     tensors[attribute] = tensor
     mark_initialized(tensors[attribute])
-
-
-def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
-    """Tie parameters: each key of `copies` becomes the parameter that its value names."""
-    for name, given in copies.items():
-        module, attribute = owner_of(model, name)
-        module._parameters[attribute] = model.get_parameter(given)
-
-
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put a model's real buffers on a device."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-                module._buffers[name] = buffer.to(device)
 
 
 def is_at(name: str, place: str) -> bool:

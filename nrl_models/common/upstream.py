@@ -1,6 +1,7 @@
 """Parts of transformers without a stability promise that this library uses, for versions from 5.5 to the newest.
 
-They are collected here, so that only this file changes for a new version. Names that a version lacks get a replacement.
+They are collected here and in `upstream_conversions`, so that only these files change for a new version. Names that a
+version lacks get a replacement.
 Attributes that model classes declare (`_no_split_modules`, `_tied_weights_keys`, `_tp_plan`, ...) are read elsewhere,
 because classes outside of transformers declare them as well.
 
@@ -34,26 +35,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    get_model_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.core_model_loading import (
-    Chunk,
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    revert_weight_conversion,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import (
     _add_variant,
@@ -76,54 +64,31 @@ __all__ = [
     "CHECKPOINT_FUNCTIONS",
     "KEEPS_PADDING_OUT_OF_SINGLE_ROWS",
     "SERVED_MAPPINGS",
-    "Chunk",
-    "PrefixChange",
-    "Renaming",
-    "WeightConverter",
-    "WeightRenaming",
     "accelerate_dispatch",
     "architectures_of",
-    "as_meant",
-    "build_glob_alternation",
     "cache_in",
     "cache_input",
     "cache_name",
     "check_and_set_device_map",
     "computed_device_map",
     "computes_positions",
-    "describe_conversion",
     "device_in_context",
-    "dot_natural_key",
     "dtype_plan",
-    "get_model_conversion_mapping",
     "gguf_reading",
-    "has_key_mapping",
     "has_reached",
     "have_peft_name_references",
     "is_initialized",
-    "loaded_conversions",
     "mark_initialized",
     "mask_parts",
     "named_arguments",
-    "patterns_of",
     "record_as",
-    "register_checkpoint_conversion_mapping",
     "register_class",
     "require_peft",
-    "revert_weight_conversion",
-    "set_loaded_conversions",
     "str_to_torch_dtype",
     "text_part",
     "with_variant",
 ]
 
-
-class _NoPrefixChange:
-    """Replaces `PrefixChange`, which transformers 5.5 lacks. It has no instances."""
-
-
-PrefixChange: type = getattr(core_model_loading, "PrefixChange", _NoPrefixChange)
-"""The conversion that adds or removes a prefix which only some checkpoints carry."""
 
 computed_device_map: Callable[..., dict[str, Any]] = _get_device_map
 with_variant: Callable[[str, str | None], str] = _add_variant
@@ -184,80 +149,6 @@ def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
         kwargs: Keyword arguments.
     """
     return dict(zip(_parameters(function), args, strict=False)) | dict(kwargs) if args else dict(kwargs)
-
-
-# Conversions between the hub's tensors and a model's
-
-
-def loaded_conversions(model: nn.Module) -> list[Any] | None:
-    """The conversions that a model was loaded with; None if it was not loaded, or none were noted."""
-    return cast("list[Any] | None", getattr(model, "_weight_conversions", None))
-
-
-def set_loaded_conversions(model: nn.Module, conversions: Sequence[Any] | None) -> None:
-    """Note the conversions that a model was loaded with, which transformers reverts when it saves."""
-    cast(Any, model)._weight_conversions = conversions
-
-
-class Renaming:
-    """Renames keys by conversions, and records which conversions applied, because saving only reverts these.
-
-    transformers 5.5 does not record this. It reverts all conversions, and so saves `LayerNorm.weight` as
-    `LayerNorm.gamma`.
-    """
-
-    def __init__(self) -> None:
-        self._used: set[int] = set()
-
-    def __call__(self, conversion: Any, key: str) -> tuple[str, str | None]:
-        """Apply a conversion to a name. Returns the new name, and the pattern that matched it, or None."""
-        renamed, pattern = conversion.rename_source_key(key)
-        if pattern is not None:
-            self._used.add(id(conversion))
-        return renamed, pattern
-
-    def has_used(self, conversion: Any) -> bool:
-        """Return True if a conversion, which must still exist, applied to a name."""
-        return bool(conversion.was_used() if hasattr(conversion, "was_used") else id(conversion) in self._used)
-
-
-def as_meant(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors saved by transformers with the names that 5.5 changes by mistake restored; see `Renaming`."""
-    if hasattr(WeightRenaming, "was_used"):
-        return dict(saved)
-    old = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-    return {
-        next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name): tensor
-        for name, tensor in saved.items()
-    }
-
-
-def patterns_of(conversion: Any) -> tuple[str, ...]:
-    """All expressions over names that a conversion has, sources and targets, as declared and as compiled."""
-    return (
-        conversion.compiled_sources.pattern,
-        *conversion.target_patterns,
-        *_declared(conversion),
-        f"{_scope(conversion)[0]}.{_scope(conversion)[1]}",
-    )
-
-
-def describe_conversion(conversion: Any) -> tuple[Any, ...]:
-    """A conversion's type and its settings, without its state: equal for conversions that do the same."""
-    operations = [(type(operation), vars(operation)) for operation in getattr(conversion, "operations", ())]
-    return type(conversion), *_declared(conversion), _scope(conversion), getattr(conversion, "offset", None), operations
-
-
-def _declared(conversion: Any) -> tuple[Any, ...]:
-    """Source and target patterns as they were declared; before 5.6 only as they were processed."""
-    sources = getattr(conversion, "_original_source_patterns", conversion.source_patterns)
-    targets = getattr(conversion, "_original_target_patterns", conversion.target_patterns)
-    return *sources, "to", *targets
-
-
-def _scope(conversion: Any) -> tuple[str, str]:
-    """Return the part of a model that a conversion applies to; before 5.9, the complete model."""
-    return getattr(conversion, "scope_prefix", None) or "", getattr(conversion, "base_model_prefix", None) or ""
 
 
 def gguf_reading() -> ModuleType:
@@ -457,8 +348,3 @@ def architectures_of(model_type: str) -> tuple[str, ...]:
         classes = getattr(modeling_auto, mapping, {}).get(model_type, ())
         names.update(dict.fromkeys((classes,) if isinstance(classes, str) else classes))
     return tuple(names)
-
-
-def has_key_mapping(model_type: str) -> bool:
-    """Return True if transformers converts the names of a model type's checkpoints."""
-    return bool(get_checkpoint_conversion_mapping(model_type))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.own_folder import default_folder
 from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, is_secret, require_engine

@@ -15,8 +15,9 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.modules import owner_of
 from nrl_models.common.upstream import BUILDING
 from nrl_models.engines.base import Engine
-from nrl_models.engines.hf import HFEngine, reference_model
+from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import start_engine
+from nrl_models.parity.check import reference_model
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Gives tensors by hub name, from the first at each call."""

@@ -2,20 +2,11 @@
 
 The first refit verifies that every weight of the engine is sent and written. The second follows a training step. It
 verifies that a running engine accepts new weights and discards results of the old ones (its caches).
-
-The training step changes every element of every floating-point tensor, including buffers. A tensor that did not arrive
-is detected in two ways:
-
-- The engine's weight did not change, if the engine's weights can be read.
-- Log-probabilities differ by more than a bound, which is derived from the first refit's error and the noise floor. So
-  the step is large enough that restoring any single tensor changes the trainer's log-probabilities by more than the
-  bound.
+The training step is in `weight_change`.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import rope_switch
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.servers import require_engine
@@ -37,8 +28,8 @@ from nrl_models.consistency.measure import Comparison, Measurement, Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import Verdict
+from nrl_models.consistency.weight_change import WeightChange
 from nrl_models.engines import start_engine
-from nrl_models.engines.base import final_scores
 from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import NamedTensor, RefitReport
 from nrl_models.engines.hf import HFEngine
@@ -46,22 +37,13 @@ from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_
 from nrl_models.errors import ConsistencyError, EngineError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
-from nrl_models.logprobs.metrics import finite_or_none, token_mult_prob_error
+from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.parity.parity_report import Outcome, Unit
 
 Tensors = Iterable[NamedTensor]
 
 LENGTH = 100
 """Default number of tokens of compared sequences, unless the model's limit is lower."""
-
-LEARNING_RATE = 1e-2
-"""Of the training step between two refits: large, so that stale weights show."""
-
-MIN_CHANGE = 1.01
-"""Minimum `token_mult_prob_error` between before and after the training step. A smaller change would show nothing."""
-
-RELATIVE_MOVE = 2.0**-6
-"""Minimum change of an element relative to its size. Smaller steps could be lost if the engine rounds to bf16."""
 
 FLOOR_FACTOR = 3.0
 """How many times further from 1 than the first refit's error the second's may be."""
@@ -71,15 +53,6 @@ SMALLEST_EXCESS = 1e-5
 
 FIRST_BOUND = 1.001
 """Bound of the first refit's error in fp32, for which there is no measurement. Lower precisions use `THRESHOLD`."""
-
-MARGIN = 4.0
-"""Factor between the error (its distance from 1) of a stale tensor and the bound, so that the check detects it."""
-
-LARGER_MOVES = (1.0, 8.0, 64.0)
-"""Factors on a tensor's step, tried one after the other until a stale tensor would be found."""
-
-OBSERVING_SECONDS = 60.0
-"""Time in which the effect of stale tensors is measured, one forward pass for each; the others are listed."""
 
 
 @dataclass(frozen=True)
@@ -238,8 +211,7 @@ class RefitChecker:
         self._previous: dict[str, torch.Tensor] | None = None
         self._sent: dict[str, str] = {}
         self.not_observable: tuple[str, ...] = ()
-        self._is_readable = False
-        self._old: dict[str, torch.Tensor] = {}
+        self.change = WeightChange(self.meter, self.cell)
 
     @property
     def threshold(self) -> float:
@@ -277,8 +249,8 @@ class RefitChecker:
         report = self.meter.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes, partial=True)
         problems = (*refit_problems(report, sent, adapter.export_plan()), *self._stale(sent))
         after = self.meter.measure(self.cell)
-        self.not_observable = tuple(self._unseen(after))
-        self._is_readable, self._old = False, {}
+        self.not_observable = tuple(self.change.unseen(after, self.threshold))
+        self.change = WeightChange(self.meter, self.cell)
         result = CellResult(self.cell, (after,), self.threshold, self.meter.settings.noise_factor)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(after))
@@ -289,93 +261,14 @@ class RefitChecker:
         return step
 
     def train(self) -> float:
-        """Train a step on new prompts; returns how far it moves the trainer (`token_mult_prob_error`).
-
-        Every element of every floating-point tensor moves, see the module.
-        """
-        trainer, settings = self.meter.trainer, self.meter.settings
-        model, tokens = trainer.model, self.meter.prompts.make(self.cell, self.cell.length, settings.seed + 7)
-        before = self.meter.measure(self.cell)
-        generated, sampling = before.decode.shape[1], settings.sampling_of(self.cell)
-        self._is_readable = self.meter.engine.note_weights()
-        weights = _weights(model)
-        old = {name: tensor.clone() for name, tensor in weights.items()}
-
-        def scores() -> torch.Tensor:
-            return final_scores(trainer, before.tokens, generated, sampling)
-
-        for _ in range(5):
-            batch = torch.tensor(tokens, device=model.device)
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-            loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        size = parameter.float().std().nan_to_num().clamp(min=1e-3)
-                        parameter.add_(parameter.grad.sign() * size.to(parameter.dtype), alpha=-LEARNING_RATE)
-                        parameter.grad = None
-            moved = _error(scores(), before.trainer)
-            if moved >= MIN_CHANGE:
-                break
-        _move_all(weights, old, settings.seed)
-        self._enlarge(weights, old, scores)
-        self._old = old
-        return moved
-
-    @torch.no_grad()
-    def _enlarge(
-        self, weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], scores: Callable[[], torch.Tensor]
-    ) -> None:
-        """Enlarge the steps of tensors that could be stale without detection, if larger steps are detected."""
-        needed, started, now = 1.0 + MARGIN * (self.threshold - 1.0), time.monotonic(), scores()
-        for name, tensor in weights.items():
-            new, current = tensor.clone(), now
-            for factor in LARGER_MOVES:
-                if time.monotonic() - started > OBSERVING_SECONDS:
-                    return
-                if factor > 1.0:
-                    tensor.copy_(old[name] + factor * (new - old[name]))
-                    now = scores()
-                if self._effect(tensor, old[name], now, scores) > needed:
-                    break
-            else:
-                tensor.copy_(new)
-                now = current
-
-    @torch.no_grad()
-    def _unseen(self, after: Measurement) -> Iterable[str]:
-        """Tensors that could be stale without an effect above the bound on the tokens that are compared."""
-        model, old = self.meter.trainer.model, self._old
-        yield from (name for name, _, dtype in model.state_dict_adapter.export_plan() if not dtype.is_floating_point)
-        if self._is_readable or not old:
-            return
-        needed, started = 1.0 + 2.0 * (self.threshold - 1.0), time.monotonic()
-        generated, sampling = after.decode.shape[1], self.meter.settings.sampling_of(self.cell)
-
-        def scores() -> torch.Tensor:
-            return final_scores(self.meter.trainer, after.tokens, generated, sampling)
-
-        for name, tensor in _weights(model).items():
-            is_late = time.monotonic() - started > OBSERVING_SECONDS
-            if is_late or not self._effect(tensor, old[name], after.trainer, scores) > needed:
-                yield name
-
-    @staticmethod
-    def _effect(
-        tensor: torch.Tensor, old: torch.Tensor, now: torch.Tensor, scores: Callable[[], torch.Tensor]
-    ) -> float:
-        """`token_mult_prob_error` of the trainer with a tensor that is as it was."""
-        new = tensor.clone()
-        tensor.copy_(old)
-        effect = _error(scores(), now)
-        tensor.copy_(new)
-        return effect
+        """Train a step on new prompts; returns how far it moves the trainer (`token_mult_prob_error`)."""
+        return self.change.train(self.threshold)
 
     def _stale(self, sent: Mapping[str, str]) -> Iterable[str]:
         """Yield problems if sent or engine weights are unchanged after the training step, which moved all weights."""
         if self._sent and self._sent == sent:
             yield "the same weights were sent as last time: the training step changed nothing"
-        if self._old and (names := self.meter.engine.unchanged_weights()):
+        if self.change.old and (names := self.meter.engine.unchanged_weights()):
             yield f"weights of the engine did not change: {listed(names)}"
 
     def _judge(self, measurement: Measurement) -> Verdict:
@@ -448,36 +341,3 @@ class RefitChecker:
                 Outcome.of(step.passed).markup,
             )
         return table
-
-
-def _weights(model: FamilyModel) -> dict[str, torch.Tensor]:
-    """Return the model's floating-point tensors by hub name, including buffers. Writing to them changes the model.
-
-    If a hub tensor is not a view, its parameters are included instead, by parameter name.
-    """
-    adapter = model.state_dict_adapter
-    views = adapter.hf_views(model)
-    computed = [tensor for name, tensor in adapter.exported("hub").items() if name not in views]
-    rest = {name for tensor in computed for name in tensor.parameters if name not in adapter.tied}
-    own = model.state_dict()
-    tensors = views | {name: own[name].detach() for name in sorted(rest)}
-    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-
-
-@torch.no_grad()
-def _move_all(weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Change every element by at least `RELATIVE_MOVE` of its size, including elements without a gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in weights.items():
-        before = old[name].float()
-        step = tensor.float() - before
-        size = before.std(correction=0).nan_to_num().clamp(min=1e-3) * LEARNING_RATE
-        random = torch.rand(tensor.shape, generator=generator).to(tensor.device) - 0.5
-        least = torch.maximum(before.abs() * RELATIVE_MOVE, size)
-        tensor.copy_(before + torch.where(step == 0, random, step).sign() * torch.maximum(step.abs(), least))
-
-
-def _error(scores: torch.Tensor, others: torch.Tensor) -> float:
-    """Return `token_mult_prob_error`; infinite if only one side is not finite."""
-    same = scores.isfinite() & others.isfinite()
-    return token_mult_prob_error(scores, others, same) if same.any() else math.inf

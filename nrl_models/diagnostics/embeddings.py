@@ -21,9 +21,11 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor, resolve_folder
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import RECORD, plain
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.gguf.gguf_files import open_files

@@ -1,7 +1,8 @@
 """Models larger than one device: sharding, checkpoints and refit, on torch.distributed."""
 
 from nrl_models.common.mesh_sizes import parse_mesh
-from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
+from nrl_models.distributed.checked_plan import plan_for
+from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.parallelize import parallelize
 from nrl_models.distributed.pipeline.running import Pipeline
 from nrl_models.distributed.pipeline.shared import clip_grad_norm_

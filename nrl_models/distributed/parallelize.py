@@ -17,6 +17,7 @@ from nrl_models.common.modules import own_modules
 from nrl_models.common.projections import CombinedProjections, groups_of
 from nrl_models.common.upstream import is_initialized, mark_initialized
 from nrl_models.common.upstream_torch import StridedShard
+from nrl_models.distributed.checked_plan import plan_for
 from nrl_models.distributed.kept_dtypes import KeptApart, kept_parameters
 from nrl_models.distributed.mesh import agreed, check_mesh, describe, has_stages, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
@@ -25,7 +26,6 @@ from nrl_models.distributed.parallel_plan import (
     expert_styles,
     experts_over,
     is_vocabulary,
-    plan_for,
     tensor_styles,
     vocabulary_is_divided,
 )

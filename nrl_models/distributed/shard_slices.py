@@ -9,7 +9,8 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor
 
-from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.projections import Buffer
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.views.view import META, HFTensor, Step, apply_steps, strides_of

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.modules import names_in_state_dict
-from nrl_models.common.state_dict.adapter import StateDictAdapter, own_state_dict
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import BufferPool, pool_of
 from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.own_tensors import own_state_dict
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
 from nrl_models.distributed.mesh import gather_over, rank_in, size_of

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nrl_models.common.trust.servers import hidden
+from nrl_models.engines.engine_types import Sample, Tokens
 from nrl_models.errors import EngineError, shown
 
 MINUS_INFINITY = -9999.0
@@ -86,6 +87,17 @@ class Checked:
         if not found or None in found:
             return None
         return self.token_ids([int(match[1]) for match in found if match], field)
+
+    def samples(self, answers: Sequence[Any], prompts: Sequence[Tokens]) -> list[Sample]:
+        """Read the completion of each prompt."""
+        samples = []
+        for number, (value, prompt) in enumerate(zip(answers, prompts, strict=True)):
+            at = f"samples[{number}]"
+            found = self.mapping(value, at)
+            tokens = self.token_ids(found.get("tokens"), f"{at}.tokens")
+            logprobs = self.logprobs(found.get("logprobs"), f"{at}.logprobs", len(tokens))
+            samples.append(Sample(tuple(prompt), tokens, logprobs, str(found.get("finish_reason") or "unfinished")))
+        return samples
 
     def logprobs(self, value: Any, field: str, length: int | None = None) -> tuple[float, ...]:
         """A list of log-probabilities, see `logprob`."""

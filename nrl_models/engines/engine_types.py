@@ -14,6 +14,9 @@ from nrl_models.logprobs.sampling import LOWEST_TEMPERATURE
 Tokens = Sequence[int]
 NamedTensor = tuple[str, torch.Tensor]
 
+BUCKET_BYTES = 2**28
+"""Maximum bytes of the weights that are sent to another process at once, unless a single tensor is larger."""
+
 VLLM_TEMPERATURES = 0.01, 2.0
 """Lowest and highest temperature of vLLM's samplers: lower ones are raised to 0.01, higher ones rejected."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, wraps
@@ -13,21 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.config.positions import model_limit
-from nrl_models.common.dtypes import dtype_name, same_kind, wrong_kind
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.projections import declared_groups
 from nrl_models.common.recording import record_calls
-from nrl_models.common.state_dict.adapter import adapter_of
-from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.upstream import cache_in, cache_input
-from nrl_models.common.views.view import HFTensor
-from nrl_models.engines.base import Engine, require_lengths, require_number, require_sampling
-from nrl_models.engines.digests import HeldWeights, tensor_digest, tied_apart
+from nrl_models.engines.base import Engine
+from nrl_models.engines.digests import HeldWeights, tensor_digest
 from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     LOGITS,
@@ -37,33 +32,18 @@ from nrl_models.engines.engine_types import (
     Sample,
     Tokens,
 )
-from nrl_models.engines.transfer.sent_tensors import require_range
+from nrl_models.engines.input_checks import require_lengths, require_number, require_sampling
+from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.errors import EngineError, NRLModelsError, one_line, shown
 from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.inputs.tokenizers import as_ids, tokenizer_ends
-from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, processed
 from nrl_models.logprobs.tokens import token_logprobs
-from nrl_models.parity.check import load_reference
+from nrl_models.parity.check import reference_model
 
 TOKENS_AT_A_TIME = 2**14
 """Tokens in a forward when scoring, which bounds the memory of hidden states and attention."""
-
-
-def reference_model(
-    path: str | Path, dtype: torch.dtype | None, device: str | torch.device, *, weights: bool = True
-) -> PreTrainedModel:
-    """Load a checkpoint with transformers' class, or with the family's reference class if transformers has none.
-
-    Args:
-        path: Directory of the checkpoint.
-        dtype: Dtype of the parameters; None uses the checkpoint's.
-        device: Device of the model.
-        weights: Whether to load the weights. Otherwise they are random.
-    """
-    ours = auto_class_for(path).from_config(read_config(resolve_folder(path)), device="meta")
-    return load_reference(ours, path, dtype or "auto", device, weights=weights)
 
 
 def _in_evaluation_mode(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,79 +55,6 @@ def _in_evaluation_mode(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return compute
-
-
-class RefitTargets:
-    """Map refit tensors to the parameters of a transformers model, and check that they fit.
-
-    Args:
-        model: The engine's model.
-        engine: Name of the engine, for errors.
-
-    Attributes:
-        held: Tensors of the model by parameter name. They share its memory.
-    """
-
-    def __init__(self, model: PreTrainedModel, engine: str) -> None:
-        self._adapter, self._engine, self._mtp = adapter_of(model), engine, MTPNames(model)
-        self.held = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-        self._tied: dict[str, tuple[HFTensor, str]] = {}
-        self._sent: dict[str, str] = {}
-
-    def find(self, name: str, tensor: torch.Tensor) -> HFTensor | None:
-        """Return the target of a tensor by its hub name.
-
-        None if it is not written: an MTP weight (this engine does no speculative decoding), or a tensor that the model
-        ties to another, see `require_tied`.
-
-        Raises:
-            EngineError: If the model has no such tensor, or got it under another name, or it has another shape or kind
-                of dtype, or values that are infinite in the model's dtype.
-        """
-        target = self._adapter.find(name)
-        if target is None and self._mtp.may_be(name):
-            return None
-        if target is None or tuple(tensor.shape) != target.shape:
-            expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
-            raise EngineError(f"{self._engine} cannot load {name} of shape {tuple(tensor.shape)}: expected {expected}")
-        held = self.held[target.parameters[0]]
-        if not same_kind(tensor.dtype, held.dtype):
-            raise EngineError(wrong_kind(name, tensor.dtype, held.dtype))
-        require_range(name, tensor, held.dtype)
-        if tensor.numel() == 1 and bool(tensor.isinf()) and not (held.is_meta or bool(held.isinf().any())):
-            raise EngineError(
-                f"{name} is {float(tensor)}, and {self._engine} holds a finite value there: restore the trainer from a "
-                "checkpoint with finite weights"
-            )
-        if (other := self._sent.setdefault(target.name, name)) != name:
-            raise EngineError(f"{name} and {other} are two names of one tensor: send it once")
-        if target.parameters[0] in self._adapter.tied:
-            self._tied[name] = target, tensor_digest(tensor.to(held.dtype))
-            return None
-        return target
-
-    def require_tied(self, new: Mapping[str, torch.Tensor]) -> None:
-        """Check that tied tensors in a refit are equal.
-
-        Args:
-            new: New weights by parameter name.
-
-        Raises:
-            EngineError: If tied tensors differ.
-        """
-        tied = self._adapter.tied
-        sources = {**new, **{parameter: new[source] for parameter, source in tied.items() if source in new}}
-        for name, (target, digest) in self._tied.items():
-            if tensor_digest(target.read(sources)) != digest:
-                raise EngineError(tied_apart(name, tied[target.parameters[0]]))
-
-    def missing(self, written: Collection[str]) -> dict[str, str]:
-        """The first parameter of each hub tensor that is not in `written`, but for tied ones."""
-        return {
-            name: target.parameters[0]
-            for name, target in self._adapter.hub.items()
-            if name not in written and self._adapter.tied.keys().isdisjoint(target.parameters)
-        }
 
 
 class HFEngine(Engine):

@@ -13,44 +13,29 @@ Requirements on the server:
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import anyio
-import httpx2
 import torch
-from anyio.from_thread import start_blocking_portal
 from transformers import GenerationConfig
 
-from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.state_dict.buckets import on_host
-from nrl_models.common.trust.servers import hidden, server_address, shown_argument
-from nrl_models.engines.answers import Checked
-from nrl_models.engines.base import Engine, require_lengths, require_number
+from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
-from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, NamedTensor, Sample, Tokens
+from nrl_models.engines.engine_types import BUCKET_BYTES, VLLM_TEMPERATURES, Capabilities, NamedTensor, Sample, Tokens
+from nrl_models.engines.http_connection import TIMEOUT, ServerConnection
+from nrl_models.engines.input_checks import require_lengths, require_number
 from nrl_models.engines.transfer.clients import ServerClient
-from nrl_models.engines.transfer.sender import BUCKET_BYTES, Sender
-from nrl_models.errors import EngineError, EngineUnavailableError
+from nrl_models.engines.transfer.sender import Sender
+from nrl_models.errors import EngineError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
-
-TIMEOUT = 600.0
-"""Timeout in seconds. Long enough for a batch of long prompts."""
-
-ANSWER_BYTES = 2**24
-"""Maximum size of an answer, in addition to `BYTES_PER_TOKEN` for each token."""
-
-BYTES_PER_TOKEN = 2**10
-"""Maximum size of a token in an answer: its id, text and log-probability take a few hundred bytes."""
-
 
 NEUTRAL = {
     "top_p": 1.0,
@@ -76,20 +61,8 @@ PROBE_TOLERANCE = 0.03
 """Maximum mean difference, in nats, between a probe's log-probabilities from sampling and from a prefill."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Status, redirect location and body of a response."""
-
-    status: int
-    location: str
-    body: bytes
-
-
 class HTTPEngine(Engine):
     """An engine that connects to a running server.
-
-    The API key is only sent to the given address, because redirects are not followed. A request fails if the complete
-    answer does not arrive within the timeout, or if the answer is larger than the requested tokens can need.
 
     Args:
         address: Address of the server, `http://host:port`, with or without `/v1`.
@@ -128,20 +101,13 @@ class HTTPEngine(Engine):
         self._unproven = {
             name: value for name, value in (defaults or {}).items() if name in INVALID and value != NEUTRAL[name]
         }
-        self.address = server_address(address)
-        if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
-            raise EngineError(
-                "api_key (not shown here): expected text that a header can have; quote it if it is a number"
-            )
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.timeout = float(timeout)
-        self._checked = Checked(self.address, vocabulary, (api_key,) if api_key else ())
-        self._client = ServerClient(self._request, self._checked)
+        self._connection = ServerConnection(address, api_key, timeout, vocabulary)
+        self.address, self._checked = self._connection.address, self._connection.checked
+        self._client = ServerClient(self._connection.request, self._checked)
         self._sender = Sender(self._client, deltas=deltas)
         self._settled = True
         self._held: dict[str, str] = {}
-        served = self._served()
+        served = self._connection.served_models()
         if model is None and len(served) == 1:
             model = next(iter(served))
         if model not in served:
@@ -207,6 +173,7 @@ class HTTPEngine(Engine):
         """All prompts are sent in one request."""
         self._require_overrides(prompts)
         body: dict[str, Any] = NEUTRAL | {
+            "model": self.model,
             "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": max_new_tokens,
             "temperature": sampling.temperature,
@@ -218,12 +185,12 @@ class HTTPEngine(Engine):
             "seed": seed,
         }
         body |= {"ignore_eos": True} if ignore_end else {"ignore_eos": False, "stop_token_ids": self.ends}
-        choices = self._complete(body, sum(map(len, prompts)) + len(prompts) * max_new_tokens)
+        choices = self._connection.complete(body, sum(map(len, prompts)) + len(prompts) * max_new_tokens)
         samples = []
         for number, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
             at = f"choices[{number}]"
-            tokens = self._token_ids(choice, at)
-            logprobs = self._token_logprobs(choice, at)
+            tokens = self._connection.token_ids(choice, at)
+            logprobs = self._connection.token_logprobs(choice, at)
             if logprobs is None or len(logprobs) != len(tokens):
                 raise EngineError(
                     f"{self.address} returned {0 if logprobs is None else len(logprobs)} log-probabilities for "
@@ -245,7 +212,10 @@ class HTTPEngine(Engine):
             return
         prompt = list(prompts[0][:PROBE_TOKENS])
         body = {"model": self.model, "prompt": [prompt], "max_tokens": 1, "temperature": 1.0}
-        asked = {name: self._asked("POST", "/v1/completions", body | {name: INVALID[name]}) for name in self._unproven}
+        asked = {
+            name: self._connection.send("POST", "/v1/completions", body | {name: INVALID[name]})
+            for name in self._unproven
+        }
         accepted = [name for name, answer in asked.items() if answer.status < 300]
         defaults, self._unproven = self._unproven, {}
         if not accepted:
@@ -271,19 +241,19 @@ class HTTPEngine(Engine):
         if not sampling.is_identity:
             raise EngineError(f"{self.address} scores existing tokens at temperature 1 only, not at {sampling}")
         require_lengths(self, sequences, 1)
-        body: dict[str, Any] = NEUTRAL | {"prompt": [list(tokens) for tokens in sequences]}
+        body: dict[str, Any] = NEUTRAL | {"model": self.model} | {"prompt": [list(tokens) for tokens in sequences]}
         body |= {"temperature": 0.0, "max_tokens": 1}
         size = sum(map(len, sequences)) + len(sequences)
-        choices = self._complete(body | {"prompt_logprobs": 0}, size)
+        choices = self._connection.complete(body | {"prompt_logprobs": 0}, size)
         if all(choice.get("prompt_logprobs") for choice in choices):
             return [
                 self._checked.logprobs_by_id(choice["prompt_logprobs"], tokens, f"choices[{number}].prompt_logprobs")
                 for number, (choice, tokens) in enumerate(zip(choices, sequences, strict=True))
             ]
-        choices = self._complete(body | {"echo": True, "logprobs": 0}, size)
+        choices = self._connection.complete(body | {"echo": True, "logprobs": 0}, size)
         results = []
         for number, (choice, tokens) in enumerate(zip(choices, sequences, strict=True)):
-            found = self._token_logprobs(choice, f"choices[{number}]")
+            found = self._connection.token_logprobs(choice, f"choices[{number}]")
             if found is None or len(found) < len(tokens):
                 raise EngineError(
                     f"{self.address} cannot score existing tokens: it supports neither `prompt_logprobs` nor `echo` "
@@ -340,126 +310,3 @@ class HTTPEngine(Engine):
         same = [name for name, checksum in now.items() if self._held.get(name) == checksum != EMPTY]
         names = [name.rpartition(":")[2] for name in same]  # without the worker's ranks
         return [name for name in names if not name.rpartition(".")[2].startswith("_")]  # which no checkpoint has
-
-    # The server's answers
-
-    def _served(self) -> dict[str, int | None]:
-        """Return the served models by name, each with its maximum length if the server reports it."""
-        check, served = self._checked, {}
-        for number, given in enumerate(check.listed(self._request("GET", "/v1/models").get("data"), "data")):
-            entry = check.mapping(given, f"data[{number}]")
-            limit = entry.get("max_model_len")
-            served[check.text(entry.get("id"), f"data[{number}].id")] = (
-                None if limit is None else check.whole(limit, f"data[{number}].max_model_len", 1)
-            )
-        return served
-
-    def _complete(self, body: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
-        """Request completions for `body`'s prompts, and return them in the same order.
-
-        Args:
-            body: The request, without the model.
-            tokens: Number of tokens in the answer, which determines its maximum size.
-        """
-        check, expected = self._checked, len(body["prompt"])
-        answer = self._request("POST", "/v1/completions", {"model": self.model} | body, tokens)
-        listed = check.listed(answer.get("choices"), "choices")
-        choices = [check.mapping(choice, f"choices[{number}]") for number, choice in enumerate(listed)]
-        if len(choices) != expected:
-            raise EngineError(f"{self.address} answered {len(choices)} of {expected} prompts")
-        places = {
-            check.whole(choice.get("index", number), f"choices[{number}].index", 0, expected): choice
-            for number, choice in enumerate(choices)
-        }
-        if len(places) != expected:
-            raise EngineError(f"{self.address} answered some of {expected} prompts twice, others not")
-        return [places[number] for number in range(expected)]
-
-    def _token_ids(self, choice: dict[str, Any], at: str) -> tuple[int, ...]:
-        """The sampled tokens' ids."""
-        if choice.get("token_ids") is not None:
-            return self._checked.token_ids(choice["token_ids"], f"{at}.token_ids")
-        names = self._logprobs(choice, at).get("tokens") or []
-        found = self._checked.named_token_ids(names, f"{at}.logprobs.tokens")
-        if found is None:
-            raise EngineError(
-                f"{self.address} returns tokens as text only, but text does not determine tokens: it has to support "
-                "`return_token_ids` or `return_tokens_as_token_ids`, as vLLM's does"
-            )
-        return found
-
-    def _token_logprobs(self, choice: dict[str, Any], at: str) -> tuple[float, ...] | None:
-        """Return log-probabilities from a server's list; None if there are none."""
-        values = self._logprobs(choice, at).get("token_logprobs")
-        return None if values is None else self._checked.logprobs(values, f"{at}.logprobs.token_logprobs")
-
-    def _logprobs(self, choice: dict[str, Any], at: str) -> dict[str, Any]:
-        found = choice.get("logprobs")
-        return {} if found is None else self._checked.mapping(found, f"{at}.logprobs")
-
-    # Requests
-
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None, tokens: int = 0) -> dict[str, Any]:
-        check = self._checked
-        answer = self._asked(method, path, body, tokens)
-        text = answer.body.decode(errors="replace")
-        if 300 <= answer.status < 400:
-            place = shown_argument(hidden(answer.location, check.secrets))
-            raise check.error(
-                f"redirects {path} to {place!r}. Redirects are not followed, because the API key would be sent there: "
-                "use the final address"
-            )
-        if answer.status >= 400:
-            raise EngineError(*_lines(hidden(f"{check.who} answered {answer.status} to {path}: {text}", check.secrets)))
-        try:
-            return check.mapping(json.loads(text, parse_constant=_no_json), "it")
-        except (ValueError, RecursionError) as error:
-            shown = hidden(text, check.secrets)[:200]
-            raise check.error(f"answered {path} with something that is not JSON: {shown!r}") from error
-
-    def _asked(self, method: str, path: str, body: dict[str, Any] | None, tokens: int = 0) -> _Answer:
-        """Send a request and return the answer, whatever its status."""
-        check, limit = self._checked, ANSWER_BYTES + BYTES_PER_TOKEN * tokens
-        content = None if body is None else json.dumps(body).encode()
-        try:
-            # In a separate thread, because the caller may run in an event loop, as notebooks do.
-            with start_blocking_portal() as portal:
-                return portal.call(self._ask, method, path, content, limit)
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self.address} did not answer within {self.timeout:g} s. Use shorter or fewer sequences, or a longer "
-                "timeout (--engine-option timeout=SECONDS)."
-            ) from error
-        except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-            message = str(error) or type(error).__name__
-            raise EngineUnavailableError(str(check.error(f"cannot be reached, or has died: {message}"))) from error
-
-    async def _ask(self, method: str, path: str, content: bytes | None, limit: int) -> _Answer:
-        """Send a request and return the answer. The timeout covers everything up to the last byte."""
-        with anyio.fail_after(self.timeout):
-            async with (
-                httpx2.AsyncClient(timeout=None, follow_redirects=False) as client,
-                client.stream(method, self.address + path, content=content, headers=self._headers) as answer,
-            ):
-                body = bytearray()
-                async for piece in answer.aiter_raw():  # never unpacked, so that a few bytes cannot become many
-                    body += piece
-                    if len(body) > limit:
-                        raise EngineError(
-                            f"{self.address}{path} answered with more than {limit:,} bytes, more than the request can "
-                            "need: it is not a completions server, or it is broken"
-                        )
-                return _Answer(answer.status_code, answer.headers.get("location", ""), bytes(body))
-
-
-def _lines(text: str) -> list[str]:
-    """Return the first and the last line of a server's error, because a traceback has its cause in the last line.
-
-    Line breaks are escaped, because the error is in a JSON string.
-    """
-    lines = [line for line in text.replace("\\n", "\n").splitlines() if line.strip()]
-    return lines if len(lines) <= 40 else [*lines[:10], f"... ({len(lines) - 40} lines)", *lines[-30:]]
-
-
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

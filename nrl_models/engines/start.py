@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, require_engine
 from nrl_models.engines.base import Engine

@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.config.walk import parts
-from nrl_models.inputs.images import Inputs, feature_method, first_token, own_token, parameters_of, run_on, token_count
+from nrl_models.inputs.image_geometry import Inputs
+from nrl_models.inputs.images import feature_method, first_token, own_token, parameters_of, run_on, token_count
 
 AUDIO = ("input_features", "input_values")
 """Names of the argument that holds audio."""

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.audio import audio_inputs, audio_token
-from nrl_models.inputs.images import Inputs, accepts_images, image_inputs, image_token, takes_images
+from nrl_models.inputs.image_geometry import Inputs
+from nrl_models.inputs.images import accepts_images, image_inputs, image_token, takes_images
 
 __all__ = ["FIRST_TEXT_TOKEN", "Inputs", "decoder_ids", "inputs_for", "takes_images", "text_ids", "vocabulary_size"]
 

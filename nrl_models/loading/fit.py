@@ -14,21 +14,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.checkpoint.dequantized import quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.logs import get_logger
-from nrl_models.common.modules import class_name, is_base_model, predicts_words
+from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
-from nrl_models.common.state_dict.ties import as_keywords, have_same_values, tying_keys
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, listed
+from nrl_models.common.state_dict.ties import have_same_values
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed
+from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
-from nrl_models.loading.names.other_parts import head_keys, modules_of, new_head_names, tower_keys
-from nrl_models.loading.shared_classes import shared_class_note
+from nrl_models.loading.names.fit_advice import advice_for, note_not_loaded, require_head
+from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
 
 logger = get_logger(__name__)
 
@@ -197,7 +197,7 @@ def fit_checkpoint(
         found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
-        raise CheckpointError(summary, found.problems, _advice(model, adapter, names, found))
+        raise CheckpointError(summary, found.problems, advice_for(model, adapter, names, found))
     note_mtp(model, files, of_mtp, mtp)
     dtypes = _target_dtypes(model, adapter, dtype)
     heads, towers = frozenset(of_head), frozenset(of_towers)
@@ -217,84 +217,6 @@ def _accepted_mismatches(
         and files.tensors[key].shape != target.shape
         and (tolerance.mismatched or all(name in new_head for name in target.parameters))
     }
-
-
-def note_not_loaded(
-    model: PreTrainedModel, files: CheckpointFiles, of_head: Collection[str], of_towers: Collection[str]
-) -> None:
-    """Log which heads and which other parts of a composite checkpoint are not loaded, if any.
-
-    Args:
-        model: The model that does not have them.
-        files: The checkpoint.
-        of_head: Keys of heads.
-        of_towers: Keys of other parts.
-    """
-    # A base model's ordinary load drops the head; a new head replaces another one.
-    log = logger.info if is_base_model(model) else logger.warning
-    for keys, kind, report in ((of_head, "heads", log), (of_towers, "other parts", logger.warning_once)):
-        if not keys:
-            continue
-        size = sum(files.tensors[key].nbytes for key in keys if key in files.tensors) / 1e9
-        count = f"{len(keys)} tensor{'s' if len(keys) > 1 else ''}"
-        report(
-            f"{files.folder}: {class_name(model)} does not have the checkpoint's {kind} "
-            f"{', '.join(modules_of(model, keys))} ({count}, {size:.2f} GB). They are not loaded, saved or exported."
-        )
-
-
-def require_head(model: PreTrainedModel, head: Collection[str]) -> None:
-    """Raise UnknownArgumentError if `new_head=True` was passed for a model without a head."""
-    if not head:
-        raise UnknownArgumentError(
-            f"new_head=True: {class_name(model)} has no head. Leave out new_head, or load a class with "
-            "one (nrl_models.AutoModelForSequenceClassification, ...)"
-        )
-
-
-def head_advice(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return the advice to pass `new_head=True` if some of the tensors that a checkpoint lacks are a head's.
-
-    A language model gets none: its head is not a new one.
-
-    Args:
-        model: The model to load.
-        names: The model's tensors that the checkpoint lacks, or has in another shape.
-    """
-    head = new_head_names(model, names)
-    if not head or is_base_model(model) or predicts_words(model):
-        return []
-    return [
-        "for a new head on the model in this checkpoint (a reward model from a language model) pass new_head=True: "
-        f"it initializes {listed(head)} and skips other heads"
-    ]
-
-
-def keeps(model: PreTrainedModel, mtp: MTP) -> bool:
-    """Return True if a model keeps MTP weights. They need its output embeddings to predict tokens."""
-    return mtp == "keep" and predicts_words(model)
-
-
-def note_mtp(model: PreTrainedModel, files: CheckpointFiles, found: Collection[str], mtp: MTP) -> None:
-    """Log once that MTP weights are dropped, or that the configuration announces some but the checkpoint has none.
-
-    Args:
-        model, files, mtp: See `fit_checkpoint`.
-        found: MTP weights in the checkpoint.
-    """
-    names = MTPNames(model)
-    if found and not keeps(model, mtp):
-        size = sum(files.tensors[key].nbytes for key in found) / 1e9
-        why = "because of mtp='drop'" if mtp == "drop" else f"because {class_name(model)} has no output embeddings"
-        logger.warning_once(
-            f"{files.folder}: {len(found)} tensors of multi-token prediction ({size:.2f} GB) are dropped, {why}. "
-            "Saved and exported checkpoints will not have them."
-        )
-    elif not found and keeps(model, mtp) and names.known and names.announced:
-        logger.warning_once(
-            f"{files.folder} announces {names.announced} layers of multi-token prediction ({names.key}), but has none. "
-            "Saved and exported checkpoints have none either, and engines cannot use them for drafting."
-        )
 
 
 def _former_buffers(model: nn.Module) -> list[str]:
@@ -340,39 +262,3 @@ def _tie_problems(
                 detail = f"differs from {second}, but the configuration ties them (tie_word_embeddings)"
                 problems.append(Problem(ProblemKind.TIED, first, detail, files.tensors[first].file))
     return problems
-
-
-_ADVICE = {
-    ProblemKind.PARTIAL: "the checkpoint is incomplete: download or save it again",
-    ProblemKind.DUPLICATED: "keep only one of the duplicated tensors",
-    ProblemKind.SHAPE: "config.json and the weights belong to different models",
-    ProblemKind.DTYPE: (
-        "quantized weights need a quantization_config in config.json: block-wise FP8 and MXFP4 are dequantized "
-        "while loading, other methods use transformers' quantizers"
-    ),
-}
-"""Remedy for each kind of problem."""
-
-
-def _advice(model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, found: Match) -> list[str]:
-    kinds = {problem.kind for problem in found.problems}
-    advice = []
-    if ProblemKind.MISSING in kinds or ProblemKind.UNEXPECTED in kinds:
-        advice.append(
-            f"check that this is a complete checkpoint of {class_name(model)}; to load only part of it "
-            "pass strict=False"
-        )
-    if ProblemKind.MISSING in kinds and (keys := tying_keys(model, found.missing, tie=False)):
-        advice.append(f"if the checkpoint ties its head to the embeddings, pass {as_keywords(keys, True)}")
-    unfit = {problem.subject for problem in found.problems if problem.kind is ProblemKind.SHAPE}
-    misfits = {name for key in unfit for name in names.parameters(key)}
-    advice += head_advice(model, dict.fromkeys((*found.missing, *sorted(misfits))))
-    if ProblemKind.TIED in kinds:
-        advice.append(f"pass {as_keywords(tying_keys(model, adapter.tied), False)} to keep both")
-    if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):
-        advice.append(note)
-    if ProblemKind.DTYPE in kinds and (part := quantized_part(model.config)) is not None:
-        method = settings_of(part.quantization_config).get("quant_method")
-        known = f"quantization_config has quant_method {method!r}, which neither nrl_models nor transformers reads"
-        return [f"{known}: load the checkpoint that it was quantized from"]
-    return advice + [text for kind, text in _ADVICE.items() if kind in kinds]

@@ -20,17 +20,12 @@ from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import BUILDING, has_quantizer, requests_dequantization, set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, has_quantizer, requests_dequantization
+from nrl_models.common.upstream_conversions import set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
-from nrl_models.loading.fit import (
-    EXACT,
-    Tolerance,
-    head_advice,
-    keeps,
-    note_mtp,
-    note_not_loaded,
-    require_head,
-)
+from nrl_models.loading.fit import EXACT, Tolerance
+from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
+from nrl_models.loading.names.fit_advice import head_advice, note_not_loaded, require_head
 from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
 from nrl_models.loading.options import LoadOptions
 

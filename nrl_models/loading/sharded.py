@@ -20,20 +20,23 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.forward.random_states import random_states_kept
-from nrl_models.common.modules import install, move_buffers, share_copies
+from nrl_models.common.modules import install
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
-from nrl_models.common.upstream import mark_initialized, set_loaded_conversions
+from nrl_models.common.upstream import mark_initialized
+from nrl_models.common.upstream_conversions import set_loaded_conversions
+from nrl_models.distributed.checked_plan import plan_for
 from nrl_models.distributed.kept_dtypes import separate_group
 from nrl_models.distributed.mesh import agreed, gather_over
-from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
+from nrl_models.distributed.parallel_plan import ParallelPlan, Plan
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.shard_slices import ShardSlice, map_shards, slices_of
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import local_of, over_shard, share_of
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
+from nrl_models.loading.skeleton import move_buffers, share_copies
 from nrl_models.loading.weights import keep_unused, require_written, run_readers
 
 

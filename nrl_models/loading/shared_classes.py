@@ -12,7 +12,8 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.upstream import architectures_of, has_key_mapping, text_part
+from nrl_models.common.upstream import architectures_of, text_part
+from nrl_models.common.upstream_conversions import has_key_mapping
 
 
 def takes_config(model_class: Any, config: PreTrainedConfig) -> bool:

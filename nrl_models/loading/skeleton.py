@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import named_dtype
+from nrl_models.common.modules import owner_of
 from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.common.upstream import BUILDING, mark_initialized
 from nrl_models.errors import UnknownArgumentError
@@ -129,3 +130,18 @@ def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):
         raise UnknownArgumentError(f"dtype={dtype!r}: expected 'auto' or a floating-point dtype such as torch.bfloat16")
     return resolved
+
+
+def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
+    """Tie parameters: each key of `copies` becomes the parameter that its value names."""
+    for name, given in copies.items():
+        module, attribute = owner_of(model, name)
+        module._parameters[attribute] = model.get_parameter(given)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put a model's real buffers on a device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)

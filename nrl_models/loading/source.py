@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from nrl_models.common.checkpoint import given_tensors
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.generations import Watch, current, require_links_inside, was_replaced
 from nrl_models.common.checkpoint.local_path import as_path, is_gguf
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.logs import get_logger
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import (

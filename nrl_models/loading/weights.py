@@ -16,35 +16,26 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.checkpoint.pinned import pinned_copies
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.modules import (
     install,
-    is_flattened,
-    move_buffers,
-    names_in_state_dict,
     owner_of,
-    peft_modules,
-    share_copies,
-    without_wrappers,
 )
-from nrl_models.common.pinned import pinned_copies
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
-from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by, kept_from
-from nrl_models.common.state_dict.layouts import TensorSpec, note_published_names
-from nrl_models.common.state_dict.matching import match
+from nrl_models.common.state_dict.kept_tensors import keep, kept_from
+from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
-from nrl_models.common.state_dict.ties import have_same_values, tied_names
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import BUILDING, mark_initialized, set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, mark_initialized
+from nrl_models.common.upstream_conversions import set_loaded_conversions
 from nrl_models.common.views.view import HFTensor
-from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
-from nrl_models.loading.names.checkpoint_names import CheckpointNames
+from nrl_models.loading.skeleton import move_buffers, share_copies
 
 logger = logging.get_logger(__name__)
 
@@ -246,147 +237,3 @@ def require_written(model: PreTrainedModel) -> None:
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
     if unwritten:  # cannot happen: `match` has accounted for every tensor
         raise AssertionError(f"not written: {', '.join(unwritten)}")
-
-
-# State dicts for `load_state_dict`
-
-
-def accept_hub_names(
-    model: Any,
-    state_dict: dict[str, Any],
-    prefix: str,
-    missing: list[str],
-    errors: list[str],
-    *,
-    assign: bool = False,
-) -> None:
-    """Convert tensors under the hub's names to the model's own, in a state dict that is about to be loaded.
-
-    Names are interpreted as in a checkpoint's files. A dict of own names only is unchanged. Unknown names also stay,
-    and torch reports them.
-
-    Args:
-        model: A model of this library.
-        state_dict: The state dict that torch loads; modified in place.
-        prefix: Prefix of the model's tensor names in `state_dict`.
-        missing: Receives the names of missing parts of tensors that are only partly present. A checkpoint shard may
-            have some experts of a stack; the other experts then keep their values.
-        errors: Receives messages that torch raises after loading. An exception before would leave FSDP1 in a context.
-        assign: Whether torch replaces parameters (`assign=True`). Then a tensor that only exists under one of two tied
-            names replaces both parameters.
-
-    Raises:
-        StateDictError: If tensors are duplicated, have another shape or dtype, or are tied but differ.
-        ShardingError: If sharded tensors would have to be concatenated.
-    """
-    if is_flattened(model):
-        try:
-            _convert_complete(model.state_dict_adapter, state_dict, prefix)
-        except StateDictError as error:
-            errors.append(str(error))
-        return
-    stored_names = names_in_state_dict(model)
-    _convert(model, state_dict, prefix, stored_names, missing)
-    for name, kept in tied_names(model).items() if assign else ():
-        keys = [f"{prefix}{stored_names[tied]}" for tied in (name, kept)]
-        given = [state_dict[key] for key in keys if key in state_dict]
-        if len(given) == 1:
-            state_dict.update(dict.fromkeys(keys, given[0]))
-
-
-def _convert_complete(adapter: StateDictAdapter, state_dict: dict[str, Any], prefix: str) -> None:
-    """Implement `accept_hub_names` for a model that FSDP1 has flattened, which only accepts complete own tensors.
-
-    Raises:
-        StateDictError: As `accept_hub_names`, and if tensors are incomplete.
-    """
-    inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-    converted = {key: name for key, name in inside.items() if name not in adapter.own and adapter.find(name)}
-    own = adapter.from_hf({name: state_dict[key] for key, name in converted.items()}, strict=False)
-    twice = [name for name in own if f"{prefix}{name}" in state_dict]
-    if problems := [Problem(ProblemKind.DUPLICATED, name, "is there in two layouts") for name in twice]:
-        raise StateDictError("state dict does not fit the model", problems)
-    for key in converted:
-        del state_dict[key]
-    state_dict.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
-
-
-def _convert(
-    model: Any, state_dict: dict[str, Any], prefix: str, stored_names: Mapping[str, str], missing: list[str]
-) -> None:
-    """Implement `accept_hub_names`.
-
-    Args:
-        model, state_dict, prefix, missing: See `accept_hub_names`.
-        stored_names: See `names_in_state_dict`.
-    """
-    own_names = {stored: name for name, stored in stored_names.items()}
-    inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-    of_adapters = _adapter_parts(model)
-    inside = {key: inner for key, inner in inside.items() if of_adapters.isdisjoint(inner.split("."))}
-    if own_names.keys() >= set(inside.values()):
-        return
-    given = {own_names.get(inner, inner): state_dict[key] for key, inner in inside.items()}
-    given = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    kept = kept_by(model)
-    for name in given.keys() & kept.keys():
-        value = given[name].to(kept[name].spec.dtype)
-        keep(model, {name: KeptTensor(kept[name].spec, (value,), is_mtp=kept[name].is_mtp)})
-    loaded = {name: value for name, value in given.items() if name not in kept}
-    if not stored_names.keys() >= loaded.keys():
-        loaded = _as_own_tensors(model, loaded, missing)
-    for key, inner in inside.items():
-        if own_names.get(inner, inner) in given:
-            del state_dict[key]
-    state_dict.update({f"{prefix}{stored_names.get(name, name)}": value for name, value in loaded.items()})
-
-
-def _adapter_parts(model: Any) -> set[str]:
-    """Return the parts of names (`lora_A`) that only tensors of PEFT's adapters in a model have."""
-    return {
-        part
-        for _, wrapper in peft_modules(model)
-        for part in (*getattr(wrapper, "adapter_layer_names", ()), *getattr(wrapper, "other_param_names", ()))
-    }
-
-
-def _as_own_tensors(model: Any, given: Mapping[str, torch.Tensor], missing: list[str]) -> dict[str, torch.Tensor]:
-    """Convert tensors under checkpoint names to a model's own. Tensors without a target are returned unchanged."""
-    adapter, plain = model.state_dict_adapter, without_wrappers(model)
-    find = CheckpointNames(plain, adapter, given).found
-    if all(find[key] is None for key in given if key not in adapter.own):
-        return dict(given)
-    found = match(
-        {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in given.items()},
-        find.get,
-        adapter.own,
-        adapter.absent,
-        adapter.tied,
-        may_miss=lambda name: True,
-        why_unexpected=lambda key: None,
-    )
-    problems = [problem for problem in found.problems if problem.kind is not ProblemKind.PARTIAL]
-    if problems:
-        raise StateDictError("state dict does not fit the model", problems)
-    result = {key: tensor for key, tensor in given.items() if find[key] is None}
-    own, is_sharded = plain.state_dict(), getattr(model, "sharding", None) is not None
-    for name, sources in found.sources.items():
-        if name not in own:
-            continue  # another stage's
-        if lacking := adapter.absent(name, [target for _, target in sources]):
-            if isinstance(own[name], DTensor):
-                detail = f"is sharded, but {listed(lacking, limit=8)} is missing"
-                raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.PARTIAL, name, detail)])
-            missing += lacking
-            result[name] = own[name].clone()
-            for key, target in sources:
-                target.write_into(name, result[name], given[key])
-        else:
-            result[name] = adapter.assemble(name, sources, given)
-            if is_sharded:  # sharded tensors may be ordered by rank, but the state dict's are in transformers' order
-                result |= adapter.to_hf({name: result[name]}, layout="transformers")
-    for name, kept in adapter.tied.items():
-        if name in found.sources and kept in found.sources and not have_same_values(result[name], result[kept]):
-            detail = f"differs from {kept}, but the configuration ties them"
-            raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.TIED, name, detail)])
-    return result | {name: result[kept] for name, kept in found.copies.items() if kept in result}

@@ -18,7 +18,8 @@ from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 from nrl_models.family import FamilyModel
 from nrl_models.megatron.gpt_settings import GPTSettings, gpt_settings, readings
-from nrl_models.megatron.layout import STATES, MegatronRank
+from nrl_models.megatron.layer_rules import STATES
+from nrl_models.megatron.layout import MegatronRank
 from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 

@@ -19,7 +19,8 @@ import torch
 
 from nrl_models.common.views.view import View, apply_steps, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
-from nrl_models.megatron.layout import STATES, MegatronRank, Share
+from nrl_models.megatron.layer_rules import STATES
+from nrl_models.megatron.layout import MegatronRank, Share
 
 __all__ = ["MegatronRank", "Share", "from_megatron", "ranks_of", "to_megatron"]
 

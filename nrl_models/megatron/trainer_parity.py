@@ -19,7 +19,7 @@ from nrl_models.errors import StateDictError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.megatron.gpt_model import LOCAL, device, logits, megatron_of, start_megatron
-from nrl_models.megatron.layout import STATES
+from nrl_models.megatron.layer_rules import STATES
 from nrl_models.megatron.ranks import from_megatron
 from nrl_models.parity.check import CHECKS
 from nrl_models.parity.compare import compare_state_dicts, compare_tensors

@@ -8,9 +8,10 @@ from pathlib import Path
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import plain
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.gguf.gguf_tables import load_tokenizer
 from nrl_models.common.trust.inside import files_inside

@@ -22,7 +22,8 @@ from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.errors import one_line
 from nrl_models.inputs.audio import AUDIO, takes_audio
-from nrl_models.inputs.images import PIXELS, Inputs, takes_images
+from nrl_models.inputs.image_geometry import Inputs
+from nrl_models.inputs.images import PIXELS, takes_images
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import find_tiny

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nrl_models import registry
-from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.loading.read_config import read_config
-from nrl_models.onboarding.estimate import Setting, estimate
+from nrl_models.onboarding.estimate import estimate
+from nrl_models.onboarding.estimate_step import Setting
 from nrl_models.onboarding.plan_changes import remedies
 from nrl_models.onboarding.plan_table import GIB, PlanReport
 

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.walk import values_of_layers
 from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.projections import declared_groups

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.mesh_sizes import DIMENSIONS
 from nrl_models.errors import ShardingError
-from nrl_models.onboarding.estimate import Estimate, Setting, estimate_within
+from nrl_models.onboarding.estimate import Estimate, estimate_within
+from nrl_models.onboarding.estimate_step import Setting
 
 
 def remedies(

@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.dequantized import quantized_part
-from nrl_models.common.checkpoint.files import require_readable, resolve_folder
+from nrl_models.common.checkpoint.files import require_readable
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.forward.soft_cap import reference_attention
 from nrl_models.common.gguf.gguf_tables import upstream_source
 from nrl_models.common.modules import is_base_model
@@ -20,7 +21,7 @@ from nrl_models.common.upstream import BUILDING
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.loading.quantized import is_compressed, plain_files
-from nrl_models.loading.read_config import generation_config
+from nrl_models.loading.read_config import generation_config, read_config
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localize import localize
 from nrl_models.parity.parity_report import FIRST_DIVERGENCE, Level, ParityReport, ParityRow
@@ -153,3 +154,18 @@ def _plain_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Te
         files.close()
     del part.quantization_config
     return weights
+
+
+def reference_model(
+    path: str | Path, dtype: torch.dtype | None, device: str | torch.device, *, weights: bool = True
+) -> PreTrainedModel:
+    """Load a checkpoint with transformers' class, or with the family's reference class if transformers has none.
+
+    Args:
+        path: Directory of the checkpoint.
+        dtype: Dtype of the parameters; None uses the checkpoint's.
+        device: Device of the model.
+        weights: Whether to load the weights. Otherwise they are random.
+    """
+    ours = auto_class_for(path).from_config(read_config(resolve_folder(path)), device="meta")
+    return load_reference(ours, path, dtype or "auto", device, weights=weights)

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.upstream_torch import tree_leaves
-from nrl_models.inputs.images import Inputs, cast
+from nrl_models.inputs.image_geometry import Inputs
+from nrl_models.inputs.images import cast
 
 
 @dataclass(frozen=True)

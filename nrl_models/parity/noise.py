@@ -18,7 +18,8 @@ from nrl_models.common.forward.evaluation import modes_kept
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.forward.routing import RoutingRecord, flip_rate, record_routing, replay_routing
 from nrl_models.common.modules import is_base_model
-from nrl_models.inputs.images import Inputs, cast
+from nrl_models.inputs.image_geometry import Inputs
+from nrl_models.inputs.images import cast
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """Smaller differences always pass, by dtype (the parity guide's tolerances)."""

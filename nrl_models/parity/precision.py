@@ -30,7 +30,7 @@ from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import float_tensors
 from nrl_models.common.upstream_torch import tree_map
 from nrl_models.family import FamilyModel
-from nrl_models.inputs.images import Inputs
+from nrl_models.inputs.image_geometry import Inputs
 from nrl_models.parity.compare import compare_tensors
 from nrl_models.parity.components import Call, calls_of, component_classes, run_layer
 from nrl_models.parity.noise import gradients, logits_and_routing, logits_of, output_name

@@ -53,7 +53,7 @@ INFERENCE = (
         code=(
             "nrl_models.common.flags:ModelFlag",
             "nrl_models.engines.vllm:VLLMEngine",
-            "nrl_models.engines.vllm_worker:ConsistencyWorker",
+            "nrl_models.engines.vllm.vllm_worker:ConsistencyWorker",
         ),
         fixed="vllm>=0.9.2",
         kept_for="trainers that read the flag and use an older vLLM",

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.flags import ModelFlag
 from nrl_models.loading.read_config import read_config
 

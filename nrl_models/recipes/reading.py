@@ -7,11 +7,10 @@ variables, and nested interpolations can expand a short file into a very long on
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from nrl_models.common.backend import BackendConfig
 from nrl_models.common.config.spelling import misspellings_of
@@ -21,6 +20,8 @@ from nrl_models.errors import EngineError, NRLModelsError, Problem, ProblemKind,
 from nrl_models.loading.options import KEYWORDS
 from nrl_models.losses.named import LOSSES, PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.gates import Gate
+from nrl_models.recipes.parsing.value_types import NOTHING, converted, shown_types
+from nrl_models.recipes.parsing.yaml_trees import leave_out_null, leaves_by_key, why_unreadable
 from nrl_models.recipes.recipe import (
     PAIR_METRICS,
     POLICY_METRICS,
@@ -32,8 +33,9 @@ from nrl_models.recipes.recipe import (
 )
 from nrl_models.recipes.targets import CLASSIFIER, SAFE_ENGINE, SAFE_LOADING, SLOTS, problems_of_arguments, resolved
 
-MOST_BYTES, MOST_LEVELS = 2**16, 32
-"""The largest and the deepest recipe that is read."""
+MOST_BYTES = 2**16
+"""Size of the largest recipe that is read."""
+
 
 PATH_KEY = "pretrained_model_name_or_path"
 """The key of a part `model` with the checkpoint."""
@@ -43,8 +45,6 @@ PATH_SPELLINGS = ("path", "name", "model", "checkpoint", "pretrained", "path_or_
 
 OF_A_DATA_SET = ("name", "split", "revision")
 """Keys of a part `data` that a `.jsonl` file on the command line removes."""
-
-_NOTHING = object()
 
 
 def read_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -100,7 +100,7 @@ class _Reader:
                 self.wrong(ProblemKind.FILE, file.name, f"has more than {MOST_BYTES:,} bytes")
                 return None
             text = data.decode()
-            if problem := _unreadable(yaml.scan(text)):
+            if problem := why_unreadable(yaml.scan(text)):
                 self.wrong(ProblemKind.FORMAT, file.name, problem)
                 return None
             content = OmegaConf.create(text)
@@ -122,11 +122,11 @@ class _Reader:
             except Exception as error:  # OmegaConf's own, and YAML's
                 self.wrong(ProblemKind.FORMAT, key, f"cannot be set: {one_line(error)}")
                 continue
-            self.given |= set(_leaves(OmegaConf.to_container(own, resolve=False)))
+            self.given |= set(leaves_by_key(OmegaConf.to_container(own, resolve=False)))
         tree: Any = OmegaConf.to_container(content, resolve=False)
         for key in self.given:
-            _leave_out_null(tree, key.split("."))
-        for key, value in _leaves(tree).items():
+            leave_out_null(tree, key.split("."))
+        for key, value in leaves_by_key(tree).items():
             if isinstance(value, str) and "${" in value:
                 self.wrong(ProblemKind.FORMAT, key, "interpolation (${...}) is not supported: write the value itself")
         return tree
@@ -200,9 +200,9 @@ class _Reader:
         for member in members:
             if is_dataclass(member) and isinstance(member, type):
                 return self.section(member, node, key)
-        found = next((value for member in members if (value := _plain(member, node)) is not _NOTHING), _NOTHING)
-        if found is _NOTHING:
-            self.wrong(ProblemKind.CONFIG, key, f"is {node!r}: expected {_shown(members)}")
+        found = next((value for member in members if (value := converted(member, node)) is not NOTHING), NOTHING)
+        if found is NOTHING:
+            self.wrong(ProblemKind.CONFIG, key, f"is {node!r}: expected {shown_types(members)}")
             return None
         check: dict[str, Any] = {
             "backend": self.backend,
@@ -245,7 +245,7 @@ class _Reader:
             unset = {name for name in OF_A_DATA_SET if f"data.{name}" not in self.given}  # of the recipe's own data set
             arguments = {name: value for name, value in arguments.items() if name not in unset}
         before = len(self.problems)
-        for path, _ in _leaves(arguments).items():
+        for path, _ in leaves_by_key(arguments).items():
             if path.rpartition(".")[2] == "_target_" and not self.allowed(f"{key}.{path}"):
                 self.wrong(ProblemKind.UNKNOWN, f"{key}.{path}", "only the first level of a part has a _target_")
         if name not in slot.listed and not self.allowed(f"{key}._target_"):
@@ -305,66 +305,3 @@ class _Reader:
         for name in values:
             if name not in SAFE_ENGINE and not self.allowed(f"engine.options.{name}"):
                 self.refused(f"engine.options.{name}", "engines have options that name code to run")
-
-
-def _unreadable(tokens: Iterable[Any]) -> str | None:
-    """Check YAML tokens before parsing, which would not end for deeply nested files. Returns the problem, if any."""
-    level = 0
-    for token in tokens:
-        kind = type(token).__name__
-        level += kind in ("BlockMappingStartToken", "BlockSequenceStartToken", "FlowMappingStartToken")
-        level += (kind == "FlowSequenceStartToken") - (kind in ("BlockEndToken", "FlowMappingEndToken"))
-        level -= kind == "FlowSequenceEndToken"
-        if kind in ("AliasToken", "AnchorToken"):
-            return "has an anchor or alias (& or *): write it out"
-        if level > MOST_LEVELS:
-            return f"is nested deeper than {MOST_LEVELS} levels"
-    return None
-
-
-def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a tree that are not mappings, by dotted key."""
-    if not isinstance(tree, Mapping):
-        return {path: tree}
-    return {
-        key: value
-        for name, inner in tree.items()
-        for key, value in _leaves(inner, f"{path}.{name}" if path else str(name)).items()
-    }
-
-
-def _leave_out_null(tree: Any, parts: list[str]) -> None:
-    """Remove a key that was overridden by null."""
-    for part in parts[:-1]:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    if isinstance(tree, dict) and parts[-1] in tree and tree[parts[-1]] is None:
-        del tree[parts[-1]]
-
-
-def _plain(member: Any, node: Any) -> Any:
-    """A value as a type has it; `_NOTHING` if it is of another."""
-    if get_origin(member) is Literal:
-        return node if node in get_args(member) else _NOTHING
-    if get_origin(member) is Mapping:
-        return node if isinstance(node, Mapping) else _NOTHING
-    if isinstance(member, type) and issubclass(member, StrEnum):
-        return member(node) if node in list(member) else _NOTHING
-    if member is float and type(node) is int:
-        return float(node)
-    return node if type(node) is member else _NOTHING
-
-
-_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
-
-
-def _shown(members: Sequence[Any]) -> str:
-    """Types as a message names them."""
-    shown: list[str] = []
-    for member in members:
-        if get_origin(member) is Literal:
-            shown += [str(value) for value in get_args(member)]
-        elif isinstance(member, type) and issubclass(member, StrEnum):
-            shown += [str(value) for value in member]
-        else:
-            shown.append(_NAMES.get(member, "keys and values"))
-    return " or ".join(shown)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nrl_models.common.backend import BackendConfig
-from nrl_models.common.checkpoint.files import require_repository, resolve_folder
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.local_path import is_local
+from nrl_models.common.checkpoint.resolve_folder import require_repository, resolve_folder
 from nrl_models.common.freezing import freeze, trainable_parameters
 from nrl_models.common.logs import get_logger
 from nrl_models.engines import start_engine
@@ -22,8 +22,9 @@ from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.gates import Verdict
 from nrl_models.recipes.image_prompts import image_prompt
+from nrl_models.recipes.policy_batch import Question
 from nrl_models.recipes.recipe import PolicyRecipe, Recipe, SupervisedRecipe
-from nrl_models.recipes.rollouts import PolicyLoop, Question
+from nrl_models.recipes.rollouts import PolicyLoop
 from nrl_models.recipes.rows import Row, prompt_ids, sequences_of
 from nrl_models.recipes.supervised import Sequences, SupervisedLoop
 from nrl_models.watch import Watch

@@ -18,7 +18,6 @@ from itertools import islice, pairwise
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.logs import get_logger
@@ -39,83 +38,12 @@ from nrl_models.losses import (
 )
 from nrl_models.losses.loss_checks import is_count
 from nrl_models.losses.named import PolicyLoss
+from nrl_models.recipes.policy_batch import Batch, Question, Rollouts
 from nrl_models.recipes.recipe import NonFinite
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
 from nrl_models.watch import Watch
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question for the model.
-
-    Args:
-        row: Row of the data set, for the reward.
-        prompt: Token ids.
-        model_inputs: Processor outputs for the row's images, see `Engine.generate`.
-    """
-
-    row: Any
-    prompt: tuple[int, ...]
-    model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Samples of different lengths, padded.
-
-    Args:
-        sequences: Token ids of each sample: prompt and completion.
-        sampled: `(batch, max_length)`, True for tokens of completions, including the end-of-text token.
-        logprobs: Log-probabilities of the engine, `(batch, max_length)`, fp64; zero if not `sampled`.
-        model_inputs: Further model inputs of each sequence.
-    """
-
-    sequences: list[tuple[int, ...]]
-    sampled: torch.Tensor
-    logprobs: torch.Tensor
-    model_inputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:
-        """Pad the inputs of the loss on the right."""
-        sampled = [torch.tensor([False] * len(sample.prompt) + [True] * len(sample.tokens)) for sample in samples]
-        logprobs = [
-            torch.tensor([0.0] * len(sample.prompt) + list(sample.logprobs), dtype=torch.float64) for sample in samples
-        ]
-        return cls(
-            [sample.sequence for sample in samples],
-            pad_sequence(sampled, batch_first=True).to(device),
-            pad_sequence(logprobs, batch_first=True).to(device),
-            [sample.sequence_inputs for sample in samples],
-        )
-
-    @property
-    def score(self) -> list[torch.Tensor]:
-        """`sampled` without padding."""
-        return [row[: len(sequence)] for row, sequence in zip(self.sampled, self.sequences, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    """Groups of samples with their rewards and advantages.
-
-    Args:
-        samples: All samples; those of a group are adjacent.
-        advantages: Advantage of each sample, `(samples,)`.
-        rewards: Rewards of all samples, including dropped groups, without penalties: `(questions, group_size)`.
-        ended: Fraction of completions that the model ended.
-        tokens: Mean number of tokens of a completion.
-        skipped: Number of groups dropped because of values that are not finite.
-    """
-
-    samples: list[Sample]
-    advantages: torch.Tensor
-    rewards: torch.Tensor
-    ended: float
-    tokens: float
-    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

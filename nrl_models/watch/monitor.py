@@ -28,9 +28,10 @@ from nrl_models.watch.finding import Finding, Level
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
-from nrl_models.watch.rollout_tensors import Step, draft_names, engine_logprobs, fingerprint
+from nrl_models.watch.rollout_tensors import Step, draft_names, engine_logprobs
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
 from nrl_models.watch.syncs import Sync, SyncLog
+from nrl_models.watch.trainer_changes import TrainerChanges
 
 logger = get_logger(__name__)
 
@@ -111,7 +112,7 @@ class Watch:
         self.findings: list[Finding] = []
         self._failures: list[Finding] = []
         self.history: deque[StepMetrics] = deque(maxlen=HISTORY)
-        self._optimizer, self._tokenizer, self._compute = optimizer, tokenizer, compute
+        self._compute, self._changes = compute, TrainerChanges(optimizer, tokenizer)
         self._recorder = Recorder(log)
         self._capsule = None if capsule is None else CapsuleWriter(Path(capsule), capsule_limits or Limits())
         self._syncs = SyncLog(() if model is None else draft_names(model))
@@ -123,8 +124,6 @@ class Watch:
         self._step = self._steps_since_sync = 0
         self._probe_error = math.nan
         self._agreed_at: int | None = None
-        self._learning_rate: float | None = None
-        self._vocabulary = fingerprint(tokenizer)
         self._prompts: deque[int] = deque(maxlen=KEPT_PROMPTS)
         self._seen_prompts: frozenset[int] = frozenset()
         self._allowed = Allowance(None, self.bars.token_mult_prob_error)
@@ -194,14 +193,13 @@ class Watch:
             sent=sent or {},
             report=report,
             version=version,
-            learning_rate=self._learning_rate,
+            learning_rate=self._changes.take_learning_rate(),
         )
         of_transfer = transfer.record_in(self._syncs)
-        self._learning_rate = None
         self._steps_since_sync = 0
         self._seen_prompts = frozenset(self._prompts)
         event = self._event(
-            EventKind.SYNC, self._is_probe_due(), transfer=transfer, tokenizer=tuple(self._tokenizer_changes())
+            EventKind.SYNC, self._is_probe_due(), transfer=transfer, tokenizer=tuple(self._changes.of_tokenizer())
         )
         evidence = self._evidence()
         found = event.findings(evidence, of_transfer)
@@ -251,7 +249,7 @@ class Watch:
         metrics = step_metrics(trainer, engine, mask, attention_mask)
         self._step += 1
         self._steps_since_sync += 1
-        self._note_learning_rate()
+        self._changes.note_learning_rate()
         self._prompts += [hash(sample.prompt) for sample in rows]
         step = Step(rows, trainer, engine, mask, attention_mask)
         event = self._event(
@@ -319,17 +317,6 @@ class Watch:
             trainer=trainer,
             engine=engine,
         )
-
-    def _tokenizer_changes(self) -> list[str]:
-        """Return the parts of the tokenizer that changed since the last call."""
-        now, before = fingerprint(self._tokenizer), self._vocabulary
-        self._vocabulary = now
-        return [name for name, value in now.items() if before.get(name) != value]
-
-    def _note_learning_rate(self) -> None:
-        if self._optimizer is not None:
-            rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
-            self._learning_rate = max(rate, self._learning_rate or 0.0)
 
     # Results
 

@@ -26,10 +26,10 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.generations import PUBLISHED
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
-from nrl_models.common.checkpoint.publishing import TOKENIZER_NAMES
+from nrl_models.common.checkpoint.publication.publishing import TOKENIZER_NAMES
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.errors import NRLModelsError
 from nrl_models.families.llama.model import LlamaForCausalLM

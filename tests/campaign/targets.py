@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import torch
@@ -44,7 +45,7 @@ from nrl_models.distributed.resume_checkpoints.manifest import (
     read_manifest,
 )
 from nrl_models.distributed.resume_checkpoints.manifest import _rendered as rendered_as_manifest
-from nrl_models.engines import http
+from nrl_models.engines import http, http_connection
 from nrl_models.engines.answers import LARGEST_LOGPROB
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.http import HTTPEngine
@@ -449,15 +450,15 @@ ANSWERS: dict[str, Any] = {
 """Responses of a completions server to `PROMPTS`."""
 
 
-class _Scripted(HTTPEngine):
-    """An engine whose server sends predefined responses."""
+def scripted_engine(answers: Mapping[str, bytes]) -> HTTPEngine:
+    """Return an engine whose server sends predefined responses."""
 
-    def __init__(self, answers: Mapping[str, bytes]) -> None:
-        self._answers = answers
-        super().__init__("http://127.0.0.1:9", vocabulary=64)
+    class ScriptedConnection(http_connection.ServerConnection):
+        async def _ask(self, method: str, path: str, content: bytes | None, limit: int) -> Any:
+            return http_connection._Answer(200, "", answers[path])
 
-    async def _ask(self, method: str, path: str, content: bytes | None, limit: int) -> Any:
-        return http._Answer(200, "", self._answers[path])
+    with mock.patch.object(http, "ServerConnection", ScriptedConnection):
+        return HTTPEngine("http://127.0.0.1:9", vocabulary=64)
 
 
 def http_answers(draw: Draw, folder: Path) -> None:
@@ -467,7 +468,7 @@ def http_answers(draw: Draw, folder: Path) -> None:
     answers[path] = json_bytes(draw, ANSWERS[path])
 
     def ask() -> tuple[list[Sample], list[list[float]]]:
-        engine = _Scripted(answers)
+        engine = scripted_engine(answers)
         return engine.generate(PROMPTS, Sampling(), max_new_tokens=2), engine.score(PROMPTS, Sampling())
 
     found = outcome(ask)

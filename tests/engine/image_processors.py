@@ -14,7 +14,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
 
-from nrl_models.inputs.images import Geometry
+from nrl_models.inputs.image_geometry import Geometry
 from tests.engine.image_tokens import GEMMA4, MINICPM, tokenizer_of
 
 SAME = {"qwen3_vl_moe": "qwen3_vl", "glm4v_moe": "glm4v", "glm_ocr": "glm46v"}

@@ -131,7 +131,7 @@ def run_here(names: list[str], gathered: Path) -> None:
     """
     import transformers
 
-    from nrl_models.engines.vllm_models import runs_transformers_classes
+    from nrl_models.engines.vllm.vllm_start import runs_transformers_classes
     from tests.engine.certificates import write_certificate
     from tests.engine.families import AGREES, AS_LOADED, DISAGREES, hold
     from tests.engine.one_engine import OneEngine

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from nrl_models import family
 from nrl_models.common.modules import install
-from nrl_models.common.state_dict import adapter, layouts, to_checkpoint
+from nrl_models.common.state_dict import buckets as buckets_module
+from nrl_models.common.state_dict import layouts, to_checkpoint
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.upstream import dtype_plan
@@ -210,7 +211,7 @@ MUTANTS = (
     Mutant(
         "buckets written over",
         "one buffer for every tensor of a refit's bucket",
-        in_code(always, lambda case: [(adapter, "buckets", _one_place_for_all)]),
+        in_code(always, lambda case: [(buckets_module, "buckets", _one_place_for_all)]),
         EXPORT,
     ),
     Mutant(

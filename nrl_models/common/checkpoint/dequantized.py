@@ -27,7 +27,8 @@ import torch
 from einops import rearrange
 from transformers import PreTrainedConfig
 
-from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.upstream import text_part
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 

@@ -1,9 +1,8 @@
 """Find the current files of a checkpoint while another process replaces them, and detect replacements.
 
 A save is published by one rename to `PUBLISHED` inside the directory. Then its files are moved to their names, for
-readers without this library (see `nrl_models.common.checkpoint.publishing`). From the rename on, the files in
-`PUBLISHED` are the checkpoint, even if the writer is killed before it finishes. Readers change nothing. This module has
-no heavy imports.
+readers without this library (see `publication.publishing`). From the rename on, the files in `PUBLISHED` are the
+checkpoint, even if the writer is killed before it finishes. Readers change nothing. This module has no heavy imports.
 """
 
 from __future__ import annotations

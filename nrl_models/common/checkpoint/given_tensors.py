@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nrl_models.common.checkpoint.files import CheckpointFiles, Identity, StoredTensor
+from nrl_models.common.checkpoint.files import CheckpointFiles, Identity
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.errors import UnknownArgumentError, listed
 
 NAME = "state_dict"

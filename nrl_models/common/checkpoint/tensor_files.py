@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from nrl_models.common.checkpoint.durable import is_durable
-from nrl_models.common.checkpoint.files import DTYPES
+from nrl_models.common.checkpoint.publication.durable import is_durable
+from nrl_models.common.checkpoint.stored_tensors import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES = 2**19

@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 
 from nrl_models.common.checkpoint.dequantized import CACHE_SCALES, ComputedFiles, from_fp8, settings_of
-from nrl_models.common.checkpoint.files import StoredTensor
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.compressed.compressed_shapes import expected_dtypes, expected_shapes, plain_shape
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnmetRequirementError, one_line, shown
 

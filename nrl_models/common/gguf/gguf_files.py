@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import identity_at
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.gguf.gguf_header import GGUFTensor, kinds_of, nbytes_of, read_header, refused
 from nrl_models.common.gguf.gguf_tables import Tables, require_package
 from nrl_models.errors import Problem, ProblemKind

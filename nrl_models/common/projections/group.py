@@ -29,7 +29,14 @@ from torch.nn import functional as F
 from nrl_models.common.projections.group_memory import JoinedWeights, Layout
 from nrl_models.common.projections.matmul import joined_linear
 from nrl_models.common.projections.memory import Buffer, owns_storage
-from nrl_models.common.projections.obstacles import Obstacle, ObstacleKind
+from nrl_models.common.projections.obstacles import (
+    KINDS,
+    Obstacle,
+    ObstacleKind,
+    difference_between,
+    obstacle_to_calls,
+    why_unfit,
+)
 from nrl_models.common.projections.run import Answer, OwnForward, Run
 from nrl_models.common.upstream_torch import (
     DisableTorchFunction,
@@ -38,14 +45,10 @@ from nrl_models.common.upstream_torch import (
     saved_tensors_hooks,
 )
 
-KINDS = ("weight", "bias")
-
 _LINEAR, _LINEAR_FORWARD = F.linear, nn.Linear.forward
 """Original functions. If either is patched globally, linears run separately."""
 
 _saved_tensors_hooks = saved_tensors_hooks
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class LinearGroup(nn.Module):
@@ -177,18 +180,10 @@ class LinearGroup(nn.Module):
                 parameter = linear._parameters.get(kind)
                 if kind == "weight" and parameter is None:
                     return Obstacle(ObstacleKind.PARAMETER, f"{name} does not own its weight")
-                if parameter is not None and (why := _unfit(parameter, self.memory_of(parameter))):
+                if parameter is not None and (why := why_unfit(parameter, self.memory_of(parameter))):
                     return Obstacle(ObstacleKind.PARAMETER, f"the {kind} of {name} {why}")
-        facts: dict[str, dict[str, Any]] = {
-            "input size": {name: linear.weight.shape[1] for name, linear in linears.items()},
-            "dtype": {name: linear.weight.dtype for name, linear in linears.items()},
-            "device": {name: linear.weight.device for name, linear in linears.items()},
-            "having a bias": {name: linear._parameters.get("bias") is not None for name, linear in linears.items()},
-        }
-        for what, values in facts.items():
-            if len(set(values.values())) > 1:
-                listed = ", ".join(f"{name} {value}" for name, value in values.items())
-                return Obstacle(ObstacleKind.UNLIKE, f"linears disagree in {what}: {listed}")
+        if difference := difference_between(linears):
+            return difference
         parameters = [parameter for kind in self._parameters_by_kind().values() for parameter in kind]
         if len(set(map(id, parameters))) < len(parameters):
             return Obstacle(ObstacleKind.SHARED, "linears share a parameter")
@@ -219,18 +214,8 @@ class LinearGroup(nn.Module):
         if not self._are_neighbors():
             message = "weights do not share one buffer: they were moved or replaced (`join` makes them contiguous)"
             return Obstacle(ObstacleKind.MOVED, message)
-        linears = self.linears
-        for name, linear in linears.items():
-            if hooked := [kind for kind in _HOOKS if linear.__dict__[kind]]:
-                return Obstacle(ObstacleKind.HOOK, f"{name} has {hooked[0].strip('_').replace('_', ' ')}")
-            if "forward" in linear.__dict__ or linear.__dict__.get("_compiled_call_impl") is not None:
-                return Obstacle(ObstacleKind.FORWARD, f"the forward of {name} was replaced")
-        for kind in KINDS:
-            parameters = {name: linear._parameters.get(kind) for name, linear in linears.items()}
-            learning = [name for name, found in parameters.items() if found is not None and found.requires_grad]
-            if learning and len(learning) < len(linears):
-                message = f"of some linears only the {kind} is trained: {', '.join(learning)}"
-                return Obstacle(ObstacleKind.TRAINING, message)
+        if obstacle := obstacle_to_calls(self.linears):
+            return obstacle
         if uncalled := ", ".join(self._uncalled):
             message = f"ran separately, or not at all, while others used the fused matmul: {uncalled}"
             return Obstacle(ObstacleKind.UNCALLED, message)
@@ -356,16 +341,3 @@ class LinearGroup(nn.Module):
     def extra_repr(self) -> str:
         """Return the output sizes for `print(group)`."""
         return ", ".join(f"{name}={linear.out_features}" for name, linear in self.linears.items())
-
-
-def _unfit(parameter: torch.Tensor, memory: torch.Tensor | None) -> str:
-    """Return why a parameter with this memory cannot share a buffer; empty if it can."""
-    if memory is None:
-        return f"is a {type(parameter).__name__}"
-    if memory.device.type == "meta":
-        return "has no values (it is on meta)"
-    if memory.is_inference():
-        return "was made in inference mode"
-    if memory.layout is not torch.strided or not memory.is_contiguous() or memory.numel() == 0:
-        return "is not contiguous, or empty"
-    return ""

@@ -10,38 +10,27 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import (
-    innermost,
-    is_flattened,
-    is_inside_fsdp1,
-    own_name,
-    peft_modules,
-    without_wrappers,
-)
-from nrl_models.common.state_dict import layouts
-from nrl_models.common.state_dict.blocks import check_reads, check_writes
-from nrl_models.common.state_dict.buckets import CACHED_BYTES, buckets, filled, pool_of
-from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by
+from nrl_models.common.modules import innermost, is_flattened, own_name, peft_modules
+from nrl_models.common.state_dict import layouts, own_tensors
+from nrl_models.common.state_dict.blocks import check_reads
+from nrl_models.common.state_dict.buckets import exported_values
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by, kept_specs
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables, require_tensors
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
-from nrl_models.common.upstream import BUILDING, loaded_conversions, set_loaded_conversions
-from nrl_models.common.views.view import HFTensor, place_of
+from nrl_models.common.upstream_conversions import loaded_conversions
 from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class StateDictAdapter(LayoutTables):
@@ -59,9 +48,9 @@ class StateDictAdapter(LayoutTables):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.kept: dict[str, TensorSpec] = _kept_specs(model)
+        self.kept: dict[str, TensorSpec] = kept_specs(model)
         self._has_peft = any(peft_modules(model))
-        self._computed = _computed_weights(model)
+        self._computed = own_tensors.computed_weights(model)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.own)} parameters, {len(self.hub)} checkpoint tensors)"
@@ -72,7 +61,7 @@ class StateDictAdapter(LayoutTables):
     def keeping(self, model: nn.Module) -> StateDictAdapter:
         """Return a copy of the adapter with the tensors that `model` currently keeps."""
         adapter = copy.copy(self)
-        adapter.kept = _kept_specs(model)
+        adapter.kept = kept_specs(model)
         return adapter
 
     # Complete state dicts
@@ -114,7 +103,9 @@ class StateDictAdapter(LayoutTables):
         if found.problems:
             raise StateDictError("state dict does not fit the model", found.problems)
         result = {
-            name: self.assemble(name, found.sources[name], state_dict) for name in self.own if name in found.sources
+            name: own_tensors.assemble(name, spec.shape, found.sources[name], state_dict)
+            for name, spec in self.own.items()
+            if name in found.sources
         }
         return result | {name: result[kept] for name, kept in found.copies.items()}
 
@@ -149,7 +140,8 @@ class StateDictAdapter(LayoutTables):
         named = {own_name(name): tensor for name, tensor in state_dict.items()}
         own = {name: tensor for name, tensor in named.items() if name in self.own or not excluded.match(name)}
         self.check_own(own)
-        return read_all({name: tensor for name, tensor in self.layout(layout).items() if not excluded.match(name)}, own)
+        table = {name: tensor for name, tensor in self.layout(layout).items() if not excluded.match(name)}
+        return own_tensors.read_all(table, own)
 
     def convert_single_tensor_to_hf(
         self,
@@ -247,8 +239,8 @@ class StateDictAdapter(LayoutTables):
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Return name, shape and dtype of each tensor of `iter_export`, in order. Raises the same errors."""
-        self._require_plain(self._has_peft)
-        self._require_stored()
+        own_tensors.require_no_peft(self._has_peft)
+        own_tensors.require_stored(self._computed)
         exported = self.exported(layout)
         plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
         return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
@@ -281,14 +273,14 @@ class StateDictAdapter(LayoutTables):
             StateDictError: If the model does not match the adapter, has PEFT adapters, or computes weights from other
                 tensors (parametrizations, pruning).
         """
-        self._require_plain(self._has_peft or any(peft_modules(model)))
+        own_tensors.require_no_peft(self._has_peft or any(peft_modules(model)))
         yield from self._export(model, max_bytes, layout)
 
     # Inside
 
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implements `iter_export`."""
-        self._require_stored()
+        own_tensors.require_stored(self._computed)
         if max_bytes is not None and type(max_bytes) is not int:
             raise UnknownArgumentError(f"max_bytes={max_bytes!r}: expected a whole number of bytes, or None")
         inner = innermost(model)
@@ -300,40 +292,11 @@ class StateDictAdapter(LayoutTables):
             own = self.own_tensors(model)
             values = self._values(inner, own)
             is_temporary = values is not own or any(isinstance(tensor, DTensor) for tensor in own.values())
-            values = Gathered(values) if is_temporary else own
-            if max_bytes is None:
-                yield from ((name, tensor.read(values)) for name, tensor in exported.items())
-            elif exported:
-                where = own[next(iter(exported.values())).pieces[0].view.parameter].device
-                # Merged and gathered tensors are read one at a time, because they need memory until they are copied.
-                ahead = 0 if is_temporary else CACHED_BYTES if where.type == "cpu" else None
-                for _, bucket in buckets(exported, own, max_bytes, pool_of(inner, where)):
-                    yield from filled(bucket, exported, values, ahead)
+            values = own_tensors.Gathered(values) if is_temporary else own
+            yield from exported_values(inner, exported, own, values, max_bytes, one_at_a_time=is_temporary)
         device = next((parameter.device for parameter in model.parameters()), None)
         for name, tensor in kept.items():
             yield name, tensor.read().to(device, copy=max_bytes is not None)
-
-    @staticmethod
-    def _require_plain(has_peft: bool) -> None:
-        """Raise if the model has PEFT adapters, because the exported weights would lack them."""
-        if has_peft:
-            problem = Problem(ProblemKind.UNEXPECTED, "PEFT's adapters", "are in the model, separate from its weights")
-            advice = [
-                "engines get merged weights from nrl_models.export_adapter(model).iter_export(model)",
-                "or vLLM's LoRA gets the adapter: model.save_pretrained(folder), then VLLMEngine.use_adapter(folder)",
-            ]
-            raise StateDictError("the exported weights would lack the adapters", [problem], advice)
-
-    def _require_stored(self) -> None:
-        """Raise if the model computes weights from other tensors, which engines do not have."""
-        if self._computed:
-            detail = "is computed from other tensors (by a parametrization, pruning, or weight or spectral norm)"
-            problems = [Problem(ProblemKind.UNEXPECTED, name, detail) for name in self._computed]
-            advice = [
-                "export a copy of the model that stores the result: torch.nn.utils.parametrize.remove_parametrizations"
-                "(module, name), torch.nn.utils.prune.remove(module, name)"
-            ]
-            raise StateDictError("engines do not have the tensors of these weights", problems, advice)
 
     def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
         return self.kept if self.layout(layout) is self.hub else {}
@@ -356,7 +319,7 @@ class StateDictAdapter(LayoutTables):
         Raises:
             StateDictError: If the model does not match this adapter.
         """
-        own = own_state_dict(model)
+        own = own_tensors.own_state_dict(model)
         gone = [name for name in self.own if name not in own]
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
         if problems := problems + self.other_shapes(own):
@@ -372,23 +335,6 @@ class StateDictAdapter(LayoutTables):
         """Return the tensors to export: the model's own."""
         return own
 
-    def assemble(
-        self, name: str, sources: list[tuple[str, HFTensor]], state_dict: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Assemble an own tensor from Hugging Face tensors. Returns the same object if one of them is the complete
-        tensor.
-        """
-        first, target = sources[0]
-        shape = self.own[name].shape
-        if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == place_of(shape):
-            return state_dict[first]
-        check_writes(state_dict, [key for key, _ in sources], name)
-        dtype = widest(state_dict[key].dtype for key, _ in sources)
-        own = state_dict[first].new_empty(shape, dtype=dtype)
-        for key, target in sources:
-            target.write_into(name, own, state_dict[key])
-        return own
-
 
 _kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDictionary()
 
@@ -396,95 +342,13 @@ _kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDicti
 def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
     """The adapter of a model that is not sharded: the same object until the model's structure or its ties change."""
     if is_flattened(model):
-        return StateDictAdapter(_as_built(model))
+        return StateDictAdapter(own_tensors.as_built(model))
     conversions = loaded_conversions(model)
     if model in _kept:
         adapter, made_with = _kept[model]
         is_same = layouts.has_own_tensors(model, adapter.own) and adapter.tied == tied_names(model)
-        is_same = is_same and adapter.kept == _kept_specs(model) and adapter._has_peft == any(peft_modules(model))
+        is_same = is_same and adapter.kept == kept_specs(model) and adapter._has_peft == any(peft_modules(model))
         if is_same and made_with is conversions:
             return adapter
     _kept[model] = StateDictAdapter(model), conversions
     return _kept[model][0]
-
-
-def _computed_weights(model: PreTrainedModel) -> list[str]:
-    """Return names of weights that torch computes from other tensors, unless the model's class is built so."""
-    names = layouts.computed_weights(model)
-    built = set(layouts.computed_weights(_as_built(model))) if names else set()
-    return [name for name in names if name not in built]
-
-
-def _as_built(model: PreTrainedModel) -> PreTrainedModel:
-    """A model like one that FSDP1 has flattened, on meta: with the names and shapes that it was built with."""
-    with BUILDING, torch.device("meta"):
-        built = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
-    set_loaded_conversions(built, loaded_conversions(model))
-    layouts.note_published_names(built, layouts.published_names(model))
-    keep(built, kept_by(model))
-    return built
-
-
-def own_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's own tensors, detached, by their own names.
-
-    Args:
-        model: A model, which may be wrapped. With FSDP1, every rank has to call this, because it gathers the tensors.
-    """
-    if is_flattened(model) and not is_inside_fsdp1(model):
-        names = {own_name(name): tensor for name, tensor in model.state_dict().items()}
-        root = innermost(model, peft=False)
-        depth = next(name for name, module in model.named_modules() if module is root)
-        prefix = f"{own_name(depth)}." if own_name(depth) else ""
-        return {name.removeprefix(prefix): tensor for name, tensor in names.items()}
-    return dict(without_wrappers(model).state_dict())
-
-
-class Gathered(Mapping[str, torch.Tensor]):
-    """Mapping of unsharded tensors. Tensors sharded by `fully_shard` are gathered when they are read, on every rank.
-
-    Args:
-        tensors: Tensors by name. The last gathered one is cached, because parts of a stack are read consecutively.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._last: tuple[str, torch.Tensor | None] = "", None
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if self._last[0] != name:
-            self._last = "", None  # freed before the next one is gathered
-            self._last = name, tensor.full_tensor()
-        assert self._last[1] is not None
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def _kept_specs(model: nn.Module) -> dict[str, TensorSpec]:
-    return {name: kept.spec for name, kept in kept_by(model, mtp_only=True).items()}
-
-
-def read_all(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a table whose own tensors exist, as views if possible.
-
-    Raises:
-        ShardingError: If own tensors are sharded, and this rank does not hold a complete Hugging Face tensor.
-    """
-    wanted = {
-        name: tensor for name, tensor in table.items() if all(parameter in own for parameter in tensor.parameters)
-    }
-    check_reads(wanted.values(), own)
-    return {name: tensor.read(own) for name, tensor in wanted.items()}
-
-
-def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return a dtype that can represent the values of all `dtypes`."""
-    return reduce(torch.promote_types, dtypes)

@@ -164,6 +164,35 @@ def filled(
         yield from ((name, bucket[name]) for name in names)
 
 
+def exported_values(
+    model: nn.Module,
+    tensors: Mapping[str, HFTensor],
+    own: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor],
+    max_bytes: int | None,
+    *,
+    one_at_a_time: bool,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield Hugging Face tensors of a model, as views or in buffers.
+
+    Args:
+        model: The model, whose pool of buffers is used.
+        tensors: Hugging Face tensors by name.
+        own: The model's own tensors by name, which define dtypes and device.
+        values: The values by own name.
+        max_bytes: Maximum size of a buffer. None yields views.
+        one_at_a_time: Whether to copy each tensor when it is yielded. Merged and gathered tensors need memory until
+            they are copied.
+    """
+    if max_bytes is None:
+        yield from ((name, tensor.read(values)) for name, tensor in tensors.items())
+    elif tensors:
+        device = own[next(iter(tensors.values())).pieces[0].view.parameter].device
+        ahead = 0 if one_at_a_time else CACHED_BYTES if device.type == "cpu" else None
+        for _, bucket in buckets(tensors, own, max_bytes, pool_of(model, device)):
+            yield from filled(bucket, tensors, values, ahead)
+
+
 def on_host(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Copy tensors of a GPU into pinned host memory, bucket by bucket. Tensors on a CPU are yielded unchanged.
 

@@ -79,3 +79,8 @@ def kept_from(
         own = tensor.dtype if compute is None or dtype is None else dtype
         kept[key] = KeptTensor(TensorSpec(tensor.shape, own), stored, compute, is_mtp)
     return kept
+
+
+def kept_specs(model: nn.Module) -> dict[str, TensorSpec]:
+    """Return shape and dtype of the MTP weights that a model keeps."""
+    return {name: kept.spec for name, kept in kept_by(model, mtp_only=True).items()}

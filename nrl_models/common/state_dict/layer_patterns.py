@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.upstream import PrefixChange, WeightConverter, WeightRenaming, patterns_of
+from nrl_models.common.upstream_conversions import PrefixChange, WeightConverter, WeightRenaming, patterns_of
 from nrl_models.common.views.view import HFTensor, Piece, View
 
 _INDEX = re.compile(r"(?<![^.])([0-9]+)(?![^.])")

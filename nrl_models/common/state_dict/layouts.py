@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.modules import named_tensors, own_modules, without_wrappers
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
-from nrl_models.common.upstream import (
+from nrl_models.common.upstream_conversions import (
     PrefixChange,
     Renaming,
     WeightRenaming,

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from nrl_models.common.checkpoint.files import StoredTensor
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.views.view import HFTensor, Place, View
 from nrl_models.errors import Problem, ProblemKind, listed

@@ -17,7 +17,7 @@ from nrl_models.common.modules import is_flattened, without_wrappers
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.ties import tied_names
-from nrl_models.common.upstream import Renaming
+from nrl_models.common.upstream_conversions import Renaming
 from nrl_models.common.views.view import HFTensor, Piece
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.modules import class_name, is_flattened, own_name, without_wrappers
 from nrl_models.common.projections import own_storage
-from nrl_models.common.state_dict.adapter import Gathered, StateDictAdapter, adapter_of, read_all
+from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions, under_published_names
+from nrl_models.common.state_dict.own_tensors import Gathered, read_all
 from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
-from nrl_models.common.upstream import loaded_conversions
+from nrl_models.common.upstream_conversions import loaded_conversions
 from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 

@@ -16,13 +16,13 @@ import torch
 from transformers import AutoProcessor
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.generations import require_links_inside
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, largest_error
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
-from nrl_models.engines.vllm_images import ImageCalls
+from nrl_models.engines.vllm.vllm_images import ImageCalls
 from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.images import cast, image_token
 from nrl_models.logprobs.metrics import token_mult_prob_error

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl_models.common.checkpoint.files import DTYPES
+from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.common.checkpoint.tensor_files import write_tensors
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.views.view import HFTensor

@@ -23,12 +23,13 @@ from typing import Any
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.state_dict.adapter import StateDictAdapter, own_state_dict
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_unused, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTPNames
+from nrl_models.common.state_dict.own_tensors import own_state_dict
 from nrl_models.distributed.mesh import agreed, place_in
 from nrl_models.distributed.resume_checkpoints.background import CheckpointSave, finish_last, group_for_saves
 from nrl_models.distributed.resume_checkpoints.block_files import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
-from nrl_models.common.checkpoint.locks import locked
+from nrl_models.common.checkpoint.publication.locks import locked
 from nrl_models.common.checkpoint.writing import reporting_disk
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.distributed.mesh import Ranks, agreed, gather_over, is_first, reporting_dead_ranks

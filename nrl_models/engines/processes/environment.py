@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
-from nrl_models.engines.base import Engine, require_lengths, require_number
+from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens
+from nrl_models.engines.input_checks import require_lengths, require_number
 from nrl_models.engines.processes.worker_process import WorkerProcess
-from nrl_models.engines.vllm import KV_CACHE_BYTES
+from nrl_models.engines.vllm.vllm_start import KV_CACHE_BYTES
 from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
@@ -124,13 +125,7 @@ class EnvironmentEngine(Engine):
             folder = resolve_folder(self.path)
             asked["stop_token_ids"] = list(end_tokens(folder, read_config(folder)))
         seeds = [None if sampling.greedy else seed + index for index in range(len(prompts))]
-        samples = []
-        for number, found in enumerate(self._samples(prompts, asked, seeds)):
-            tokens = self._checked.token_ids(found.get("tokens"), f"samples[{number}].tokens")
-            logprobs = self._checked.logprobs(found.get("logprobs"), f"samples[{number}].logprobs", len(tokens))
-            reason = str(found.get("finish_reason") or "unfinished")
-            samples.append(Sample(tuple(prompts[number]), tokens, logprobs, reason))
-        return samples
+        return self._checked.samples(self._samples(prompts, asked, seeds), prompts)
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`."""

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from nrl_models.auto import auto_class_for
 from nrl_models.engines.digests import tensor_digest
-from nrl_models.engines.hf import RefitTargets
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
+from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.loading.read_config import read_config
 from nrl_models.megatron.gpt_model import device, load, logits, megatron_of, start_megatron
 

@@ -15,20 +15,18 @@ from typing import Any, ClassVar, Self
 import torch
 from safetensors.torch import save_file
 
-from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
-from nrl_models.engines.base import Engine, require_lengths, require_number
-from nrl_models.engines.engine_types import Capabilities, NamedTensor, Sample, Tokens
+from nrl_models.engines.base import Engine
+from nrl_models.engines.engine_types import BUCKET_BYTES, Capabilities, NamedTensor, Sample, Tokens
+from nrl_models.engines.input_checks import require_lengths, require_number
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
-
-BUCKET_BYTES = 2**28
-"""Bytes of a file by which weights are sent."""
 
 
 class WorkerEngine(Engine):
@@ -141,12 +139,7 @@ class WorkerEngine(Engine):
                 "ends": [] if ignore_end else self.ends,
             }
         )
-        samples = []
-        for number, found in enumerate(self._checked.listed(answer.get("samples"), "samples", len(prompts))):
-            tokens = self._checked.token_ids(found.get("tokens"), f"samples[{number}].tokens")
-            logprobs = self._checked.logprobs(found.get("logprobs"), f"samples[{number}].logprobs", len(tokens))
-            samples.append(Sample(tuple(prompts[number]), tokens, logprobs, str(found.get("finish_reason"))))
-        return samples
+        return self._checked.samples(self._checked.listed(answer.get("samples"), "samples", len(prompts)), prompts)
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`."""

@@ -18,7 +18,7 @@ from typing import Any
 import safetensors
 import torch
 
-from nrl_models.common.checkpoint.files import DTYPES
+from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.errors import EngineError, one_line, shown
 
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")

@@ -10,14 +10,11 @@ from typing import Any, Protocol
 from nrl_models.common.state_dict.buckets import on_host
 from nrl_models.engines.base import buckets
 from nrl_models.engines.digests import tensor_digest
-from nrl_models.engines.engine_types import NamedTensor
+from nrl_models.engines.engine_types import BUCKET_BYTES, NamedTensor
 from nrl_models.engines.transfer.deltas import DeltaWriter
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.engines.transfer.updates import PROTOCOL, Kind, Update, Weights, digest_of, made_of
 from nrl_models.errors import EngineError, listed
-
-BUCKET_BYTES = 2**28
-"""Maximum bytes per copy, unless a single tensor is larger."""
 
 ABANDON = {"abandon": True}
 """Update that discards the data sent before it."""

@@ -24,10 +24,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from nrl_models.common.state_dict.merged import export_adapter
-from nrl_models.engines.engine_types import NamedTensor
+from nrl_models.engines.engine_types import BUCKET_BYTES, NamedTensor
 from nrl_models.engines.transfer.receiver import Receiver
 from nrl_models.engines.transfer.reload import WeightReload
-from nrl_models.engines.transfer.sender import ABANDON, BUCKET_BYTES, Sender, Sent, consumed
+from nrl_models.engines.transfer.sender import ABANDON, Sender, Sent, consumed
 from nrl_models.engines.transfer.sent_tensors import finite
 from nrl_models.engines.transfer.updates import PROTOCOL, Update
 from nrl_models.engines.transfer.vllm_plugin import NAME

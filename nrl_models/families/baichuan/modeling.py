@@ -34,7 +34,8 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from nrl_models.common.upstream import Chunk, WeightConverter, cache_name, register_checkpoint_conversion_mapping
+from nrl_models.common.upstream import cache_name
+from nrl_models.common.upstream_conversions import Chunk, WeightConverter, register_checkpoint_conversion_mapping
 from nrl_models.families.baichuan.configuration import BaichuanConfig
 
 

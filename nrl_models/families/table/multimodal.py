@@ -1,4 +1,4 @@
-"""Models that accept images or video, and towers that other models use."""
+"""Models that accept images or video."""
 
 from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import (
@@ -35,7 +35,6 @@ ROWS: dict[str, Row] = {
     ),
     "blip_2": Row("Blip2ForConditionalGeneration", {"Blip2QFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES),
     "chameleon": Row("ChameleonForConditionalGeneration", {"ChameleonAttention": QKV, "ChameleonMLP": GATE_UP}),
-    "clip": Row("", {"CLIPAttention": QKV}),
     "cohere2_vision": Row("Cohere2VisionForConditionalGeneration"),
     "cohere_compass": Row(
         "CohereCompassForCausalLM CohereCompassForConditionalGeneration",
@@ -48,16 +47,6 @@ ROWS: dict[str, Row] = {
         {"Cosmos3EdgeVisionAttention": QKV, "Cosmos3EdgeTextAttention": QKV},
         mixins={"Cosmos3EdgeModel": "FreshPositions"},
         since="5.23",
-    ),
-    "deepseek_ocr2": Row(
-        "DeepseekOcr2ForConditionalGeneration",
-        {
-            "DeepseekOcr2VisionAttention": QKV,
-            "DeepseekOcr2VisionMLP": GATE_UP,
-            "DeepseekOcr2TextAttention": QKV,
-            "DeepseekOcr2TextMLP": GATE_UP,
-        },
-        since="5.10",
     ),
     "deepseek_vl": Row("DeepseekVLForConditionalGeneration"),
     "deepseek_vl_hybrid": Row("DeepseekVLHybridForConditionalGeneration"),
@@ -127,21 +116,10 @@ ROWS: dict[str, Row] = {
         mixins={"Glm5NextTextLinearAttention": "ByDocument", "Glm5NextTextAttention": "ByDocument"},
         since="5.16",
     ),
-    "glm_ocr": Row(
-        "GlmOcrForConditionalGeneration",
-        {"GlmOcrVisionMlp": GATE_UP, "GlmOcrVisionPatchMerger": GATE_UP, "GlmOcrTextAttention": QKV},
-        mixins={"GlmOcrModel": "FreshPositions", "GlmOcrTextModel": "PackedTextPositions"},
-    ),
-    "got_ocr2": Row("GotOcr2ForConditionalGeneration"),
     "granite4_vision": Row(
         "Granite4VisionForConditionalGeneration",
         {"Granite4VisionTextAttention": QKV, "Granite4VisionTextMLP": GATE_UP},
         lacks(CACHED),
-        since="5.23",
-    ),
-    "granite_docling": Row(
-        "GraniteDoclingForConditionalGeneration",
-        {"GraniteDoclingVisionAttention": QKV, "GraniteDoclingTextAttention": QKV, "GraniteDoclingTextMLP": GATE_UP},
         since="5.23",
     ),
     "hunyuan_vl": Row(
@@ -225,17 +203,6 @@ ROWS: dict[str, Row] = {
         NEEDS_IMAGES,
         since="5.6",
     ),
-    "kosmos2_5": Row(
-        "Kosmos2_5ForConditionalGeneration",
-        {
-            "Kosmos2_5VisionAttention": "query key value",
-            "Kosmos2_5VisionMlp": "wi_0 wi_1",
-            "Kosmos2_5TextAttention": "k_proj v_proj @ x_attn, k_proj v_proj q_proj @ self_attn",
-        },
-        lacks(LEFT, RIGHT),
-        mixins={"Kosmos2_5TextTransformer": "DecoderByDocument"},
-        since="5.10",
-    ),
     "lfm2_vl": Row(
         "Lfm2VlForConditionalGeneration",
         tiny={"text_config": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}},
@@ -243,7 +210,6 @@ ROWS: dict[str, Row] = {
     "lfm3_vl": Row(
         "Lfm3VlForConditionalGeneration", {"Lfm3VlVisionMLP": "w1 w3", "Lfm3VlVisionAttention": QKV}, since="5.23"
     ),
-    "lighton_ocr": Row("LightOnOcrForConditionalGeneration"),
     "llama4": Row(
         "Llama4ForCausalLM Llama4ForConditionalGeneration",
         {"Llama4TextAttention": QKV, "Llama4TextMLP": GATE_UP, "Llama4VisionAttention": QKV},
@@ -255,7 +221,6 @@ ROWS: dict[str, Row] = {
     "llava_next": Row("LlavaNextForConditionalGeneration"),
     "llava_next_video": Row("LlavaNextVideoForConditionalGeneration"),
     "llava_onevision": Row("LlavaOnevisionForConditionalGeneration"),
-    "minicpm_ocr": Row("MiniCPMOcrForConditionalGeneration", {"MiniCPMOcrVisionAttention": QKV}, since="5.23"),
     "minicpmv4_6": Row("MiniCPMV4_6ForConditionalGeneration", {"MiniCPMV4_6VisionAttention": QKV}, since="5.7"),
     "minicpmv4_7": Row(
         "MiniCPMV4_7ForConditionalGeneration",
@@ -324,11 +289,6 @@ ROWS: dict[str, Row] = {
         since="5.23",
     ),
     "ovis2": Row("Ovis2ForConditionalGeneration", {"Ovis2VisionAttention": QKV, "Ovis2MLP": GATE_UP}),
-    "paddleocr_vl": Row(
-        "PaddleOCRVLForConditionalGeneration",
-        {"PaddleOCRVisionAttention": QKV, "PaddleOCRAttention": QKV, "PaddleOCRMLP": GATE_UP},
-        mixins={"PaddleOCRVLModel": "FreshPositions", "PaddleOCRTextModel": "PackedTextPositions"},
-    ),
     "paligemma": Row(
         "PaliGemmaForConditionalGeneration",
         {},
@@ -338,18 +298,6 @@ ROWS: dict[str, Row] = {
         since="5.10",
     ),
     "phi4_multimodal": Row("Phi4MultimodalForCausalLM", {"Phi4MultimodalVisionAttention": QKV}),
-    "pix2struct": Row(
-        "Pix2StructForConditionalGeneration",
-        {
-            "Pix2StructVisionAttention": "query key value",
-            "Pix2StructVisionMlp": "wi_0 wi_1",
-            "Pix2StructTextAttention": "query key value @ self_attention, key value @ encoder_decoder_attention",
-            "Pix2StructTextDenseGatedActDense": "wi_0 wi_1",
-        },
-        lacks("activation checkpointing") | READS_APART,
-    ),
-    "pixtral": Row("", {"PixtralAttention": QKV, "PixtralMLP": GATE_UP}),
-    "qianfan_ocr": Row("QianfanOCRForConditionalGeneration", {"QianfanOCRVisionAttention": QKV}, since="5.6"),
     "qwen3_5": Row(
         "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5ForSequenceClassification "
         "Qwen3_5ForTokenClassification Qwen3_5TextForSequenceClassification",
@@ -389,23 +337,13 @@ ROWS: dict[str, Row] = {
         mixins={"Qwen4ExpModel": "FreshPositions", "Qwen4ExpTextGatedDeltaNet": "ByDocument"},
         since="5.16",
     ),
-    "radio": Row("", {"RadioAttention": QKV}, since="5.13"),
-    "siglip": Row("", {"SiglipAttention": QKV}),
-    "siglip2": Row("", {"Siglip2Attention": QKV}),
     "smolvlm": Row("SmolVLMForConditionalGeneration", {"SmolVLMVisionAttention": QKV}),
     "step3p7": Row(
         "Step3p7ForConditionalGeneration",
         {"Step3p7VisionAttention": QKV, "Step3p7Attention": "q_proj k_proj v_proj g_proj", "Step3p7MLP": GATE_UP},
         since="5.16",
     ),
-    "unlimited_ocr": Row(
-        "UnlimitedOcrForConditionalGeneration",
-        {"UnlimitedOcrAttention": QKV, "UnlimitedOcrTextAttention": QKV, "UnlimitedOcrTextMLP": GATE_UP},
-        OTHER_MASKS,
-        since="5.23",
-    ),
     "video_llama_3": Row("VideoLlama3ForConditionalGeneration", {"VideoLlama3VisionAttention": QKV}),
     "video_llava": Row("VideoLlavaForConditionalGeneration", since="5.23"),
     "vipllava": Row("VipLlavaForConditionalGeneration", since="5.23"),
-    "vit": Row("", {"ViTAttention": QKV}),
 }

@@ -29,8 +29,8 @@ class Row:
             name as prefix (`vision.IdeficsVisionAttention`).
         limits: See `FamilyModel.limits`. The key for a limit of one architecture is `"Architecture: feature"`.
         limited_since: For features in `limits` that older versions of transformers have, the first version without.
-        mixins: A mixin from `nrl_models.family.MIXINS` for classes of the package, including those in `layers`. It
-            precedes their groups.
+        mixins: A mixin from `nrl_models.common.forward.rewriting.MIXINS` for classes of the package, including those in
+            `layers`. It precedes their groups.
         tiny: See `FamilyModel.tiny`.
         ignored: See `FamilyModel.ignored_config_keys`.
         since: First version of transformers with the classes, if later than this package's minimum; by head if they

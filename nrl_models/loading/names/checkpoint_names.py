@@ -9,7 +9,12 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
-from nrl_models.common.upstream import Renaming, WeightConverter, dot_natural_key, get_model_conversion_mapping
+from nrl_models.common.upstream_conversions import (
+    Renaming,
+    WeightConverter,
+    dot_natural_key,
+    get_model_conversion_mapping,
+)
 from nrl_models.common.views.view import HFTensor
 
 

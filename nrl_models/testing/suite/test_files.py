@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nrl_models.common import upstream
 from nrl_models.common.modules import predicts_words
+from nrl_models.common.upstream_conversions import as_meant
 from nrl_models.errors import CheckpointError
 from nrl_models.testing.case import SEED, FamilyCase, randomize
 from nrl_models.testing.features import applies_to, proves
@@ -59,7 +59,7 @@ def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> No
         ours, theirs = tmp_path / f"ours-{shard_size}", tmp_path / f"theirs-{shard_size}"
         model.save_pretrained(ours, max_shard_size=shard_size)
         reference.save_pretrained(theirs, max_shard_size=shard_size)
-        assert_same_tensors(all_tensors(ours), upstream.as_meant(all_tensors(theirs)))
+        assert_same_tensors(all_tensors(ours), as_meant(all_tensors(theirs)))
         for path in theirs.glob("*config.json"):
             assert (ours / path.name).read_text() == path.read_text()
         reference_class: Any = family_case.reference_class

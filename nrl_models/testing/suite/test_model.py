@@ -19,18 +19,13 @@ from transformers.pytorch_utils import Conv1D
 
 from nrl_models.common.forward.routing import can_replay, replay_routing
 from nrl_models.common.projections import groups_of, report
-from nrl_models.inputs.images import Inputs, cast, image_token
+from nrl_models.inputs.image_geometry import Inputs
+from nrl_models.inputs.images import cast, image_token
 from nrl_models.inputs.model_inputs import decoder_ids, vocabulary_size
 from nrl_models.parity.noise import gradients, limit, logits_and_routing, logits_noise, logits_of
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import applies_to, proves
-from nrl_models.testing.suite.asserts import (
-    all_tensors,
-    assert_close,
-    assert_same_tensors,
-    deterministic,
-    dtypes,
-)
+from nrl_models.testing.suite.asserts import all_tensors, assert_close, assert_same_tensors, deterministic, dtypes
 from nrl_models.testing.suite.conditions import (
     reads_what_it_writes,
     scores_every_token,

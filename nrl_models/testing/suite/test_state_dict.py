@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nrl_models.common.flags import ModelFlag
-from nrl_models.common.upstream import revert_weight_conversion
+from nrl_models.common.upstream_conversions import revert_weight_conversion
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import proves
 from nrl_models.testing.suite.asserts import assert_same_tensors

@@ -20,9 +20,10 @@ from checkpoints import INDEX, WEIGHTS, edit_index, problems, stored, weight_map
 from safetensors.torch import load_file, save_file
 
 from nrl_models import CheckpointError
-from nrl_models.common.checkpoint import files
-from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.page_maps import map_file
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.checkpoint.stored_tensors import DTYPES as KNOWN_DTYPES
 
 
 def first_shard(folder: Path) -> Path:
@@ -235,7 +236,7 @@ def test_a_corrupt_header(tmp_path: Path, content: bytes) -> None:
 
 def test_a_readable_dtype_that_torch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"a": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}, tmp_path / WEIGHTS)
-    monkeypatch.delitem(files.DTYPES, "F64")
+    monkeypatch.delitem(KNOWN_DTYPES, "F64")
     error = refuse(tmp_path)
     assert problems(error) == {("dtype", "a")}
     assert "has dtype F64; readable are BOOL, U8" in str(error)
@@ -410,7 +411,7 @@ def test_only_configuration_code_and_safetensors_are_fetched(
         asked.update(options, repository=repository)
         return str(llama_checkpoint.parent)
 
-    monkeypatch.setattr(files, "snapshot_download", download)
+    monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.snapshot_download", download)
     found = resolve_folder("a/b", subfolder=llama_checkpoint.name, revision="r", token="t", cache_dir="c")
     assert found == llama_checkpoint
     assert asked == {
@@ -442,7 +443,7 @@ def test_shards_that_only_an_index_names_are_fetched(
         return str(tmp_path / "downloaded")
 
     (tmp_path / "downloaded").mkdir()
-    monkeypatch.setattr(files, "snapshot_download", download)
+    monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.snapshot_download", download)
     with closing(CheckpointFiles(resolve_folder("owner/name"))) as checkpoint:
         assert checkpoint.tensors.keys() == weight_map(llama_shards).keys()
     assert not (tmp_path / "downloaded" / "consolidated.safetensors").exists()

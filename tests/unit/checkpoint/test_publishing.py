@@ -21,10 +21,12 @@ import torch
 from checkpoints import WEIGHTS, edit_weights
 
 from nrl_models import AutoModelForCausalLM, CheckpointError
-from nrl_models.common.checkpoint import durable, generations, locks, publishing, writing
-from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint import generations, writing
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, Watch
 from nrl_models.common.checkpoint.local_path import GENERATION_NAME
+from nrl_models.common.checkpoint.publication import durable, locks, publishing
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import staged, write_whole
 from nrl_models.diagnostics.embeddings import write_reinitialized
 from nrl_models.errors import ProblemKind, SaveError

@@ -13,7 +13,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from nrl_models.common.checkpoint import tensor_files
-from nrl_models.common.checkpoint.files import DTYPES
+from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.common.checkpoint.tensor_files import write_tensors
 
 PACKED = getattr(torch, "float4_e2m1fn_x2", None)

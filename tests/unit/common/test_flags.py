@@ -10,7 +10,7 @@ from transformers import Gemma2Config, GemmaConfig, LlamaConfig
 from nrl_models import registry
 from nrl_models.common.flags import ModelFlag, follow_from
 from nrl_models.common.switches import quirks_off
-from nrl_models.engines.vllm_models import needs_its_weights
+from nrl_models.engines.vllm.vllm_start import needs_its_weights
 
 
 def test_names_are_of_the_flags_that_are_set() -> None:

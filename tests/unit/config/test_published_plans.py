@@ -13,7 +13,8 @@ from versions import since
 
 from nrl_models import registry
 from nrl_models.errors import ShardingError
-from nrl_models.onboarding.estimate import Setting, default_seq_len, estimate
+from nrl_models.onboarding.estimate import estimate
+from nrl_models.onboarding.estimate_step import Setting, default_seq_len
 from nrl_models.onboarding.inspect import ModelKind, inspect
 from nrl_models.testing.tiny import silent_transformers
 

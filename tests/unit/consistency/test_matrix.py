@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.cli.checking import shown_command
+from nrl_models.cli.consistency_command import shown_command
 from nrl_models.consistency import matrix
 from nrl_models.consistency.cells import GUIDE_BATCHES, GUIDE_LENGTHS, Cell, Settings
 from nrl_models.consistency.consistency_report import ConsistencyReport

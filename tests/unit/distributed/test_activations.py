@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import MixtralConfig
 
-from nrl_models.onboarding.estimate import Setting, estimate
+from nrl_models.onboarding.estimate import estimate
+from nrl_models.onboarding.estimate_step import Setting
 from nrl_models.testing.tiny import tiny_config
 
 

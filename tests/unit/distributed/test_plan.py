@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.distributed.parallel_plan import Plan, plan_for
+from nrl_models.distributed.checked_plan import plan_for
+from nrl_models.distributed.parallel_plan import Plan
 from nrl_models.errors import ShardingError
 from nrl_models.onboarding.estimate import _fake_mesh
 from nrl_models.testing.tiny import tiny_config

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import DeepseekV3Config
 
-from nrl_models.onboarding.estimate import Setting, estimate, estimate_within
+from nrl_models.onboarding.estimate import estimate, estimate_within
+from nrl_models.onboarding.estimate_step import Setting
 from nrl_models.onboarding.plan_changes import remedies
 from nrl_models.onboarding.plan_table import GIB
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nrl_models import registry
-from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
+from nrl_models.distributed.checked_plan import plan_for
+from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.pipeline.cut import cut_into
 from nrl_models.distributed.pipeline.schedules import Schedule
 from nrl_models.errors import ShardingError

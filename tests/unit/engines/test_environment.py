@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from nrl_models.engines.processes.environment import EnvironmentEngine
+from nrl_models.engines.processes.worker_engine import WorkerEngine
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
@@ -108,19 +110,33 @@ def test_a_worker_that_dies_before_it_is_asked_can_be_closed() -> None:
     worker.close()
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ({}, "samples is None, expected a list"),
-        ({"samples": []}, "the length of samples is 0, expected 1"),
-        ({"samples": [None]}, r"samples\[0\] is None, expected an object"),
-        (sample(tokens=[7, 512]), r"tokens\[1\] is 512, expected a whole number from 0 to 511"),
-        (sample(logprobs=[-1.0]), r"the length of samples\[0\].logprobs is 1, expected 2"),
-        (sample(logprobs=[-1.0, 2.0]), r"logprobs\[1\] is 2.0, expected a log-probability"),
-    ],
-)
+UNREADABLE: list[tuple[Any, str]] = [
+    ({}, "samples is None, expected a list"),
+    ({"samples": []}, "the length of samples is 0, expected 1"),
+    ({"samples": [None]}, r"samples\[0\] is None, expected an object"),
+    (sample(tokens=[7, 512]), r"tokens\[1\] is 512, expected a whole number from 0 to 511"),
+    (sample(logprobs=[-1.0]), r"the length of samples\[0\].logprobs is 1, expected 2"),
+    (sample(logprobs=[-1.0, 2.0]), r"logprobs\[1\] is 2.0, expected a log-probability"),
+]
+"""Answers with samples that cannot be read, and the error."""
+
+
+@pytest.mark.parametrize(("answer", "message"), UNREADABLE)
 def test_samples_that_cannot_be_read_are_refused(
     engine_with: Callable[..., EnvironmentEngine], answer: Any, message: str
 ) -> None:
     with engine_with(DESCRIBED, answer) as engine, pytest.raises(EngineError, match=message):
+        engine.generate([[5, 6]], Sampling(), max_new_tokens=2)
+
+
+class Worker(WorkerEngine):
+    """An engine whose worker is replaced."""
+
+    name = who = "worker"
+
+
+@pytest.mark.parametrize(("answer", "message"), UNREADABLE)
+def test_worker_engines_refuse_the_same_samples(answer: Any, message: str) -> None:
+    engine = Worker(Mock(ask=lambda request: answer), {"vocabulary": 512, "dtype": "float32"}, None)
+    with pytest.raises(EngineError, match=message):
         engine.generate([[5, 6]], Sampling(), max_new_tokens=2)

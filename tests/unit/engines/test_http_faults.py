@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.matrix import check_consistency
-from nrl_models.engines import http, start_engine
+from nrl_models.engines import http_connection, start_engine
 from nrl_models.engines.http import HTTPEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
@@ -248,7 +248,7 @@ def test_the_timeout_is_that_of_the_whole_answer(raw: Raw, where: str) -> None:
 
 
 def test_an_endless_answer_is_cut_off(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "ANSWER_BYTES", 2**20)
+    monkeypatch.setattr(http_connection, "ANSWER_BYTES", 2**20)
     engine, sent = raw.engine(), []
 
     def endlessly(handler: Any) -> None:

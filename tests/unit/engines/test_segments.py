@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nrl_models.common.checkpoint.files import DTYPES
+from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.errors import EngineError
 

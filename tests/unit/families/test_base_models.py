@@ -13,8 +13,8 @@ from transformers import AutoModel as HFAutoModel
 
 from nrl_models import AutoModel, AutoModelForCausalLM, CheckpointError, registry
 from nrl_models.auto import auto_class_of
-from nrl_models.common import upstream
 from nrl_models.common.projections import report
+from nrl_models.common.upstream_conversions import as_meant
 from nrl_models.family import FamilyModel
 from nrl_models.testing.case import FamilyCase
 
@@ -60,7 +60,7 @@ def test_a_base_model_is_transformers_own(architecture: str, tmp_path: Path) -> 
     # The saved checkpoint equals transformers', and is a checkpoint of the base model.
     model.save_pretrained(tmp_path / "ours")
     expected.save_pretrained(tmp_path / "theirs")
-    assert_same(stored(tmp_path / "ours"), upstream.as_meant(stored(tmp_path / "theirs")))
+    assert_same(stored(tmp_path / "ours"), as_meant(stored(tmp_path / "theirs")))
     for path in (tmp_path / "theirs").glob("*config.json"):
         assert (tmp_path / "ours" / path.name).read_text() == path.read_text()
     for folder in ("ours", "theirs"):

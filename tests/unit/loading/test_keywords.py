@@ -174,7 +174,7 @@ def test_local_files_only_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(local_files_only)
         raise OSError("not there")
 
-    monkeypatch.setattr(files, "snapshot_download", fetch)
+    monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.snapshot_download", fetch)
     for keywords in ({"local_files_only": True}, {}):
         with pytest.raises(CheckpointError, match="not there"):
             AutoModelForCausalLM.from_pretrained("owner/name", **keywords)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from nrl_models import AutoModelForImageTextToText, registry
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, renamed_keys
-from nrl_models.common.upstream import Renaming, WeightRenaming
+from nrl_models.common.upstream_conversions import Renaming, WeightRenaming
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import StateDictError
 from nrl_models.family import FamilyModel

@@ -30,9 +30,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["config.json"] += 1
         return names(folder)
 
-    headers, names = files._stored_tensors, files.named_weights
-    monkeypatch.setattr(files, "_stored_tensors", stored_tensors)
+    headers, names = files.stored_tensors, files.named_weights
+    monkeypatch.setattr(files, "stored_tensors", stored_tensors)
     monkeypatch.setattr(files, "named_weights", named_weights)
+    monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.named_weights", named_weights)
     return counts
 
 

@@ -16,7 +16,7 @@ from nrl_models import AutoModelForCausalLM, freeze, freeze_unreachable, registr
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.forward.routing import flip_rate, record_routing, replay_routing
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
-from nrl_models.distributed.parallel_plan import plan_for
+from nrl_models.distributed.checked_plan import plan_for
 from nrl_models.distributed.parallelize import divide_model
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import token_logprobs

@@ -21,7 +21,7 @@ from nrl_models.logprobs import Sampling, rollout_logprobs, token_logprobs
 from nrl_models.losses import Normalize, token_weights
 from nrl_models.recipes import read_recipe, recipes
 from nrl_models.recipes.image_prompts import image_prompt
-from nrl_models.recipes.rollouts import Batch
+from nrl_models.recipes.policy_batch import Batch
 from nrl_models.recipes.rows import rows
 from nrl_models.testing.case import FamilyCase
 

@@ -21,7 +21,8 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import DriftError, MixedWeightsError, NonFiniteError, UnknownOptionError
 from nrl_models.logprobs import Sampling
 from nrl_models.losses import Correction, loss_named
-from nrl_models.recipes.rollouts import Batch, PolicyLoop, Question, Rollouts
+from nrl_models.recipes.policy_batch import Batch, Question, Rollouts
+from nrl_models.recipes.rollouts import PolicyLoop
 from nrl_models.testing.tiny import tiny_config
 from nrl_models.watch import Watch
 

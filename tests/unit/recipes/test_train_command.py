@@ -87,7 +87,7 @@ def test_repository_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> N
     def request_tokenizer(*_: object, **__: object) -> None:
         raise AssertionError("the tokenizer was requested")
 
-    monkeypatch.setattr("nrl_models.common.checkpoint.files.snapshot_download", fail)
+    monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.snapshot_download", fail)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", request_tokenizer)
     result = runner.invoke(app, ["train", "llama/sft"])
     assert result.exit_code == 2

@@ -8,7 +8,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from versions import since
 
 from nrl_models.common.state_dict.layouts import are_alike
-from nrl_models.common.upstream import PrefixChange, WeightRenaming
+from nrl_models.common.upstream_conversions import PrefixChange, WeightRenaming
 
 
 @since("5.9")

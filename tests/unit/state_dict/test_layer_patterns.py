@@ -9,20 +9,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
-from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-)
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter, WeightRenaming
 from versions import since
 
 from nrl_models import registry
 from nrl_models.common.state_dict import layer_patterns, layouts
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
-from nrl_models.common.upstream import PrefixChange
+from nrl_models.common.upstream_conversions import PrefixChange
 from nrl_models.common.views.view import HFTensor, Piece, View
 
 SHAPE = (6, 4)

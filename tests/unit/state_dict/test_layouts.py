@@ -27,7 +27,7 @@ from nrl_models.common.state_dict.layouts import (
     transformers_views,
 )
 from nrl_models.common.state_dict.ties import tied_names
-from nrl_models.common.upstream import PrefixChange, revert_weight_conversion
+from nrl_models.common.upstream_conversions import PrefixChange, revert_weight_conversion
 from nrl_models.families.llama.model import LlamaFamily
 from nrl_models.testing.tiny import tiny_config
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.common.checkpoint.files import StoredTensor
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import Match, match
 from nrl_models.common.views.view import HFTensor, Piece, View

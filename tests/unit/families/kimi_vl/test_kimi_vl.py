@@ -10,6 +10,7 @@ from checkpoints import edit_config, stored
 
 from nrl_models import AutoModelForImageTextToText
 from nrl_models.families.kimi_vl import modeling as hf
+from nrl_models.families.kimi_vl import moonvit
 from nrl_models.families.kimi_vl.configuration import KimiVLConfig, MoonViTConfig
 from nrl_models.families.kimi_vl.model import KimiVLForConditionalGeneration
 from nrl_models.testing.case import FamilyCase
@@ -37,7 +38,7 @@ def patches(grid: list[list[int]]) -> torch.Tensor:
 
 def test_rotary_positions_turn_pairs_by_column_and_row() -> None:
     states = torch.randn(24, 2, 16)
-    turned = hf.rotate(states, hf.rotary_angles([[4, 6]], 16, 10000.0, states.device))
+    turned = moonvit.rotate(states, moonvit.rotary_angles([[4, 6]], 16, 10000.0, states.device))
     for patch in range(24):
         row, column = divmod(patch, 6)
         for pair in range(8):

@@ -54,7 +54,7 @@ def with_images(prompts: Sequence[Tokens], images: Sequence[Sequence[Any]] | Non
 
 
 class ImageWorker:
-    """Worker methods for images, see `nrl_models.engines.vllm_worker`."""
+    """Worker methods for images, see `nrl_models.engines.vllm.vllm_worker`."""
 
     def nrl_images_start(self) -> None:
         """Start recording the image inputs of the next prompt, and clear cached features."""

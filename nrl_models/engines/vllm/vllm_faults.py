@@ -1,4 +1,4 @@
-"""Detect that vLLM's engine process died. Its client would wait forever for answers of that process."""
+"""Recover from failures: discard the requests of a failed call, and end calls to an engine process that died."""
 
 from __future__ import annotations
 
@@ -38,3 +38,19 @@ def end_waiting_on_death(core: Any) -> None:
 
 def _dead() -> Exception:
     return ConnectionError("its process has died")
+
+
+def discard_requests(llm: Any, *, in_process: bool) -> None:
+    """Abort the requests of a failed call, and discard the state of an interrupted step.
+
+    Otherwise vLLM would continue them in the next call, wait for them, or add their outputs to its answer.
+    """
+    engine = llm.llm_engine
+    with suppress(Exception):  # an engine that has died
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        if in_process:
+            core = engine.engine_core.engine_core
+            core.abort_requests(list(core.scheduler.requests))
+            if core.batch_queue:
+                core.batch_queue.clear()
+            llm.collective_rpc("nrl_recover")

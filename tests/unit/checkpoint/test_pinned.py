@@ -10,8 +10,8 @@ import torch
 from transformers import MixtralConfig
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common import pinned
-from nrl_models.common.pinned import PinnedCopies
+from nrl_models.common.checkpoint import pinned
+from nrl_models.common.checkpoint.pinned import PinnedCopies
 from nrl_models.loading import weights
 from nrl_models.testing.suite.asserts import assert_same_tensors
 

@@ -26,10 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nrl_models.common.checkpoint.durable import sync
 from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, read_record, version_at, written_since
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
-from nrl_models.common.checkpoint.locks import TEMPORARY
+from nrl_models.common.checkpoint.publication.durable import sync
+from nrl_models.common.checkpoint.publication.locks import TEMPORARY
 from nrl_models.errors import SaveError
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

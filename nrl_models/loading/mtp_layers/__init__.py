@@ -1,0 +1,1 @@
+"""Multi-token prediction: a trainable layer, and notes about weights that are dropped."""

@@ -1,0 +1,109 @@
+"""Advice and notes for a checkpoint that does not match a model in every part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from transformers import PreTrainedModel
+
+from nrl_models.common.checkpoint.dequantized import quantized_part, settings_of
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.logs import get_logger
+from nrl_models.common.modules import class_name, is_base_model, predicts_words
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.matching import Match
+from nrl_models.common.state_dict.ties import as_keywords, tying_keys
+from nrl_models.errors import ProblemKind, UnknownArgumentError, listed
+from nrl_models.loading.names.checkpoint_names import CheckpointNames
+from nrl_models.loading.names.other_parts import modules_of, new_head_names
+from nrl_models.loading.shared_classes import shared_class_note
+
+logger = get_logger(__name__)
+
+
+def note_not_loaded(
+    model: PreTrainedModel, files: CheckpointFiles, of_head: Collection[str], of_towers: Collection[str]
+) -> None:
+    """Log which heads and which other parts of a composite checkpoint are not loaded, if any.
+
+    Args:
+        model: The model that does not have them.
+        files: The checkpoint.
+        of_head: Keys of heads.
+        of_towers: Keys of other parts.
+    """
+    # A base model's ordinary load drops the head; a new head replaces another one.
+    log = logger.info if is_base_model(model) else logger.warning
+    for keys, kind, report in ((of_head, "heads", log), (of_towers, "other parts", logger.warning_once)):
+        if not keys:
+            continue
+        size = sum(files.tensors[key].nbytes for key in keys if key in files.tensors) / 1e9
+        count = f"{len(keys)} tensor{'s' if len(keys) > 1 else ''}"
+        report(
+            f"{files.folder}: {class_name(model)} does not have the checkpoint's {kind} "
+            f"{', '.join(modules_of(model, keys))} ({count}, {size:.2f} GB). They are not loaded, saved or exported."
+        )
+
+
+def require_head(model: PreTrainedModel, head: Collection[str]) -> None:
+    """Raise UnknownArgumentError if `new_head=True` was passed for a model without a head."""
+    if not head:
+        raise UnknownArgumentError(
+            f"new_head=True: {class_name(model)} has no head. Leave out new_head, or load a class with "
+            "one (nrl_models.AutoModelForSequenceClassification, ...)"
+        )
+
+
+def head_advice(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return the advice to pass `new_head=True` if some of the tensors that a checkpoint lacks are a head's.
+
+    A language model gets none: its head is not a new one.
+
+    Args:
+        model: The model to load.
+        names: The model's tensors that the checkpoint lacks, or has in another shape.
+    """
+    head = new_head_names(model, names)
+    if not head or is_base_model(model) or predicts_words(model):
+        return []
+    return [
+        "for a new head on the model in this checkpoint (a reward model from a language model) pass new_head=True: "
+        f"it initializes {listed(head)} and skips other heads"
+    ]
+
+
+_ADVICE = {
+    ProblemKind.PARTIAL: "the checkpoint is incomplete: download or save it again",
+    ProblemKind.DUPLICATED: "keep only one of the duplicated tensors",
+    ProblemKind.SHAPE: "config.json and the weights belong to different models",
+    ProblemKind.DTYPE: (
+        "quantized weights need a quantization_config in config.json: block-wise FP8 and MXFP4 are dequantized "
+        "while loading, other methods use transformers' quantizers"
+    ),
+}
+"""Remedy for each kind of problem."""
+
+
+def advice_for(model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, found: Match) -> list[str]:
+    """Return remedies for the problems in `found`."""
+    kinds = {problem.kind for problem in found.problems}
+    advice = []
+    if ProblemKind.MISSING in kinds or ProblemKind.UNEXPECTED in kinds:
+        advice.append(
+            f"check that this is a complete checkpoint of {class_name(model)}; to load only part of it "
+            "pass strict=False"
+        )
+    if ProblemKind.MISSING in kinds and (keys := tying_keys(model, found.missing, tie=False)):
+        advice.append(f"if the checkpoint ties its head to the embeddings, pass {as_keywords(keys, True)}")
+    unfit = {problem.subject for problem in found.problems if problem.kind is ProblemKind.SHAPE}
+    misfits = {name for key in unfit for name in names.parameters(key)}
+    advice += head_advice(model, dict.fromkeys((*found.missing, *sorted(misfits))))
+    if ProblemKind.TIED in kinds:
+        advice.append(f"pass {as_keywords(tying_keys(model, adapter.tied), False)} to keep both")
+    if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):
+        advice.append(note)
+    if ProblemKind.DTYPE in kinds and (part := quantized_part(model.config)) is not None:
+        method = settings_of(part.quantization_config).get("quant_method")
+        known = f"quantization_config has quant_method {method!r}, which neither nrl_models nor transformers reads"
+        return [f"{known}: load the checkpoint that it was quantized from"]
+    return advice + [text for kind, text in _ADVICE.items() if kind in kinds]

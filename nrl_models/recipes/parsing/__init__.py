@@ -1,0 +1,1 @@
+"""Text and values of a recipe, before they are put together."""
