@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 from packaging.version import Version
 
 from tests.unit.release_check.wheels import sources
+from tools.release_check.changes_page import page
 from tools.release_check.numbers import changes
 from tools.release_check.numbers.changes import ChangeGroup, UpstreamDifference, groups_of
-from tools.release_check.numbers.facts import Change, Kind, Section
-from tools.release_check.replay import Judgment, Reported, judgment_of, page, score
+from tools.release_check.numbers.facts import Change, Kind, Section, SectionRecord
+from tools.release_check.outcome_files import OutcomeFile
+from tools.release_check.replay import recorded_releases
+from tools.release_check.reported import Judgment, Reported, judgment_of, score
 
 MODULE = "transformers.models.one.modeling_one"
 RELEASES = [Version("5.0"), Version("5.1"), Version("5.2")]
@@ -79,6 +83,7 @@ def reported(**values: Any) -> Reported:
         "fixed": None,
         "architectures": ["One"],
         "function": "models/one/modeling_one.py::own",
+        "observation": "logits",
         "visible_on_cpu": True,
     }
     return Reported.from_json(entry | values)
@@ -91,6 +96,7 @@ def test_score(difference: UpstreamDifference) -> None:
         reported(thread="found"),
         reported(thread="fix found", introduced="4.0", fixed="5.1"),
         reported(thread="other file", function="models/two/modeling_two.py::f"),
+        reported(thread="other results", observation="saved_file"),
         reported(thread="other class", architectures=["Two"]),
         reported(thread="other release", introduced="5.2"),
         reported(thread="before the first release", introduced="5.0"),
@@ -98,18 +104,47 @@ def test_score(difference: UpstreamDifference) -> None:
     ]
     result = score([*groups, noise], regressions, {}, RELEASES)
     assert result.found == ("found", "fix found")
-    assert result.missed == ("other file", "other class", "other release")
+    assert result.missed == ("other file", "other results", "other class", "other release")
     assert result.unseen == ("before the first release", "on GPUs")
-    assert (result.recall, result.false_alarm_rate) == (0.4, 0.5)
+    assert (result.recall, result.false_alarm_rate) == (pytest.approx(1 / 3), 0.5)
     judged = {noise.key: {"judgment": "intended", "reason": "rounding"}}
     assert score([*groups, noise], regressions, judged, RELEASES).false_alarms == 0
 
 
-def test_page_has_judgments(difference: UpstreamDifference) -> None:
-    groups = groups_of([change("One"), change("Two")], difference, "5.1")
+def test_page_has_judgments_reports_and_releases(difference: UpstreamDifference) -> None:
+    groups = groups_of([change("One"), change("Two")], difference, "5.1", "5.0")
     judgments = {groups[0].key: {"judgment": "regression", "reason": "see #1"}}
-    text = page(groups, judgments, score(groups, [], judgments, RELEASES), RELEASES)
+    reports = [reported(thread="one https://one"), reported(thread="two https://two", introduced="5.2")]
+    result = score(groups, reports, judgments, RELEASES)
+    text = page(groups, judgments, result, RELEASES, {"One": RELEASES, "Two": RELEASES[:2]}, reports)
     assert "regression: see #1" in text
     assert "| unjudged |" in text
+    assert "| 5.1 | 5.0 | One |" in text
     assert "modeling_one:own" in text
+    assert "| [one](https://one) | 5.1 | - | found |" in text
+    assert "| [two](https://two) | 5.2 | - | missed |" in text
+    assert "| One | all 3 |" in text
+    assert "| Two | 5.0, 5.1 |" in text
     assert [judgment_of(group, judgments) for group in groups] == [Judgment.REGRESSION, Judgment.UNJUDGED]
+
+
+def test_modules_of_a_section_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's module does not import the quantizer that loads its checkpoint."""
+    monkeypatch.setattr(changes, "NumberCase", Case)
+    quantizer = "transformers/integrations/compressed_tensors.py"
+
+    def files(body: str) -> dict[str, str]:
+        return {"transformers/models/one/modeling_one.py": "", quantizer: f"def convert(): return {body}\n"}
+
+    difference = UpstreamDifference(sources(tmp_path, "5.0", files("1")), sources(tmp_path, "5.1", files("2")))
+    (quantized,) = groups_of([replace(change("One"), section=Section.FP4_EXPERTS)], difference, "5.1")
+    assert quantized.functions == ("transformers.integrations.compressed_tensors:convert",)
+    (other,) = groups_of([change("One")], difference, "5.1")
+    assert other.functions == ()
+
+
+def test_recorded_releases_leave_out_absent_classes(tmp_path: Path) -> None:
+    for version, present in (("5.0", False), ("5.1", True)):
+        record = SectionRecord("One", Section.EAGER, {} if present else {Kind.CLASS: {"present": False}})
+        OutcomeFile(tmp_path / f"{version}.jsonl", ("architecture", "section")).add(record.to_json())
+    assert recorded_releases(RELEASES, tmp_path) == {"One": [Version("5.1")]}

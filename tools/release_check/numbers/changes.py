@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.release_check.numbers import library_cases
 from tools.release_check.numbers.cases import NumberCase
-from tools.release_check.numbers.facts import Change
+from tools.release_check.numbers.facts import Change, Section
 from tools.release_check.numbers.facts import Kind as Fact
 from tools.release_check.upstream_code.sources import Sources, changed_functions, imported_modules
 
@@ -27,6 +27,14 @@ SHARED: dict[Fact, tuple[str, ...]] = {
     Fact.FIELDS: ("modeling_outputs", "utils.generic"),
 }
 """Modules that influence a kind of fact although a model's module may not import from them."""
+
+_QUANTIZED = ("integrations.compressed_tensors", "quantizers.quantizer_compressed_tensors", "quantizers.base")
+OF_SECTION: dict[Section, tuple[str, ...]] = {
+    Section.EXPERT_PARALLEL: ("integrations.moe", "integrations.tensor_parallel", "distributed.tensor_parallel"),
+    Section.INT4_EXPERTS: _QUANTIZED,
+    Section.FP4_EXPERTS: _QUANTIZED,
+}
+"""Modules that run in a section although a model's module may not import from them. Listed first."""
 
 EVERY_MODEL = "transformers.models."
 
@@ -45,19 +53,24 @@ class UpstreamDifference:
     _changed: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
     _used: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
-    def functions(self, architecture: str, fact: Fact) -> tuple[str, ...]:
+    def functions(self, architecture: str, fact: Fact, section: Section | None = None) -> tuple[str, ...]:
         """Return functions that a class uses and that differ, as `module:qualname`. Its model's functions come first.
 
         Args:
             architecture: Name of the class.
             fact: Kind of fact that changed.
+            section: The section that changed. Modules that only this section runs come first.
         """
         if architecture not in self._used:
             self._used[architecture] = tuple(self._used_functions(architecture))
-        found = list(self._used[architecture])
-        for name in SHARED.get(fact, ()):
-            found += [f"transformers.{name}:{changed}" for changed in self._changes(f"transformers.{name}")]
+        found = [*self._in(OF_SECTION.get(section, ()) if section else ()), *self._used[architecture]]
+        found += self._in(SHARED.get(fact, ()))
         return tuple(dict.fromkeys(found))
+
+    def _in(self, modules: Iterable[str]) -> list[str]:
+        """Return differing functions in modules of transformers."""
+        names = (f"transformers.{name}" for name in modules)
+        return [f"{name}:{changed}" for name in names for changed in self._changes(name)]
 
     def _used_functions(self, architecture: str) -> list[str]:
         """Return differing functions in a class's own modules and in modules that these import names from."""
@@ -110,6 +123,7 @@ class ChangeGroup:
         functions: Differing functions that all of the changes' classes use, or otherwise that some of them use.
         changes: The changes.
         name: Key of the fact if the same change occurs in several models. Otherwise empty.
+        since: The earlier version.
     """
 
     version: str
@@ -117,6 +131,7 @@ class ChangeGroup:
     functions: tuple[str, ...]
     changes: tuple[Change, ...]
     name: str = ""
+    since: str = ""
 
     @property
     def key(self) -> str:
@@ -136,13 +151,15 @@ class ChangeGroup:
         return max((change.max_diff for change in self.changes if change.max_diff is not None), default=None)
 
 
-def groups_of(changes: Iterable[Change], difference: UpstreamDifference, version: str) -> list[ChangeGroup]:
+def groups_of(
+    changes: Iterable[Change], difference: UpstreamDifference, version: str, since: str = ""
+) -> list[ChangeGroup]:
     """Group changes by kind and by the first function behind them; equal changes of several models are one group."""
     changes = list(changes)
     loaded_otherwise = {change.architecture for change in changes if change.kind is Fact.LOADING}
 
     def functions_of(change: Change) -> tuple[str, ...]:
-        found = difference.functions(change.architecture, change.kind)
+        found = difference.functions(change.architecture, change.kind, change.section)
         if change.architecture in loaded_otherwise:  # if weights were not loaded, everything else also differs
             found += difference.functions(change.architecture, Fact.LOADING)
         return tuple(dict.fromkeys(found))
@@ -166,7 +183,7 @@ def groups_of(changes: Iterable[Change], difference: UpstreamDifference, version
         functions = common or list(dict.fromkeys(name for key in keys for name in behind[key]))
         name = f"{keys[0].change.section}: {keys[0].change.key}" if len(identity) > 2 else ""
         groups.append(
-            ChangeGroup(version, keys[0].change.kind, tuple(functions), tuple(key.change for key in keys), name)
+            ChangeGroup(version, keys[0].change.kind, tuple(functions), tuple(key.change for key in keys), name, since)
         )
     return sorted(groups, key=lambda group: (group.fact, group.key))
 

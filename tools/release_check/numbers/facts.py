@@ -40,6 +40,10 @@ class Section(StrEnum):
     OTHER_CLASS = auto()
     NEW_FILES = auto()
     DRAFTED = auto()
+    SHARED_STATES = auto()
+    EXPERT_PARALLEL = auto()
+    INT4_EXPERTS = auto()
+    FP4_EXPERTS = auto()
 
 
 class Kind(StrEnum):

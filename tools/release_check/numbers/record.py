@@ -39,6 +39,7 @@ OWN_SOURCES = (
     "numbers/record.py",
     "numbers/sections.py",
     "numbers/variants.py",
+    "numbers/mixtures.py",
     "numbers/library_cases.py",
     "numbers/recorded.py",
     "numbers/facts.py",
@@ -129,7 +130,9 @@ def _lost(architecture: str, section: StrEnum, end: End) -> SectionRecord:
 def recorded_versions() -> dict[str, str]:
     """Return the versions of the packages that influence the records, and a hash of this module."""
     here = Path(__file__).parents[1]
-    return versions_of("torch", "transformers") | {"numbers": source_digest(*(here / name for name in OWN_SOURCES))}
+    return versions_of("torch", "transformers", "compressed-tensors") | {
+        "numbers": source_digest(*(here / name for name in OWN_SOURCES))
+    }
 
 
 if __name__ == "__main__":

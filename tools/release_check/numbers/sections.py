@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tools.release_check.cached_steps import NoCacheError, cache_argument, cached_logits
 from tools.release_check.numbers.cases import stored_tensors
 from tools.release_check.numbers.facts import Facts, Kind, Section, fingerprint, number
+from tools.release_check.numbers.mixtures import expert_parallel, fp4_experts, int4_experts
 from tools.release_check.numbers.recorded import (
     NotApplicableError,
     Recorded,
@@ -31,6 +32,7 @@ from tools.release_check.numbers.variants import (
     masked,
     other_class,
     padded_alone,
+    shared_states,
     small_window,
     video,
 )
@@ -279,6 +281,10 @@ SECTIONS: Mapping[Section, Callable[[Recorded], Facts]] = {
     Section.OTHER_CLASS: other_class,
     Section.NEW_FILES: _new_files,
     Section.DRAFTED: drafted,
+    Section.SHARED_STATES: shared_states,
+    Section.EXPERT_PARALLEL: expert_parallel,
+    Section.INT4_EXPERTS: int4_experts,
+    Section.FP4_EXPERTS: fp4_experts,
 }
 
 

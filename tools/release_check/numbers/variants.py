@@ -1,7 +1,8 @@
 """Sections of `numbers` for inputs and configurations that the other sections do not cover.
 
 Each section covers a kind of publicly reported regression: batches of one with padding, several tokens in a cached
-step, small windows, bidirectional attention, assisted generation, and checkpoints of another class of the same model.
+step, small windows, bidirectional attention, assisted generation, layers that
+share keys and values, and checkpoints of another class of the same model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from tools.release_check.cached_steps import NoCacheError, cache_argument, chunk_logits
+from tools.release_check.numbers.cases import filled
 from tools.release_check.numbers.facts import Facts, Kind, fingerprint
 from tools.release_check.numbers.recorded import NotApplicableError, Recorded, forward, parameters_of
 
@@ -24,6 +26,7 @@ LOOKUP_TOKENS = 3
 NEW_TOKENS = 12
 
 WINDOW_KEY, BIDIRECTIONAL_KEY = "sliding_window", "use_bidirectional_attention"
+SHARED_KEY = "num_kv_shared_layers"
 
 
 def padded_alone(recorded: Recorded) -> Facts:
@@ -164,6 +167,23 @@ def other_class(recorded: Recorded) -> Facts:
             if names and key != "error_msgs"
         }
     }
+
+
+def shared_states(recorded: Recorded) -> Facts:
+    """Add a layer that uses the keys and values of an earlier one, and run without a cache."""
+    values = recorded.case.config_values()
+    if SHARED_KEY not in values or not values.get("layer_types"):
+        raise NotApplicableError("no such key")
+    types = [*values["layer_types"], values["layer_types"][-1]]
+    values |= {"num_hidden_layers": len(types), "layer_types": types, SHARED_KEY: 1}
+    assert recorded.model_class.config_class is not None
+    config = recorded.model_class.config_class.from_dict(values)
+    model = recorded.model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():  # the fixture has no such layer
+        for name, weight in model.named_parameters():
+            mean, std = (1.0, 0.1) if weight.ndim == 1 else (0.0, 0.05)
+            weight.copy_(filled(name, {"shape": list(weight.shape), "mean": mean, "std": std}))
+    return {Kind.NUMBERS: {"logits": fingerprint(forward(model, recorded.inputs("text")).logits)}}
 
 
 def _logits(recorded: Recorded, values: Mapping[str, Any], label: str) -> dict[str, Any]:

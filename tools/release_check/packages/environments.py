@@ -155,7 +155,7 @@ def _install(environment: Environment, wanted: Sequence[str], pinned: Mapping[st
     constraints = environment.folder / "constraints.txt"
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pinned.items())))
     command = [sys.executable, "-m", "pip", "--python", str(environment.python), "install", "--quiet"]
-    command += ["--disable-pip-version-check", "--no-input", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--only-binary", ":all:", "--no-compile"]
     command += ["--constraint", str(constraints), *wanted]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
