@@ -66,14 +66,14 @@ def _dequantized(recorded: Recorded, preset: str) -> Facts:
 
     path = _write_quantized(recorded, preset)
     torch.manual_seed(0)  # for weights missing in the file
-    model: Any
-    model, info = recorded.model_class.from_pretrained(
+    loaded: Any = recorded.model_class.from_pretrained(
         path,
         dtype=torch.float32,
         attn_implementation="eager",
         output_loading_info=True,
         quantization_config=CompressedTensorsConfig(run_compressed=False),
     )
+    model, info = loaded
     facts: Facts = {
         Kind.LOADING: {key: sorted(map(str, names)) for key, names in info.items() if names and key != "error_msgs"}
     }
@@ -91,7 +91,7 @@ def _write_quantized(recorded: Recorded, preset: str) -> Path:
         from compressed_tensors.quantization import preset_name_to_scheme
     except ImportError as error:
         raise NotApplicableError(str(error)) from error
-    scheme = preset_name_to_scheme(preset, ["re:.*experts.*"])
+    scheme = preset_name_to_scheme(preset, [r"re:.*\.experts\..*"])
     layout = infer_module_format(torch.nn.Linear, scheme).value
     compressor: Any = BaseCompressor.get_value_from_registry(layout)
     tensors: dict[str, torch.Tensor] = {}
