@@ -88,7 +88,7 @@ print(json.dumps(found))
 def test_the_module_starts_as_the_command_does() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "nrl_models", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent, check=True)
-    assert "Prepare Hugging Face models" in done.stdout
+    assert "Load Hugging Face models" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
     assert "nrl_models.cli" in imported
     assert not imported & set(HEAVY)

@@ -153,7 +153,7 @@ def test_wrong_values_raise(llama: PreTrainedModel, given: dict[str, Any], messa
         ({"input_ids": IDS.tolist()}, "input_ids=.*: expected a tensor"),
         ({"attention_mask": [[1] * 9] * 2}, "attention_mask=.*: expected a tensor"),
         ({"attention_masks": torch.ones(2, 9)}, r"attention_masks \(did you mean attention_mask\?\)"),
-        ({"temprature": 0.7}, r"temprature \(did you mean temperature\?\)"),
+        ({"temperatures": 0.7}, r"temperatures \(did you mean temperature\?\)"),
         ({"topk": 5}, r"topk \(did you mean top_k\?\)"),
         ({"loss": "grpo"}, "loss='grpo': expected a function"),
     ],
