@@ -8,7 +8,7 @@ from .auto import (
 )
 from .common.backend import BackendConfig
 from .common.flags import ModelFlag
-from .common.freezing import freeze, freeze_unreachable, trainable_parameters, unreachable_parameters
+from .common.components.freezing import freeze, freeze_unreachable, trainable_parameters, unreachable_parameters
 from .common.state_dict.adapter import StateDictAdapter
 from .common.state_dict.merged import export_adapter
 from .consistency.matrix import check_consistency

@@ -18,7 +18,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.evaluation import evaluating
-from nrl_models.common.projections import declared_groups
 from nrl_models.common.recording import record_calls
 from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.engines.base import Engine
@@ -32,6 +31,7 @@ from nrl_models.engines.engine_types import (
     Sample,
     Tokens,
 )
+from nrl_models.engines.group_calls import with_groups
 from nrl_models.engines.input_checks import require_lengths, require_number, require_sampling
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.errors import EngineError, NRLModelsError, one_line, shown
@@ -294,26 +294,10 @@ class HFEngine(Engine):
             for name, call in calls.items()
             if name
         }
-        result = self._with_groups(result)
+        result = with_groups(self.model, result)
         head = output_embedding(self.model)
         name = next(name for name, module in self.model.named_modules() if module is head)
         result[LOGITS] = ModuleCall(type(self.model).__name__, result[name].inputs, (logits,))
-        return result
-
-    def _with_groups(self, calls: Mapping[str, ModuleCall]) -> dict[str, ModuleCall]:
-        """The calls, with each group of projections added as the single linear that engines have for it."""
-        groups: dict[str, tuple[str, list[str]]] = {}
-        for owner, name, linears in declared_groups(self.model):
-            parts = [f"{owner}.{linear}" for linear in linears]
-            if all(part in calls for part in parts):
-                groups[min(parts, key=list(calls).index)] = f"{owner}.{name}", parts
-        result: dict[str, ModuleCall] = {}
-        for name, call in calls.items():
-            result[name] = call
-            if name in groups:
-                group_name, parts = groups[name]
-                outputs = torch.cat([calls[part].outputs[0] for part in parts], -1)
-                result[group_name] = ModuleCall("LinearGroup", call.inputs, (outputs,))
         return result
 
 

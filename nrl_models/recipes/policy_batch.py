@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.engines.engine_types import Sample
+from nrl_models.errors import NonFiniteError, shown
+from nrl_models.recipes.recipe import NonFinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +85,43 @@ class Rollouts:
     ended: float
     tokens: float
     skipped: int = 0
+
+
+def finite_groups(
+    samples: Sequence[Sample],
+    group: int,
+    on_non_finite: NonFinite,
+    values: Mapping[str, torch.Tensor],
+    rows: Sequence[Any] = (),
+) -> torch.Tensor:
+    """Find the groups without NaN and infinite values: `(groups,)` bool.
+
+    Args:
+        samples: Samples, with those of a group adjacent. The engine's log-probabilities are checked.
+        group: Number of samples of a group.
+        on_non_finite: Whether to raise an error, or to leave such groups out.
+        values: Further values to check by name, `(samples,)` each.
+        rows: Row of each sample, for the error message.
+
+    Raises:
+        NonFiniteError: If some groups have such values, and `on_non_finite` is not `skip`.
+    """
+    wrong: dict[int, str] = {}
+    for name, given in values.items():
+        for place in (~given.isfinite()).nonzero()[:, 0].tolist():
+            wrong.setdefault(place, f"the {name} of reply {place % group} is {given[place].item()}")
+    for place, sample in enumerate(samples):
+        if not math.isfinite(sum(sample.logprobs)):
+            number, value = next(pair for pair in enumerate(sample.logprobs) if not math.isfinite(pair[1]))
+            found = f"the engine's log-probability of token {number} of reply {place % group} is {value}"
+            wrong.setdefault(place, found)
+    if wrong and on_non_finite is NonFinite.RAISE:
+        place, found = next(iter(wrong.items()))
+        row = f" ({shown(rows[place])})" if rows else ""
+        raise NonFiniteError(
+            f"{found}, to question {place // group}{row}; {len(wrong)} replies have such values: expected finite "
+            "numbers. Correct the reward function or the engine, or drop such groups with on_non_finite='skip'."
+        )
+    usable = torch.ones(len(samples) // group, dtype=torch.bool)
+    usable[[place // group for place in wrong]] = False
+    return usable

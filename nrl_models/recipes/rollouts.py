@@ -9,9 +9,8 @@ log-probability. The loss and all metrics except `outside` ignore it. The refere
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -38,7 +37,7 @@ from nrl_models.losses import (
 )
 from nrl_models.losses.loss_checks import is_count
 from nrl_models.losses.named import PolicyLoss
-from nrl_models.recipes.policy_batch import Batch, Question, Rollouts
+from nrl_models.recipes.policy_batch import Batch, Question, Rollouts, finite_groups
 from nrl_models.recipes.recipe import NonFinite
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
 from nrl_models.watch import Watch
@@ -171,7 +170,8 @@ class PolicyLoop:
             ended += sum(sample.finish_reason == "stop" for sample in samples)
             tokens += sum(len(sample.tokens) for sample in samples)
             replies += len(samples)
-            usable = self._finite_groups(samples, {"reward": given}, [question.row for question in repeated])
+            rows = [question.row for question in repeated]
+            usable = finite_groups(samples, self.group, self.on_non_finite, {"reward": given}, rows)
             skipped += int((~usable).sum())
             shaped = given
             if settings.overlong_buffer:
@@ -213,40 +213,6 @@ class PolicyLoop:
                 f"the reward of a completion of {shown(question.row)} is {shown(found)}: expected a number"
             ) from error
 
-    def _finite_groups(
-        self, samples: Sequence[Sample], values: Mapping[str, torch.Tensor], rows: Sequence[Any] = ()
-    ) -> torch.Tensor:
-        """Find the groups without NaN and infinite values: `(groups,)` bool.
-
-        Args:
-            samples: Samples, with those of a group adjacent. The engine's log-probabilities are checked.
-            values: Further values to check by name, `(samples,)` each.
-            rows: Row of each sample, for the error message.
-
-        Raises:
-            NonFiniteError: If some groups have such values, and `on_non_finite` is not `skip`.
-        """
-        wrong: dict[int, str] = {}
-        for name, given in values.items():
-            for place in (~given.isfinite()).nonzero()[:, 0].tolist():
-                wrong.setdefault(place, f"the {name} of reply {place % self.group} is {given[place].item()}")
-        for place, sample in enumerate(samples):
-            if not math.isfinite(sum(sample.logprobs)):
-                number, value = next(pair for pair in enumerate(sample.logprobs) if not math.isfinite(pair[1]))
-                found = f"the engine's log-probability of token {number} of reply {place % self.group} is {value}"
-                wrong.setdefault(place, found)
-        if wrong and self.on_non_finite is NonFinite.RAISE:
-            place, found = next(iter(wrong.items()))
-            row = f" ({shown(rows[place])})" if rows else ""
-            raise NonFiniteError(
-                f"{found}, to question {place // self.group}{row}; {len(wrong)} replies have such values: expected "
-                "finite numbers. Correct the reward function or the engine, or drop such groups with "
-                "on_non_finite='skip'."
-            )
-        usable = torch.ones(len(samples) // self.group, dtype=torch.bool)
-        usable[[place // self.group for place in wrong]] = False
-        return usable
-
     def learn(self, rollouts: Rollouts) -> dict[str, float]:
         """Run the updates of a step. Returns no metrics if there is nothing to train on.
 
@@ -255,7 +221,8 @@ class PolicyLoop:
         Raises:
             NonFiniteError: If a value is NaN or infinite, and `on_non_finite` is not `skip`.
         """
-        usable = self._finite_groups(rollouts.samples, {"advantage": rollouts.advantages})
+        values = {"advantage": rollouts.advantages}
+        usable = finite_groups(rollouts.samples, self.group, self.on_non_finite, values)
         kept = usable.repeat_interleave(self.group)
         samples = [sample for sample, keep in zip(rollouts.samples, kept.tolist(), strict=True) if keep]
         skipped = {"skipped": float((~usable).sum())}

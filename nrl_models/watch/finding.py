@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from nrl_models.errors import listed
+import torch
+
+from nrl_models.errors import DriftError, listed
 from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.logprobs.microbatches import largest
 
 
 class Level(StrEnum):
@@ -112,3 +115,25 @@ class Finding:
             "values": {name: finite_or_none(value) for name, value in self.values.items()},
             "advice": ADVICE[self.cause],
         }
+
+
+def raise_failures(failures: Sequence[Finding], step: int, version: int, model: Any, *, over_ranks: bool) -> None:
+    """Raise an error for failures; nothing happens without any.
+
+    Args:
+        failures: This rank's failures.
+        step: Number of the step.
+        version: Number of the weights' version.
+        model: The model, or None.
+        over_ranks: Whether every rank calls this. Then all raise if one has failures.
+
+    Raises:
+        DriftError: If there are failures.
+    """
+    if over_ranks:
+        device = torch.device("cpu") if model is None else next(model.parameters()).device
+        (elsewhere,) = largest([len(failures)], None, device)
+        if elsewhere and not failures:
+            raise DriftError(f"trainer and engine differ on another rank at step {step}: see its error", ())
+    if failures:
+        raise DriftError(f"trainer and engine differ at step {step}, version {version} of the weights", failures)

@@ -17,14 +17,14 @@ from nrl_models.consistency.capsule.capsule_file import Limits
 from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import NamedTensor, RefitReport, Sample
-from nrl_models.errors import DriftError, UnknownArgumentError
-from nrl_models.logprobs.microbatches import largest, ranks_of
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.logprobs.microbatches import ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.allowance import Allowance
 from nrl_models.watch.diagnosis import Evidence
 from nrl_models.watch.drift_capsule import CapsuleWriter
 from nrl_models.watch.event import Event, EventKind, StepReport, Transfer
-from nrl_models.watch.finding import Finding, Level
+from nrl_models.watch.finding import Finding, Level, raise_failures
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
@@ -346,11 +346,4 @@ class Watch:
             if event.kind is EventKind.SYNC:
                 return  # raised by the next `before_update`: an error of one rank alone would leave the others waiting
             failures, self._failures = self._failures, []
-            device = torch.device("cpu") if self.model is None else next(self.model.parameters()).device
-            (elsewhere,) = largest([len(failures)], None, device)
-            if elsewhere and not failures:
-                raise DriftError(f"trainer and engine differ on another rank at step {self._step}: see its error", ())
-        if failures:
-            raise DriftError(
-                f"trainer and engine differ at step {self._step}, version {self.version} of the weights", failures
-            )
+        raise_failures(failures, self._step, self.version, self.model, over_ranks=self._ranks > 1)

@@ -202,7 +202,18 @@ LAYERS = (
 )
 """Packages from top to bottom, as in CONTRIBUTING.md. A package imports its own files and packages further down."""
 
-INSIDE_COMMON = ("config", "forward", "state_dict", "views", "projections", "trust", "gguf", "compressed", "checkpoint")
+INSIDE_COMMON = (
+    "components",
+    "config",
+    "forward",
+    "state_dict",
+    "views",
+    "projections",
+    "trust",
+    "gguf",
+    "compressed",
+    "checkpoint",
+)
 """Packages inside `common` in the same order. Files directly in `common` are below all of these."""
 
 LARGEST_ROOM = 15

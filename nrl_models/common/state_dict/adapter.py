@@ -23,7 +23,7 @@ from nrl_models.common.modules import innermost, is_flattened, own_name, peft_mo
 from nrl_models.common.state_dict import layouts, own_tensors
 from nrl_models.common.state_dict.blocks import check_reads
 from nrl_models.common.state_dict.buckets import exported_values
-from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by, kept_specs
+from nrl_models.common.state_dict.kept_tensors import kept_as, kept_specs
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables, require_tensors
@@ -284,7 +284,8 @@ class StateDictAdapter(LayoutTables):
         if max_bytes is not None and type(max_bytes) is not int:
             raise UnknownArgumentError(f"max_bytes={max_bytes!r}: expected a whole number of bytes, or None")
         inner = innermost(model)
-        kept = self._kept_tensors(inner, layout)
+        still_kept = kept_as(inner, self.kept)
+        kept = {name: still_kept[name] for name in self._kept_in(layout)}
         exported = self.retied(inner).exported(layout)
         if (sharding := getattr(inner, "sharding", None)) is not None:
             yield from sharding.iter_export(inner, exported, max_bytes)
@@ -300,18 +301,6 @@ class StateDictAdapter(LayoutTables):
 
     def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
         return self.kept if self.layout(layout) is self.hub else {}
-
-    def _kept_tensors(self, model: nn.Module, layout: Layout) -> dict[str, KeptTensor]:
-        """Return the tensors of `kept` that `model` keeps.
-
-        Raises:
-            StateDictError: If some are missing.
-        """
-        kept = kept_by(model)
-        if gone := [name for name, spec in self.kept.items() if name not in kept or kept[name].spec != spec]:
-            problems = [Problem(ProblemKind.MISSING, name, "is no longer kept by the model") for name in gone]
-            raise StateDictError("the model is not the one this adapter was made for", problems)
-        return {name: kept[name] for name in self._kept_in(layout)}
 
     def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's own tensors, detached.

@@ -16,6 +16,7 @@ from torch import nn
 
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,19 @@ def kept_by(model: nn.Module, *, mtp_only: bool = False) -> Mapping[str, KeptTen
 def keeps_unused(model: nn.Module) -> re.Pattern[str]:
     """Matches names of a checkpoint's tensors that a family's model keeps (`FamilyModel.keeps_unused`)."""
     return re.compile("|".join(getattr(model, "keeps_unused", ())) or r"(?!)")
+
+
+def kept_as(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Mapping[str, KeptTensor]:
+    """Return the tensors that a model keeps.
+
+    Raises:
+        StateDictError: If a tensor of `specs` is missing, or is another one.
+    """
+    kept = kept_by(model)
+    if gone := [name for name, spec in specs.items() if name not in kept or kept[name].spec != spec]:
+        problems = [Problem(ProblemKind.MISSING, name, "is no longer kept by the model") for name in gone]
+        raise StateDictError("the model is not the one this adapter was made for", problems)
+    return kept
 
 
 def keep(model: nn.Module, tensors: Mapping[str, KeptTensor]) -> None:

@@ -7,7 +7,6 @@ be recorded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
@@ -15,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from nrl_models.common.dtypes import dtype_name
@@ -31,7 +29,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
 )
 from nrl_models.engines.input_checks import require_lengths
-from nrl_models.engines.transfer.segments import Segment
+from nrl_models.engines.vllm.vllm_buckets import message_of
 from nrl_models.engines.vllm.vllm_faults import discard_requests, end_waiting_on_death
 from nrl_models.engines.vllm.vllm_images import ImageCalls, takes_raw_images, with_images
 from nrl_models.engines.vllm.vllm_lora import load_adapter
@@ -249,7 +247,8 @@ class VLLMEngine(Engine):
         try:
             self._call("nrl_refit_start")
             for bucket in sent:
-                self._send(bucket, digests)
+                with message_of(bucket, self.config, in_process=self._in_process) as message:
+                    self._call("nrl_refit_load", message, digests)
             found = self._call("nrl_refit_finish")
         except BaseException:  # including errors of the iterator
             self._changed = True
@@ -259,19 +258,6 @@ class VLLMEngine(Engine):
             raise
         self.llm.reset_prefix_cache()  # it was computed with the old weights
         return found
-
-    def _send(self, bucket: list[NamedTensor], digests: bool) -> None:
-        """Load a bucket: in place, through shared memory, or as bytes if workers may be on other machines."""
-        if self._in_process:
-            self._call("nrl_refit_load", bucket, digests)
-        elif not hasattr(os, "memfd_create") or self.config.parallel_config.distributed_executor_backend == "ray":
-            self._call("nrl_refit_load", _message(bucket), digests)
-        else:
-            segment = Segment.write(dict(bucket))
-            try:
-                self._call("nrl_refit_load", segment.to_json(), digests)
-            finally:
-                segment.close()
 
     def note_weights(self) -> bool:
         """See `Engine.note_weights`."""
@@ -358,8 +344,3 @@ class VLLMEngine(Engine):
             return self.llm.collective_rpc(method, args=args)[0]
         except Exception as error:  # any error of vLLM, including the death of its engine
             raise EngineError(f"vLLM failed: {error_line(error)}") from error
-
-
-def _message(bucket: list[NamedTensor]) -> bytes:
-    """A bucket as bytes, for another process."""
-    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in bucket})

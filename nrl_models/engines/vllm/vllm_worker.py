@@ -5,18 +5,16 @@ They only use vLLM's interfaces for the purpose: its reload of weights, and `com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from nrl_models.common.recording import record_calls
 from nrl_models.engines.digests import HeldWeights, digested
-from nrl_models.engines.engine_types import ModuleCall, NamedTensor
+from nrl_models.engines.engine_types import ModuleCall
 from nrl_models.engines.transfer.reload import WeightReload
-from nrl_models.engines.transfer.segments import Segment
+from nrl_models.engines.vllm.vllm_buckets import Message, tensors_of
 from nrl_models.engines.vllm.vllm_images import ImageWorker
 from nrl_models.engines.vllm.vllm_lora import adapter_modules
 from nrl_models.logprobs.sampling import Sampling, processed
@@ -88,15 +86,9 @@ class ConsistencyWorker(ImageWorker):
         self._nrl_digests: dict[str, str] = {}
         self._nrl_reload: WeightReload | None = WeightReload(self.nrl_model(), self.vllm_config)
 
-    def nrl_refit_load(self, tensors: Iterable[NamedTensor] | dict[str, Any] | bytes, digests: bool) -> None:
-        """Take some weights, by hub name: pairs in this process, a `Segment` as JSON, or a safetensors file."""
-        given: Iterable[NamedTensor]
-        if isinstance(tensors, bytes):
-            given = safetensors.torch.load(tensors).items()
-        elif isinstance(tensors, dict):
-            given = Segment.of_json(tensors).read()[0].items()
-        else:
-            given = tensors
+    def nrl_refit_load(self, message: Message, digests: bool) -> None:
+        """Take some weights, by hub name."""
+        given = tensors_of(message)
         assert self._nrl_reload is not None
         self._nrl_reload.load(digested(given, self._nrl_digests) if digests else given)
 

@@ -1,0 +1,1 @@
+"""Components of a model: towers, decoder, routers."""
