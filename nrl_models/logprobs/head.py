@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -189,6 +189,10 @@ def _sharded_around(model: nn.Module, head: nn.Module) -> list[FSDPModule]:
     return [part for part in modules if any(inner is head for inner in cast(nn.Module, part).modules())]
 
 
+_LANGUAGE_MODEL = (
+    "log-probabilities of tokens need a language model (AutoModelForCausalLM, AutoModelForImageTextToText, "
+    "AutoModelForMultimodalLM)"
+)
 _ADVICE = "Pass chunk_size=None to compute from the model's own full logits instead."
 
 
@@ -202,10 +206,32 @@ def output_embedding(model: nn.Module) -> nn.Module:
     module = getter() if getter is not None else None
     if module is None:
         raise HeadError(
-            f"{_name(model)} has no output embedding: log-probabilities of tokens need a language model "
-            "(AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)"
+            f"{_name(model)} has no output embedding: {_LANGUAGE_MODEL}. If it has logits, pass chunk_size=None"
         )
     return module
+
+
+def require_head(models: Iterable[Any], chunk_size: int | str | None) -> None:
+    """Check that models have an output embedding. Complete logits (`chunk_size=None`) need none.
+
+    Raises:
+        HeadError: If one has none.
+    """
+    for model in models:
+        if chunk_size is not None or not isinstance(model, nn.Module):
+            output_embedding(model)
+
+
+def full_logits(output: Any, model: nn.Module) -> torch.Tensor:
+    """Return the logits of a model's output.
+
+    Raises:
+        HeadError: If it has none.
+    """
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        raise HeadError(f"{_name(model)} returns no logits: {_LANGUAGE_MODEL}")
+    return logits
 
 
 def _name(model: nn.Module) -> str:

@@ -20,7 +20,7 @@ from nrl_models.common.modules import innermost
 from nrl_models.errors import UnknownArgumentError, parse_option, shown
 from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, Batch, Part
-from nrl_models.logprobs.head import output_embedding
+from nrl_models.logprobs.head import require_head
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.shared_prompts import can_share_prompts, units_with_shared_prompts
@@ -99,8 +99,7 @@ def rollout_logprobs(
         raise UnknownArgumentError(f"loss={shown(loss)}: expected a function of the log-probabilities")
     if not isinstance(loss_terms, torch.Tensor):
         loss_terms = parse_option(LossTerms, loss_terms, "loss_terms", "or a number of each sequence")
-    for part in (model,) if reference is None else (model, reference):
-        output_embedding(part)
+    require_head((model,) if reference is None else (model, reference), chunk_size)
     models = [innermost(part) for part in (model, reference) if part is not None]
     device = next(model.parameters()).device
     own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)

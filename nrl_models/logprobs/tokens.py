@@ -15,7 +15,7 @@ from nrl_models.common.forward.documents import columns_before, prompts_are_shar
 from nrl_models.common.modules import innermost
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
-from nrl_models.logprobs.head import OutputHead, forward_inputs, hidden_states_and_head, output_embedding
+from nrl_models.logprobs.head import OutputHead, forward_inputs, full_logits, hidden_states_and_head, require_head
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.token_inputs import (
@@ -128,8 +128,7 @@ def token_logprobs(
     if loss is not None and not callable(loss):
         raise UnknownArgumentError(f"loss={shown(loss)}: expected a function of the log-probabilities")
     inputs = forward_inputs(model_inputs)
-    for part in (model,) if reference is None else (model, reference):
-        output_embedding(part)
+    require_head((model,) if reference is None else (model, reference), chunk_size)
     models = [innermost(part) for part in (model, reference) if part is not None]
     require_spelling(models[0].forward, inputs, ARGUMENTS)
     input_ids = input_ids.long()
@@ -258,9 +257,10 @@ def _logits_at(
     """Return the model's own logits at some positions. Skips other columns if the model supports that."""
     rows, columns = places
     if "logits_to_keep" not in inspect.signature(innermost(model).forward).parameters or not len(columns):
-        return model(input_ids=input_ids, use_cache=False, **inputs).logits[rows, columns]
+        return full_logits(model(input_ids=input_ids, use_cache=False, **inputs), model)[rows, columns]
     kept, among_kept = columns.unique(return_inverse=True)
-    return model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs).logits[rows, among_kept]
+    output = model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs)
+    return full_logits(output, model)[rows, among_kept]
 
 
 @dataclass(frozen=True, slots=True)

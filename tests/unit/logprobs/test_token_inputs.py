@@ -172,6 +172,16 @@ def test_other_objects_have_no_output_embedding(llama: PreTrainedModel, model: A
             token_logprobs(llama, IDS, reference=model)
 
 
+def test_complete_logits_need_no_output_embedding(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = token_logprobs(llama, IDS).logprobs
+    monkeypatch.setattr(type(llama), "get_output_embeddings", lambda self: None)
+    assert torch.allclose(token_logprobs(llama, IDS, chunk_size=None).logprobs, expected, atol=1e-5)
+    with pytest.raises(HeadError, match="If it has logits, pass chunk_size=None"):
+        token_logprobs(llama, IDS)
+    with pytest.raises(HeadError, match="LlamaModel returns no logits"):
+        token_logprobs(llama.model, IDS, chunk_size=None)
+
+
 @pytest.mark.parametrize(
     "given", [{"temperature": True}, {"temperature": 1e-40}, {"top_k": True}, {"top_p": True}, {"temperature": "0.7"}]
 )

@@ -17,6 +17,7 @@ from nrl_models.common.components.routers import routers_of
 from nrl_models.errors import DriftError
 from nrl_models.testing.tiny import tiny_config
 from nrl_models.watch import Cause, Finding, Level, Watch
+from nrl_models.watch.trainer_changes import TrainerChanges
 
 Plant = Callable[[], tuple[Loop, Callable[[Loop], None]]]
 
@@ -244,7 +245,7 @@ def test_tokenizer_that_changes_during_training() -> None:
 
 def test_weights_that_change_at_learning_rate_0() -> None:
     loop = Loop(learning_rate=0.0)
-    loop.watch._optimizer = loop.optimizer
+    loop.watch._changes = TrainerChanges(loop.optimizer, None)
 
     def plant(loop: Loop) -> None:
         step = loop.optimizer.step
