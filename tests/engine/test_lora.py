@@ -139,7 +139,7 @@ def as_integers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def of_a_smaller_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """vLLM would copy the matrices into a part of its own."""
+    """vLLM would copy the matrices into a separate parameter."""
     smaller = {name: tensor[:-8].clone() for name, tensor in tensors.items() if "v_proj.lora_B" in name}
     return tensors | smaller
 

@@ -1,4 +1,4 @@
-"""A small RL loop under FSDP2 with a watch on every rank. Each rank has an engine of its own."""
+"""A small RL loop under FSDP2 with a watch and a separate engine on every rank."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ NOT_PAIRS: dict[str, tuple[Callable[[str, torch.Tensor], Any], str]] = {
     "three": (lambda name, tensor: (name, tensor, 1), r"and got \['str', 'Tensor', 'int'\]"),
     "a name": (lambda name, tensor: name, "and got str"),
 }
-"""Items that are no pair of name and tensor with values, and the error."""
+"""Items that are not a pair of name and tensor with values, and the error."""
 
 
 @pytest.mark.parametrize("edit", NOT_PAIRS)
