@@ -19,7 +19,7 @@ from nrl_models.common.upstream_torch import TorchDispatchMode, tree_leaves
 from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
-from nrl_models.engines.transfer.sent_tensors import is_finite, require_range
+from nrl_models.engines.transfer.sent_tensors import is_finite, keeps_range, require_range
 from nrl_models.errors import EngineError, listed
 
 
@@ -107,7 +107,8 @@ class WeightReload:
         given = list(self._noted(tensors))
         sent = {tensor.dtype for _, tensor in given}
         # The check sees every operation, which takes as long as the reload. Usually, no conversion can be wrong.
-        is_safe = all(same_kind(dtype, held) for dtype in sent for held in self._dtypes)
+        pairs = [(dtype, held) for dtype in sent for held in self._dtypes]
+        is_safe = all(same_kind(*pair) and keeps_range(*pair) for pair in pairs)
         kinds = None if is_safe else _SameKind()
         with self._loading(), kinds or nullcontext():
             published = as_published(self.model, given if kinds is None else kinds.named(given))

@@ -82,19 +82,27 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(bound.isfinite()) for bound in torch.aminmax(values))  # NaN propagates to both
 
 
+def keeps_range(sent: torch.dtype, held: torch.dtype) -> bool:
+    """Return True if values that are finite in one dtype are finite in another.
+
+    Dtypes of about the same range count as equal (float32 and bfloat16). Only floats of at least 16 bits are compared.
+    """
+    if not (sent.is_floating_point and held.is_floating_point) or min(sent.itemsize, held.itemsize) < 2:
+        return True
+    return torch.finfo(sent).max <= 1.01 * torch.finfo(held).max
+
+
 def require_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Check that the values of a tensor stay finite in the engine's dtype: 70,000 is infinite in float16.
 
-    Tensors whose dtype has about the same range are not read (float32 and bfloat16).
+    Tensors whose dtype rules that out are not read, see `keeps_range`.
 
     Raises:
         EngineError: If some values are out of range.
     """
-    if not (tensor.is_floating_point() and dtype.is_floating_point) or min(tensor.itemsize, dtype.itemsize) < 2:
+    if keeps_range(tensor.dtype, dtype) or not tensor.numel():
         return
     limit = torch.finfo(dtype).max
-    if torch.finfo(tensor.dtype).max <= 1.01 * limit or not tensor.numel():
-        return
     low, high = (float(bound) for bound in torch.aminmax(tensor.detach()))
     if tensor.numel() > 1 and max(-low, high) > limit:
         raise EngineError(

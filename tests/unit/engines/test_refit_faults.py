@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,44 @@ def test_values_that_the_engines_dtype_cannot_hold_raise(
             target.copy_(tensor)
     weights[name][3, 4] = 1.0
     engine.refit(weights.items())
+
+
+class CopyingModel(torch.nn.Module):
+    """A model whose loader writes with `Tensor.copy_`, as vLLM's do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+        return {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "held", "message"),
+    [
+        ("float32", "float16", "weight has values from"),
+        ("bfloat16", "float16", "weight has values from"),
+        ("int32", "float32", "weight was sent as int32, and the engine holds float32"),
+        ("float32", "bfloat16", None),
+        ("float16", "float32", None),
+    ],
+)
+def test_a_reload_checks_every_conversion_that_can_be_wrong(
+    monkeypatch: pytest.MonkeyPatch, sent: str, held: str, message: str | None
+) -> None:
+    monkeypatch.setattr(reload.WeightReload, "_loading", lambda self: nullcontext())
+    model = CopyingModel(getattr(torch, held))
+    running = reload.WeightReload.__new__(reload.WeightReload)
+    vars(running).update(model=model, _loaded=set(), _given=set(), _last=[], _ties=False, _head=None)
+    running._dtypes = {model.weight.dtype}
+    value = torch.tensor([1.0, 60_000.0 if sent == "float16" else 70_000.0]).to(getattr(torch, sent))
+    with pytest.raises(EngineError, match=message) if message else nullcontext():
+        running.load([("weight", value)])
+    assert model.weight.isfinite().all()
+    assert bool(model.weight.any()) is (message is None)
 
 
 def test_two_names_of_one_tensor_raise(trainer: HFEngine, engine: HFEngine) -> None:
