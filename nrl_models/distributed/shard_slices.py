@@ -13,7 +13,7 @@ from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.projections import Buffer
 from nrl_models.common.state_dict.blocks import Block, through
-from nrl_models.common.views.view import META, HFTensor, Step, apply_steps, strides_of
+from nrl_models.common.views.view import META, HFTensor, Step, apply_steps, offset_through, strides_of
 from nrl_models.distributed.shards import local_of, over_shard, own_blocks
 
 
@@ -48,12 +48,10 @@ class ShardSlice:
 
     def run(self) -> tuple[int, StoredTensor] | None:
         """Return the offset in the shard, and the slice as a stored tensor; None if either is not contiguous."""
-        part, offset = self.block.tensor, list(self.block.offset)
+        part = self.block.tensor
         if not part.is_contiguous():
             return None
-        for _, (dim, start, _) in self.region:
-            offset[dim] += start
-        shape = tuple(part.shape)
+        shape, offset = tuple(part.shape), offset_through(self.region, self.block.offset)
         partial = [dim for dim, size in enumerate(shape) if size != self.stored.shape[dim]]
         if partial and prod(shape[: partial[-1]]) > 1:
             return None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.state_dict.buckets import BufferPool, buckets, copy_all
-from nrl_models.common.views.view import HFTensor
+from nrl_models.common.views.view import HFTensor, offset_through
 from nrl_models.distributed.mesh import has_stages, reporting_dead_ranks
 from nrl_models.distributed.tensor.packed_shards import packing_of, regions_of
 
@@ -62,12 +62,7 @@ def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
             continue
         whole = own[piece.view.parameter]
         blocks = [block for held in own_blocks(whole) for block in through(piece.view.steps, whole.shape, held)]
-        for block in blocks:
-            offset = list(block.offset)
-            for method, args in piece.region:
-                assert method == "narrow", f"{tensor.name}: {method} in a region"
-                offset[args[0]] += args[1]
-            result.append(Block(tuple(offset), block.tensor))
+        result += [Block(offset_through(piece.region, block.offset), block.tensor) for block in blocks]
     return result
 
 

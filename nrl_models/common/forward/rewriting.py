@@ -5,31 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
-from nrl_models.common.forward.packing import (
-    WrapsReplacedForward,
-)
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.upstream import record_as
-
-if TYPE_CHECKING:
-    from transformers import GenerationMixin
-
-    class Upstream(WrapsReplacedForward, PreTrainedModel, GenerationMixin):
-        """Base of every model class for type checkers, because transformers' wrappers hide these signatures."""
-
-        to: Callable[..., Self]  # type: ignore[assignment]
-        cuda: Callable[..., Self]  # type: ignore[assignment]
-        eval: Callable[..., Self]
-else:
-    Upstream = WrapsReplacedForward
-
 
 MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions, ByDocument, DecoderByDocument)
 """Mixins for `rewrites`. A subclass of the Hugging Face class is created with them."""

@@ -150,6 +150,20 @@ class Piece:
     region: tuple[Step, ...] = ()
 
 
+def offset_through(region: Iterable[Step], offset: Sequence[int]) -> tuple[int, ...]:
+    """Return an offset inside a piece as an offset in the tensor that the piece is a region of.
+
+    Raises:
+        ValueError: If a step of the region is not `narrow`.
+    """
+    result = list(offset)
+    for method, args in region:
+        if method != "narrow":
+            raise ValueError(f"{method} in a region: expected narrow")
+        result[args[0]] += args[1]
+    return tuple(result)
+
+
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A Hugging Face tensor, and its location in the model.
