@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.reporting import Row, arguments, publish
+from benchmarks.reporting import Row, arguments, median_ratio, publish
 from nrl_models import AutoModelForCausalLM
 
 CONFIG = LlamaConfig(
@@ -51,7 +51,6 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - started)
     rows: list[Row] = []
     for name, found in seconds.items():
-        pairs = zip(found[1:], seconds["one copy"][1:], strict=True)
         rows.append(
             {
                 "way": name,
@@ -59,7 +58,7 @@ def main() -> None:
                 "tensors": 1 if name == "one copy" else len(plan),
                 "tensors copied to export": "" if name == "one copy" else copied,
                 "seconds": median(found[1:]),
-                "ratio": median(ours / theirs for ours, theirs in pairs),
+                "ratio": median_ratio(found[1:], seconds["one copy"][1:]),
             }
         )
     publish("refit", "Streaming weights to a consumer", rows, options.out)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from benchmarks.reporting import Row, arguments, null_ratio, publish
+from benchmarks.reporting import Row, arguments, median_ratio, null_ratio, publish
 from nrl_models import AutoModelForCausalLM, start_engine
 from nrl_models.engines import Engine
 
@@ -108,8 +108,8 @@ def _measured(models: list[PreTrainedModel], folder: Path, running: ExitStack, r
             "way": name,
             "MB": source.nbytes / 1e6,
             "seconds": median(found),
-            "time / copy": _ratio(found, seconds["one copy"]),
-            "time / vLLM's reload": _ratio(found, seconds[RELOAD]),
+            "time / copy": median_ratio(found, seconds["one copy"]),
+            "time / vLLM's reload": median_ratio(found, seconds[RELOAD]),
             "null ratio": null_ratio(seconds[RELOAD]),
         }
         for name, found in seconds.items()
@@ -133,10 +133,6 @@ def _change(model: PreTrainedModel) -> None:
     """Change one element in a hundred of each weight."""
     for parameter in model.parameters():
         parameter.view(-1)[::100] *= -1
-
-
-def _ratio(found: list[float], peer: list[float]) -> float:
-    return median(one / other for one, other in zip(found, peer, strict=True))
 
 
 if __name__ == "__main__":

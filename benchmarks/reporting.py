@@ -45,7 +45,12 @@ def median(rows: Sequence[Row], key: str) -> float:
 
 def null_ratio(figures: Sequence[float]) -> float:
     """Return the median ratio of each measurement to the next one. It would be 1 on a machine without noise."""
-    return statistics.median(one / other for one, other in zip(figures, [*figures[1:], figures[0]], strict=True))
+    return median_ratio(figures, [*figures[1:], figures[0]])
+
+
+def median_ratio(figures: Sequence[float], peers: Sequence[float]) -> float:
+    """Return the median ratio of measurements to those of a peer in the same turns."""
+    return statistics.median(one / other for one, other in zip(figures, peers, strict=True))
 
 
 def publish(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[str] = ()) -> None:

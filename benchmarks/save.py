@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import median as median_of
 
-from benchmarks.reporting import RESULTS, Row, child, median, null_ratio, publish
+from benchmarks.reporting import RESULTS, Row, child, median, median_ratio, null_ratio, publish
 
 SAVE = """
 import json, os, statistics, sys, time
@@ -110,16 +108,13 @@ def _row(what: str, measured: dict[str, list[Row]]) -> Row:
     row: Row = {"what": what}
     row |= {"peer, s": median(measured["peer"], "seconds"), "without waiting, s": median(measured["ours"], "seconds")}
     row["waiting, s"] = median(measured["waiting"], "seconds")
-    row["without waiting / peer"] = _ratio(measured["ours"], measured["peer"])
-    row["waiting / peer"] = _ratio(measured["waiting"], measured["peer"])
-    row["null ratio"] = null_ratio([run["seconds"] for run in measured["peer"]])
-    if "against" in measured:
-        row["without waiting / other checkout"] = _ratio(measured["ours"], measured["against"])
+    seconds = {name: [run["seconds"] for run in runs] for name, runs in measured.items()}
+    row["without waiting / peer"] = median_ratio(seconds["ours"], seconds["peer"])
+    row["waiting / peer"] = median_ratio(seconds["waiting"], seconds["peer"])
+    row["null ratio"] = null_ratio(seconds["peer"])
+    if "against" in seconds:
+        row["without waiting / other checkout"] = median_ratio(seconds["ours"], seconds["against"])
     return row
-
-
-def _ratio(of: Sequence[Row], to: Sequence[Row]) -> float:
-    return median_of(one["seconds"] / other["seconds"] for one, other in zip(of, to, strict=True))
 
 
 def _text(size: int) -> str:

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import RESULTS, Row, null_ratio, publish
+from benchmarks.reporting import RESULTS, Row, median_ratio, null_ratio, publish
 from benchmarks.resume_worker import BASELINE, SAVES
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +59,7 @@ def _row(name: str, ranks: int, found: dict[str, Any]) -> Row:
         "call": name,
         "returns, s": statistics.median(row["returns"] for row in found["seconds"][name]),
         "complete, s": statistics.median(own),
-        f"complete / {BASELINE}": statistics.median(one / other for one, other in zip(own, peer, strict=True)),
+        f"complete / {BASELINE}": median_ratio(own, peer),
         "null ratio": null_ratio(peer),
         "after a kill": _after_kill(found.get("outcomes", {}).get(name, {})),
     }
