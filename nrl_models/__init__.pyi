@@ -7,8 +7,8 @@ from .auto import (
     AutoModelForTokenClassification,
 )
 from .common.backend import BackendConfig
-from .common.components.freezing import freeze, freeze_unreachable, trainable_parameters, unreachable_parameters
 from .common.flags import ModelFlag
+from .common.model_components.freezing import freeze, freeze_unreachable, trainable_parameters, unreachable_parameters
 from .common.state_dict.adapter import StateDictAdapter
 from .common.state_dict.merged import export_adapter
 from .consistency.matrix import check_consistency

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nrl_models.common.components.freezing import components_of
 from nrl_models.common.forward.kv_sharing import SharedKeyValues
+from nrl_models.common.model_components.freezing import components_of
 from nrl_models.common.modules import predicts_words
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.mtp import MTPNames

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from nrl_models.common.backend import BackendConfig
-from nrl_models.common.components.freezing import COMPONENTS, SHORT_NAMES
 from nrl_models.common.config.spelling import misspellings_of
+from nrl_models.common.model_components.freezing import COMPONENTS, SHORT_NAMES
 from nrl_models.common.trust.hub_kernels import refuse_hub_kernels
 from nrl_models.errors import EngineError, NRLModelsError, Problem, ProblemKind, RecipeError, did_you_mean, one_line
 from nrl_models.loading.options import KEYWORDS

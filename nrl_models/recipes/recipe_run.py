@@ -15,8 +15,8 @@ from nrl_models.common.backend import BackendConfig
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.local_path import is_local
 from nrl_models.common.checkpoint.resolve_folder import require_repository, resolve_folder
-from nrl_models.common.components.freezing import freeze, trainable_parameters
 from nrl_models.common.logs import get_logger
+from nrl_models.common.model_components.freezing import freeze, trainable_parameters
 from nrl_models.engines import start_engine
 from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss

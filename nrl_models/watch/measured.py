@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.components.routers import routers_of
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.model_components.routers import routers_of
 from nrl_models.common.modules import innermost
 from nrl_models.consistency.capsule.module_comparison import ModuleComparison, Side
 from nrl_models.consistency.capsule.observations import Observations

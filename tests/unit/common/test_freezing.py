@@ -8,8 +8,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from nrl_models import freeze, registry, trainable_parameters
-from nrl_models.common.components import freezing
-from nrl_models.common.components.freezing import COMPONENTS, components_of, freeze_unreachable
+from nrl_models.common.model_components import freezing
+from nrl_models.common.model_components.freezing import COMPONENTS, components_of, freeze_unreachable
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.testing.case import FamilyCase

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
-from nrl_models.common.components.routers import routers_of
+from nrl_models.common.model_components.routers import routers_of
 from nrl_models.consistency.capsule.capsule_file import Contents, Kind, Limits
 from nrl_models.consistency.capsule.consistency_capsule import replay_consistency
 from nrl_models.consistency.capsule.diverging_block import Block

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 import nrl_models
 from nrl_models import registry
-from nrl_models.common.components.freezing import SHORT_NAMES, components_of
+from nrl_models.common.model_components.freezing import SHORT_NAMES, components_of
 from nrl_models.recipes import read_recipe, recipes, train
 from nrl_models.recipes.recipe import PolicyRecipe, Recipe
 from nrl_models.recipes.targets import CLASSIFIER

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from nrl_models import Sampling, export_adapter
 from nrl_models.cli import app
-from nrl_models.common.components.routers import routers_of
+from nrl_models.common.model_components.routers import routers_of
 from nrl_models.consistency.capsule.capsule_file import Contents
 from nrl_models.errors import DriftError
 from nrl_models.testing.tiny import tiny_config

@@ -13,7 +13,7 @@ from training_loop import Loop, with_logprobs
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from nrl_models import Sample, Sampling, export_adapter
-from nrl_models.common.components.routers import routers_of
+from nrl_models.common.model_components.routers import routers_of
 from nrl_models.errors import DriftError
 from nrl_models.testing.tiny import tiny_config
 from nrl_models.watch import Cause, Finding, Level, Watch

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.components.routers import routers_of
 from nrl_models.common.logs import get_logger
+from nrl_models.common.model_components.routers import routers_of
 from nrl_models.errors import UnknownArgumentError, did_you_mean, listed
 
 logger = get_logger(__name__)
