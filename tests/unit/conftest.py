@@ -33,6 +33,16 @@ def _warn_again() -> None:
     logging.info_once.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def _forget_remote_code() -> Iterator[None]:
+    """Forget modules of checkpoints, and where they were, after the test. They would hide those of the next test."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def accepts_installed_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers' adapter methods accept an older PEFT than they require, because pip may install one."""
@@ -128,7 +138,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("outside", "transformers_modules"):
+        if name.partition(".")[0] == "outside":
             del sys.modules[name]
 
 
