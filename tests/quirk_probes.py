@@ -22,13 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, conversion_mapping
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import Concatenate, WeightRenaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from nrl_models.common.config.types import takes_floats_only
 from nrl_models.common.forward.routing import flip_rate, record_routing
+from nrl_models.families.table import TABLE
 from nrl_models.inputs.model_inputs import Inputs
 from nrl_models.onboarding.detect import LOGITS_DIFFER, offsets_stay
 from nrl_models.parity.noise import rounded_otherwise
@@ -297,6 +298,20 @@ def transformers_has_no_configuration(case: FamilyCase) -> bool:
     return case.config.model_type not in CONFIG_MAPPING_NAMES
 
 
+def parts_are_equal(case: FamilyCase) -> bool:
+    """Return True if transformers reverts a concatenation of parts of different sizes into equal ones."""
+    conversions = conversion_mapping._build_checkpoint_conversion_mapping()
+    package = case.reference_class.__module__.split(".")[2]
+    places = [place.split(": ") for place in TABLE[package].part_sizes]
+    return any(
+        type(operation) is Concatenate
+        for key, target in places
+        for conversion in conversions[key]
+        if target in conversion.target_patterns
+        for operation in conversion.operations
+    )
+
+
 def tower_names_are_lost(case: FamilyCase) -> bool:
     """Return True if transformers' conversions do not find a tower under its names in older checkpoints."""
     reference = case.reference()
@@ -455,6 +470,7 @@ OF_INSTALLED: dict[str, Callable[[], bool]] = {
 OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
     "strict-config-types": integers_are_refused,
     "tower-names": tower_names_are_lost,
+    "unequal-parts": parts_are_equal,
     "own-configuration": transformers_has_no_configuration,
     "shared-kv-unused-weights": lambda case: unused_weights_are_dropped(
         case.reference_class.from_pretrained, case.reference()

@@ -15,6 +15,8 @@ from transformers.conversion_mapping import (
 )
 from transformers.core_model_loading import (
     Chunk,
+    Concatenate,
+    ConversionOps,
     WeightConverter,
     WeightRenaming,
     build_glob_alternation,
@@ -24,6 +26,8 @@ from transformers.core_model_loading import (
 
 __all__ = [
     "Chunk",
+    "Concatenate",
+    "ConversionOps",
     "PrefixChange",
     "Renaming",
     "WeightConverter",
@@ -32,6 +36,7 @@ __all__ = [
     "build_glob_alternation",
     "describe_conversion",
     "dot_natural_key",
+    "get_checkpoint_conversion_mapping",
     "get_model_conversion_mapping",
     "has_key_mapping",
     "loaded_conversions",

@@ -17,10 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
+from nrl_models.common.hub_parts import equal_parts
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
+from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
 from nrl_models.common.state_dict.ties import have_same_values
@@ -139,6 +141,7 @@ def fit_checkpoint(
     """
     adapter = StateDictAdapter(model)
     names = CheckpointNames(model, adapter, files.tensors, key_mapping)
+    _accept_equal_parts(model, adapter, names, files)
     mtp_names = MTPNames(model)
     ignored = [key for key in model._keys_to_ignore_on_load_unexpected or () if not mtp_names.is_pattern(key)]
     former_buffers = _former_buffers(model)
@@ -202,6 +205,20 @@ def fit_checkpoint(
     dtypes = _target_dtypes(model, adapter, dtype)
     heads, towers = frozenset(of_head), frozenset(of_towers)
     return Fit(adapter, names, found, dtypes, skipped, unused, of_mtp, heads, towers, mismatched)
+
+
+def _accept_equal_parts(
+    model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, files: CheckpointFiles
+) -> None:
+    """Find tensors of files that transformers has saved in equal parts; see `nrl_models.common.hub_parts`."""
+    conversions = equal_parts(hub_conversions(model) or ())
+    if conversions is None:
+        return
+    saved = convert_layout(model, adapter.transformers, adapter.own, conversions)
+    for key, target in names.found.items():
+        stored = tuple(files.tensors[key].shape)
+        if target is not None and target.name in saved and target.shape != stored == saved[target.name].shape:
+            names.found[key] = saved[target.name]
 
 
 def _accepted_mismatches(

@@ -53,6 +53,18 @@ LOADING = (
         ),
     ),
     Quirk(
+        name="unequal-parts",
+        symptom="transformers concatenates tensors of different sizes when it loads, and saves them as equal parts. "
+        "vLLM does not load the saved files.",
+        where=("load", "engine"),
+        applies=predicates.declares("unequal-parts"),
+        handling="The family declares the sizes. Exports and saved files have the published shapes, also those of "
+        "transformers' own `save_pretrained` in this process. Files with equal parts load.",
+        code=("nrl_models.common.hub_parts:register_part_sizes",),
+        probe="data",
+        asks="transformers saves these tensors as equal parts",
+    ),
+    Quirk(
         name="own-configuration",
         symptom="transformers has no class for this model. Its checkpoints need remote code, which breaks with new "
         "releases.",

@@ -18,6 +18,7 @@ from nrl_models.common.cached import cached
 from nrl_models.common.forward.image_outputs import with_image_outputs
 from nrl_models.common.forward.rewriting import MIXINS, rewritten
 from nrl_models.common.forward.token_types import with_multimodal_types, with_required_types
+from nrl_models.common.hub_parts import register_part_sizes
 from nrl_models.common.projections import combine_groups
 from nrl_models.common.upstream import has_reached
 from nrl_models.families import folders, module_of
@@ -103,6 +104,7 @@ def __getattr__(name: str) -> Any:
             ignored_config_keys=row.ignored,
             tensor_parallel=row.tensor_parallel,
             mtp_form=row.mtp_form,
+            handles_quirks=("unequal-parts",) if register_part_sizes(row.part_sizes) else (),
             published=row.published if name == row.architectures[0] else {},
         )
     globals()[name] = made

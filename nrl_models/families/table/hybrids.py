@@ -97,6 +97,12 @@ ROWS: dict[str, Row] = {
             "OlmoHybridAttention": QKV,
         },
         mixins={"OlmoHybridGatedDeltaNet": "ByDocument"},
+        part_sizes={
+            "olmo_hybrid: linear_attn.conv1d.weight": lambda config: (
+                *[config.linear_num_key_heads * config.linear_key_head_dim] * 2,
+                None,
+            )
+        },
     ),
     "qwen3_next": Row(
         "Qwen3NextForCausalLM Qwen3NextForSequenceClassification Qwen3NextForTokenClassification",

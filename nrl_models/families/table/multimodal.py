@@ -271,6 +271,7 @@ ROWS: dict[str, Row] = {
             "Molmo2MLP": "up_proj gate_proj",
         },
         repairs={"Molmo2ForConditionalGeneration": "token types required"},
+        part_sizes={"Molmo2TextModel: embed_tokens.weight": lambda config: (None, config.additional_vocab_size)},
         since="5.23",
     ),
     "muse_glimmer": Row(

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nrl_models.common.flags import MTPForm
 from nrl_models.families.facts import Family
+
+if TYPE_CHECKING:
+    from nrl_models.common.hub_parts import PartSizes
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Row:
         mtp_form: See `FamilyModel.mtp_form`.
         repairs: By head, the key in `nrl_models.families.table.classes.REPAIRS` of a function that fixes a bug which
             prevents the Hugging Face class from running. The generated tests compare with the repaired class.
+        part_sizes: See `nrl_models.common.hub_parts.register_part_sizes`.
     """
 
     heads: str
@@ -60,6 +64,7 @@ class Row:
     mtp_form: MTPForm | None = None
     limited_since: Mapping[str, str] = field(default_factory=dict)
     repairs: Mapping[str, str] = field(default_factory=dict)
+    part_sizes: Mapping[str, PartSizes] = field(default_factory=dict)
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -197,3 +197,25 @@ def test_symptom_of_frozen_parts() -> None:
 
 def test_cure_of_frozen_parts() -> None:
     assert not probes.frozen_parts_train(FREEZING.model_class.from_pretrained, FREEZING.reference())
+
+
+@since("5.15")
+def test_symptom_of_unequal_parts() -> None:
+    assert probes.parts_are_equal(case_of("OlmoHybridForCausalLM"))
+
+
+@since("5.15")
+def test_cure_of_unequal_parts() -> None:
+    model = case_of("OlmoHybridForCausalLM").model()
+    hub, config = model.state_dict_adapter.hub, model.config
+    widths = {
+        part: heads * size
+        for part, heads, size in (
+            ("q", config.linear_num_key_heads, config.linear_key_head_dim),
+            ("k", config.linear_num_key_heads, config.linear_key_head_dim),
+            ("v", config.linear_num_value_heads, config.linear_value_head_dim),
+        )
+    }
+    assert len(set(widths.values())) > 1
+    for part, width in widths.items():
+        assert hub[f"model.layers.0.linear_attn.{part}_conv1d.weight"].shape[0] == width
