@@ -54,13 +54,11 @@ class _SplitParts(ConversionOps):
         input_dict: dict[str, Any],
         source_patterns: list[str],
         target_patterns: list[str],
-        *,
-        config: PreTrainedConfig,
-        **_: Any,
-    ) -> dict[str, torch.Tensor]:
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         (given,) = input_dict.values()
         tensor: torch.Tensor = given[0] if isinstance(given, list) else given
-        sizes = list(self.sizes(config.get_text_config()))
+        sizes = list(self.sizes(kwargs["config"].get_text_config()))
         rest = tensor.shape[self.dim] - sum(size for size in sizes if size is not None)
         parts = tensor.split([rest if size is None else size for size in sizes], self.dim)
         return dict(zip(target_patterns, parts, strict=True))
