@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack, overload
 
@@ -16,7 +15,7 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.distributed.mesh import agreed
-from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
+from nrl_models.errors import RemoteCodeError, UnknownArchitectureError, did_you_mean
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
@@ -299,11 +298,10 @@ def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
 
 
 def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) -> str:
-    close = get_close_matches(named[0], known, n=3)
-    hint = f"Did you mean {' or '.join(close)}?" if close else "Which of its model_type's architectures is it?"
     return (
-        f"{config.name_or_path or type(config).__name__} names the architecture {', '.join(named)}, which neither "
-        f"transformers {transformers.__version__} nor a registered family has. {hint} Correct `architectures` in its "
+        f"{config.name_or_path or type(config).__name__} names the architecture {', '.join(named)}"
+        f"{did_you_mean(named[0], known, count=3)}, which neither "
+        f"transformers {transformers.__version__} nor a registered family has. Correct `architectures` in its "
         "config.json, or pass architectures=[...]; an architecture of your own needs a family (docs/add-a-family.md)."
     )
 

@@ -49,7 +49,7 @@ def itemised(problems: Sequence[str]) -> list[str]:
 
 def did_you_mean(name: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
     """Return ` (did you mean ...?)` with the `count` most similar names, or an empty string if none is similar."""
-    close = get_close_matches(str(name), list(known), n=count, cutoff=cutoff)
+    close = get_close_matches(name, list(known), n=count, cutoff=cutoff) if isinstance(name, str) else []
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, overload
 
@@ -15,7 +14,7 @@ from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_gguf, is_local
 from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.common.trust.servers import is_secret, require_engine
-from nrl_models.errors import CheckpointError, EngineError, ShardingError, visible
+from nrl_models.errors import CheckpointError, EngineError, ShardingError, did_you_mean, visible
 
 if TYPE_CHECKING:
     import torch
@@ -75,12 +74,6 @@ def local_config_path(text: str) -> Path:
     if not (path := Path(text).expanduser()).exists():
         raise typer.BadParameter(f"no such file or directory: {text}{did_you_mean(path.name, _siblings(path))}")
     return config_path(text)
-
-
-def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """Return a question with the closest name, to be appended to a message; empty if no name is close."""
-    close = get_close_matches(text, names, n=1)
-    return f". Did you mean {close[0]}?" if close else ""
 
 
 def _siblings(path: Path) -> list[str]:

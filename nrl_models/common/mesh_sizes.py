@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from difflib import get_close_matches
 
-from nrl_models.errors import Problem, ProblemKind, ShardingError
+from nrl_models.errors import Problem, ProblemKind, ShardingError, did_you_mean
 
 DIMENSIONS = ("pp", "fsdp", "ep", "tp")
 """Dimensions of a mesh, in the required order.
@@ -30,10 +29,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for item in text.split(","):
         name, _, size = item.strip().partition("=")
         if name not in DIMENSIONS or not size.isdecimal() or int(size) < 1 or name in sizes:
-            close = [] if name in DIMENSIONS else get_close_matches(name, DIMENSIONS, n=1)
-            advice = f"did you mean {close[0]}={size}?" if close else "write it as fsdp=16,tp=8"
+            hint = "" if name in DIMENSIONS else did_you_mean(name, DIMENSIONS)
             expected = f"expected NAME=SIZE, each name of {', '.join(DIMENSIONS)} at most once"
-            problems.append(Problem(ProblemKind.MESH, repr(item), expected, advice=advice))
+            problems.append(Problem(ProblemKind.MESH, repr(item), expected, advice=f"write it as fsdp=16,tp=8{hint}"))
         else:
             sizes[name] = int(size)
     if (ranks := math.prod(sizes.values())) > MOST_RANKS:

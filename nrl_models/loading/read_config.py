@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from nrl_models.errors import (
     RemoteCodeError,
     UnknownArchitectureError,
     UnknownArgumentError,
+    did_you_mean,
     one_line,
     shown,
 )
@@ -155,13 +155,12 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
             "default. Review that code. If you trust it, load the model in Python with "
             "from_pretrained(..., trust_remote_code=True). The nrl-models commands never run it."
         )
-    close = get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3)
-    hint = f" Close names: {', '.join(close)}." if close else ""
+    hint = did_you_mean(model_type, CONFIG_MAPPING, count=3)
     raise UnknownArchitectureError(
-        f"{_config_file(folder)} has model_type {model_type!r}, which neither transformers nor a registered family "
-        f"knows.{hint} Upgrade transformers if a newer release has it (`pip install --upgrade transformers`). For your "
-        "own architecture, register the configuration class and a family: docs/add-a-family.md, "
-        "nrl_models.register_architecture(..., config={model_type: class})."
+        f"{_config_file(folder)} has model_type {model_type!r}{hint}, which neither transformers nor a "
+        "registered family knows. Upgrade transformers if a newer release has it (`pip install --upgrade "
+        "transformers`). For your own architecture, register the configuration class and a family: "
+        "docs/add-a-family.md, nrl_models.register_architecture(..., config={model_type: class})."
     )
 
 

@@ -252,7 +252,7 @@ def test_a_checkpoint_of_the_wrong_kind_is_not_half_loaded(tmp_path: Path) -> No
 def test_an_unknown_model_type(folder: Path) -> None:
     edit_config(folder, model_type="lama")
     with pytest.raises(
-        UnknownArchitectureError, match=r"model_type 'lama', which neither .* Close names: llama"
+        UnknownArchitectureError, match=r"model_type 'lama' \(did you mean llama.*, which neither"
     ) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert str(folder / "config.json") in str(caught.value)
