@@ -1,17 +1,15 @@
-"""Slices of a checkpoint that a rank holds, and memory maps of those that are contiguous in a file."""
+"""Slices of a checkpoint that a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
-from nrl_models.common.projections import Buffer
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.views.view import META, HFTensor, Step, apply_steps, offset_through, strides_of
 from nrl_models.distributed.shards import local_of, over_shard, own_blocks
@@ -81,31 +79,3 @@ def slices_of(
         for held in held_blocks
         for block in through(piece.view.steps, whole.shape, held)
     ]
-
-
-def map_shards(
-    shards: Sequence[Sequence[ShardSlice]], shapes: Sequence[torch.Size], files: CheckpointFiles, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Return a memory-mapped view of consecutive shards; None if they are not contiguous in the files.
-
-    Args:
-        shards: Slices of each shard.
-        shapes: Shape of each shard. They differ only in the first dimension.
-        files: The checkpoint.
-        dtype: Dtype of all shards.
-    """
-    if not files.is_private or any(part.stored.dtype != dtype for slices in shards for part in slices):
-        return None
-    runs: list[StoredTensor] = []
-    for slices, shape in zip(shards, shapes, strict=True):
-        found = [run for part in slices if (run := part.run()) is not None]
-        found.sort(key=lambda run: run[0])
-        filled = 0
-        for offset, stored in found:
-            if offset != filled:
-                return None
-            filled += stored.numel
-        if len(found) < len(slices) or filled != shape.numel():
-            return None
-        runs += [stored for _, stored in found]
-    return files.read_joined(runs, Buffer.shape_of(shapes))

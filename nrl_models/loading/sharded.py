@@ -32,12 +32,12 @@ from nrl_models.distributed.kept_dtypes import separate_group
 from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
-from nrl_models.distributed.shard_slices import ShardSlice, map_shards, slices_of
+from nrl_models.distributed.shard_slices import ShardSlice, slices_of
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import local_of, over_shard, share_of
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
 from nrl_models.loading.skeleton import move_buffers, share_copies
-from nrl_models.loading.weights import keep_unused, require_written, run_readers
+from nrl_models.loading.weights import keep_unused, map_consecutive, require_written, run_readers
 
 
 def load_sharded(
@@ -132,7 +132,9 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
         is_offloaded = sharding.plan.offload and isinstance(own[names[0]], DTensor)
         place = torch.device("cpu") if is_offloaded else device
         parts = [slices[name] for name in names]
-        memory = map_shards(parts, shapes, files, dtype) if place.type == "cpu" else None
+        memory = None
+        if place.type == "cpu":
+            memory = map_consecutive([[part.run() for part in of_name] for of_name in parts], shapes, files, dtype)
         is_mapped = memory is not None
         if memory is None:
             memory = torch.empty(Buffer.shape_of(shapes), dtype=dtype, device=place)

@@ -118,7 +118,13 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
         shapes, dtype = [adapter.own[name].shape for name in names], dtypes[names[0]]
         whole = Buffer.shape_of(shapes)
         sources = {name: [(files.tensors[key], target) for key, target in found.sources[name]] for name in names}
-        memory = _over_pages(whole, list(sources.values()), shapes, files, dtype) if device.type == "cpu" else None
+        memory = None
+        if device.type == "cpu":
+            blocks = [
+                [_block_of_stored(stored, target, shape) for stored, target in sources[name]]
+                for name, shape in zip(names, shapes, strict=True)
+            ]
+            memory = map_consecutive(blocks, shapes, files, dtype)
         if memory is None:
             memory = torch.empty(whole, dtype=dtype, device=device)
             copies += [(name, stored, target) for name in names for stored, target in sources[name]]
@@ -179,9 +185,14 @@ def _fit_together(names: Sequence[str], fit: Fit) -> bool:
     return len({(fit.adapter.own[name].shape[1:], fit.dtypes[name]) for name in names}) == 1
 
 
-def _over_pages(
-    whole: tuple[int, ...],
-    sources: Sequence[list[tuple[StoredTensor, HFTensor]]],
+def _block_of_stored(stored: StoredTensor, target: HFTensor, shape: tuple[int, ...]) -> tuple[int, StoredTensor] | None:
+    """Return a stored tensor, and its offset in a parameter of `shape`; None if it is not one block of it."""
+    place = None if target.view is None else target.view.place_in(shape)
+    return None if place is None or not place.is_block else (place.offset, stored)
+
+
+def map_consecutive(
+    parts: Sequence[Sequence[tuple[int, StoredTensor] | None]],
     shapes: Sequence[tuple[int, ...]],
     files: CheckpointFiles,
     dtype: torch.dtype,
@@ -189,27 +200,29 @@ def _over_pages(
     """Return a memory-mapped view of consecutive parameters; None if they are not contiguous in the files.
 
     Args:
-        whole: Shape of the parameters concatenated along dimension 0.
-        sources: Stored tensors of each parameter.
-        shapes: Shape of each parameter.
+        parts: Per parameter, or shard of one, each stored tensor with its offset; None if it is not contiguous.
+        shapes: Shape of each parameter. They differ only in the first dimension.
         files: The checkpoint.
         dtype: Dtype of all parameters.
     """
-    if not files.is_private or any(stored.dtype != dtype for found in sources for stored, _ in found):
+    if not files.is_private:
         return None
-    stored, target = sources[0][0]
-    if len(sources) == len(sources[0]) == 1 and target.view is not None and not target.view.steps:
-        return files.read(stored) if stored.start % dtype.itemsize == 0 else None
-    runs: list[StoredTensor] = []
-    for found, shape in zip(sources, shapes, strict=True):
-        blocks = []
-        for stored, target in found:
-            place = None if target.view is None else target.view.place_in(shape)
-            if place is None or not place.is_block:
+    stored_tensors: list[StoredTensor] = []
+    for blocks, shape in zip(parts, shapes, strict=True):
+        contiguous = [block for block in blocks if block is not None and block[1].dtype == dtype]
+        filled = 0
+        for offset, stored in sorted(contiguous, key=lambda block: (block[0], block[1].numel)):
+            if offset != filled:
                 return None
-            blocks.append((place.offset, stored))
-        runs += [stored for _, stored in sorted(blocks, key=lambda block: block[0])]
-    return files.read_joined(runs, whole)
+            filled += stored.numel
+            stored_tensors.append(stored)
+        if len(contiguous) < len(blocks) or filled != torch.Size(shape).numel():
+            return None
+    if len(stored_tensors) == 1:
+        stored, shape = stored_tensors[0], shapes[0]
+        if stored.shape == shape and stored == files.tensors.get(stored.key):  # complete, so it may be dequantized
+            return files.read(stored) if stored.start % dtype.itemsize == 0 else None
+    return files.read_joined(stored_tensors, Buffer.shape_of(shapes))
 
 
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
