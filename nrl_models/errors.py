@@ -50,7 +50,12 @@ def itemised(problems: Sequence[str]) -> list[str]:
 def did_you_mean(name: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
     """Return ` (did you mean ...?)` with the `count` most similar names, or an empty string if none is similar."""
     close = get_close_matches(name, list(known), n=count, cutoff=cutoff) if isinstance(name, str) else []
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
+    return suggestion(close)
+
+
+def suggestion(names: Sequence[str]) -> str:
+    """Return ` (did you mean ...?)` with all `names`, or an empty string if there are none."""
+    return f" (did you mean {' or '.join(names)}?)" if names else ""
 
 
 class NRLModelsError(Exception):

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.base import Engine
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.watch import Watch
@@ -24,7 +25,7 @@ class RefitCallback(TrainerCallback):
     """
 
     def __init__(self, watch: Watch, every: int = 1) -> None:
-        if every < 1:
+        if not is_integer(every, 1):
             raise UnknownArgumentError(f"every={every}: expected at least 1")
         self.watch, self.every = watch, every
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
 
+from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.errors import ConsistencyError
 from nrl_models.logprobs.sampling import Sampling
 
@@ -105,16 +106,18 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = [f"length {length}: expected at least 8" for length in self.lengths if length < 8]
-        problems += [f"batch {batch}: expected at least 1" for batch in self.batches if batch < 1]
+        problems = [f"length {length}: expected at least 8" for length in self.lengths if not is_integer(length, 8)]
+        problems += [f"batch {batch}: expected at least 1" for batch in self.batches if not is_integer(batch, 1)]
         for what, values, known in (("data", self.data, DATA), ("mode", self.modes, MODES)):
             problems += [
                 f"{what} {value!r}: expected one of {', '.join(known)}" for value in values if value not in known
             ]
-        problems += [f"repeats {self.repeats}: expected at least 1"] if self.repeats < 1 else []
-        problems += [f"new_tokens {self.new_tokens}: expected at least 1"] if self.new_tokens < 1 else []
-        problems += [f"threshold {self.threshold}: expected more than 1"] if not self.threshold > 1.0 else []
-        problems += [f"noise_factor {self.noise_factor}: expected at least 0"] if not self.noise_factor >= 0.0 else []
+        for name, value in (("repeats", self.repeats), ("new_tokens", self.new_tokens)):
+            problems += [] if is_integer(value, 1) else [f"{name} {value}: expected at least 1"]
+        is_bound = is_number(self.threshold, 1.0, math.inf) and self.threshold > 1.0
+        problems += [] if is_bound else [f"threshold {self.threshold}: expected more than 1"]
+        is_factor = is_number(self.noise_factor, 0.0, math.inf)
+        problems += [] if is_factor else [f"noise_factor {self.noise_factor}: expected at least 0"]
         if not (self.lengths and self.data and self.modes and self.batches):
             problems.append("nothing to check: each of length, data, mode and batch needs a value")
         if self.sampling.greedy:

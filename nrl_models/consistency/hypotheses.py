@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.common.upstream import cache_in, cache_input
+from nrl_models.common.value_checks import is_number
 from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import Cause, CauseKind
 from nrl_models.logprobs.chunked import chunked_statistics
@@ -187,7 +188,7 @@ def alternatives(config: Any) -> Iterator[tuple[str, Any]]:
             continue
         if isinstance(value, dict) and "rope_theta" in value:
             yield from ((key, rope) for rope in _rope_alternatives(value))
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not is_number(value):
             continue
         if "softcap" in key or "clip" in key:
             yield key, None

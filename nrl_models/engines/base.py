@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import wraps
-from numbers import Integral
 from threading import RLock
 from typing import Any, Self
 
@@ -17,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.state_dict.buckets import grouped
+from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     Capabilities,
@@ -131,7 +131,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         require_sampling(self, sampling)
         require_limits(self, sampling, max_new_tokens)
-        if isinstance(seed, bool) or not isinstance(seed, Integral) or not abs(seed) < 2**63:
+        if not is_integer(seed, 1 - 2**63, 2**63 - 1):
             raise EngineError(f"seed={shown(seed)}: expected a whole number of at most 63 bits")
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         more: dict[str, Any] = {}

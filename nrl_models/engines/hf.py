@@ -32,7 +32,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
 )
 from nrl_models.engines.group_calls import with_groups
-from nrl_models.engines.input_checks import require_lengths, require_number, require_sampling
+from nrl_models.engines.input_checks import require_lengths, require_max_length, require_sampling
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.errors import EngineError, NRLModelsError, one_line, shown
 from nrl_models.inputs.images import cast, image_token, takes_images
@@ -99,7 +99,7 @@ class HFEngine(Engine):
             raise EngineError(
                 f"hf-generate has no option {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
             )
-        require_number("max_length", max_length, int)
+        require_max_length(max_length)
         try:
             torch.empty(0, device=device)
         except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:

@@ -25,14 +25,15 @@ from transformers import GenerationConfig
 
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.state_dict.buckets import on_host
+from nrl_models.common.value_checks import is_number
 from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import BUCKET_BYTES, VLLM_TEMPERATURES, Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.http_connection import TIMEOUT, ServerConnection
-from nrl_models.engines.input_checks import require_lengths, require_number
+from nrl_models.engines.input_checks import require_lengths, require_max_length
 from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import Sender
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, shown
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -151,8 +152,9 @@ class HTTPEngine(Engine):
         known = ("model", "api_key", "timeout", "deltas")
         if unknown := options.keys() - set(known):
             raise EngineError(f"a server has no option {', '.join(sorted(unknown))}: expected {', '.join(known)}")
-        require_number("max_length", max_length, int)
-        require_number("timeout", options.get("timeout"), int, float)
+        require_max_length(max_length)
+        if (timeout := options.get("timeout")) is not None and not (is_number(timeout, 0.0) and timeout):
+            raise EngineError(f"timeout={shown(timeout)}: expected a positive number")
         file = folder / "generation_config.json"
         generation = GenerationConfig.from_pretrained(folder).to_diff_dict() if file.is_file() else {}
         defaults = {name: generation[name] for name in INVALID if generation.get(name) is not None}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.engine_types import Capabilities, Tokens
 from nrl_models.errors import EngineError, itemised, shown
 from nrl_models.logprobs.sampling import Sampling
@@ -51,14 +52,14 @@ def require_limits(engine: Limited, sampling: Sampling, max_new_tokens: int) -> 
         )
 
 
-def require_number(name: str, value: Any, *types: type) -> None:
-    """Check that an engine's option is None or a positive number of one of the types.
+def require_max_length(value: Any) -> None:
+    """Check that an engine's length limit is None or a positive whole number.
 
     Raises:
         EngineError: If it is not.
     """
-    if value is not None and (type(value) not in types or not value > 0):
-        raise EngineError(f"{name}={value!r}: expected a positive {'whole ' if float not in types else ''}number")
+    if value is not None and not is_integer(value, 1):
+        raise EngineError(f"max_length={shown(value)}: expected a positive whole number")
 
 
 def require_lengths(engine: Limited, sequences: Sequence[Tokens], more: int = 0) -> None:

@@ -8,10 +8,10 @@ that distribution (vLLM's `logprobs_mode="processed_logprobs"`), so the trainer 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Real
 
 import torch
 
+from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.errors import SamplingError, shown
 
 LOWEST_TEMPERATURE = 1e-6
@@ -38,16 +38,14 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
-            raise SamplingError(f"temperature={shown(self.temperature)}: expected a number of at least 0")
-        if not (self.temperature == 0.0 or LOWEST_TEMPERATURE <= float(self.temperature) < float("inf")):
+        if not (is_number(self.temperature, LOWEST_TEMPERATURE) or is_number(self.temperature, 0.0, 0.0)):
             raise SamplingError(
                 f"temperature={shown(self.temperature)}: expected a number of at least 0. Above 0, the lowest is "
                 f"{LOWEST_TEMPERATURE:g}, because logits divided by less may exceed the range of fp32"
             )
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, Integral) or int(self.top_k) < 0:
+        if not is_integer(self.top_k):
             raise SamplingError(f"top_k={shown(self.top_k)}: expected a whole number: 0 (all tokens) or more")
-        if isinstance(self.top_p, bool) or not isinstance(self.top_p, Real) or not 0.0 < float(self.top_p) <= 1.0:
+        if not (is_number(self.top_p, 0.0, 1.0) and self.top_p):
             raise SamplingError(f"top_p={shown(self.top_p)}: expected a number above 0, at most 1")
 
     @property

@@ -18,6 +18,7 @@ from torch import nn
 from nrl_models.common.forward import document_masks
 from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.switches import is_off
+from nrl_models.common.value_checks import is_number
 from nrl_models.logprobs.microbatches import Layout, Microbatch, layout_of
 
 LEAST = 8
@@ -53,9 +54,7 @@ def _drops(module: nn.Module) -> bool:
         return module.p > 0
     values = vars(module) | getattr(getattr(module, "config", None), "__dict__", {})
     return any(
-        isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        for name, value in values.items()
-        if "drop" in name or "jitter" in name
+        is_number(value, 0.0) and value > 0 for name, value in values.items() if "drop" in name or "jitter" in name
     )
 
 

@@ -14,7 +14,7 @@ from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.forward.packing import checked_positions, token_positions
 from nrl_models.common.modules import innermost
 from nrl_models.common.upstream import computes_positions
-from nrl_models.errors import UnknownArgumentError, shown
+from nrl_models.errors import UnknownArgumentError, shown, suggestion
 
 Grids = TypeVar("Grids", bound=Any)
 
@@ -119,7 +119,7 @@ def require_spelling(forward: Callable[..., Any], inputs: Mapping[str, Any], kno
     for name in inputs:
         close = misspellings_of(name, known) if name not in parameters else []
         if close:
-            raise UnknownArgumentError(f"unknown argument {name} (did you mean {' or '.join(close)}?)")
+            raise UnknownArgumentError(f"unknown argument {name}{suggestion(close)}")
 
 
 def positions_of_boundaries(

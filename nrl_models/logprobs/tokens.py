@@ -13,6 +13,7 @@ from torch import nn
 
 from nrl_models.common.forward.documents import columns_before, prompts_are_shared, starts_of
 from nrl_models.common.modules import innermost
+from nrl_models.common.value_checks import is_integer
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import OutputHead, forward_inputs, full_logits, hidden_states_and_head, require_head
@@ -228,7 +229,7 @@ def chunk_tokens(chunk_size: int | str | None) -> int | None:
     """
     if chunk_size is None or chunk_size == "auto":
         return None
-    if isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0:
+    if isinstance(chunk_size, int) and is_integer(chunk_size, 1):
         return chunk_size
     raise UnknownOptionError(f"chunk_size={chunk_size!r}: expected a number of tokens above 0, 'auto' or None")
 

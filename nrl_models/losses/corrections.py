@@ -18,8 +18,9 @@ from enum import StrEnum
 
 import torch
 
+from nrl_models.common.value_checks import is_number
 from nrl_models.errors import NonFiniteError, UnknownArgumentError
-from nrl_models.losses.loss_checks import is_number, require_one_shape
+from nrl_models.losses.loss_checks import require_one_shape
 
 
 class CorrectionType(StrEnum):

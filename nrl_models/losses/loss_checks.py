@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
-
-
-def is_number(value: Any, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> bool:
-    """Return True for a number in the bounds, both included. Booleans and NaN are not numbers."""
-    number: Any = value  # mypy has no comparisons of `Real`
-    return isinstance(value, Real) and not isinstance(value, bool) and least <= number <= most
-
-
-def is_count(value: Any, least: int = 0) -> bool:
-    """Return True for a whole number of at least `least`. Booleans are not numbers."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def require_tensors(**values: Any) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.deprecation import with_new_keywords
 from nrl_models.errors import UnknownArgumentError, did_you_mean, parse_option
 from nrl_models.losses.corrections import Correction
-from nrl_models.losses.loss_checks import is_count, is_number
 from nrl_models.losses.policy import Normalize
 
 
@@ -98,7 +98,7 @@ class PolicyLoss:
         wrong += [
             f"{name}={getattr(self, name)!r}: expected a whole number of at least 0"
             for name in ("dynamic_sampling", "overlong_buffer")
-            if not is_count(getattr(self, name))
+            if not is_integer(getattr(self, name))
         ]
         if not is_number(self.eps_low, 0.0, 1.0):
             wrong.append(f"eps_low={self.eps_low!r}: expected a number from 0 to 1, since ratios are positive")

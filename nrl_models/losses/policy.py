@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.errors import UnknownArgumentError, parse_option, shown
-from nrl_models.losses.loss_checks import is_count, is_number, require_one_shape, require_tensors, require_values
+from nrl_models.losses.loss_checks import require_one_shape, require_tensors, require_values
 
 ROOM = 4.0
 """How far below the logarithm of a dtype's largest number an exponential times its factor stays: room for corrections
@@ -72,7 +73,7 @@ def token_weights(
     normalize = parse_option(Normalize, normalize, "normalize")
     if (longest is None) == (normalize is Normalize.LONGEST):
         raise ValueError(f"longest={longest}: expected with normalize='longest', and only there")
-    if longest is not None and not is_count(longest, 1):
+    if longest is not None and not is_integer(longest, 1):
         raise UnknownArgumentError(f"longest={shown(longest)}: expected a whole number of at least 1")
     require_one_shape("sequences, length", mask=mask)
     counted = mask.bool().float()

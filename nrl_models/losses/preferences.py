@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from nrl_models.common.value_checks import is_number
 from nrl_models.errors import UnknownArgumentError, shown
-from nrl_models.losses.loss_checks import is_number, require_one_shape
+from nrl_models.losses.loss_checks import require_one_shape
 
 
 def sequence_logprobs(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
-from nrl_models.losses.loss_checks import is_count, is_number, require_one_shape, require_tensors
+from nrl_models.losses.loss_checks import require_one_shape, require_tensors
 
 SMALLEST_SPREAD = 1e-4
 """Added to a group's standard deviation, as in TRL, so that advantages are finite if rewards hardly differ."""
@@ -93,7 +94,7 @@ def overlong_penalty(lengths: torch.Tensor, longest: int, buffer: int, penalty: 
     """
     require_tensors(lengths=lengths)
     for name, value in (("longest", longest), ("buffer", buffer)):
-        if not is_count(value):
+        if not is_integer(value):
             raise UnknownArgumentError(f"{name}={shown(value)}: expected a number of tokens")
     if not is_number(penalty, 0.0):
         raise UnknownArgumentError(f"penalty={shown(penalty)}: expected a finite number of at least 0")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nrl_models.common.config.spelling import misspellings_of
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError, suggestion
 
 STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "median": statistics.median,
@@ -60,8 +60,7 @@ class Gate:
         if statistic not in STATISTICS:
             wrong.append(f"unknown statistic {statistic}: expected one of {', '.join(STATISTICS)}")
         if metric not in metrics:
-            close = misspellings_of(metric, metrics)
-            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            hint = suggestion(misspellings_of(metric, metrics))
             wrong.append(f"unknown metric {metric}{hint}: this run measures {', '.join(metrics)}")
         try:
             bound = float(number)

@@ -16,7 +16,16 @@ from nrl_models.common.backend import BackendConfig
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.model_components.freezing import COMPONENTS, SHORT_NAMES
 from nrl_models.common.trust.hub_kernels import refuse_hub_kernels
-from nrl_models.errors import EngineError, NRLModelsError, Problem, ProblemKind, RecipeError, did_you_mean, one_line
+from nrl_models.errors import (
+    EngineError,
+    NRLModelsError,
+    Problem,
+    ProblemKind,
+    RecipeError,
+    did_you_mean,
+    one_line,
+    suggestion,
+)
 from nrl_models.loading.options import KEYWORDS
 from nrl_models.losses.named import LOSSES, PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.gates import Gate
@@ -273,8 +282,7 @@ class _Reader:
         for name in arguments:
             close = [PATH_KEY] if name in PATH_SPELLINGS else misspellings_of(name, known)
             if name not in known and close:
-                detail = f"nothing reads it (did you mean {' or '.join(close)}?)"
-                self.wrong(ProblemKind.UNKNOWN, f"model.{name}", detail)
+                self.wrong(ProblemKind.UNKNOWN, f"model.{name}", f"nothing reads it{suggestion(close)}")
             elif name in KEYWORDS and name not in SAFE_LOADING and not self.allowed(f"model.{name}"):
                 self.refused(f"model.{name}", "it can run code, name a secret or write files")
         own = {name: value for name, value in arguments.items() if not self.allowed(f"model.{name}")}

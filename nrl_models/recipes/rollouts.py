@@ -20,6 +20,7 @@ import torch
 
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.logs import get_logger
+from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
 from nrl_models.errors import NonFiniteError, UnknownArgumentError, parse_option, shown
@@ -35,7 +36,6 @@ from nrl_models.losses import (
     teaching_groups,
     token_weights,
 )
-from nrl_models.losses.loss_checks import is_count
 from nrl_models.losses.named import PolicyLoss
 from nrl_models.recipes.policy_batch import Batch, Question, Rollouts, finite_groups
 from nrl_models.recipes.recipe import NonFinite
@@ -96,7 +96,7 @@ class PolicyLoop:
     def __post_init__(self) -> None:
         """Check the numbers, and make an enum of a name."""
         for name in ("group", "new_tokens", "updates"):
-            if not is_count(getattr(self, name), 1):
+            if not is_integer(getattr(self, name), 1):
                 raise UnknownArgumentError(f"{name}={shown(getattr(self, name))}: expected a whole number above 0")
         object.__setattr__(self, "on_non_finite", parse_option(NonFinite, self.on_non_finite, "on_non_finite"))
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from nrl_models.common.config.spelling import misspellings_of
+from nrl_models.errors import suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,7 @@ def problems_of_arguments(function: Callable[..., Any], arguments: Mapping[str, 
         if name in slot.given:
             yield f"{name}: is filled by the run itself"
         elif name not in known and not open_ended:
-            close = misspellings_of(name, known)
-            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            hint = suggestion(misspellings_of(name, known))
             yield f"{name}: nothing reads it{hint}; expected some of {', '.join(known)}"
     for name in known:
         if parameters[name].default is inspect.Parameter.empty and name not in arguments:

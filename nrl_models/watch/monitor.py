@@ -13,11 +13,12 @@ from torch import nn
 
 from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.merged import export_adapter
+from nrl_models.common.value_checks import is_integer
 from nrl_models.consistency.capsule.capsule_file import Limits
 from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import NamedTensor, RefitReport, Sample
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.logprobs.microbatches import ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.allowance import Allowance
@@ -101,8 +102,8 @@ class Watch:
         capsule: str | Path | None = None,
         capsule_limits: Limits | None = None,
     ) -> None:
-        if probe_every < 0:
-            raise UnknownArgumentError(f"probe_every={probe_every}: expected at least 0")
+        if not is_integer(probe_every):
+            raise UnknownArgumentError(f"probe_every={shown(probe_every)}: expected at least 0")
         if probes and (lengths := {len(row) for row in probes}) and (len(lengths) > 1 or min(lengths) < 2):
             raise UnknownArgumentError(f"probes have {sorted(lengths)} tokens: expected one length of at least 2")
         self.model, self.engine = model, engine

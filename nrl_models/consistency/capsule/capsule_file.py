@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from nrl_models import __version__
 from nrl_models.common.checkpoint.json_reading import parse_object
 from nrl_models.common.checkpoint.writing import write_whole
+from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.consistency.capsule.redaction import redacted
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import CapsuleError, CheckpointError, NRLModelsError, one_line
@@ -52,8 +53,9 @@ class Limits:
     tokens: int = 1024
 
     def __post_init__(self) -> None:
-        problems = [f"megabytes={self.megabytes}: expected more than 0"] if not self.megabytes > 0 else []
-        problems += [f"tokens={self.tokens}: expected at least 1"] if self.tokens < 1 else []
+        is_size = is_number(self.megabytes, 0.0, math.inf) and self.megabytes > 0
+        problems = [] if is_size else [f"megabytes={self.megabytes}: expected more than 0"]
+        problems += [] if is_integer(self.tokens, 1) else [f"tokens={self.tokens}: expected at least 1"]
         if problems:
             raise CapsuleError("cannot write such a capsule:", *problems)
 

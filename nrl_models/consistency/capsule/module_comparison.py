@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -132,9 +131,9 @@ class ModuleComparison:
         return {
             "side": self.side,
             "dtype": dtype_name(self.dtype),
-            "pairs": [_numbers(asdict(pair)) for pair in self.pairs],
+            "pairs": [asdict(pair) for pair in self.pairs],
             "rounds": [
-                {"differences": [_numbers(asdict(each)) for each in found.differences], "agrees": found.agrees}
+                {"differences": [asdict(each) for each in found.differences], "agrees": found.agrees}
                 for found in self.rounds
             ],
             "weights": list(self.weights),
@@ -160,14 +159,6 @@ class ModuleComparison:
             expected=expected,
             actual=actual,
         )
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return JSON values: floats that JSON lacks become strings."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
 
 
 def _parsed(values: Mapping[str, Any], *names: str) -> dict[str, Any]:

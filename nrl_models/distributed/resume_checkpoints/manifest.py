@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,6 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.value_checks import is_number
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 NAME = "manifest.json"
@@ -284,4 +284,4 @@ def _wrong_in(optimizer: OptimizerFacts) -> Iterator[tuple[str, str]]:
 
 def _is_plain(value: Any) -> bool:
     """Return True for text, bools, None, and numbers that a float can represent."""
-    return isinstance(value, (str, NoneType)) or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
+    return isinstance(value, (str, bool, NoneType)) or is_number(value)

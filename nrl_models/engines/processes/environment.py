@@ -19,7 +19,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens
-from nrl_models.engines.input_checks import require_lengths, require_number
+from nrl_models.engines.input_checks import require_lengths, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm.vllm_start import KV_CACHE_BYTES
 from nrl_models.errors import EngineError, EngineUnavailableError
@@ -82,7 +82,7 @@ class EnvironmentEngine(Engine):
         Raises:
             EngineError: If the environment does not exist, or vLLM does not start in it.
         """
-        require_number("max_length", max_length, int)
+        require_max_length(max_length)
         keywords: dict[str, Any] = {
             "model": str(path),
             "load_format": load_format,

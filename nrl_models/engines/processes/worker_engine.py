@@ -21,7 +21,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import BUCKET_BYTES, Capabilities, NamedTensor, Sample, Tokens
-from nrl_models.engines.input_checks import require_lengths, require_number
+from nrl_models.engines.input_checks import require_lengths, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.inputs.tokenizers import end_tokens
@@ -85,7 +85,7 @@ class WorkerEngine(Engine):
         wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
         if wrong:
             raise EngineError(f"{cls.name} has no option {', '.join(wrong)}: expected load_format=auto|dummy, seed")
-        require_number("max_length", max_length, int)
+        require_max_length(max_length)
         cls.require_installed()
         folder = resolve_folder(path)
         config = read_config(folder)

@@ -18,7 +18,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
-from nrl_models.engines.input_checks import require_number
+from nrl_models.engines.input_checks import require_max_length
 from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.loading.read_config import read_config
 
@@ -84,7 +84,7 @@ def start_vllm(
 ) -> Any:
     """Return a new `vllm.LLM` for a checkpoint. See `VLLMEngine.start` for arguments and errors."""
     _refuse_v0()
-    require_number("max_length", max_length, int)
+    require_max_length(max_length)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
     # By default, vLLM binds its threads, and with them the trainer's, to cores. If other processes use these
     # cores, every step waits for them: steps took twenty times as long.
