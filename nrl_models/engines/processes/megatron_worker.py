@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from nrl_models.auto import auto_class_for
-from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.loading.read_config import read_config
@@ -39,7 +37,6 @@ class Model(WorkerModel):
             self.source = auto_class.from_config(read_config(Path(path)), dtype=wanted)
         self.device = device()
         self.model = megatron_of(self.source.eval())
-        self.arrived: dict[str, torch.Tensor] = {}
 
     def describe(self) -> dict[str, Any]:
         """See `WorkerModel.describe`."""
@@ -66,17 +63,6 @@ class Model(WorkerModel):
             return logits(self.model, torch.tensor(given, device=self.device))[:, -1].float().cpu()
 
         return step
-
-    def begin(self) -> dict[str, Any]:
-        """See `WorkerModel.begin`."""
-        self.arrived = {}
-        return {}
-
-    def receive(self, file: str, digests: bool) -> dict[str, Any]:
-        """See `WorkerModel.receive`."""
-        new = {name: tensor.clone() for name, tensor in load_file(file).items()}  # before the file is deleted
-        self.arrived |= new
-        return {"digests": {name: tensor_digest(tensor) for name, tensor in new.items()} if digests else {}}
 
     def apply(self) -> dict[str, Any]:
         """See `WorkerModel.apply`."""

@@ -18,11 +18,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nrl_models.common.dtypes import same_kind, wrong_kind
 from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
+from nrl_models.engines.transfer.transports import Message, tensors_of
 from nrl_models.errors import EngineError, listed
 from nrl_models.loading.read_config import read_config
-
-_SAME_BITS = {mx.bfloat16: (mx.uint16, torch.bfloat16)}
-"""For dtypes that NumPy lacks: an MLX dtype of the same size, and torch's dtype."""
 
 
 class Model(WorkerModel):
@@ -57,7 +55,6 @@ class Model(WorkerModel):
                 )
             )
         mx.eval(self.model.parameters())
-        self.arrived: dict[str, mx.array] = {}
 
     def _randomize(self) -> None:
         """Replace the weights from the files, which are not read yet, with random ones."""
@@ -98,15 +95,9 @@ class Model(WorkerModel):
 
     # New weights
 
-    def begin(self) -> dict[str, Any]:
-        """Start a transfer of new weights."""
-        self.arrived = {}
-        return {}
-
-    def receive(self, file: str, digests: bool) -> dict[str, Any]:
-        """Read some of them, and keep them."""
-        new: Any = mx.load(file)
-        mx.eval(new)  # before the file is deleted
+    def receive(self, message: Message, digests: bool) -> dict[str, Any]:
+        """See `WorkerModel.receive`. Digests are those of MLX's arrays."""
+        new = {name: as_array(tensor) for name, tensor in tensors_of(message)}
         self.arrived |= new
         return {"digests": {name: tensor_digest(as_stored(value)) for name, value in new.items()} if digests else {}}
 
@@ -231,10 +222,18 @@ def as_torch(value: mx.array) -> torch.Tensor:
 
 def as_stored(value: mx.array) -> torch.Tensor:
     """The same bits in torch."""
-    if value.dtype in _SAME_BITS:
-        same, dtype = _SAME_BITS[value.dtype]
-        return torch.from_numpy(np.array(value.view(same))).view(dtype)
+    if value.dtype == mx.bfloat16:  # which NumPy lacks
+        return torch.from_numpy(np.array(value.view(mx.uint16))).view(torch.bfloat16)
     return torch.from_numpy(np.array(value))
+
+
+def as_array(tensor: torch.Tensor) -> mx.array:
+    """Copy a tensor to MLX, with the same bits. FP8 becomes uint8, as in `mx.load`, because MLX has no FP8."""
+    if tensor.dtype.is_floating_point and tensor.itemsize == 1:
+        tensor = tensor.view(torch.uint8)
+    if tensor.dtype == torch.bfloat16:
+        return mx.array(tensor.view(torch.uint16).numpy()).view(mx.bfloat16)
+    return mx.array(tensor.numpy(), mx.float64 if tensor.dtype == torch.float64 else None)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors.torch import save_file
 
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import model_limit
@@ -23,6 +21,7 @@ from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import BUCKET_BYTES, Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.input_checks import require_lengths, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
+from nrl_models.engines.transfer.transports import LOCAL, message_of
 from nrl_models.errors import EngineError, EngineUnavailableError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
@@ -153,14 +152,12 @@ class WorkerEngine(Engine):
         ]
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """Send tensors through files. The worker keeps them until all have arrived, then applies all or none."""
+        """Send tensors. The worker keeps them until all have arrived, then applies all or none."""
         self.worker.ask({"call": "begin"})
         found: dict[str, str] = {}
-        with tempfile.TemporaryDirectory(prefix=f"nrl-{self.name}-") as folder:
-            file = Path(folder) / "bucket.safetensors"
-            for bucket in sent:
-                save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in bucket}, file)
-                found |= self.worker.ask({"call": "receive", "file": str(file), "digests": digests})["digests"]
+        for bucket in sent:
+            with message_of(bucket, LOCAL) as message:
+                found |= self.worker.ask({"call": "receive", "message": message, "digests": digests})["digests"]
         self._changed = True  # if the call is interrupted, the worker may still apply them
         try:
             unwritten = self.worker.ask({"call": "apply"})["unwritten"]

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.engines.digests import digested
+from nrl_models.engines.transfer.transports import Message, tensors_of
 from nrl_models.logprobs.sampling import Sampling, processed
 
 Step = Callable[[list[list[int]]], torch.Tensor]
@@ -42,13 +44,17 @@ class WorkerModel(ABC):
     def decoding(self) -> Step:
         """Return a new decoding step, which keeps the earlier tokens as state."""
 
-    @abstractmethod
     def begin(self) -> dict[str, Any]:
         """Start a transfer of new weights."""
+        self.arrived: dict[str, Any] = {}
+        return {}
 
-    @abstractmethod
-    def receive(self, file: str, digests: bool) -> dict[str, Any]:
-        """Read some new weights from a safetensors file and keep them. Returns `digests` by name, if requested."""
+    def receive(self, message: Message, digests: bool) -> dict[str, Any]:
+        """Keep the new weights of a message in `arrived`. Returns `digests` by name, if requested."""
+        found: dict[str, str] = {}
+        tensors = tensors_of(message)
+        self.arrived |= dict(digested(tensors, found) if digests else tensors)
+        return {"digests": found}
 
     @abstractmethod
     def apply(self) -> dict[str, Any]:

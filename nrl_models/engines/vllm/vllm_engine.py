@@ -29,7 +29,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
 )
 from nrl_models.engines.input_checks import require_lengths
-from nrl_models.engines.vllm.vllm_buckets import message_of
+from nrl_models.engines.transfer.transports import LOCAL, Transport, message_of
 from nrl_models.engines.vllm.vllm_faults import discard_requests, end_waiting_on_death
 from nrl_models.engines.vllm.vllm_images import ImageCalls, takes_raw_images, with_images
 from nrl_models.engines.vllm.vllm_lora import load_adapter
@@ -244,10 +244,13 @@ class VLLMEngine(Engine):
                 "this vLLM was started with enable_lora=True, which renames its weights, and only supports adapters "
                 "(use_adapter): start it without to refit it"
             )
+        transport = Transport.IN_PROCESS if self._in_process else LOCAL
+        if not self._in_process and self.config.parallel_config.distributed_executor_backend == "ray":
+            transport = Transport.BYTES  # workers may run on other machines
         try:
             self._call("nrl_refit_start")
             for bucket in sent:
-                with message_of(bucket, self.config, in_process=self._in_process) as message:
+                with message_of(bucket, transport) as message:
                     self._call("nrl_refit_load", message, digests)
             found = self._call("nrl_refit_finish")
         except BaseException:  # including errors of the iterator

@@ -14,7 +14,7 @@ from nrl_models.common.recording import record_calls
 from nrl_models.engines.digests import HeldWeights, digested
 from nrl_models.engines.engine_types import ModuleCall
 from nrl_models.engines.transfer.reload import WeightReload
-from nrl_models.engines.vllm.vllm_buckets import Message, tensors_of
+from nrl_models.engines.transfer.transports import Message, tensors_of
 from nrl_models.engines.vllm.vllm_images import ImageWorker
 from nrl_models.engines.vllm.vllm_lora import adapter_modules
 from nrl_models.logprobs.sampling import Sampling, processed

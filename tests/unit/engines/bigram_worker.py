@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
 
@@ -34,7 +33,7 @@ class Model(WorkerModel):
     """The table of a seed."""
 
     def __init__(self, path: str, dtype: str | None, weights: bool, seed: int) -> None:
-        self.weights, self.arrived = table(seed), {}
+        self.weights = table(seed)
 
     def describe(self) -> dict[str, Any]:
         return {"dtype": "float32", "vocabulary": VOCABULARY}
@@ -46,14 +45,6 @@ class Model(WorkerModel):
 
     def decoding(self) -> Step:
         return lambda new: torch.stack([self.logits(row)[-1] for row in new])
-
-    def begin(self) -> dict[str, Any]:
-        self.arrived = {}
-        return {}
-
-    def receive(self, file: str, digests: bool) -> dict[str, Any]:
-        self.arrived |= load_file(file)
-        return {"digests": {}}
 
     def apply(self) -> dict[str, Any]:
         if self.arrived["head"][0, 0] == SLOW_TOKEN:
