@@ -8,14 +8,15 @@ entropy and a reference need complete rows of logits, and process some tokens pe
 
 Logits are not kept, so the backward computes them again. There are two exceptions:
 
-- If the output embedding is frozen, the forward also computes the gradient of the hidden states.
+- If the output embedding is frozen and only log-probabilities are requested, the forward also computes their gradients
+  by the hidden states. The backward multiplies them by the incoming gradient.
 - If the loss is known in the forward (`ahead`), the forward computes all its gradients. The backward uses them if the
   incoming gradient is a multiple of that loss's gradient. Otherwise it computes the logits again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from nrl_models.logprobs.whole_rows import (
     Derivatives,
     HeadGradients,
     LossAhead,
-    gradients_of_each,
     logit_gradient,
     reduce_rows,
 )
@@ -188,7 +188,9 @@ class _Chunked(torch.autograd.Function):
         needs: tuple[bool, bool, bool] = ctx.needs_input_grad[:3]
         if not any(needs):
             passes = derivatives_of = None
-        frozen = needs == (True, False, False) and passes is None
+        frozen = needs == (True, False, False) and passes is None and not (entropy or reference)
+        if frozen:
+            derivatives_of = _of_each
         passes = passes or list(slices(count, chunk_size))
         elements = vocabulary * max((rows.stop - rows.start for rows in passes), default=1)
         logits_of = Logits(head, weight, bias, sampling.temperature, elements)
@@ -197,13 +199,9 @@ class _Chunked(torch.autograd.Function):
         fused = plain and logits_of.fuses
         chosen = hidden.new_zeros(count, dtype=wide)
         sums = RowSums(*hidden.new_zeros((5, count), dtype=wide))
-        pulls: Any = None
-        if frozen:
-            pulls = hidden.new_zeros((1 + entropy + (reference is not None), *hidden.shape), dtype=wide)
-            work: Any = None if fused else hidden.new_empty(elements, dtype=wide)
         taken = None if derivatives_of is None else HeadGradients(hidden, weight, bias, needs, elements)
         derivatives = hidden.new_zeros((3, count), dtype=wide)
-        if plain and not (frozen or taken):
+        if plain and taken is None:
             reduce_by_tiles(logits_of, hidden, tokens, chosen, sums.log_sum, elements)
             passes = []
 
@@ -216,18 +214,8 @@ class _Chunked(torch.autograd.Function):
             else:
                 found = reduce_rows(
                     rows, logits_of, reference_of, hidden, tokens, sampling, entropy, reference, chosen, sums,
-                    with_slope=frozen or taken is not None,
+                    with_slope=taken is not None,
                 )  # fmt: skip
-            if frozen:
-                each: Iterable[torch.Tensor]
-                if fused:
-                    ones = torch.ones_like(chosen[rows])
-                    each = [logits_of.logprob_gradient(logits, sums.log_sum[rows], ones, tokens[rows])]
-                else:
-                    of_entropy = sums.entropies[rows] if entropy else None
-                    each = gradients_of_each(found, tokens[rows], of_entropy, sums.kl[rows], work)
-                for pull, gradient in zip(pulls[:, rows], each, strict=True):
-                    pull.copy_(gradient.to(weight.dtype) @ weight)
             if taken is not None and derivatives_of is not None:
                 by = derivatives_of(TokenStatistics(chosen, sums.entropies, sums.kl))
                 by_logprobs, by_entropy, by_kl = (None if given is None else given[rows] for given in by)
@@ -245,21 +233,19 @@ class _Chunked(torch.autograd.Function):
 
         ctx.of_forward = {"head": head, "sampling": sampling, "entropy": entropy, "reference": reference}
         ctx.elements = chunk_size * vocabulary
-        ctx.taken = None if taken is None else (derivatives, taken.rounded())
-        ctx.save_for_backward(hidden, weight, bias, tokens, chosen, pulls, *sums)
+        ctx.of_each = taken.hidden if taken is not None and frozen else None
+        ctx.taken = None if taken is None or frozen else (derivatives, taken.rounded())
+        ctx.save_for_backward(hidden, weight, bias, tokens, chosen, *sums)
         return chosen, sums.entropies, sums.kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor, of_kl: torch.Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, tokens, chosen, pulls, *sums = ctx.saved_tensors
+        hidden, weight, bias, tokens, chosen, *sums = ctx.saved_tensors
         upstream = (_of_possible(of_logprobs, chosen), of_entropy, of_kl)
         nothing = (None,) * 8
-        if pulls is not None:
-            wanted = [True, ctx.of_forward["entropy"], ctx.of_forward["reference"] is not None]
-            arrived = [given for given, there in zip(upstream, wanted, strict=True) if there]
-            total: Any = sum(given[:, None] * pull for given, pull in zip(arrived, pulls, strict=True))
-            return total.to(hidden.dtype), None, None, *nothing
+        if ctx.of_each is not None:
+            return (upstream[0][:, None] * ctx.of_each).to(hidden.dtype), None, None, *nothing
         if ctx.taken is not None:
             derivatives, gradients = ctx.taken
             ctx.taken = None  # a second backward computes its own gradient
@@ -278,6 +264,11 @@ class _Chunked(torch.autograd.Function):
 def _of_possible(by_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """Return derivatives by log-probabilities; zero for tokens that cannot be sampled, whatever the weights are."""
     return by_logprobs.masked_fill(logprobs == float("-inf"), 0.0)
+
+
+def _of_each(found: TokenStatistics) -> Derivatives:
+    """Return the derivatives of each token's own log-probability."""
+    return torch.ones_like(found.logprobs), None, None
 
 
 def _proportion(upstream: torch.Tensor, derivatives: torch.Tensor) -> float | None:

@@ -10,10 +10,10 @@ log-probabilities does not depend on later chunks. So all tokens of a term of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -139,30 +139,6 @@ def logit_gradient(
         gradient.mul_(factor.div_(found.total[:, None]))
     gradient.scatter_add_(1, tokens[:, None], by_logprobs[:, None])
     return multiply_(gradient, found.slope)
-
-
-def gradients_of_each(
-    found: Reduced, tokens: torch.Tensor, entropies: torch.Tensor | None, kl: torch.Tensor, work: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """Yield the derivatives of log-probability, entropy and divergence by the output embedding's result, in turn.
-
-    Args:
-        found: The rows. Their buffers are overwritten.
-        tokens, entropies, kl: Values of these rows, `(tokens,)`. No entropies if they are not requested.
-        work: Memory for the derivatives, with at least as many elements as the rows.
-    """
-    probabilities = found.exponentials.div_(found.total[:, None])
-    logs: Any = None if found.shifted is None else found.shifted.sub_(found.log_total[:, None])
-    gradient = work[: probabilities.numel()].view_as(probabilities)
-    torch.neg(probabilities, out=gradient)
-    gradient.scatter_add_(1, tokens[:, None], torch.ones_like(gradient[:, :1]))
-    yield multiply_(gradient, found.slope)
-    if entropies is not None:
-        torch.add(logs, entropies[:, None], out=gradient).mul_(probabilities).neg_()
-        yield multiply_(gradient, found.slope)
-    if found.theirs is not None:
-        torch.sub(logs, found.theirs, out=gradient).sub_(kl[:, None]).mul_(probabilities)
-        yield multiply_(gradient, found.slope)
 
 
 class HeadGradients:

@@ -149,6 +149,24 @@ def test_equal_to_full_logits(sampling: Sampling, end: str, bias: bool, frozen: 
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_frozen_head_does_not_compute_logits_twice(
+    sampling: Sampling, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "gradients_by_tiles", lambda *_, **__: pytest.fail("the logits are computed twice"))
+    head, weights = OutputHead(linear(0, frozen=True), *ENDS[end]), torch.randn(TOKENS, dtype=torch.float64)
+    hidden = hidden_states().requires_grad_()
+    found = chunked_statistics(hidden, head, tokens(), sampling, chunk_size=8)
+    full = statistics_of(head(hidden), tokens(), sampling)
+    is_possible = full.logprobs.isfinite()
+    assert torch.equal(found.logprobs.isfinite(), is_possible)
+    (expected,) = torch.autograd.grad((full.logprobs * weights)[is_possible].sum(), hidden)
+    for _ in range(2):
+        (actual,) = torch.autograd.grad((found.logprobs * weights)[is_possible].sum(), hidden, retain_graph=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_only_what_is_asked_for_is_computed(frozen: bool) -> None:
     head, hidden = OutputHead(linear(0, frozen=frozen)), hidden_states().requires_grad_()
