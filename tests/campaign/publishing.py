@@ -409,6 +409,25 @@ class Overlap:
             raise self.error
 
 
+def any_schedule(choose: random.Random, often: Sequence[float]) -> Callable[[int], int]:
+    """Return a random schedule for `overlapped`, for any number of calls of the reader.
+
+    Args:
+        choose: Source of randomness.
+        often: Shares of the reader's calls before which the writer continues. One of them is chosen.
+    """
+    share, most = choose.choice(often), choose.choice([1, 3, 20])
+    start = choose.randrange(60) if choose.random() < 0.5 else 0
+    draws = random.Random(choose.random())
+
+    def calls_before(step: int) -> int:
+        if step == 0:
+            return start
+        return draws.randint(1, most) if draws.random() < share else 0
+
+    return calls_before
+
+
 def overlapped(
     root: Path,
     generations: Sequence[Generation],

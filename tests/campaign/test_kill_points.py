@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.campaign.publishing import Generation, after_kills, kill_at_every_call, make_generations, overlapped
+from tests.campaign.publishing import (
+    Generation,
+    after_kills,
+    any_schedule,
+    kill_at_every_call,
+    make_generations,
+    overlapped,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # about fork, since Python 3.12
@@ -83,8 +90,6 @@ def test_any_stretch_of_a_save_at_any_call_of_a_reader(saved: list[Generation], 
 def test_readers_and_a_writer_in_any_order(saved: list[Generation], part: int, schedules: int, tmp_path: Path) -> None:
     for seed in range(part, schedules, 4):
         choose = random.Random(seed)
-        often, most = choose.choice([0.02, 0.05, 0.2, 0.6]), choose.choice([1, 3, 20])
-        start = choose.randrange(60) if choose.random() < 0.5 else 0
-        calls_before = [start, *(choose.randint(1, most) if choose.random() < often else 0 for _ in range(1000))]
+        schedule = any_schedule(choose, often=[0.02, 0.05, 0.2, 0.6])
         old, new = choose.sample(range(4), 2)
-        overlapped(tmp_path / "work", saved, (old, new), calls_before.__getitem__, seed)
+        overlapped(tmp_path / "work", saved, (old, new), schedule, seed)

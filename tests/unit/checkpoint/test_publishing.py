@@ -38,6 +38,7 @@ from tests.campaign.publishing import (
     Writer,
     WrongError,
     after_kills,
+    any_schedule,
     calls,
     check_saved,
     files_of,
@@ -112,12 +113,9 @@ def test_the_rename_that_publishes_between_any_two_calls_of_a_reader(
 def test_readers_and_a_writer_in_any_order(saved: list[Generation], tmp_path: Path) -> None:
     for seed in range(30):
         choose = random.Random(seed)
-        often, most = choose.choice([0.05, 0.2, 0.6]), choose.choice([1, 3, 20])
-        start = choose.randrange(60) if choose.random() < 0.5 else 0
-
-        calls_before = [start, *(choose.randint(1, most) if choose.random() < often else 0 for _ in range(1000))]
+        schedule = any_schedule(choose, often=[0.05, 0.2, 0.6])
         old, new = choose.sample(range(4), 2)
-        overlapped(tmp_path / "work", saved, (old, new), calls_before.__getitem__, seed)
+        overlapped(tmp_path / "work", saved, (old, new), schedule, seed)
 
 
 def test_generation_settings_that_move_before_they_are_read_are_not_lost(
