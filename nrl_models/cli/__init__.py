@@ -72,6 +72,8 @@ def main(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console.output.quiet, console.output.json_only = quiet, False
     console.show_warnings()
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which logs missing CUDA libraries
+        logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if quiet:

@@ -51,7 +51,7 @@ def checkpoint_path(text: str) -> Path:
     if not is_local(text):
         return path
     if not path.is_dir():
-        raise typer.BadParameter(f"no such directory: {text}{did_you_mean(path.name, _siblings(path))}")
+        raise typer.BadParameter(f"no such directory: {text}{did_you_mean(str(path), _siblings(path))}")
     if (path / CONFIG_NAME).exists():
         _check_config(path / CONFIG_NAME)
     elif not (path / ADAPTER_CONFIG_NAME).exists() and not any(map(is_gguf, path.iterdir())):
@@ -72,13 +72,13 @@ def config_path(text: str) -> Path:
 def local_config_path(text: str) -> Path:
     """Parse a path as `config_path` does, but raise for hub repositories."""
     if not (path := Path(text).expanduser()).exists():
-        raise typer.BadParameter(f"no such file or directory: {text}{did_you_mean(path.name, _siblings(path))}")
+        raise typer.BadParameter(f"no such file or directory: {text}{did_you_mean(str(path), _siblings(path))}")
     return config_path(text)
 
 
 def _siblings(path: Path) -> list[str]:
     try:
-        return [sibling.name for sibling in path.parent.iterdir()]
+        return [str(sibling) for sibling in path.parent.iterdir()]
     except OSError:
         return []
 

@@ -13,7 +13,7 @@ from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.estimate import estimate
 from nrl_models.onboarding.estimate_step import Setting
 from nrl_models.onboarding.plan_changes import remedies
-from nrl_models.onboarding.plan_table import GIB, PlanReport
+from nrl_models.onboarding.plan_table import GIB, PlanReport, with_unit
 
 
 def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport:
@@ -32,15 +32,15 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
     found = estimate(config, setting)
     limit = int(memory * GIB)
     fits = found.total <= limit
-    verdict = f"fits: {_gib(found.total)} of {memory:g} GiB"
+    verdict = f"fits: {with_unit(found.total)} of {memory:g} GiB"
     if not fits:
         kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
         largest = max(kinds, key=lambda kind: getattr(found, kind))
-        lines = [f"does not fit: {_gib(found.total)} of {memory:g} GiB; the largest part is {largest}"]
+        lines = [f"does not fit: {with_unit(found.total)} of {memory:g} GiB; the largest part is {largest}"]
         changes = remedies(config, setting, limit, found.total_parameters)
-        lines += [f"  fits with {change}: {_gib(then.total)} GiB" for change, then in changes.items()]
+        lines += [f"  fits with {change}: {with_unit(then.total)}" for change, then in changes.items()]
         if not changes:
-            lines.append("  no change tried makes it fit: up to 16 times the ranks of each dimension, 256 times in all")
+            lines.append("  does not fit with 256 times the ranks, --dtype bfloat16 and an eighth of --seq-len either")
         verdict = "\n".join(lines)
     name = (config.architectures or [type(config).__name__])[0]
     sizes = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
@@ -54,8 +54,3 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
-
-
-def _gib(nbytes: int) -> str:
-    size = nbytes / GIB
-    return f"{size:,.1f}" if size >= 10 else f"{size:.2g}"

@@ -23,7 +23,8 @@ def remedies(
     """Find changes of a setting with which a model fits in `memory` bytes, the smallest of each kind first.
 
     Changes: activation checkpointing, a smaller micro-batch, more ranks of a dimension, states in bf16, shorter
-    sequences. If none of them suffices, more ranks of `fsdp` together with more of `ep` or `tp`.
+    sequences. If none of them suffices, more ranks of `fsdp` together with more of `ep` or `tp`. If that does not
+    either, more ranks of `fsdp` with states in bf16 and shorter sequences.
 
     Args:
         config: configuration of the model.
@@ -36,7 +37,7 @@ def remedies(
         The estimate for each change, by the options of `nrl-models plan` that change.
     """
     found: dict[str, Estimate] = {}
-    for changes in (_changes(setting), _combined_changes(setting)):
+    for changes in (_changes(setting), _combined_changes(setting), _all_changes(setting)):
         for alternatives in changes:
             for changed in alternatives:
                 # Parameters, gradients and two states, if every rank divided them evenly.
@@ -76,6 +77,16 @@ def _combined_changes(setting: Setting) -> Iterator[list[Setting]]:
             for factor in (2, 4, 8, 16)
             if factor < ranks
         ]
+
+
+def _all_changes(setting: Setting) -> Iterator[list[Setting]]:
+    """Yield settings with states in bf16, shorter sequences and more ranks of `fsdp`, the smallest change first."""
+    base = replace(setting, checkpointing=True, micro_batch=1, dtype=torch.bfloat16)
+    yield [
+        _more_ranks(replace(base, seq_len=max(1, setting.seq_len // factor)), {"fsdp": ranks})
+        for factor in (2, 4, 8)
+        for ranks in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    ]
 
 
 def _more_ranks(setting: Setting, factors: Mapping[str, int]) -> Setting:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 GIB = 2**30
+MIB = 2**20
 
 ROWS = {
     "parameters": "this rank's share",
@@ -56,12 +57,28 @@ class PlanReport:
         title = f"{self.model} over {self.mesh}, {self.assumptions}: memory of {ranks}"
         table = Table(title=title, title_justify="left")
         table.add_column("")
-        table.add_column("GiB", justify="right")
+        total = self.figures["total"]
+        unit, size = ("GiB", GIB) if total >= GIB else ("MiB", MIB)
+        table.add_column(unit, justify="right")
         table.add_column("")
         for name, remark in (ROWS_OF_STAGES if has_stages else ROWS).items():
-            table.add_row(name, f"{self.figures[name] / GIB:.2f}", remark)
-        table.add_row("total", f"{self.figures['total'] / GIB:.2f}", f"of {self.memory / GIB:g}")
-        for dimension, sent in self.figures["traffic"].items():
-            if self.ranks > 1:
-                table.add_row(f"sent over {dimension}", f"{sent / GIB:.2f}", "per step of one micro-batch")
+            table.add_row(name, _rounded(self.figures[name] / size, total / size), remark)
+        table.add_row("total", _rounded(total / size, total / size), f"of {self.memory / GIB:.3g} GiB")
+        sent = self.figures["traffic"] if self.ranks > 1 else {}
+        for dimension, nbytes in sent.items():
+            row = f"sent over {dimension}", _rounded(nbytes / size, total / size), "per step of one micro-batch"
+            table.add_row(*row)
         return table
+
+
+def with_unit(nbytes: int) -> str:
+    """Return a size with two or three significant digits, in GiB, or MiB below 1 GiB."""
+    unit, size = ("GiB", GIB) if nbytes >= GIB else ("MiB", MIB)
+    return f"{_rounded(nbytes / size, nbytes / size)} {unit}"
+
+
+def _rounded(value: float, largest: float) -> str:
+    """Return a value with as many decimals as `largest` has with three significant digits: estimates have no more."""
+    decimals = 0 if largest >= 100 else 1 if largest >= 10 else 2
+    smallest = 10.0**-decimals
+    return "0" if value == 0 else f"<{smallest:g}" if value < smallest / 2 else f"{value:,.{decimals}f}"

@@ -166,7 +166,7 @@ def compare_end_to_end(
         ParityRow(
             f"level 3: {output_name(reference)}, {dtype_name(dtype)}",
             result.max_diff <= allowed and result.cosine_similarity > MIN_COSINE,
-            f"max_diff {result.max_diff:.1e}, cosine {result.cosine_similarity:.8f}",
+            f"max_diff {result.max_diff:.1e}, cosine {result.cosine_similarity:.6f}",
             f"max_diff at most {allowed:.1e}, cosine above {MIN_COSINE}",
             f"noise floor {noise:.1e}; values up to {expected.abs().max().item():.1f}",
             Level.LOGITS,

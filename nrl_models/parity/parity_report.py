@@ -133,7 +133,7 @@ class ParityReport:
         count, outcome = len(self.rows), Outcome.of(self.passed).upper()
         line = f"{outcome}: {count - len(self.failed)} of {count} checks passed: {self.title}"
         shares = {row.check: share for row in self.rows if (share := row.share_of_bound) is not None}
-        if self.passed and shares:
+        if self.passed and any(shares.values()):
             worst = max(shares, key=lambda check: shares[check])
             line += f". Closest to its bound: {worst}, at {shares[worst]:.0%}"
         if divergences := [row.measured for row in self.failed if row.check == FIRST_DIVERGENCE]:
@@ -163,10 +163,19 @@ class ParityReport:
     def table(self) -> Table:
         """Return the checks as a table."""
         table = Table(title=escape(self.title), title_justify="left")
+        widths = {
+            "check": _longest_word((row.check for row in self.rows), 32),
+            "detail": _longest_word((row.detail for row in self.rows), 32),
+        }
         for column in ("check", "verdict", "measured", "expected", "detail"):
-            table.add_column(column, overflow="fold")
+            table.add_column(column, overflow="fold", min_width=widths.get(column))
         for row in self.rows:
             # Measurements may contain brackets, which are not markup.
             cells = map(escape, (row.measured, row.expected, row.detail))
             table.add_row(escape(row.check), Outcome.of(row.passed).markup, *cells)
         return table
+
+
+def _longest_word(texts: Iterable[str], limit: int) -> int:
+    """Return the width of a column that splits no word of `texts`, at most `limit`."""
+    return min(limit, max((len(word) for text in texts for word in text.split()), default=0))

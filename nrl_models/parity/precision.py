@@ -237,7 +237,7 @@ def compare_logits_rounded(
             exact = logits_of(exact_model, inputs)
         found.add("logits", Errors.of(actual, exact).times(Errors.of(expected, exact)))
     row = found.row(f"level 3: {output_name(reference)}, {dtype_name(_dtype(reference))}", Level.LOGITS)
-    return replace(row, detail=f"max_diff {difference.max_diff:.1e}, cosine {difference.cosine_similarity:.8f}")
+    return replace(row, detail=f"max_diff {difference.max_diff:.1e}, cosine {difference.cosine_similarity:.6f}")
 
 
 def compare_gradients_rounded(

@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(two: World, tmp_path: Pa
         file.unlink()
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
         assert kind == "CheckpointError"
-        assert f"file: {file.name}: {'is not there' if damage == 'gone' else 'has'}" in text
+        assert f"file: {file.name}: {'not found' if damage == 'gone' else 'has'}" in text
         assert "the folder has no intact older version" in text
 
 

@@ -81,7 +81,7 @@ def match(
         if name not in result.sources and name not in result.copies and name not in misfits:
             result.missing.append(name)
             if not may_miss(name):
-                result.problems.append(Problem(ProblemKind.MISSING, listed(absent(name, ()), limit=8), "is not there"))
+                result.problems.append(Problem(ProblemKind.MISSING, listed(absent(name, ()), limit=8), "not found"))
     return result
 
 
@@ -103,7 +103,7 @@ def _coverage(
         return [Problem(ProblemKind.DUPLICATED, listed(keys, limit=8), f"fill {name} more than once", file)]
     if filled < wanted:
         missing = listed(absent(name, [target for _, target in sources]), limit=8)
-        detail = f"fill only a part of {name}; {missing} is not there"
+        detail = f"fill only a part of {name}; {missing} not found"
         return [Problem(ProblemKind.PARTIAL, listed(keys, limit=8), detail, file)]
     dtypes = {given[key].dtype for key in keys}
     if len(dtypes) > 1 and not all(is_wide_float(dtype) for dtype in dtypes):

@@ -205,7 +205,7 @@ def _misfits(stored: Mapping[str, StoredTensor], adapter: StateDictAdapter) -> l
     ).problems
     # Tensors that are tied in this model and were not tied in the saved one, or vice versa.
     saved_otherwise = [name for name in adapter.exported("hub") if name not in stored]
-    problems = problems or [Problem(ProblemKind.MISSING, name, "is not there") for name in saved_otherwise]
+    problems = problems or [Problem(ProblemKind.MISSING, name, "not found") for name in saved_otherwise]
     problems += [
         Problem(ProblemKind.TIED, name, f"was saved apart from {kept}, but the model ties them")
         for name, tensor in adapter.hub.items()

@@ -110,7 +110,7 @@ def _examined(version: Path, parts: Sequence[Part], place: int, count: int) -> t
         try:
             size = (version / name).stat().st_size if (version / name).is_file() else None
             if size is None:
-                problems.append(Problem(ProblemKind.FILE, name, "is not there"))
+                problems.append(Problem(ProblemKind.FILE, name, "not found"))
             elif size != written.bytes:
                 detail = f"has {size} bytes; {written.bytes} were written"
                 problems.append(Problem(ProblemKind.FILE, name, detail))

@@ -50,7 +50,7 @@ def test_an_error_survives_pickling() -> None:
 
 def test_errors_keep_every_line_and_are_those_that_transformers_raises(folder: Path) -> None:
     """`OSError` interprets its arguments as a number, a message and files, and keeps only two of them."""
-    problems = [Problem(ProblemKind.MISSING, f"layer.{number}", "is not there") for number in range(4)]
+    problems = [Problem(ProblemKind.MISSING, f"layer.{number}", "not found") for number in range(4)]
     error = CheckpointError("cannot load x", problems, ["save it again"])
     for copy in (error, pickle.loads(pickle.dumps(error))):
         assert str(copy).splitlines() == [

@@ -226,12 +226,12 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
     "missing": (
         pop("model.norm.weight"),
         {("missing", "model.norm.weight")},
-        "model.norm.weight: is not there",
+        "model.norm.weight: not found",
     ),
     "missing attention": (
         pop(f"{Q}.weight", f"{K}.weight", f"{V}.bias"),
         {("missing", f"{Q}.weight"), ("missing", f"{K}.weight"), ("missing", f"{V}.bias")},
-        "is not there",
+        "not found",
     ),
     "extra": (
         put("model.layers.0.extra.weight", 3),
@@ -388,7 +388,7 @@ def test_missing_experts_are_named(mixtral_checkpoint: Path, tmp_path: Path) -> 
         AutoModelForCausalLM.from_pretrained(tmp_path)
     (problem,) = caught.value.problems
     assert problem.kind == "partial"
-    assert problem.detail.endswith(f"experts.gate_up_proj; {gone} is not there")
+    assert problem.detail.endswith(f"experts.gate_up_proj; {gone} not found")
 
 
 def test_experts_both_stacked_and_one_by_one_are_refused(

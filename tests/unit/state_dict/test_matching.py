@@ -105,7 +105,7 @@ def test_a_part_that_is_missing_is_partial_whatever_may_miss() -> None:
     found = matched("k", "norm", may_miss=lambda name: True)
     (problem,) = found.problems
     assert (problem.kind, problem.subject) == ("partial", "k")
-    assert problem.detail == "fill only a part of qkv; q, v is not there"
+    assert problem.detail == "fill only a part of qkv; q, v not found"
 
 
 def test_a_packed_tensor_of_the_wrong_size_is_reported_once() -> None:
@@ -204,7 +204,7 @@ def test_a_long_list_is_cut_and_counted() -> None:
     (problem,) = found.problems
     assert problem.subject.endswith("e7, and 2 more")
     assert "e10, e11" in problem.detail
-    assert problem.detail.endswith("e17, and 2 more is not there")
+    assert problem.detail.endswith("e17, and 2 more not found")
 
 
 def test_what_is_empty_is_not_filled_twice() -> None:
