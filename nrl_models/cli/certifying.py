@@ -60,7 +60,7 @@ def certify(
         typer.Option(
             parser=duration,
             metavar="TIME",
-            help="Leave out checks that do not end in this time, e.g. 10m.",
+            help="Leave out checks that would not end within this time, e.g. 10m.",
             rich_help_panel=BOUNDS,
         ),
     ] = None,
@@ -87,14 +87,14 @@ def certify(
         str | None,
         typer.Option(
             metavar="MESH",
-            help="Also run a training loop at learning rate 0: `none`, or over processes, e.g. fsdp=2 or tp=2.",
+            help="Also run a training loop at learning rate 0 over this mesh, e.g. fsdp=2; or in one process: none.",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,
     layers: Annotated[
         int | None,
         typer.Option(
-            metavar=INT, min=1, help="Check only this many first layers, if the model does not fit in memory."
+            metavar=INT, min=1, help="Check only this many of the first layers, if the model does not fit in memory."
         ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,

@@ -105,7 +105,9 @@ def consistency(
     top_p: Annotated[float, typer.Option(metavar=FLOAT, help="Top-p; 1 disables it.", rich_help_panel=SAMPLING)] = 0.95,
     strict: Annotated[
         bool,
-        typer.Option(help="Also score the trainer's samples, and average both errors.", rich_help_panel=SAMPLING),
+        typer.Option(
+            help="Also let the trainer sample and the engine score, and average both errors.", rich_help_panel=SAMPLING
+        ),
     ] = False,
     seed: Annotated[
         int, typer.Option(metavar=INT, help="Random seed for prompts and sampling.", rich_help_panel=SAMPLING)

@@ -47,9 +47,9 @@ def page(
         f"({len(result.found)} of {visible}; {len(result.unseen)} others are not visible here)",
         f"- false alarms: {share(result.false_alarm_rate)} ({result.false_alarms} of {result.alarms})",
         "",
-        "The checks were written with the reports at hand, so the first share says that the checks reproduce known "
-        "regressions. It does not predict the share of unknown ones. Unjudged changes are not counted as false alarms "
-        "if functions that the class uses differ.",
+        "The checks were written after these reports. The first share therefore shows that they reproduce known "
+        "regressions, and does not predict how many unknown ones they find. A change without a judgment counts as a "
+        "false alarm only if no function that the class uses differs.",
         "",
         "## Changes",
         "",
