@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.hub_parts import equal_parts
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.state_dict.adapter import StateDictAdapter
@@ -30,6 +29,7 @@ from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed
 from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
 from nrl_models.loading.names.fit_advice import advice_for, note_not_loaded, require_head
+from nrl_models.loading.names.hub_parts import equal_parts
 from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
 
 logger = get_logger(__name__)
@@ -210,7 +210,7 @@ def fit_checkpoint(
 def _accept_equal_parts(
     model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, files: CheckpointFiles
 ) -> None:
-    """Find tensors of files that transformers has saved in equal parts; see `nrl_models.common.hub_parts`."""
+    """Find tensors of files that transformers has saved in equal parts; see `nrl_models.loading.names.hub_parts`."""
     conversions = equal_parts(hub_conversions(model) or ())
     if conversions is None:
         return
