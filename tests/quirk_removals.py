@@ -4,7 +4,7 @@ REMOVE = {
     "fp32-masters": "nothing: advise bf16 masters in docs/loading.md",
     "strict-config-types": "nrl_models/common/config/types.py and its two uses in pretrained.py",
     "tower-names": "this entry",
-    "unequal-parts": "nrl_models/loading/names/hub_parts.py and `part_sizes` in the row of the family",
+    "unequal-parts": "nrl_models/common/views/hub_parts.py and `part_sizes` in the row of the family",
     "own-configuration": (
         "the family's modeling.py and configuration.py and its rows of "
         "_CUSTOM_CONFIG_REGISTRATIONS; make it a row of the table of standard families"

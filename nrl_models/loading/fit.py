@@ -25,11 +25,11 @@ from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
 from nrl_models.common.state_dict.ties import have_same_values
+from nrl_models.common.views.hub_parts import equal_parts
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed
 from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
 from nrl_models.loading.names.fit_advice import advice_for, note_not_loaded, require_head
-from nrl_models.loading.names.hub_parts import equal_parts
 from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
 
 logger = get_logger(__name__)
@@ -210,7 +210,7 @@ def fit_checkpoint(
 def _accept_equal_parts(
     model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, files: CheckpointFiles
 ) -> None:
-    """Find tensors of files that transformers has saved in equal parts; see `nrl_models.loading.names.hub_parts`."""
+    """Find tensors of files that transformers has saved in equal parts; see `nrl_models.common.views.hub_parts`."""
     conversions = equal_parts(hub_conversions(model) or ())
     if conversions is None:
         return

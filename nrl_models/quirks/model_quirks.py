@@ -60,7 +60,7 @@ LOADING = (
         applies=predicates.declares("unequal-parts"),
         handling="The family declares the sizes. Exports and saved files have the published shapes, also those of "
         "transformers' own `save_pretrained` in this process. Files with equal parts load.",
-        code=("nrl_models.loading.names.hub_parts:register_part_sizes",),
+        code=("nrl_models.common.views.hub_parts:register_part_sizes",),
         probe="data",
         asks="transformers saves these tensors as equal parts",
     ),

@@ -203,7 +203,7 @@ LAYERS = (
 """Packages from top to bottom, as in CONTRIBUTING.md. A package imports its own files and packages further down."""
 
 INSIDE_COMMON = (
-    "components",
+    "model_components",
     "config",
     "forward",
     "state_dict",

@@ -20,10 +20,10 @@ from nrl_models.common.forward.rewriting import MIXINS, rewritten
 from nrl_models.common.forward.token_types import with_multimodal_types, with_required_types
 from nrl_models.common.projections import combine_groups
 from nrl_models.common.upstream import has_reached
+from nrl_models.common.views.hub_parts import register_part_sizes
 from nrl_models.families import folders, module_of
 from nrl_models.families.table import TABLE
 from nrl_models.family import FamilyModel
-from nrl_models.loading.names.hub_parts import register_part_sizes
 
 REPAIRS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]] = {
     "image outputs": with_image_outputs,

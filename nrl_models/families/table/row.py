@@ -16,7 +16,7 @@ from nrl_models.common.flags import MTPForm
 from nrl_models.families.facts import Family
 
 if TYPE_CHECKING:
-    from nrl_models.loading.names.hub_parts import PartSizes
+    from nrl_models.common.views.hub_parts import PartSizes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Row:
         mtp_form: See `FamilyModel.mtp_form`.
         repairs: By head, the key in `nrl_models.families.table.classes.REPAIRS` of a function that fixes a bug which
             prevents the Hugging Face class from running. The generated tests compare with the repaired class.
-        part_sizes: See `nrl_models.loading.names.hub_parts.register_part_sizes`.
+        part_sizes: See `nrl_models.common.views.hub_parts.register_part_sizes`.
     """
 
     heads: str
