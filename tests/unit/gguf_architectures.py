@@ -308,11 +308,12 @@ def write(
     architecture: str,
     case: Case,
     extra: Mapping[str, np.ndarray] | None = None,
+    title: str = "Tiny",
     **changed: Any,
 ) -> None:
     """Write a model as llama.cpp's converter does, with additional tensors and metadata (None removes a key)."""
     writer = gguf.GGUFWriter(file, architecture)
-    writer.add_name("Tiny")
+    writer.add_name(title)
     for key, value in {**case.keys, **changed}.items():
         if value is not None:
             add_value(writer, f"{architecture}.{key}", value)

@@ -29,6 +29,8 @@ from nrl_models.errors import ConfigurationError, NRLModelsError, Problem, Probl
 NOT_CONFIGURATION = ("_model_name_or_path", "unk_token_id")
 """Keys that transformers reads but that are not in the configuration: the file's title, and a tokenizer's token."""
 
+T5_TYPES = ("t5", "umt5")
+
 
 def require_package(file: Path) -> None:
     """Raise if a GGUF file cannot be read because the package `gguf` is missing."""
@@ -72,6 +74,7 @@ def _values(file: Path, changed: int) -> dict[str, Any]:
         problem = Problem(ProblemKind.FORMAT, file.name, f"{detail}for")
         raise refused(file, [problem], "load the safetensors it was made from; llama.cpp reads the file itself")
     check_limits(values, file)
+    values.update(_feed_forward(header, values))
     try:
         return with_all_metadata(header, values, _table_of(values["model_type"], header.architecture))
     except NRLModelsError:
@@ -79,6 +82,18 @@ def _values(file: Path, changed: int) -> dict[str, Any]:
     except Exception as error:  # any error of the configuration class and its checks
         problem = Problem(ProblemKind.CONFIG, file.name, f"has metadata that makes no configuration: {one_line(error)}")
         raise refused(file, [problem], "correct the file's metadata, or download it again") from error
+
+
+def _feed_forward(header: GGUFHeader, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration values of the feed-forward layers of a T5 model. Empty for other models.
+
+    No key has them, and transformers reads every T5 file as gated with ReLU. llama.cpp uses a gated GELU if the file
+    has gates, and ReLU without a gate if not.
+    """
+    if values["model_type"] not in T5_TYPES:
+        return {}
+    is_gated = any(".ffn_gate." in tensor.name for tensor in header.tensors)
+    return {"feed_forward_proj": "gated-gelu" if is_gated else "relu", "is_gated_act": is_gated}
 
 
 def _is_misread(value: Any) -> bool:

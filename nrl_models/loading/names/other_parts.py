@@ -10,12 +10,14 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from nrl_models.common.modules import is_base_model
 from nrl_models.common.state_dict.adapter import StateDictAdapter
@@ -27,6 +29,14 @@ from nrl_models.loading.shared_classes import shared_classes, takes_config
 
 LAYER_DEPTH = 3
 """Parts of a name after a layer's number, at least, in layers of a tower: `layers.0.mlp.fc1.weight`."""
+
+OTHER_HEADS = (
+    "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+)
+"""transformers' mappings from model types to class names, of auto classes that this package does not have."""
 
 
 def head_keys(
@@ -137,7 +147,7 @@ def _head_classes(model: PreTrainedModel) -> Iterator[Any]:
             if _is_head_class(head_class, model):
                 yield head_class
                 yielded += 1
-    if yielded or not is_base_model(model):
+    if yielded or (config.architectures and not is_base_model(model)):
         return
     candidates = (*shared_classes(config), *_known_classes(config))
     yield from (head_class for head_class in candidates if _is_head_class(head_class, model))
@@ -176,9 +186,16 @@ def _classes_named(architecture: str, model: nn.Module) -> list[Any]:
 
 
 def _known_classes(config: PreTrainedConfig) -> list[Any]:
-    """transformers' classes of a model type."""
-    names = architectures_of(config.model_type)
+    """transformers' classes of a model type, those of the auto classes of this package first."""
+    names = dict.fromkeys((*architectures_of(config.model_type), *_other_heads_of(config.model_type)))
     return [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+
+
+@cache
+def _other_heads_of(model_type: str) -> tuple[str, ...]:
+    """Return a model type's classes with heads that only other auto classes of transformers have."""
+    found = (getattr(modeling_auto, mapping, {}).get(model_type, ()) for mapping in OTHER_HEADS)
+    return tuple(name for classes in found for name in ((classes,) if isinstance(classes, str) else classes))
 
 
 def _on_meta(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:

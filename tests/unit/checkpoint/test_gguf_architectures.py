@@ -47,7 +47,7 @@ def test_logits_are_those_of_the_model_that_was_written(architecture: str, tmp_p
 NOT_WRITTEN = {
     "deci": "transformers has no such model",
     "gpt-oss": "transformers cannot read its metadata, see below",
-    "t5": "no auto class here is for encoders with decoders",
+    "t5": "has no causal language model, see test_gguf_t5.py",
     "t5encoder": "as t5",
 }
 """llama.cpp architectures that transformers reads, without a case here."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import WEIGHTS, assert_same, edit_config, edit_weights, hf_tensors, new_model, stored
-from transformers import BertConfig, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
+from transformers import BertConfig, BitsAndBytesConfig, LlamaConfig, PreTrainedModel, T5Config
 from transformers.models.auto import modeling_auto
 
 from nrl_models import (
@@ -54,6 +54,22 @@ def test_a_base_model_of_a_file_with_other_heads(bert: Path, architectures: list
     model, info = AutoModel.from_pretrained(bert, dtype=torch.float32, output_loading_info=True)
     assert_same(hf_tensors(model), body_of(bert))
     assert info["unexpected_keys"] == {name for name in stored(bert) if name.startswith("cls.")} != set()
+
+
+@pytest.mark.parametrize("architectures", [["T5ForConditionalGeneration"], None])
+def test_parts_of_a_translation_model_with_its_own_head(architectures: list[str] | None, tmp_path: Path) -> None:
+    new_model(tiny_config(T5Config), "ForConditionalGeneration").save_pretrained(tmp_path)
+    edit_weights(
+        tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones_like(tensors["shared.weight"])})
+    )
+    edit_config(tmp_path, architectures=architectures)
+    model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same(hf_tensors(model), body_of(tmp_path))
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, dtype=torch.float32, new_head=True, output_loading_info=True
+    )
+    assert torch.equal(classifier.transformer.shared.weight, model.shared.weight)
+    assert info["unexpected_keys"] == {"lm_head.weight"}
 
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["LlamaForSequenceClassification"], None])
