@@ -38,6 +38,9 @@ MARGIN = 4.0
 LARGER_MOVES = (1.0, 8.0, 64.0)
 """Factors on a tensor's step, tried one after the other until a stale tensor would be found."""
 
+FINITE_BOUND = 2.0**14
+"""Replaces infinite elements, which no step moves: disabled bounds of activations (`input_min` of Gemma 4)."""
+
 OBSERVING_SECONDS = 60.0
 """Time in which the effect of stale tensors is measured, one forward pass for each; the others are listed."""
 
@@ -106,6 +109,8 @@ class WeightChange:
         """Enlarge the steps of tensors that could be stale without detection, if larger steps are detected."""
         started, now = time.monotonic(), scores()
         for name, tensor in weights.items():
+            if old[name].isinf().any():
+                continue  # no multiple of an infinite step is a number
             new, current = tensor.clone(), now
             for factor in LARGER_MOVES:
                 if time.monotonic() - started > OBSERVING_SECONDS:
@@ -165,7 +170,10 @@ def _weights(model: FamilyModel) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _move_all(weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Change every element by at least `RELATIVE_MOVE` of its size, including elements without a gradient."""
+    """Change every element by at least `RELATIVE_MOVE` of its size, including elements without a gradient.
+
+    Infinite elements become finite, but stay large.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in weights.items():
         before = old[name].float()
@@ -173,7 +181,8 @@ def _move_all(weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tenso
         size = before.std(correction=0).nan_to_num().clamp(min=1e-3) * LEARNING_RATE
         random = torch.rand(tensor.shape, generator=generator).to(tensor.device) - 0.5
         least = torch.maximum(before.abs() * RELATIVE_MOVE, size)
-        tensor.copy_(before + torch.where(step == 0, random, step).sign() * torch.maximum(step.abs(), least))
+        moved = before + torch.where(step == 0, random, step).sign() * torch.maximum(step.abs(), least)
+        tensor.copy_(torch.where(before.isinf(), before.sign() * FINITE_BOUND, moved))
 
 
 def _error(scores: torch.Tensor, others: torch.Tensor) -> float:

@@ -11,8 +11,9 @@ import torch
 from checkpoints import new_model
 from small_cell import SETTINGS
 from transformers import Glm4MoeConfig, LlamaConfig, Phi3Config
+from versions import needs
 
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.config.positions import rope_switch
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.measure import Meter
@@ -20,6 +21,7 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.refit import RefitChecker, check_refit
 from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine
+from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
 
@@ -64,6 +66,27 @@ def test_every_stale_tensor_is_found_or_listed(tmp_path: Path) -> None:
         stale = final_scores(engine, measured.tokens, count, settings.sampling_of(check.cell))
         found = replace(measured, decode=stale, prefill=stale)
         assert not CellResult(check.cell, (found,), check.threshold).passed or name in check.not_observable, name
+
+
+@needs("Gemma4ForConditionalGeneration")
+@pytest.mark.parametrize("readable", [True, False])
+def test_disabled_bounds_of_activations_move_and_stay_numbers(readable: bool, tmp_path: Path) -> None:
+    """Gemma 4's audio tower clips to buffers that are infinite until they are calibrated."""
+    audio = {"num_hidden_layers": 1, "use_clipped_linears": True}
+    text = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 512, "vocab_size_per_layer_input": 512}
+    model_class: Any = registry.model_class("Gemma4ForConditionalGeneration")
+    model = FamilyCase(model_class, tiny={"audio_config": audio, "text_config": text}).model()
+    model.save_pretrained(tmp_path)
+    dummy = HFEngine.start(tmp_path, dtype=torch.float32, load_format="dummy", seed=3).model
+    check = checker(tmp_path, (HFEngine if readable else Unreadable)(dummy), Prompts(None, 128))
+    bounds = {name for name, tensor in model.state_dict().items() if tensor.isinf().any()}
+    assert bounds
+    assert check.refit("first").passed
+    check.train()
+    trained = check.meter.trainer.model.state_dict()
+    assert all(tensor.isfinite().all() for tensor in trained.values())
+    assert all(trained[name].abs() > 1e4 for name in bounds)  # they still clip nothing
+    assert check.refit("second").passed
 
 
 def test_stale_tensors_of_readable_engines_are_named(checkpoint: Path) -> None:
