@@ -43,7 +43,12 @@ def new(
         table.add_row("note", note)
     for undecided in made.undecided:
         table.add_row("to decide", undecided)
+    for failure in made.upstream:
+        table.add_row("transformers", f"{failure}. Its own class fails in the same way")
     show(table)
+    if made.upstream and not made.undecided:
+        show("The family is written. The generated tests that fail also fail on transformers' own class.")
+        raise typer.Exit(1)
     if not made.ok:
         show("The family is written, but not all generated tests pass. Continue by hand.")
         raise typer.Exit(1)

@@ -34,6 +34,7 @@ class Onboarding:
         results: Result of each generated test, in the format of `pytest --nrl-results`.
         files: Written files.
         undecided: Open decisions and failures; empty if the family is complete.
+        upstream: Failures of generated tests that transformers' own class fails in the same way.
     """
 
     plan: FamilyPlan
@@ -41,11 +42,12 @@ class Onboarding:
     results: tuple[Result, ...]
     files: tuple[Path, ...]
     undecided: tuple[str, ...]
+    upstream: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is left to decide."""
-        return not self.undecided
+        """Whether nothing is left to decide, and all generated tests pass."""
+        return not self.undecided and not self.upstream
 
 
 def new_family(
@@ -79,27 +81,29 @@ def new_family(
     beside = (out_of_tree or root / "nrl_models" / "families" / plan.name).resolve().parent
     beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nrl-new-", dir=beside) as stage:
-        limits, results, undecided = prove(plan, package, Path(stage) / "package")
+        limits, results = prove(plan, package, Path(stage) / "package")
         if out_of_tree is not None:
             write_project(plan, package, Path(stage) / "package")
             files = _place(Path(stage) / "package", out_of_tree)
         else:
             files = _place(Path(stage) / "package" / package, beside / plan.name)
+    undecided = [*plan.undecided, *_failures(results, of_upstream=False)]
     if out_of_tree is None:
         written, problems = _register(plan, root, results)
         files, undecided = [*files, *written], [*undecided, *problems]
-    return Onboarding(plan, limits, tuple(results), tuple(files), (*plan.undecided, *undecided))
+    upstream = tuple(_failures(results, of_upstream=True))
+    return Onboarding(plan, limits, tuple(results), tuple(files), tuple(undecided), upstream)
 
 
-def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str], list[Result], list[str]]:
+def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str], list[Result]]:
     """Write the package to `folder / package`, run the generated tests on it, and find its limits.
 
     Returns:
-        The limits, which the package then states; the test results with these limits; and descriptions of failed tests.
+        The limits, which the package then states, and the test results with these limits.
     """
     write_package(plan, {}, folder / package)
     if not plan.detection.ok:  # all tests would fail for the same reason
-        return {}, [], []
+        return {}, []
     results = run_tests(f"{package}.model", plan.architectures, folder)
     suspects = sorted(_features(results, "failed") & set(INVARIANCES))
     limits = {feature: _reason(plan, results, feature) for feature in suspects}
@@ -115,12 +119,7 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
             break
         limits = {feature: reason for feature, reason in limits.items() if feature in lacking}
     write_package(plan, limits, folder / package)
-    failures = [
-        f"{result['architecture']}: {result['check']} failed: {result['reason']}"
-        for result in results
-        if result["outcome"] == "failed"
-    ]
-    return limits, results, failures
+    return limits, results
 
 
 def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: Iterable[str] = ()) -> list[Result]:
@@ -141,7 +140,16 @@ def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: It
         )
     with tempfile.TemporaryDirectory() as out:
         file = Path(out) / "results.json"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--nrl-results={file}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--nrl-results={file}",
+            "--nrl-compare",
+        ]
         command += ["--rootdir", out, *(f"--nrl-family={module}:{name}" for name in architectures)]
         if tests:
             command += ["-k", " or ".join(tests)]
@@ -152,6 +160,15 @@ def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: It
             output = (done.stdout + done.stderr)[-3000:]
             raise OnboardingError(f"pytest ended with exit status {done.returncode}:", *output.splitlines())
         return json.loads(file.read_text())["results"]
+
+
+def _failures(results: Iterable[Result], *, of_upstream: bool) -> list[str]:
+    """Describe failed tests: those that transformers' class fails in the same way, or the others."""
+    return [
+        f"{result['architecture']}: {result['check']} failed: {result['reason']}"
+        for result in results
+        if result["outcome"] == "failed" and bool(result.get("upstream")) == of_upstream
+    ]
 
 
 def _test(result: Result) -> str:

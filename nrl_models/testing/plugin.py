@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from importlib import import_module
@@ -39,6 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the generated tests for this class (repeatable), registered or not",
     )
     group.addoption("--nrl-results", metavar="FILE", help="write the outcome of every generated test to this JSON file")
+    group.addoption(
+        "--nrl-compare", action="store_true", help="run failed tests on transformers' class too, for --nrl-results"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -190,11 +194,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     Then the outcome is an expected failure. A limit that none of the feature's tests shows is out of date.
     """
     limit: _Limit | None = getattr(pyfuncitem, "limit", None)
-    if limit is None:
+    is_compared = pyfuncitem.config.getoption("--nrl-compare") and "family_case" in pyfuncitem.funcargs
+    if limit is None and not is_compared:
         return None
     arguments: dict[str, Any] = {
         name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
     }
+    if limit is None:
+        return _compare(pyfuncitem, arguments)
     left = _left.setdefault(limit, _tests_of(pyfuncitem.session, limit))
     left.discard(pyfuncitem.nodeid)
     ours = _failure(pyfuncitem.obj, arguments)
@@ -211,6 +218,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def _compare(item: pytest.Function, arguments: Mapping[str, Any]) -> bool:
+    """Run a test. If it fails, note in the item whether it fails at the same place on transformers' class."""
+    ours = _failure(item.obj, arguments)
+    if ours is None:
+        return True
+    upstream_arguments = {**arguments, "family_case": arguments["family_case"].of_reference()}
+    if "tmp_path" in arguments:
+        upstream_arguments["tmp_path"] = arguments["tmp_path"] / "upstream"
+        upstream_arguments["tmp_path"].mkdir()
+    upstream = _failure(item.obj, upstream_arguments)
+    if _described(ours) == _described(upstream) and _places(ours) == _places(upstream):
+        item.user_properties.append(("upstream", True))
+    raise ours
+
+
 def _failure(test: Callable[..., None], arguments: Mapping[str, Any]) -> Exception | None:
     try:
         test(**arguments)
@@ -225,6 +247,12 @@ def _described(error: Exception | None) -> str:
         return "passes"
     name = type(error).__name__
     return name if isinstance(error, AssertionError) else f"{name}: {error}"
+
+
+def _places(error: BaseException | None) -> list[tuple[str, int]]:
+    """Return the lines of the suite that an error passed: several assertions of a test have one type."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    return [(frame.filename, frame.lineno or 0) for frame in frames if Path(frame.filename).parent == SUITE]
 
 
 def _tests_of(session: pytest.Session, limit: _Limit) -> set[str]:
@@ -276,7 +304,8 @@ class ResultsRecorder:
 
     The file has the form `{"versions": {...}, "results": [{"architecture", "check", "outcome", "reason"}]}`. A check is
     a test's name with its dtype. An outcome is `passed`, `failed`, `skipped` (a requirement is not installed) or
-    `limited` (fails in the same way as transformers' class, as the family declares).
+    `limited` (fails in the same way as transformers' class, as the family declares). With `--nrl-compare`, a failed
+    result has `"upstream": true` if transformers' class fails in the same way without a declaration.
     """
 
     def __init__(self, file: Path) -> None:
@@ -299,6 +328,8 @@ class ResultsRecorder:
             "outcome": "limited" if limit and report.outcome == "skipped" else report.outcome,
             "reason": limit or skipped or _crash(report),
         }
+        if report.outcome == "failed" and dict(report.user_properties).get("upstream"):
+            self.results[name]["upstream"] = True
 
     @pytest.hookimpl
     def pytest_sessionfinish(self) -> None:

@@ -177,6 +177,12 @@ class LackingForCausalLM(Lacking, opt.OPTForCausalLM):
     forward.keeps_documents_apart = True  # type: ignore[attr-defined]
 
 
+class UnstatedForCausalLM(LackingForCausalLM):
+    """Has the limit of transformers' class, and does not state it."""
+
+    limits = dict[str, str]()
+
+
 class CrashingForCausalLM(Lacking, opt.OPTForCausalLM):
     """Raises an error if transformers' class gives a different output, which its limit does not state."""
 

@@ -55,11 +55,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     """The outcomes of one run by architecture and test, read from the `--nrl-results` file."""
     folder = tmp_path_factory.mktemp("outside")
     (folder / "conftest.py").write_text(CONFTEST)
-    families = [f"planted_bugs:{name}ForCausalLM" for name in (*RIGHT, "Lacking", *BUGS, "Buffer")]
+    families = [f"planted_bugs:{name}ForCausalLM" for name in (*RIGHT, "Lacking", "Unstated", *BUGS, "Buffer")]
     families += ["FutureForCausalLM", "BrokenForCausalLM", "RegisteredForCausalLM"]
     file = folder / "out" / "results.json"
     # Without xdist, and with strict markers, as an external project may be configured.
-    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "--strict-markers", "-q", "--nrl-results", str(file)]
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "--strict-markers", "-q", "--nrl-compare"]
+    options += ["--nrl-results", str(file)]
     selected = f"({' or '.join(CHECKS)}) and not bfloat16"
     command = [sys.executable, "-m", "pytest", *options, "-k", selected]
     command += [part for name in families for part in ("--nrl-family", name)]
@@ -91,6 +92,16 @@ def test_a_limit_that_transformers_class_has_too_is_shown(results: dict[str, dic
     assert with_outcome(found, "limited") == {"test_packing"}
     assert {run["reason"] for run in found["test_packing"]} == {"transformers' OPT lets documents see each other"}
     assert with_outcome(found, "passed") == set(CHECKS) - {"test_packing"}
+
+
+def test_a_failure_that_transformers_class_shares_is_marked(results: dict[str, dict[str, list]]) -> None:
+    found = results["UnstatedForCausalLM"]
+    assert with_outcome(found, "failed") == {"test_packing"}
+    assert all(run["upstream"] is True for run in found["test_packing"])
+    runs = [run for checks in results.values() for runs in checks.values() for run in runs]
+    marked = {(run["architecture"], run["check"].partition("[")[0]) for run in runs if "upstream" in run}
+    # transformers' Llama lets documents see each other as well, unlike a rewritten class without a bug.
+    assert marked == {("UnstatedForCausalLM", "test_packing"), ("UnmaskedForCausalLM", "test_packing")}
 
 
 def test_what_else_is_wrong_is_no_limit(results: dict[str, dict[str, list]]) -> None:
