@@ -72,6 +72,8 @@ class FamilyModel(Upstream):
             added.
         limits: Unsupported features (`nrl_models.testing.features`, or others), each with the reason.
         tiny: Configuration values for the generated tests where the general rules for tiny models do not work.
+        variants: Tiny models that stand for published models with other kinds of layers: by name the configuration
+            values that differ from those of the tiny model. Sweeps and generated tests run each.
         published: Configuration values of published models by name, for the generated tests at full size. Defaults of
             the configuration class may be left out.
         tensor_parallel: Corrections to transformers' `base_model_tp_plan`, in its vocabulary, by module name (`*` for
@@ -92,6 +94,7 @@ class FamilyModel(Upstream):
     flags: ClassVar[ModelFlag] = ModelFlag.NONE
     limits: ClassVar[Mapping[str, str]] = {}
     tiny: ClassVar[Mapping[str, Any]] = {}
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     keeps_unused: ClassVar[tuple[str, ...]] = ()
     mtp_form: ClassVar[MTPForm | None] = None

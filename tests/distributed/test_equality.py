@@ -15,8 +15,8 @@ from jobs import equality
 from world import RanksFailedError, World
 
 from nrl_models import registry
+from nrl_models.families.gemma4.variants import VARIANTS
 from tests.patterns import ONE_OF_EACH_PATTERN
-from tests.unit.families.gemma4.test_variants import A4B, E2B
 
 LOSS = 5e-6
 """Ten units in the last place of an fp32 loss."""
@@ -87,8 +87,8 @@ def test_four_ranks_that_share_the_experts_equal_one(four: World, architecture: 
 @pytest.mark.parametrize(
     ("architecture", "config", "dimension"),
     [
-        *[("Gemma4ForCausalLM", E2B, dimension) for dimension in ("fsdp", "tp")],
-        *[("Gemma4ForCausalLM", A4B, dimension) for dimension in ("fsdp", "tp", "ep")],
+        *[("Gemma4ForCausalLM", VARIANTS["E2B"], dimension) for dimension in ("fsdp", "tp")],
+        *[("Gemma4ForCausalLM", VARIANTS["26B-A4B"], dimension) for dimension in ("fsdp", "tp", "ep")],
         ("DeepseekV3ForCausalLM", {"q_lora_rank": None}, "tp"),
         *[("MuseSparkForConditionalGeneration", {}, dimension) for dimension in ("tp", "ep")],
     ],

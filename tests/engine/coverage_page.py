@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nrl_models.testing.variants import SEPARATOR
 from tests.engine.published import BOUND
 from tools.coverage_pages.results import Record
 
@@ -63,7 +64,8 @@ UNRECORDED = r"Its modules cannot be compared: (.*?)\.$"
 
 def certificate_file(engine: str, architecture: str) -> Path:
     """Return the file of an architecture's certificate. `engine` is a key of `ENGINES`."""
-    return PAGE.with_suffix("") / "certificates" / ENGINES[engine] / f"{architecture}.json"
+    name = architecture.replace(SEPARATOR, "-")  # which would end the path in a link
+    return PAGE.with_suffix("") / "certificates" / ENGINES[engine] / f"{name}.json"
 
 
 def certificate_link(engine: str, architecture: str, text: str) -> str:

@@ -31,6 +31,7 @@ from nrl_models.logprobs import Sampling, token_logprobs
 from nrl_models.testing.case import randomize
 from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
+from nrl_models.testing.variants import split_variant, with_variants
 from tests.engine.image_processors import save_processor
 from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES, PROCESSORS
 
@@ -103,7 +104,7 @@ class Outcome:
     """The outcome of one architecture.
 
     Args:
-        architecture: The architecture.
+        architecture: The architecture, or one of its variants.
         status: `agrees` (after a refit from random weights and after another), `agrees as loaded` (with weights read
             from files, but refits do not work), `disagrees` or `not run`.
         refitted: `token_mult_prob_error` after the first refit. None without a refit.
@@ -133,25 +134,25 @@ class Outcome:
 def shared_architectures() -> list[str]:
     """List every text generation architecture that both the installed engine and the registry have.
 
-    The names are the engine's. An alias is included only if it is the engine's name.
+    The names are the engine's. An alias is included only if it is the engine's name. Variants follow their class.
     """
     from vllm import ModelRegistry
 
     shared = set(ModelRegistry.get_supported_archs()) & set(registry.architectures())
-    return sorted(
+    return with_variants(
         architecture
-        for architecture in shared
+        for architecture in sorted(shared)
         if not architecture.endswith("Classification") and registry.ALIASES.get(architecture) not in shared
     )
 
 
 def tiny_model(
-    architecture: str, overrides: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
+    name: str, overrides: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """Build our model at tiny size with random values in every tensor.
 
     Args:
-        architecture: The architecture.
+        name: The architecture, or one of its variants.
         overrides: Configuration values in addition to those that the model and the engine need.
         dtype: Dtype of its parameters.
 
@@ -159,6 +160,7 @@ def tiny_model(
         FamilyImportError: The family needs other package versions.
         TinyModelError: No tiny model can be built.
     """
+    architecture, variant = split_variant(name)
     model_class = registry.model_class(architecture)
     reference = model_class.reference_class()
     default = reference.config_class()
@@ -167,7 +169,7 @@ def tiny_model(
     if hasattr(words, "kv_lora_rank"):
         part = next((key for key in default.sub_configs if getattr(default, key) is words), None)
         latent = {part: LATENT} if part else LATENT
-    values = {**model_class.tiny, **latent, **OVERRIDES.get(architecture, {}), **(overrides or {})}
+    values = {**model_class.tiny, **variant, **latent, **OVERRIDES.get(architecture, {}), **(overrides or {})}
     config = tiny_config(reference.config_class, values, reference)
     torch.manual_seed(0)
     model = model_class.from_config(config, dtype=dtype, device="cpu").eval()
@@ -175,23 +177,24 @@ def tiny_model(
     return model
 
 
-def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any] | None = None) -> Outcome:
+def hold(name: str, start: Start, folder: Path, overrides: dict[str, Any] | None = None) -> Outcome:
     """Refit an engine from random weights, and again after a training step. If that fails, load the weights from files.
 
     Args:
-        architecture: The architecture.
+        name: The architecture, or one of its variants.
         start: Starts an engine on a checkpoint, and stops the previous one.
         folder: An empty folder for the checkpoint and measurements.
         overrides: Configuration values.
     """
+    architecture, _ = split_variant(name)
     dtype = torch.bfloat16 if architecture in BF16 else torch.float32
     options = OPTIONS.get(architecture, {})
     try:
-        model = tiny_model(architecture, overrides, dtype)
+        model = tiny_model(name, overrides, dtype)
     except Exception as error:  # any exception of the model's code
-        return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
+        return Outcome(name, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
     settings = SETTINGS if dtype == torch.float32 else replace(SETTINGS, batches=BATCHES_ROUNDED)
-    found = compared(architecture, model, partial(start, dtype=dtype, **options), folder, settings)
+    found = compared(name, model, partial(start, dtype=dtype, **options), folder, settings)
     return replace(found, dtype=dtype_name(dtype), options=options)
 
 
@@ -206,7 +209,7 @@ def compared(
     """Return the outcome of a model, see `hold`.
 
     Args:
-        architecture: The architecture.
+        architecture: The architecture, or one of its variants.
         model: The trainer's model. It is trained.
         start, folder: As for `hold`.
         settings: The comparison settings, except for the temperature, which is determined here.
@@ -224,7 +227,7 @@ def _compared(
     try:
         model.save_pretrained(checkpoint)
         tokenizer(checkpoint, model.config.get_text_config().vocab_size)
-        if architecture in PROCESSORS:
+        if split_variant(architecture)[0] in PROCESSORS:
             save_processor(model.config, checkpoint)
         temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
     except Exception as error:  # any exception of the model's code

@@ -21,6 +21,7 @@ from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import one_line
+from nrl_models.testing.variants import split_variant, with_variants
 from tests.engine.families import NOT_RUN, SETTINGS, Outcome, Start, compared, tiny_model
 
 BOUND = 1.00001
@@ -63,11 +64,11 @@ LIMITS: dict[str, str] = {
 
 
 def shared_architectures() -> list[str]:
-    """List every text generation architecture that mlx-lm (by model type) and the registry have."""
+    """List every text generation architecture that mlx-lm (by model type) and the registry have, with its variants."""
     known = {module.name for module in pkgutil.iter_modules(models.__path__)}
-    return sorted(
+    return with_variants(
         architecture
-        for architecture in registry.architectures(aliases=False)
+        for architecture in sorted(registry.architectures(aliases=False))
         if not architecture.endswith("Classification")
         and not registry.unmet_requirement(architecture)
         and MODEL_REMAPPING.get(kind := _model_type(architecture), kind) in known
@@ -94,12 +95,12 @@ def hold_mlx(architecture: str, start: Start, folder: Path) -> Outcome:
     """Refit MLX from random weights and again after a training step, and load the trained weights from files.
 
     Args:
-        architecture: The architecture.
+        architecture: The architecture, or one of its variants.
         start: Starts MLX on a checkpoint.
         folder: An empty folder for checkpoints and measurements.
     """
     try:
-        model = tiny_model(architecture, OVERRIDES.get(architecture))
+        model = tiny_model(architecture, OVERRIDES.get(split_variant(architecture)[0]))
     except Exception as error:  # any exception of the model's code
         return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
     return compared(architecture, model, start, folder, replace(SETTINGS, threshold=BOUND), unlike_a_fresh_load)

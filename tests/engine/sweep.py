@@ -188,7 +188,8 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
 
     intro = [
         f"`make engine-coverage`, on {MACHINE}, with {versions_summary(records).removeprefix('engine ')}. "
-        f"{len({*everything, *records})} architectures write text and are in both the registry and the engine.",
+        f"{len({*everything, *records})} architectures and variants write text and are in both the registry and the "
+        "engine.",
         "",
         "The engine starts on other random weights, and the trainer refits it. The trainer then trains one step and",
         "refits the engine again. If a refit fails, the engine reads the weights from files. Prompts have no images.",

@@ -15,6 +15,7 @@ import torch
 from nrl_models import registry
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs import Sampling, token_mult_prob_error
+from nrl_models.testing.variants import split_variant
 from tests.engine import sweep
 from tests.engine.families import AGREES, LIMITS, hold, shared_architectures, tiny_model
 from tests.engine.one_engine import OneEngine
@@ -32,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         every = metafunc.config.getoption("every_family")
         metafunc.parametrize(
             "architecture",
-            [architecture for architecture in shared_architectures() if every or architecture in REPRESENTATIVE],
+            [name for name in shared_architectures() if every or split_variant(name)[0] in REPRESENTATIVE],
         )
 
 

@@ -13,13 +13,6 @@ from nrl_models.common.upstream import has_reached
 from nrl_models.testing.case import FamilyCase
 
 
-def wider_full_attention(*layers: int, **values: int) -> dict[str, Any]:
-    """Return configuration keys that give full attention in these Gemma 4 layers heads of 64, plus other values."""
-    if has_reached("5.15"):
-        return {"per_layer_config": {str(layer): {"head_dim": 64, **values} for layer in layers}}
-    return {"global_head_dim": 64, **{f"num_global_{key.removeprefix('num_')}": value for key, value in values.items()}}
-
-
 def tested_version() -> Version:
     """Return the transformers version that tests are written for."""
     lines = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.writing import write_whole
+from nrl_models.testing.variants import SEPARATOR
 from tools.coverage_pages.errors import CoverageError
 
 FOLDER = "results"
@@ -61,12 +62,13 @@ Records = Mapping[Kind, Mapping[str, Record]]
 
 
 def family_of(architecture: str) -> str:
-    """Return the family in this repository that serves an architecture. The architecture may be an alias.
+    """Return the family in this repository that serves an architecture, which may be an alias or a variant.
 
     Raises:
         CoverageError: No family serves it.
     """
-    name = registry.ALIASES.get(architecture, architecture)
+    name = architecture.partition(SEPARATOR)[0]
+    name = registry.ALIASES.get(name, name)
     for family, architectures in registry.FAMILIES.items():
         if name in architectures:
             return family

@@ -10,24 +10,17 @@ from typing import Any
 import pytest
 from quirk_probes import OF_CLASS, OF_INSTALLED
 from quirk_tripwires import tripwire
-from versions import wider_full_attention
 
 from nrl_models import families, registry
+from nrl_models.families.gemma4.variants import E2B
 from nrl_models.families.table import TABLE
 from nrl_models.quirks import CATALOG, Quirk
 from nrl_models.testing.case import FamilyCase
 from tools.coverage_pages.quirk_pages import class_subject
 
-SHARING = {
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    **wider_full_attention(1, 3, 5),
-    "num_kv_shared_layers": 3,
-    "use_double_wide_mlp": True,
-}
 TINY: dict[str, dict[str, Any]] = {
-    "Gemma4ForCausalLM": SHARING,
-    "Gemma4ForConditionalGeneration": {"text_config": SHARING},
+    "Gemma4ForCausalLM": E2B,
+    "Gemma4ForConditionalGeneration": {"text_config": E2B},
 }
 """Settings of tiny configurations that show quirks of certain sizes."""
 

@@ -8,23 +8,17 @@ import pytest
 import torch
 from checkpoints import assert_same, edit_weights, stored
 from torch import nn
-from versions import needs, wider_full_attention
+from versions import needs
 
 from nrl_models import unreachable_parameters
 from nrl_models.errors import CheckpointError, UnknownArgumentError
 from nrl_models.families.gemma3n.model import Gemma3nForCausalLM
 from nrl_models.families.gemma4.model import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
+from nrl_models.families.gemma4.variants import E2B
 from nrl_models.testing.case import FamilyCase
 
 pytestmark = needs("Gemma4ForCausalLM", "Gemma3nForCausalLM")
 
-E2B = {
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    **wider_full_attention(1, 3, 5),
-    "num_kv_shared_layers": 3,
-    "use_double_wide_mlp": True,
-}
 CASES = {
     "Gemma4ForCausalLM": FamilyCase(Gemma4ForCausalLM, tiny=E2B),
     "Gemma4ForConditionalGeneration": FamilyCase(Gemma4ForConditionalGeneration, tiny={"text_config": E2B}),

@@ -1,0 +1,68 @@
+"""Variants that classes declare: tiny models that stand for published models with other kinds of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from versions import needs
+
+from nrl_models import registry
+from nrl_models.errors import UnknownArchitectureError
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.variants import SEPARATOR, split_variant, with_variants
+from tests.engine.coverage_page import certificate_file
+from tools.coverage_pages.results import family_of
+
+GEMMA4 = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+DECLARED = [name for name in with_variants(registry.architectures(aliases=False)) if SEPARATOR in name]
+
+
+def test_variants_follow_their_class() -> None:
+    if registry.unmet_requirement(GEMMA4[0]):
+        assert with_variants(GEMMA4) == list(GEMMA4)
+        return
+    found = with_variants(["LlamaForCausalLM", *GEMMA4])
+    assert found[:3] == ["LlamaForCausalLM", "Gemma4ForCausalLM", "Gemma4ForCausalLM#E2B"]
+    assert len(found) == 1 + 2 * 4
+    assert set(DECLARED) >= set(found) - {"LlamaForCausalLM", *GEMMA4}
+
+
+@needs(*GEMMA4)
+def test_an_unknown_variant_raises() -> None:
+    assert split_variant("Gemma4ForCausalLM") == ("Gemma4ForCausalLM", {})
+    with pytest.raises(UnknownArchitectureError, match="no variant 'E9B'; it declares E2B, 26B-A4B, 31B"):
+        split_variant("Gemma4ForCausalLM#E9B")
+    with pytest.raises(UnknownArchitectureError, match="it declares none"):
+        split_variant("LlamaForCausalLM#E2B")
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_variant_has_other_tensors_than_its_class_and_other_variants(name: str) -> None:
+    architecture, values = split_variant(name)
+    model_class: Any = registry.model_class(architecture)
+
+    def shapes(values: Any) -> frozenset[tuple[str, tuple[int, ...]]]:
+        state = FamilyCase(model_class, tiny=values).model().state_dict()
+        return frozenset((name, tuple(tensor.shape)) for name, tensor in state.items())
+
+    others = [other for key, other in model_class.variants.items() if not name.endswith(f"{SEPARATOR}{key}")]
+    assert shapes(values) not in [shapes(other) for other in [{}, *others]]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_records_of_a_variant(name: str) -> None:
+    """Records are in the family's file. A `#` in a file's name would end a link."""
+    assert family_of(name) == family_of(split_variant(name)[0])
+    assert SEPARATOR not in certificate_file("vLLM", name).name
+
+
+@needs("Gemma4ForCausalLM")
+def test_the_variants_of_gemma_4_have_the_published_kinds_of_layers() -> None:
+    model_class: Any = registry.model_class("Gemma4ForCausalLM")
+    configs = {name: FamilyCase(model_class, tiny=values).config for name, values in model_class.variants.items()}
+    assert configs["E2B"].num_kv_shared_layers
+    assert configs["26B-A4B"].enable_moe_block
+    assert configs["26B-A4B"].attention_k_eq_v
+    assert configs["31B"].attention_k_eq_v
+    assert not configs["31B"].enable_moe_block
