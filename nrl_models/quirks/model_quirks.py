@@ -61,6 +61,7 @@ LOADING = (
         handling="The family declares the sizes. Exports and saved files have the published shapes, also those of "
         "transformers' own `save_pretrained` in this process. Files with equal parts load.",
         code=("nrl_models.common.views.hub_parts:register_part_sizes",),
+        off="load and save with transformers' own class, in a process without this library",
         probe="data",
         asks="transformers saves these tensors as equal parts",
     ),
