@@ -71,6 +71,7 @@ def _no_deadline(
 CHECKS = (
     Check(("files",), _no_deadline(without_engine.files), 1),
     Check(("tokenizer",), _no_deadline(without_engine.tokenizer), 0),
+    Check(("values",), _no_deadline(without_engine.values), 0),
     Check(("embeddings",), _no_deadline(without_engine.embeddings), 1),
     Check(("padding", "packing"), _no_deadline(without_engine.batches), 2),
     Check(("saved files",), _no_deadline(without_engine.saved_files), 2, copies=2),

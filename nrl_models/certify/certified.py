@@ -13,10 +13,11 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.generations import READ
+from nrl_models.common.checkpoint.local_path import GENERATION_NAME
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.trust.servers import VLLMS
 from nrl_models.consistency.measure import Measurement
@@ -25,6 +26,7 @@ from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
+from nrl_models.errors import NRLModelsError
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
 
@@ -105,6 +107,11 @@ class Subject:
         return read_config(self.folder)
 
     @cached_property
+    def generation(self) -> GenerationConfig | None:
+        """The generation configuration; None if the checkpoint has none."""
+        return GenerationConfig.from_pretrained(self.folder) if (self.folder / GENERATION_NAME).is_file() else None
+
+    @cached_property
     def model(self) -> FamilyModel:
         """The model in fp32, in evaluation mode."""
         loaded: FamilyModel = auto_class_for(self.folder).from_pretrained(
@@ -130,7 +137,10 @@ class Subject:
         Args:
             copies: number of copies that are held at the same time. Copies that are already held count as available.
         """
-        needed = copies * torch.float32.itemsize * self.parameters
+        try:
+            needed = copies * torch.float32.itemsize * self.parameters
+        except NRLModelsError:  # the check `files` reports it
+            return ""
         available = available_memory(torch.device(self.options.device)) + self.held_bytes
         if needed <= available:
             return ""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
 from nrl_models.certify.certified import Subject
@@ -18,6 +17,8 @@ from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import is_base_model
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
+from nrl_models.diagnostics.implausible import doubtful_values, doubtful_weights, impossible_values, unlisted_tensors
+from nrl_models.diagnostics.tokenizer_problems import empty_templates, encoding_problems
 from nrl_models.engines.transfer.sent_tensors import is_finite
 from nrl_models.errors import ConsistencyError, ShardingError, listed, one_line
 from nrl_models.family import FamilyModel
@@ -34,9 +35,6 @@ from nrl_models.parity.parity_report import FIRST_DIVERGENCE, Level, ParityRow, 
 
 SEQUENCES = ((17, 0), (31, 1), (9, 2))
 """Lengths and seeds of the sequences that are padded and packed."""
-
-TEXT = "What is 2 + 3?"
-"""Text that every tokenizer of a language model can encode."""
 
 MEDIA = ("image", "boi", "eoi", "audio", "boa", "eoa", "video")
 """Kinds of special tokens of images, audio and video: `image_token_id` and so on."""
@@ -68,6 +66,28 @@ def files(subject: Subject) -> Iterator[CheckResult]:
     if unread := examine(type(subject.model), subject.config).unread:
         summary += f"; configuration keys that nothing reads: {listed(unread)}"
     yield CheckResult(name="files", status=status_of(failed=False, compared=count), summary=summary, compared=count)
+
+
+def values(subject: Subject) -> Iterator[CheckResult]:
+    """Find values of the configurations, and weights, that load without an error and are probably a mistake."""
+    name, config = "values", subject.config.get_text_config()
+    rows = len(subject.model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    wrong = impossible_values(config, subject.generation, rows)
+    doubtful = [*doubtful_values(config, inspect(subject.folder).dtypes), *doubtful_weights(subject.model)]
+    doubtful += unlisted_tensors(subject.folder)
+    count = sum(1 for _ in subject.model.parameters())
+    status = status_of(failed=bool(wrong), compared=count)
+    status = Status.NOT_DECIDED if doubtful and not wrong else status
+    yield CheckResult(
+        name=name,
+        status=status,
+        summary="; ".join(wrong or doubtful) or "no implausible value, no zero or repeated weight",
+        compared=count,
+        side=Side.CONFIG if wrong else None,
+        advice="Compare with the published checkpoint. If this is intended, leave the check out (--skip values)."
+        if doubtful and not wrong
+        else "",
+    )
 
 
 def saved_files(subject: Subject) -> Iterator[CheckResult]:
@@ -267,15 +287,29 @@ def tokenizer(subject: Subject) -> Iterator[CheckResult]:
     ]
     if len({*vocabulary.values()}) < len(vocabulary):
         wrong.append(f"{len(vocabulary) - len({*vocabulary.values()})} tokens share an id with another token")
-    wrong += _cannot_encode(loaded, templates=not takes_images(subject.model))
+    wrong += encoding_problems(loaded, templates=not takes_images(subject.model))
+    wrong += empty_templates(subject.folder)
     text_config = subject.config.get_text_config()
-    named = {f"config.json {key}": as_ids(getattr(text_config, key, None)) for key in ("bos_token_id", "eos_token_id")}
-    if (subject.folder / GENERATION_NAME).is_file():
-        generation = GenerationConfig.from_pretrained(subject.folder)
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    named = {f"config.json {key}": as_ids(getattr(text_config, key, None)) for key in keys}
+    ends = {*as_ids(text_config.eos_token_id)}
+    if (generation := subject.generation) is not None:
         named[f"{GENERATION_NAME} eos_token_id"] = as_ids(generation.eos_token_id)
+        ends |= {*as_ids(generation.eos_token_id)}
     of_config = [
         f"{key} {token} has no embedding row" for key, tokens in named.items() for token in tokens if token >= rows
     ]
+    other_ends = ends and not ends.intersection(as_ids(loaded.eos_token_id))
+    if other_ends and not wrong and not of_config and as_ids(loaded.eos_token_id):
+        yield CheckResult(
+            name=name,
+            status=Status.NOT_DECIDED,
+            summary=f"the tokenizer's eos_token_id {loaded.eos_token_id} is not among those of config.json and "
+            f"{GENERATION_NAME}: {listed(map(str, sorted(ends)))}",
+            compared=len(vocabulary),
+            advice="Completions end at tokens that the chat template does not use. Set the same eos_token_id.",
+        )
+        return
     yield CheckResult(
         name=name,
         status=status_of(failed=bool(wrong or of_config), compared=len(vocabulary)),
@@ -284,22 +318,3 @@ def tokenizer(subject: Subject) -> Iterator[CheckResult]:
         side=Side.TOKENIZER if wrong else Side.CONFIG if of_config else None,
         advice="Tokenizer, configuration and weights may be of different models." if wrong or of_config else "",
     )
-
-
-def _cannot_encode(tokenizer: Any, *, templates: bool) -> list[str]:
-    """Return why a tokenizer cannot encode text or apply its chat template; empty if it can.
-
-    Args:
-        tokenizer: the tokenizer.
-        templates: whether to apply its chat template to text. Templates of models with images may need lists of parts.
-    """
-    wrong = []
-    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    if not ids or set(ids) == {tokenizer.unk_token_id}:
-        wrong.append(f"the tokenizer encodes {TEXT!r} as {ids[:4]}: it knows no word of it")
-    if templates and getattr(tokenizer, "chat_template", None):
-        try:
-            tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], add_generation_prompt=True)
-        except Exception as error:  # any error of the template
-            wrong.append(f"the chat template fails: {one_line(error)}")
-    return wrong

@@ -96,12 +96,30 @@ LLAMA: dict[str, tuple[Side, Edit]] = {
         Side.CONFIG,
         lambda folder: (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 99_999]})),
     ),
+    "no positions": (Side.CONFIG, config(max_position_embeddings=0)),
+    "an epsilon below 0": (Side.CONFIG, config(rms_norm_eps=-1.0)),
+    "a padding token outside the vocabulary": (Side.CONFIG, config(pad_token_id=99_999)),
+    "an integer dtype": (Side.CONFIG, config(dtype="int8")),
+    "a temperature below 0": (
+        Side.CONFIG,
+        lambda folder: (folder / "generation_config.json").write_text(
+            json.dumps({"do_sample": True, "temperature": -1.0})
+        ),
+    ),
     "more tokens than embedding rows": (Side.TOKENIZER, with_token(5000)),
     "two tokens with one id": (Side.TOKENIZER, with_token(40)),
     "tokenizer.json is no JSON": (Side.TOKENIZER, text("tokenizer.json", lambda found: found[:-20])),
     "a chat template that fails": (
         Side.TOKENIZER,
         lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] "),
+    ),
+    "a chat template without the message": (
+        Side.TOKENIZER,
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0]['role'] }}"),
+    ),
+    "an empty chat template": (
+        Side.TOKENIZER,
+        lambda folder: (folder / "chat_template.jinja").write_text(""),
     ),
     "a tokenizer without words": (
         Side.TOKENIZER,

@@ -33,8 +33,8 @@ from nrl_models.errors import ConsistencyError, UnknownArgumentError
 from nrl_models.testing.tiny import tiny_config
 
 OFFLINE = (
-    "files", "tokenizer", "embeddings", "padding", "packing", "saved files", "sharding", "weights", "layers", "logits",
-    "gradients",
+    "files", "tokenizer", "values", "embeddings", "padding", "packing", "saved files", "sharding", "weights", "layers",
+    "logits", "gradients",
 )  # fmt: skip
 ENGINE = (
     "engine start", "longest length", "LoRA merged into weights", "refit from random weights",

@@ -155,6 +155,7 @@ def not_started(patch: pytest.MonkeyPatch, subject: Subject) -> None:
 EMPTY: dict[str, Prepare] = {
     "files": no_tensors,
     "tokenizer": no_vocabulary,
+    "values": no_tensors,
     "embeddings": no_embeddings,
     "padding": no_sequences,
     "packing": no_sequences,

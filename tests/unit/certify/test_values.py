@@ -1,0 +1,152 @@
+"""Values and weights that load without an error, and that `certify` must not pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import WEIGHTS, edit_config, edit_weights, new_model
+from recipe_inputs import byte_tokenizer
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+from nrl_models.certify import Certificate, Side, Status, certify
+from nrl_models.testing.tiny import tiny_config
+
+LAYERS = "model.layers."
+LAST = f"{LAYERS}1."
+CHECKS = ("files", "tokenizer", "values")
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(new_model(tiny_config(LlamaConfig)), tmp_path_factory.mktemp("values") / "tiny")
+
+
+def saved(model: torch.nn.Module, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    byte_tokenizer(model.config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def certified(folder: Path) -> Certificate:
+    return certify(folder, only=CHECKS, out=folder.parent / "out")
+
+
+def outcome(folder: Path, status: Status) -> tuple[str, Side | None]:
+    (result,) = certified(folder).with_status(status)
+    return result.summary, result.side
+
+
+def test_healthy_values_pass(tiny: Path) -> None:
+    assert {result.name for result in certified(tiny).with_status(Status.PASSED)} == {*CHECKS}
+
+
+@pytest.mark.parametrize(
+    ("values", "summary"),
+    [
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"pad_token_id": 99_999}, "Padding_idx must be within num_embeddings"),  # the model cannot be built
+        ({"dtype": "int8"}, "torch.int8"),
+    ],
+)
+def test_impossible_values_of_the_configuration_fail(copy: Path, values: dict[str, object], summary: str) -> None:
+    edit_config(copy, **values)
+    found, side = outcome(copy, Status.FAILED)
+    assert summary in found
+    assert side is Side.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("values", "summary"),
+    [
+        ({"temperature": -1.0, "do_sample": True}, "temperature is -1.0, expected 0 to inf"),
+        ({"top_p": 2.0, "do_sample": True}, "top_p is 2.0, expected 0 to 1"),
+        ({"pad_token_id": 99_999}, "pad_token_id is 99999"),
+    ],
+)
+def test_impossible_values_of_generation_fail(copy: Path, values: dict[str, object], summary: str) -> None:
+    (copy / "generation_config.json").write_text(json.dumps(values))
+    found, side = outcome(copy, Status.FAILED)
+    assert summary in found
+    assert side is Side.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("values", "summary"),
+    [
+        ({"rms_norm_eps": 1.0}, "rms_norm_eps is 1, larger than 0.01"),
+        ({"attention_dropout": 0.5}, "attention_dropout is 0.5"),
+        ({"pad_token_id": -1}, "pad_token_id is -1"),
+        ({"eos_token_id": 77}, "is not among those of config.json"),
+    ],
+)
+def test_implausible_values_are_not_decided(copy: Path, values: dict[str, object], summary: str) -> None:
+    edit_config(copy, **values)
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    assert summary in outcome(copy, Status.NOT_DECIDED)[0]
+
+
+def copy_first_layer(tensors: Tensors) -> None:
+    for name in list(tensors):
+        if name.startswith(LAST):
+            tensors[name] = tensors[name.replace(LAST, f"{LAYERS}0.")].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "summary"),
+    [
+        (lambda tensors: tensors[f"{LAST}self_attn.o_proj.weight"].zero_(), "zero weights"),
+        (lambda tensors: tensors[f"{LAST}input_layernorm.weight"].zero_(), "zero weights"),
+        (lambda tensors: tensors[f"{LAST}mlp.up_proj.weight"].mul_(1e4), "100 times as large as in another layer"),
+        (lambda tensors: tensors["lm_head.weight"].zero_(), "zero weights: lm_head.weight"),
+        (copy_first_layer, "equal weights"),
+    ],
+)
+def test_implausible_weights_are_not_decided(copy: Path, change: Callable[[Tensors], object], summary: str) -> None:
+    edit_weights(copy, change)
+    assert summary in outcome(copy, Status.NOT_DECIDED)[0]
+
+
+@pytest.mark.parametrize(("expert", "summary"), [(None, "zero weights"), (".experts.0.", "equal weights")])
+def test_experts_that_were_not_saved_are_not_decided(tmp_path: Path, expert: str | None, summary: str) -> None:
+    folder = saved(new_model(tiny_config(Qwen3MoeConfig)), tmp_path / "moe")
+
+    def change(tensors: Tensors) -> None:
+        for name in list(tensors):
+            if ".experts.1." in name:
+                other = tensors[name.replace(".experts.1.", expert)] if expert else torch.zeros_like(tensors[name])
+                tensors[name] = other.clone()
+
+    edit_weights(folder, change)
+    found, _ = outcome(folder, Status.NOT_DECIDED)
+    assert summary in found
+    assert "[1]" in found
+
+
+def test_an_index_that_does_not_fit_the_files_is_not_decided(copy: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00009-of-00009.safetensors"}}
+    (copy / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    assert "names files that do not exist" in outcome(copy, Status.NOT_DECIDED)[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "summary"),
+    [("{{ messages[0]['role'] }}", "the chat template drops the message"), ("", "chat_template.jinja is empty")],
+)
+def test_templates_that_lose_the_message_fail(copy: Path, template: str, summary: str) -> None:
+    (copy / "chat_template.jinja").write_text(template)
+    found, side = outcome(copy, Status.FAILED)
+    assert summary in found
+    assert side is Side.TOKENIZER
