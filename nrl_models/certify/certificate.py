@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from nrl_models import __version__
 from nrl_models.certify.certified import file_hashes
 from nrl_models.certify.check_result import Answer, CheckResult, Side, Status
 from nrl_models.certify.signing import signature_problem
@@ -145,8 +146,12 @@ class Certificate:
         except CheckpointError as error:
             raise ConsistencyError(f"{file} is not a certificate: {error}") from error
         if content.get("format") != FORMAT:
+            written_by = content.get("versions")
+            writer = written_by.get("nrl_models") if isinstance(written_by, dict) else None
+            reader = f", which nrl_models {visible(str(writer))} reads" if writer else ""
             raise ConsistencyError(
-                f"{file} has format {visible(str(content.get('format')))}; this version of nrl_models reads {FORMAT}"
+                f"{file} has certificate format {visible(str(content.get('format')))}{reader}; the installed "
+                f"nrl_models {__version__} reads format {FORMAT}"
             )
         text = file.read_text()
         # The digest covers values. Compare the text as well, because white space and escapes can change without them.

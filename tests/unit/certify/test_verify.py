@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -35,6 +36,18 @@ def test_an_unchanged_certificate_is_valid(certified: tuple[Path, Path]) -> None
     folder, certificate = certified
     found = verify(certificate, folder)
     assert (found.validity, found.reasons, found.answer) == (Validity.VALID, (), "not decided")
+
+
+def test_another_format_names_the_version_that_reads_it(certified: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, certificate = certified
+    content = json.loads(certificate.read_text())
+    content |= {"format": 99, "versions": content["versions"] | {"nrl_models": "7.0"}}
+    other = tmp_path / "certificate.json"
+    other.write_text(json.dumps(content))
+    found = verify(other, folder)
+    assert found.validity is Validity.VOID
+    (reason,) = found.reasons
+    assert "has certificate format 99, which nrl_models 7.0 reads; the installed nrl_models" in reason
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "certificate.json"])
