@@ -29,7 +29,7 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.engines import start_engine
 from nrl_models.logprobs import rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import loss_named
-from nrl_models.recipes.policy_batch import Batch, Question
+from nrl_models.recipes.policy_batch import Question, SampleBatch
 from nrl_models.recipes.rollouts import PolicyLoop
 
 BOUND = 1.0001
@@ -48,7 +48,7 @@ def reward(question: arithmetic.Question, reply: str, ended: bool) -> float:
 
 def evaluate(loop: PolicyLoop, held_out: list[arithmetic.Question]) -> dict[str, Any]:
     """Return the rewards of greedy completions, and the `token_mult_prob_error` of some sampled ones."""
-    batch = Batch.of(loop.sample(asked(loop.tokenizer, held_out[: 4 * loop.group]), seed=0), loop.model.device)
+    batch = SampleBatch.of(loop.sample(asked(loop.tokenizer, held_out[: 4 * loop.group]), seed=0), loop.model.device)
     found = rollout_logprobs(loop.model, batch.sequences, score=batch.score)
     error = token_mult_prob_error(found.logprobs, batch.logprobs, batch.sampled & found.mask)
     rewards = arithmetic.evaluate(loop.engine, loop.tokenizer, held_out, loop.new_tokens)

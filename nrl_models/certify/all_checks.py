@@ -13,7 +13,7 @@ import torch
 
 from nrl_models.certify import in_loop, layer_checks, lora, running_engine, with_engine, without_engine
 from nrl_models.certify.certificate import Certificate, json_digest
-from nrl_models.certify.certified import Options, Subject, file_hashes, hardware
+from nrl_models.certify.certified import CheckpointUnderTest, Options, file_hashes, hardware
 from nrl_models.certify.check_result import CheckResult, Side, Status, answer_of
 from nrl_models.certify.first_layers import write_first_layers
 from nrl_models.certify.sides import side_of_error
@@ -54,7 +54,7 @@ class Check:
     """
 
     names: tuple[str, ...]
-    run: Callable[[Subject, float | None], Iterator[CheckResult]]
+    run: Callable[[CheckpointUnderTest, float | None], Iterator[CheckResult]]
     loads: float
     seconds: float = 1.0
     needs_engine: bool = False
@@ -63,8 +63,8 @@ class Check:
 
 
 def _no_deadline(
-    run: Callable[[Subject], Iterator[CheckResult]],
-) -> Callable[[Subject, float | None], Iterator[CheckResult]]:
+    run: Callable[[CheckpointUnderTest], Iterator[CheckResult]],
+) -> Callable[[CheckpointUnderTest, float | None], Iterator[CheckResult]]:
     return lambda subject, deadline: run(subject)
 
 
@@ -160,7 +160,7 @@ def certify(
     if unknown := sorted({*only, *skip} - {*NAMES}):
         raise UnknownArgumentError(f"unknown checks {', '.join(unknown)}: expected some of {', '.join(NAMES)}")
     options = Options(engine, engine_options or {}, dtype, device, full, seed, loop_mesh, layers)
-    subject = Subject(path, options, Path())
+    subject = CheckpointUnderTest(path, options, Path())
     hashes, installed = file_hashes(subject.folder), versions()
     key = json_digest({"files": hashes, "versions": installed, "options": options.to_json()})
     subject.out = out or default_folder("certify", subject.path, key)
@@ -188,7 +188,7 @@ def certify(
     return replace(certificate, folder=subject.out)
 
 
-def _first_layers(subject: Subject, layers: int, key: str, *, fresh: bool) -> Path:
+def _first_layers(subject: CheckpointUnderTest, layers: int, key: str, *, fresh: bool) -> Path:
     """Write the checkpoint of the first layers, unless an earlier run with the same key wrote it and it is intact."""
     target, record = subject.out / FIRST_LAYERS, subject.out / f"{FIRST_LAYERS}.json"
     try:
@@ -204,7 +204,7 @@ def _first_layers(subject: Subject, layers: int, key: str, *, fresh: bool) -> Pa
 
 
 def _run_all(
-    subject: Subject,
+    subject: CheckpointUnderTest,
     saved: _Saved,
     only: Collection[str],
     skip: Collection[str],
@@ -249,7 +249,7 @@ def _run_all(
 
 def _reason_to_leave_out(
     check: Check,
-    subject: Subject,
+    subject: CheckpointUnderTest,
     only: Collection[str],
     skip: Collection[str],
     deadline: float | None,
@@ -268,7 +268,7 @@ def _reason_to_leave_out(
     return ""
 
 
-def _run(check: Check, subject: Subject, deadline: float | None) -> list[CheckResult]:
+def _run(check: Check, subject: CheckpointUnderTest, deadline: float | None) -> list[CheckResult]:
     """Run a check. Errors of the checkpoint and the engine fail it; others leave it undecided, with the error."""
     started = time.monotonic()
     found: list[CheckResult] = []

@@ -78,7 +78,7 @@ class Options:
 
 
 @dataclass
-class Subject:
+class CheckpointUnderTest:
     """A checkpoint with options.
 
     Args:

@@ -23,7 +23,7 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from nrl_models.auto import auto_class_for
-from nrl_models.certify.certified import Subject
+from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, status_of
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.consistency.cells import THRESHOLD
@@ -71,7 +71,7 @@ class Controls:
     sent: list[int] = field(default_factory=list)
 
 
-def controls(subject: Subject) -> Iterator[CheckResult]:
+def controls(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Run the loop, and check ratios, digests and syncs."""
     options = subject.options
     mesh = dict(options.in_loop or {})
@@ -202,7 +202,7 @@ def _sync(
     return sent
 
 
-def _in_processes(subject: Subject, mesh: Mapping[str, int], ranks: int) -> Controls:
+def _in_processes(subject: CheckpointUnderTest, mesh: Mapping[str, int], ranks: int) -> Controls:
     """Run the loop in one process per rank. Returns the first rank's measurements."""
     options = subject.options
     with tempfile.TemporaryDirectory() as folder:

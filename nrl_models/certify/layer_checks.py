@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from nrl_models.auto import auto_class_for
-from nrl_models.certify.certified import Subject
+from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, Status
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import RoutingRecord, can_replay, replay_routing
@@ -27,7 +27,7 @@ DRAFT_TOKENS = 8
 """Number of tokens that a draft layer is run on."""
 
 
-def draft_layers(subject: Subject) -> Iterator[CheckResult]:
+def draft_layers(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Check that draft layers load, run, and are exported and saved unchanged."""
     name, model = "draft layers", subject.model
     names, kept = MTPNames(model), kept_by(model, mtp_only=True)
@@ -93,7 +93,7 @@ def _cannot_run(model: FamilyModel) -> str:
     return "" if bool(logits.isfinite().all()) else "logits of the draft layer are not finite"
 
 
-def router_replay(subject: Subject) -> Iterator[CheckResult]:
+def router_replay(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Check that replaying recorded experts changes nothing, and that replaying others does."""
     name, model = "router replay", subject.model
     if ModelKind.MOE not in kinds_of(subject.config):

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from nrl_models.certify.certified import Subject
+from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.state_dict.merged import export_adapter
-from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, Cell, Data, Mode, largest_error
+from nrl_models.consistency import Data, Mode
+from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, Cell, largest_error
 from nrl_models.consistency.refit import FIRST_BOUND, refit_problems
 from nrl_models.engines.base import Engine, final_scores, padded
 from nrl_models.engines.digests import digested
@@ -42,7 +43,7 @@ exceeds the bound."""
 BATCH, NEW_TOKENS = 4, 32
 
 
-def merged(subject: Subject) -> Iterator[CheckResult]:
+def merged(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Refit the engine with merged weights of a random adapter, and compare log-probabilities.
 
     Changes the weights of `subject.engine` and `subject.trainer`.
@@ -63,7 +64,7 @@ def merged(subject: Subject) -> Iterator[CheckResult]:
     subject.release_engine()  # the next check gets the checkpoint's weights
 
 
-def served(subject: Subject) -> Iterator[CheckResult]:
+def served(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Load a random adapter into vLLM, and compare log-probabilities."""
     if subject.options.engine != "vllm":
         yield CheckResult(name=SERVED, status=Status.NOT_APPLICABLE, summary="the engine serves no adapters")
@@ -91,13 +92,13 @@ def served(subject: Subject) -> Iterator[CheckResult]:
     subject.release_engine()
 
 
-def _not_possible(subject: Subject) -> str:
+def _not_possible(subject: CheckpointUnderTest) -> str:
     if find_spec("peft") is None:
         return "peft is not installed: pip install 'nrl_models[peft]'"
     return "" if subject.trainer.model.can_generate() else "the model does not generate"
 
 
-def _with_adapter(subject: Subject) -> Any:
+def _with_adapter(subject: CheckpointUnderTest) -> Any:
     """Put a random adapter on the trainer's model that changes log-probabilities by at least `MIN_EFFECT`."""
     import peft
 
@@ -120,12 +121,14 @@ def _with_adapter(subject: Subject) -> Any:
     return model
 
 
-def _prompts(subject: Subject, length: int) -> list[list[int]]:
+def _prompts(subject: CheckpointUnderTest, length: int) -> list[list[int]]:
     cell = Cell(length, Data.DUMMY, Mode.SAMPLING, BATCH)
     return subject.prompts.make(cell, length, subject.options.seed)
 
 
-def _compared(subject: Subject, name: str, engine: Engine, adapted: Any, problems: list[str]) -> CheckResult:
+def _compared(
+    subject: CheckpointUnderTest, name: str, engine: Engine, adapted: Any, problems: list[str]
+) -> CheckResult:
     """Compare the engine's log-probabilities with those of the model with and without its adapter."""
     samples = engine.generate(
         _prompts(subject, NEW_TOKENS), Sampling(), max_new_tokens=NEW_TOKENS, seed=subject.options.seed

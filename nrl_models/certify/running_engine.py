@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from transformers import AutoProcessor
 
-from nrl_models.certify.certified import Subject
+from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
 from nrl_models.certify.sides import side_of_verdict
 from nrl_models.certify.with_engine import of_cells
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.routing import can_replay, engine_routing, replay_routing
 from nrl_models.common.modules import is_base_model
-from nrl_models.consistency.cells import THRESHOLD, Cell, Data, Mode, Settings
+from nrl_models.consistency import Data, Mode
+from nrl_models.consistency.cells import THRESHOLD, Cell, Settings
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.judge import Judge
 from nrl_models.consistency.measure import Meter
@@ -46,7 +47,7 @@ PIXELS = ((96, 64), (64, 64))
 """Sizes of the images of the prompts."""
 
 
-def engine_start(subject: Subject) -> Iterator[CheckResult]:
+def engine_start(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Start the engine, and check that it runs as requested: dtype, vocabulary and length limit."""
     name = "engine start"
     try:
@@ -88,7 +89,7 @@ def engine_start(subject: Subject) -> Iterator[CheckResult]:
     )
 
 
-def prefix_caching(subject: Subject) -> Iterator[CheckResult]:
+def prefix_caching(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Continue an own completion with the prefix cache, and compare with a prefill without it."""
     name, engine = "prefix caching", subject.engine
     if not engine.capabilities().prefix_caching:
@@ -119,7 +120,7 @@ def prefix_caching(subject: Subject) -> Iterator[CheckResult]:
     )
 
 
-def longest_length(subject: Subject) -> Iterator[CheckResult]:
+def longest_length(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Compare one sequence of the longest length, and check that the engine stops at its limit."""
     engine, trainer, length = subject.engine, subject.trainer, subject.longest
     cell = Cell(length, Data.DUMMY, Mode.SAMPLING, 1)
@@ -139,7 +140,7 @@ def longest_length(subject: Subject) -> Iterator[CheckResult]:
     yield of_cells(subject, "longest length", [result], problems, verdict.summary if verdict else "", side)
 
 
-def routed_experts(subject: Subject) -> Iterator[CheckResult]:
+def routed_experts(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Check that the engine reports the experts of every token and layer, and replay them in the trainer."""
     name, trainer = "routed experts", subject.trainer
     if ModelKind.MOE not in kinds_of(subject.config) or not can_replay(trainer.model):
@@ -198,7 +199,7 @@ def _incomplete(samples: Sequence[Sample]) -> list[str]:
     return problems
 
 
-def _replayed_error(subject: Subject, samples: Sequence[Sample], routed: Sequence[torch.Tensor]) -> float:
+def _replayed_error(subject: CheckpointUnderTest, samples: Sequence[Sample], routed: Sequence[torch.Tensor]) -> float:
     """Return `token_mult_prob_error` of the trainer that replays the engine's experts, one sequence after the other."""
     trainer, rows = subject.trainer, []
     for sample, choices in zip(samples, routed, strict=True):
@@ -209,7 +210,7 @@ def _replayed_error(subject: Subject, samples: Sequence[Sample], routed: Sequenc
     return token_mult_prob_error(torch.stack(rows), decode)
 
 
-def images(subject: Subject) -> Iterator[CheckResult]:
+def images(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Compare prompts with images, if the model takes any."""
     name, trainer = "images", subject.trainer
     if not takes_images(trainer.model) or is_base_model(trainer.model):
@@ -238,7 +239,7 @@ def images(subject: Subject) -> Iterator[CheckResult]:
     )
 
 
-def _raw_images(subject: Subject) -> tuple[list[float], int, float, list[str]]:
+def _raw_images(subject: CheckpointUnderTest) -> tuple[list[float], int, float, list[str]]:
     """Compare images that engine and trainer process themselves. Returns errors, tokens, their bound, and faults."""
     from PIL import Image  # not a dependency of models without images
 
@@ -265,7 +266,7 @@ def _raw_images(subject: Subject) -> tuple[list[float], int, float, list[str]]:
     return errors, sum(comparison.new_tokens for comparison in found), found[0].bound, faults
 
 
-def _image_tensors(subject: Subject) -> tuple[list[float], int, float, list[str]]:
+def _image_tensors(subject: CheckpointUnderTest) -> tuple[list[float], int, float, list[str]]:
     """Compare random image tensors, for engines that take the processor's output. Returns as `_raw_images`."""
     engine, trainer = subject.engine, subject.trainer
     inputs = inputs_for(trainer.model, batch=1, images=True, seed=subject.options.seed)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from nrl_models.certify.certified import Subject
+from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, Status
 from nrl_models.certify.sides import side_of_verdict
 from nrl_models.common.dtypes import dtype_name
@@ -71,7 +71,7 @@ def interrupting(deadline: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, rest)
 
 
-def refits(subject: Subject, deadline: float | None) -> Iterator[CheckResult]:
+def refits(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[CheckResult]:
     """Start the engine on random weights, refit it, train a step, refit it again; compare log-probabilities.
 
     Args:
@@ -105,7 +105,7 @@ def refits(subject: Subject, deadline: float | None) -> Iterator[CheckResult]:
         yield CheckResult(name=name, status=Status.NOT_DECIDED, summary="not reached: the first refit failed")
 
 
-def log_probabilities(subject: Subject, deadline: float | None) -> Iterator[CheckResult]:
+def log_probabilities(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[CheckResult]:
     """Compare log-probabilities over a matrix of lengths, prompts, decoding modes and batch sizes.
 
     Args:
@@ -132,7 +132,7 @@ def log_probabilities(subject: Subject, deadline: float | None) -> Iterator[Chec
         )
 
 
-def _matrix(subject: Subject, deadline: float | None) -> ConsistencyReport:
+def _matrix(subject: CheckpointUnderTest, deadline: float | None) -> ConsistencyReport:
     options = subject.options
     assert options.engine is not None
     subject.release_model()
@@ -183,7 +183,12 @@ def _tokens(cell: Cell) -> int:
 
 
 def of_cells(
-    subject: Subject, name: str, results: list[CellResult], problems: list[str], verdict: str, side: Side | None
+    subject: CheckpointUnderTest,
+    name: str,
+    results: list[CellResult],
+    problems: list[str],
+    verdict: str,
+    side: Side | None,
 ) -> CheckResult:
     """Summarize cells. A bound above the guide's decides nothing, unless the error is below the guide's.
 

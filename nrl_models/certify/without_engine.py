@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.certify.certified import Subject
+from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
 from nrl_models.common.checkpoint.local_path import GENERATION_NAME
 from nrl_models.common.config.validate import examine
@@ -46,7 +46,7 @@ LEVELS = {Level.WEIGHTS: "weights", Level.COMPONENTS: "layers", Level.LOGITS: "l
 """Names of the checks of parity."""
 
 
-def files(subject: Subject) -> Iterator[CheckResult]:
+def files(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Load the checkpoint strictly: every tensor must match, every configuration key must be supported."""
     inspection = inspect(subject.folder)
     count = sum(1 for _ in subject.model.parameters())
@@ -68,7 +68,7 @@ def files(subject: Subject) -> Iterator[CheckResult]:
     yield CheckResult(name="files", status=status_of(failed=False, compared=count), summary=summary, compared=count)
 
 
-def values(subject: Subject) -> Iterator[CheckResult]:
+def values(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Find values of the configurations, and weights, that load without an error and are probably a mistake."""
     name, config = "values", subject.config.get_text_config()
     rows = len(subject.model.get_input_embeddings().weight)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def values(subject: Subject) -> Iterator[CheckResult]:
     )
 
 
-def saved_files(subject: Subject) -> Iterator[CheckResult]:
+def saved_files(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Save the model, load it again, and compare every tensor."""
     with tempfile.TemporaryDirectory(dir=subject.out) as folder:
         subject.model.save_pretrained(folder)
@@ -110,7 +110,7 @@ def saved_files(subject: Subject) -> Iterator[CheckResult]:
     )
 
 
-def parity(subject: Subject) -> Iterator[CheckResult]:
+def parity(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Compare weights, layers, logits and gradients with transformers."""
     subject.release_model()
     report = check_parity(subject.folder, device=subject.options.device, seed=subject.options.seed)
@@ -141,7 +141,7 @@ def _level(name: str, rows: list[ParityRow], divergences: list[str]) -> CheckRes
     )
 
 
-def batches(subject: Subject) -> Iterator[CheckResult]:
+def batches(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Compare sequences run separately with the same sequences in a padded batch and in a packed row."""
     model = subject.model
     if is_base_model(model):
@@ -223,7 +223,7 @@ def _difference(name: str, expected: list[torch.Tensor], actual: list[torch.Tens
     )
 
 
-def sharding(subject: Subject) -> Iterator[CheckResult]:
+def sharding(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Build and shard the model on meta over two ranks of each dimension."""
     subject.release_model()
     allowed, refused = [], []
@@ -247,7 +247,7 @@ def sharding(subject: Subject) -> Iterator[CheckResult]:
     )
 
 
-def embeddings(subject: Subject) -> Iterator[CheckResult]:
+def embeddings(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Find embedding rows that were never trained. They are listed, and do not fail the check."""
     found = diagnose_embeddings(subject.folder, tokenizer=load_tokenizer(subject.folder))
     rows = sum(summary["shape"][0] for summary in found.measured["embeddings"])
@@ -260,7 +260,7 @@ def embeddings(subject: Subject) -> Iterator[CheckResult]:
     )
 
 
-def tokenizer(subject: Subject) -> Iterator[CheckResult]:
+def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Check that every token of the tokenizer, and every special token of the configuration, has an embedding row.
 
     Also encodes a text, and applies the chat template if there is one.

@@ -29,7 +29,7 @@ from nrl_models.cli.arguments import (
 from nrl_models.cli.console import show, show_checks, show_report, status
 
 
-class Check(StrEnum):
+class ParityCheck(StrEnum):
     """A comparison of `parity`."""
 
     LEVEL_1 = "1"
@@ -41,7 +41,7 @@ class Check(StrEnum):
 def parity(
     path: CheckpointPath,
     check: Annotated[
-        list[Check] | None,
+        list[ParityCheck] | None,
         typer.Option(metavar="CHECK", help="1, 2, 3 or gradients. Repeatable. \\[default: all]"),
     ] = None,
     device: Annotated[str, typer.Option(metavar=DEVICE, help="Device to run on.")] = "cpu",

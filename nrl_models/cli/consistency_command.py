@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -42,23 +41,10 @@ from nrl_models.cli.arguments import (
 )
 from nrl_models.cli.console import output, show, write_json
 from nrl_models.common.trust.servers import shown_argument
+from nrl_models.consistency import Data, Mode
 
 if TYPE_CHECKING:
     from nrl_models.consistency.consistency_report import ConsistencyReport
-
-
-class Data(StrEnum):
-    """A source of prompts."""
-
-    REAL = "real"
-    DUMMY = "dummy"
-
-
-class Mode(StrEnum):
-    """A decoding mode."""
-
-    GREEDY = "greedy"
-    SAMPLING = "sampling"
 
 
 def consistency(

@@ -24,13 +24,13 @@ def replay(
 
     Exit status: 0 if the result is the recorded one, 1 if it differs, 2 if the file is damaged or has another format.
     """
-    from nrl_models.consistency.capsule.capsule_file import Contents, Kind, reading
+    from nrl_models.consistency.capsule.capsule_file import CapsuleKind, Contents, reading
     from nrl_models.consistency.capsule.consistency_capsule import replay_consistency
     from nrl_models.watch.drift_capsule import replay_watch
 
     contents = Contents.read(file)
     with reading(file):
-        result = {Kind.CONSISTENCY: replay_consistency, Kind.WATCH: replay_watch}[contents.kind](contents)
+        result = {CapsuleKind.CONSISTENCY: replay_consistency, CapsuleKind.WATCH: replay_watch}[contents.kind](contents)
     for line in result.lines:
         show(line)
     write_json(json_file, result.to_json())

@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import product
 
 from nrl_models.common.value_checks import is_integer, is_number
+from nrl_models.consistency import Data, Mode
 from nrl_models.errors import ConsistencyError
 from nrl_models.logprobs.sampling import Sampling
-
-
-class Data(StrEnum):
-    """Source of prompts."""
-
-    REAL = "real"
-    DUMMY = "dummy"
-
-
-class Mode(StrEnum):
-    """How tokens are generated."""
-
-    GREEDY = "greedy"
-    SAMPLING = "sampling"
-
 
 LENGTHS = (100, 1_000)
 DATA = tuple(Data)

@@ -161,7 +161,7 @@ def last_if_nan(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-class Row(NamedTuple):
+class MatrixRow(NamedTuple):
     """A cell in a table: its values, its numbers, its outcome or why it has none, and its result if it has one."""
 
     cell: tuple[str, ...]
@@ -256,7 +256,7 @@ class ConsistencyReport:
         asked = {Comparison.STRICT: self.settings.strict, Comparison.SECOND: bool(self.second)}
         return (*(name for name in WITH_ENGINE if asked.get(name, True)), "worst sequence", "max |diff|", "noise floor")
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[MatrixRow]:
         """Yield a row per cell; unfinished and skipped cells come last.
 
         Numbers are `token_mult_prob_error`, except the maximum difference, which is in nats.
@@ -271,9 +271,9 @@ class ConsistencyReport:
             decode = found[Comparison.DECODE]
             largest = f"{max(metrics.max for metrics in decode):.1e}"
             numbers += [_worst(decode, "worst_sequence"), largest, _shown(result.noise)]
-            yield Row(_values(result.cell), tuple(numbers), Outcome.of(result.passed).shown, result)
+            yield MatrixRow(_values(result.cell), tuple(numbers), Outcome.of(result.passed).shown, result)
         for cell, status in (self.running | self.skipped).items():
-            yield Row(_values(cell), ("",) * len(self.columns), status, None)
+            yield MatrixRow(_values(cell), ("",) * len(self.columns), status, None)
 
     def table(self, *, failures_only: bool = False) -> Table:
         """Return the guide's table, with the step of each running cell. It fits 100 columns.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.common.value_checks import is_number
 from nrl_models.consistency.references import References
-from nrl_models.consistency.verdict import Cause, CauseKind
+from nrl_models.consistency.verdict import CauseKind, VerdictCause
 from nrl_models.logprobs.chunked import chunked_statistics
 from nrl_models.logprobs.head import OutputHead, hidden_states_and_head
 from nrl_models.logprobs.sampling import Sampling
@@ -39,7 +39,7 @@ LARGE = 3e9
 class Hypothesis(NamedTuple):
     """A possible cause, and the log-probabilities `(batch, generated)` that it would produce."""
 
-    cause: Cause
+    cause: VerdictCause
     logprobs: torch.Tensor
 
 
@@ -52,7 +52,7 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 def find_cause(
     hypotheses: Iterable[Hypothesis], party: torch.Tensor, expected: torch.Tensor, floor: float
-) -> Cause | None:
+) -> VerdictCause | None:
     """Return the cause of the first hypothesis that reproduces the log-probabilities; None if none does.
 
     Args:
@@ -108,7 +108,7 @@ class Hypotheses:
         ):
             if (sampling, end) not in tried:
                 tried.add((sampling, end))
-                yield Hypothesis(Cause(kind, message), self._logprobs(self.hidden, end, sampling))
+                yield Hypothesis(VerdictCause(kind, message), self._logprobs(self.hidden, end, sampling))
 
     def about_alignment(self) -> Iterator[Hypothesis]:
         """Each token has the log-probability of the previous or the next token."""
@@ -119,7 +119,7 @@ class Hypotheses:
             ("next", torch.cat([extended[:, 2:], unknown], 1)),
         ):
             message = f"each token had the log-probability of the {neighbor} token"
-            yield Hypothesis(Cause(CauseKind.ALIGNMENT, message), logprobs)
+            yield Hypothesis(VerdictCause(CauseKind.ALIGNMENT, message), logprobs)
 
     def about_weights(self) -> Iterator[Hypothesis]:
         """The weights, or cached keys and values, are from before the last refit."""
@@ -127,13 +127,13 @@ class Hypotheses:
         if before is None:
             return
         message = "the weights were those of before the last refit"
-        yield Hypothesis(Cause(CauseKind.STALE_WEIGHTS, message), self._of_model(before))
+        yield Hypothesis(VerdictCause(CauseKind.STALE_WEIGHTS, message), self._of_model(before))
         prompt = self.tokens.shape[1] - self.generated
         # A cache stores complete blocks, and never the last token of a prompt.
         for cached in sorted({(prompt - 1) // block * block for block in BLOCKS} - {0}, reverse=True):
             message = f"the keys and values of the first {cached} tokens were cached from before the last refit"
             try:
-                yield Hypothesis(Cause(CauseKind.STALE_CACHE, message), self._with_cache_of(before, cached))
+                yield Hypothesis(VerdictCause(CauseKind.STALE_CACHE, message), self._with_cache_of(before, cached))
             except Exception:  # a model with other contents in its cache
                 return
 
@@ -148,7 +148,7 @@ class Hypotheses:
                 logprobs = self._of_model(self.references.with_config({key: value}))
             except Exception:  # some combinations of values are invalid
                 continue
-            yield Hypothesis(Cause(CauseKind.CONFIG, message, key), logprobs)
+            yield Hypothesis(VerdictCause(CauseKind.CONFIG, message, key), logprobs)
 
     @torch.no_grad()
     def _with_cache_of(self, before: PreTrainedModel, cached: int) -> torch.Tensor:

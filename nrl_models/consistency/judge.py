@@ -23,7 +23,7 @@ import torch
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND
 from nrl_models.consistency.capsule.decision import Case, Decision, Judged, Testimony, precision
-from nrl_models.consistency.capsule.module_comparison import ModuleComparison, Side
+from nrl_models.consistency.capsule.module_comparison import ComparedSide, ModuleComparison
 from nrl_models.consistency.capsule.observations import Observations
 from nrl_models.consistency.cells import Cell, Settings, largest_error
 from nrl_models.consistency.divergence import module_output
@@ -113,10 +113,14 @@ class RunningSides:
         case = self.case
         yield from Hypotheses(self.references, case.tokens, case.generated, case.sampling)
 
-    def compare_modules(self, side: Side, length: int) -> ModuleComparison:
+    def compare_modules(self, side: ComparedSide, length: int) -> ModuleComparison:
         """Compare modules of a side with the reference's, on the first tokens of the first sequence."""
         tokens = self.case.tokens[:1, :length]
-        compare = {Side.TRAINER: self._in_trainer, Side.ENGINE: self._in_engine, Side.DECODE: self._in_decode}
+        compare = {
+            ComparedSide.TRAINER: self._in_trainer,
+            ComparedSide.ENGINE: self._in_engine,
+            ComparedSide.DECODE: self._in_decode,
+        }
         return compare[side](tokens)
 
     def output_before(self, name: str, call: ModuleCall) -> torch.Tensor | None:
@@ -159,7 +163,9 @@ class RunningSides:
         model, reference = self.trainer.model, self.references.model(self.trainer.model.dtype)
         rounds = search_rounds(model, reference, {"input_ids": tokens.to(model.device)}, max_culprits=3)
         weights = differing_weights(model, reference) if rounds else []
-        found = ModuleComparison(side=Side.TRAINER, dtype=model.dtype, rounds=tuple(rounds), weights=tuple(weights))
+        found = ModuleComparison(
+            side=ComparedSide.TRAINER, dtype=model.dtype, rounds=tuple(rounds), weights=tuple(weights)
+        )
         divergence = found.divergence()
         if divergence is None:
             return found
@@ -177,7 +183,7 @@ class RunningSides:
         ids = tokens[0].tolist()
         actual = self.engine.module_calls(ids)
         expected = HFEngine(self.references.model(torch.float32, combined=True)).module_calls(ids)
-        return ModuleComparison.of_engine(Side.ENGINE, actual, expected, self._engine_dtype)
+        return ModuleComparison.of_engine(ComparedSide.ENGINE, actual, expected, self._engine_dtype)
 
     def _in_decode(self, tokens: torch.Tensor) -> ModuleComparison:
         """Decoding compared with prefill, within the engine."""
@@ -185,7 +191,7 @@ class RunningSides:
         sample = self.engine.generate([prompt[:-1]], Sampling(0.0), max_new_tokens=1)[0]
         decoded = self.engine.module_calls(sample.sequence, decode_last=True)
         prefilled = self.engine.module_calls(sample.sequence)
-        return ModuleComparison.of_engine(Side.DECODE, decoded, prefilled, self._engine_dtype)
+        return ModuleComparison.of_engine(ComparedSide.DECODE, decoded, prefilled, self._engine_dtype)
 
     @property
     def _engine_dtype(self) -> torch.dtype:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl_models.consistency.cells import Cell, Data
+from nrl_models.consistency import Data
+from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
 from nrl_models.inputs.real_text import prose_of_this_machine

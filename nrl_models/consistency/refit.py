@@ -21,7 +21,8 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import rope_switch
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.servers import require_engine
-from nrl_models.consistency.cells import THRESHOLD, Data, Mode, Settings
+from nrl_models.consistency import Data, Mode
+from nrl_models.consistency.cells import THRESHOLD, Settings
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.judge import Judge
 from nrl_models.consistency.measure import Comparison, Measurement, Meter

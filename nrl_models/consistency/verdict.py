@@ -88,7 +88,7 @@ class CauseKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class VerdictCause:
     """The reason why a side is wrong.
 
     Args:
@@ -122,7 +122,7 @@ class Verdict:
     kind: VerdictKind
     at_fault: tuple[Party, ...]
     errors: Mapping[Party, Deviation]
-    cause: Cause | None = None
+    cause: VerdictCause | None = None
     divergence: Divergence | None = None
     note: str = ""
     random_weights: bool = False
@@ -175,7 +175,7 @@ class Verdict:
         """Parse the output of `to_json`."""
         fields = {name: value for name, value in content.items() if name != "summary"}
         if fields["cause"] is not None:
-            fields["cause"] = Cause(**fields["cause"] | {"kind": CauseKind(fields["cause"]["kind"])})
+            fields["cause"] = VerdictCause(**fields["cause"] | {"kind": CauseKind(fields["cause"]["kind"])})
         if (said := fields.get("witness")) is not None:
             fields["witness"] = Opinion(**said | {"vote": said["vote"] and Vote(said["vote"])})
         if (advice := fields.get("advice")) is not None:

@@ -162,7 +162,7 @@ class HFEngine(Engine):
         )
         torch.manual_seed(seed)
         for indices in _by_length(prompts, model_inputs):
-            recorder = _Recorder(sampling)
+            recorder = _LogprobRecorder(sampling)
             batch = torch.tensor([list(prompts[index]) for index in indices], device=self.model.device)
             with self._plain_generation():
                 sequences = self.model.generate(
@@ -313,7 +313,7 @@ def _by_length(rows: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]] | Non
     return [list(group) for _, group in groupby(sorted(range(len(rows)), key=kind), key=kind)]
 
 
-class _Recorder(LogitsProcessor):
+class _LogprobRecorder(LogitsProcessor):
     """Process logits according to `Sampling`, and record the log-probability of each sampled token."""
 
     def __init__(self, sampling: Sampling) -> None:

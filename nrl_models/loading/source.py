@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from nrl_models.common.checkpoint import given_tensors
-from nrl_models.common.checkpoint.generations import Watch, current, require_links_inside, was_replaced
+from nrl_models.common.checkpoint.generations import FileWatch, current, require_links_inside, was_replaced
 from nrl_models.common.checkpoint.local_path import as_path, is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.logs import get_logger
@@ -50,7 +50,7 @@ class Source:
     folder: Path | None
     config: PreTrainedConfig
     options: LoadOptions
-    watch: Watch | None
+    watch: FileWatch | None
 
 
 def with_source(path_or_id: str | Path | None, keywords: Mapping[str, Any], use: Callable[[Source], T]) -> T:
@@ -77,7 +77,7 @@ def with_source(path_or_id: str | Path | None, keywords: Mapping[str, Any], use:
     attempts = 1 if keywords.get("mesh") is not None else 2
     for number in range(1, attempts + 1):
         is_last = number == attempts
-        with Watch(folder) as watch:
+        with FileWatch(folder) as watch:
             try:
                 return attempt()
             except Exception as error:
@@ -123,10 +123,10 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
         with on_cpu(), agreed(options.mesh, "read the checkpoint's configuration"):
             asked = ("subfolder", "revision", "token", "cache_dir", "gguf_file", "local_files_only")
             folder: Path | None = None
-            watch: Watch | None = None
+            watch: FileWatch | None = None
             if path_or_id is not None:
                 folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
-                watch = opened.enter_context(Watch(folder.parent if is_gguf(folder) else folder))
+                watch = opened.enter_context(FileWatch(folder.parent if is_gguf(folder) else folder))
                 if not is_gguf(folder):  # a publish may replace the directory; read the one that `watch` observes
                     folder = watch.location
                 if not is_gguf(path_or_id):  # the path of a file is used unchanged

@@ -21,14 +21,14 @@ from transformers import BatchFeature
 from nrl_models.common.forward.documents import sharing_prompts
 from nrl_models.common.forward.random_states import random_states_kept, set_torch_random_state, torch_random_state
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
-from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, token_logprobs
+from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, token_logprobs
 
 STATISTICS = ("logprobs", "entropy", "kl")
 """Inputs of a loss that may get gradients."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class SequenceBatch:
     """All sequences of a batch.
 
     Attributes:
@@ -55,7 +55,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class MicrobatchInputs:
     """A microbatch of shape `(rows, seq_len)`.
 
     Attributes:
@@ -75,7 +75,7 @@ class Part:
     shares: bool
 
     @classmethod
-    def of(cls, batch: Batch, part: Microbatch, layout: Layout) -> Part:
+    def of(cls, batch: SequenceBatch, part: Microbatch, layout: Layout) -> MicrobatchInputs:
         """Lay sequences into it."""
         numbers, shared = part.numbers, part.shared
 
@@ -148,11 +148,11 @@ class Accumulation:
     def __init__(
         self,
         model: nn.Module,
-        batch: Batch,
-        parts: list[Part],
+        batch: SequenceBatch,
+        parts: list[MicrobatchInputs],
         count: int,
         options: dict[str, Any],
-        loss: Loss | None,
+        loss: LossFunction | None,
         loss_terms: LossTerms | str | torch.Tensor,
         group: Any,
     ) -> None:
@@ -187,7 +187,7 @@ class Accumulation:
         self._nothing(count - len(again))
         return replace(self.known, loss=loss)
 
-    def _scored(self, part: Part, **loss: Any) -> TokenLogprobs:
+    def _scored(self, part: MicrobatchInputs, **loss: Any) -> TokenLogprobs:
         inputs = part.inputs
         if self.batch.model_inputs:
             inputs = BatchFeature(inputs).to(self.batch.device, next(self.model.parameters()).dtype).data
@@ -195,7 +195,7 @@ class Accumulation:
         with sharing_prompts() if part.shares else nullcontext():
             return token_logprobs(self.model, part.ids, **keywords)
 
-    def _joined(self, part: Part, found: TokenLogprobs) -> TokenLogprobs:
+    def _joined(self, part: MicrobatchInputs, found: TokenLogprobs) -> TokenLogprobs:
         """Merge the statistics of a microbatch into the known ones, `(batch, max_length)` each."""
         grids = {}
         for name in STATISTICS:
@@ -206,7 +206,7 @@ class Accumulation:
         outside = part.placed(found.outside, self.known.outside)
         return TokenLogprobs(mask=self.batch.scored & ~outside, outside=outside, **grids)
 
-    def _learn(self, part: Part) -> None:
+    def _learn(self, part: MicrobatchInputs) -> None:
         """A microbatch forward and backward."""
         assert self.loss is not None
         loss, terms = self.loss, self.loss_terms
@@ -240,7 +240,7 @@ class Accumulation:
             by[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.masked_fill(~self.batch.scored, 0.0)
         return loss.detach(), by
 
-    def _pull(self, part: Part, found: TokenLogprobs, by: dict[str, torch.Tensor]) -> None:
+    def _pull(self, part: MicrobatchInputs, found: TokenLogprobs, by: dict[str, torch.Tensor]) -> None:
         """Accumulate gradients of the parameters from derivatives by a microbatch's statistics."""
         gradients = [part.summed(gradient) for gradient in by.values()]
         if ranks_of(self.group) == 1 and not any(gradient.any() for gradient in gradients):
@@ -248,7 +248,7 @@ class Accumulation:
         with torch.autocast(self.batch.device.type, enabled=False):  # a backward repeats the forward's dtypes
             torch.autograd.backward([getattr(found, name) for name in by], gradients)
 
-    def _differs(self, part: Part, by: dict[str, torch.Tensor]) -> bool:
+    def _differs(self, part: MicrobatchInputs, by: dict[str, torch.Tensor]) -> bool:
         """Return True if a microbatch used derivatives that differ from the final ones by more than rounding."""
         for name, gradient in by.items():
             bound = 64 * torch.finfo(gradient.dtype).eps * gradient.abs().max()

@@ -19,21 +19,21 @@ from nrl_models.common.config.positions import model_limit, rope_switch
 from nrl_models.common.modules import innermost
 from nrl_models.errors import UnknownArgumentError, parse_option, shown
 from nrl_models.logprobs import microbatches
-from nrl_models.logprobs.accumulation import Accumulation, Batch, Part
+from nrl_models.logprobs.accumulation import Accumulation, MicrobatchInputs, SequenceBatch
 from nrl_models.logprobs.head import require_head
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.shared_prompts import can_share_prompts, units_with_shared_prompts
 from nrl_models.logprobs.token_inputs import require_zeros_and_ones, unknown_token
-from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, chunk_tokens
+from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, chunk_tokens
 
-Tokens = Sequence[int] | torch.Tensor
+TokenSequence = Sequence[int] | torch.Tensor
 Mask = Sequence[bool] | torch.Tensor
 
 
 def rollout_logprobs(
     model: nn.Module,
-    sequences: Sequence[Tokens],
+    sequences: Sequence[TokenSequence],
     *,
     score: Sequence[Mask] | None = None,
     temperature: float = 1.0,
@@ -41,7 +41,7 @@ def rollout_logprobs(
     top_p: float = 1.0,
     entropy: bool = False,
     reference: nn.Module | None = None,
-    loss: Loss | None = None,
+    loss: LossFunction | None = None,
     loss_terms: LossTerms | str | torch.Tensor = LossTerms.TOKEN,
     row_tokens: int | None = None,
     chunk_size: int | str | None = "auto",
@@ -114,8 +114,8 @@ def rollout_logprobs(
     planned, count = _plan(ids, scores if shares else None, layout, loss_terms, row_tokens, device, models, group)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}
     options |= {"reference": reference, "chunk_size": chunk_size}
-    batch = Batch([row.to(device) for row in ids], [row.to(device) for row in scores], device, own)
-    parts = [Part.of(batch, part, layout) for part in planned]
+    batch = SequenceBatch([row.to(device) for row in ids], [row.to(device) for row in scores], device, own)
+    parts = [MicrobatchInputs.of(batch, part, layout) for part in planned]
     return Accumulation(model, batch, parts, count, options, loss, loss_terms, group).run()
 
 
@@ -123,7 +123,7 @@ def rollout_logprobs(
 
 
 def _ids(
-    sequences: Sequence[Tokens], models: Sequence[nn.Module], row_tokens: int | None
+    sequences: Sequence[TokenSequence], models: Sequence[nn.Module], row_tokens: int | None
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Convert each sequence to token ids, `(length,)` int64, and list the problems."""
     problems = []

@@ -55,7 +55,7 @@ class TokenLogprobs:
     loss: torch.Tensor | None = None
 
 
-Loss = Callable[[TokenLogprobs], torch.Tensor]
+LossFunction = Callable[[TokenLogprobs], torch.Tensor]
 """A loss: a function of the result of `token_logprobs` that returns a scalar."""
 
 
@@ -80,7 +80,7 @@ def token_logprobs(
     score: torch.Tensor | None = None,
     entropy: bool = False,
     reference: nn.Module | None = None,
-    loss: Loss | None = None,
+    loss: LossFunction | None = None,
     loss_terms: LossTerms | str | torch.Tensor = LossTerms.TOKEN,
     chunk_size: int | str | None = "auto",
     **model_inputs: Any,
@@ -279,7 +279,7 @@ class _Placed:
     places: tuple[torch.Tensor, torch.Tensor]
     entropy: bool
     kl: bool
-    loss: Loss | None
+    loss: LossFunction | None
 
     def result(self, found: TokenStatistics) -> TokenLogprobs:
         """What `token_logprobs` returns, but for the loss."""

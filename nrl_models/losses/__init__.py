@@ -1,7 +1,7 @@
 """Losses of post-training: functions of log-probabilities `(sequences, length)` and of scores; see docs/recipes.md."""
 
 from nrl_models.deprecation import old_names
-from nrl_models.losses.corrections import Correction, CorrectionType, Level, importance_weights
+from nrl_models.losses.corrections import Correction, CorrectionType, RatioLevel, importance_weights
 from nrl_models.losses.named import LOSSES, loss_named
 from nrl_models.losses.policy import Normalize, clipped_share, policy_loss, token_weights
 from nrl_models.losses.preferences import dpo_loss, misordered, ranking_loss, sequence_logprobs
@@ -11,8 +11,8 @@ __all__ = [
     "LOSSES",
     "Correction",
     "CorrectionType",
-    "Level",
     "Normalize",
+    "RatioLevel",
     "clipped_share",
     "dpo_loss",
     "group_advantages",
@@ -27,4 +27,4 @@ __all__ = [
     "token_weights",
 ]
 
-__getattr__ = old_names(__name__, {"Normalise": "Normalize"})  # codespell:ignore
+__getattr__ = old_names(__name__, {"Normalise": "Normalize", "Level": "RatioLevel"})  # codespell:ignore

@@ -30,7 +30,7 @@ class CorrectionType(StrEnum):
     MIS = "mis"
 
 
-class Level(StrEnum):
+class RatioLevel(StrEnum):
     """Unit that has one ratio: a token, or a sequence."""
 
     TOKEN = "token"
@@ -54,7 +54,7 @@ class Correction:
     type: CorrectionType | str | None = None
     cap: float = 2.0
     floor: float = 0.0
-    level: Level | str = Level.TOKEN
+    level: RatioLevel | str = RatioLevel.TOKEN
 
     def __post_init__(self) -> None:
         """Validate all fields, and convert names to enums."""
@@ -65,8 +65,8 @@ class Correction:
                 f"Invalid truncated importance sampling type: {self.type}{missing}: expected "
                 f"{' or '.join(CorrectionType)}"
             )
-        if self.level not in list(Level):
-            wrong.append(f"level={self.level!r}: expected {' or '.join(Level)}")
+        if self.level not in list(RatioLevel):
+            wrong.append(f"level={self.level!r}: expected {' or '.join(RatioLevel)}")
         if not (is_number(self.cap, 0.0) and self.cap):
             wrong.append(f"cap={self.cap!r}: expected a number above 0")
         elif not is_number(self.floor, -math.inf, math.inf):
@@ -78,7 +78,7 @@ class Correction:
         if wrong:
             raise UnknownArgumentError("; ".join(wrong))
         object.__setattr__(self, "type", CorrectionType(str(self.type)))
-        object.__setattr__(self, "level", Level(self.level))
+        object.__setattr__(self, "level", RatioLevel(self.level))
 
 
 def importance_weights(
@@ -93,8 +93,8 @@ def importance_weights(
         correction: The correction.
 
     Returns:
-        Weights `(batch, seq_len)` in fp32 without a graph; 0 where `mask` is False. With `Level.SEQUENCE`, all tokens
-        of a sequence have the same weight. NaN where the trainer's log-probability is NaN.
+        Weights `(batch, seq_len)` in fp32 without a graph; 0 where `mask` is False. With `RatioLevel.SEQUENCE`, all
+        tokens of a sequence have the same weight. NaN where the trainer's log-probability is NaN.
 
     Raises:
         NonFiniteError: If the engine's log-probability of a sampled token is NaN or infinite.
@@ -114,7 +114,7 @@ def importance_weights(
             "expected finite numbers where the mask is True"
         )
     difference = torch.where(mask, trainer.detach().double() - engine.double(), 0.0)
-    if correction.level is Level.SEQUENCE:
+    if correction.level is RatioLevel.SEQUENCE:
         difference = difference.sum(1, keepdim=True).expand_as(difference)
     ratio = difference.exp()
     if correction.type is CorrectionType.TIS:

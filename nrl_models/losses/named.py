@@ -110,9 +110,9 @@ class PolicyLoss:
             raise UnknownArgumentError("; ".join(wrong))
 
 
-Loss = SupervisedLoss | PreferenceLoss | RankingLoss | PolicyLoss
+NamedLoss = SupervisedLoss | PreferenceLoss | RankingLoss | PolicyLoss
 
-LOSSES: Mapping[str, Loss] = {
+LOSSES: Mapping[str, NamedLoss] = {
     "sft": SupervisedLoss(),
     "dpo": PreferenceLoss(),
     "reward": RankingLoss(),
@@ -123,7 +123,7 @@ LOSSES: Mapping[str, Loss] = {
 """Losses by name, with the settings of their papers."""
 
 
-def loss_named(name: str, **settings: Any) -> Loss:
+def loss_named(name: str, **settings: Any) -> NamedLoss:
     """Return a loss by its name, optionally with changed settings.
 
     Raises:

@@ -35,7 +35,7 @@ MEDIA = {"images": PIXELS, "audio": AUDIO}
 """Inputs other than text, and the arguments that hold them."""
 
 
-class Step(StrEnum):
+class DetectionStep(StrEnum):
     """Steps of the detection, in order."""
 
     CONFIGURATION = "configuration"
@@ -78,7 +78,7 @@ class Detection:
     uncalled: dict[str, tuple[str, ...]] = field(default_factory=dict)
     keeps_offsets: tuple[str, ...] = ()
     note: str = ""
-    step: Step | None = None
+    step: DetectionStep | None = None
     failure: str = ""
 
     @property
@@ -105,16 +105,16 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
     assert model_class.config_class is not None
     tiny = find_tiny(model_class.config_class, overrides, model_class)
     found: dict[str, Any] = {}
-    step: Step | None = Step.CONFIGURATION
+    step: DetectionStep | None = DetectionStep.CONFIGURATION
     try:
         if tiny.config is None:
             raise tiny.failure or ValueError("no configuration")
-        step = Step.BUILD
+        step = DetectionStep.BUILD
         with random_states_kept():
             torch.manual_seed(0)
             model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
             randomize(model)  # zeros would keep a gated image, for example, from the logits
-        step = Step.TEXT
+        step = DetectionStep.TEXT
         multimodal = takes_images(model) or takes_audio(model)
         try:
             trace = _run(model, inputs_for(model, images=False))
@@ -124,7 +124,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
                 raise
             found["note"] = f"takes no text alone: {one_line(error)}"  # it describes images, for example
         if multimodal:
-            step = Step.MEDIA
+            step = DetectionStep.MEDIA
             inputs = inputs_for(model)
             trace = _run(model, inputs)
             media = [kind for kind, arguments in MEDIA.items() if set(arguments) & set(inputs)]
@@ -136,7 +136,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         found |= _by_class(model, trace)
         if found["modalities"] == ("text", "images"):
             found["keeps_offsets"] = _keeping_offsets(model, inputs)
-        step = Step.BACKWARD
+        step = DetectionStep.BACKWARD
         model.train()
         loss = model(**inputs_for(model, labels=True)).loss
         if loss is None or not torch.isfinite(loss):

@@ -75,15 +75,15 @@ class Gate:
     def __str__(self) -> str:
         return f"{self.statistic}({self.metric}) {self.relation} {self.bound:g}"
 
-    def check(self, history: Sequence[Mapping[str, float]]) -> Verdict:
+    def check(self, history: Sequence[Mapping[str, float]]) -> GateResult:
         """Check the metrics of all steps. A metric that was not measured, or is NaN in any step, fails the gate."""
         values = [step[self.metric] for step in history if self.metric in step]
         value = STATISTICS[self.statistic](values) if values and not any(map(math.isnan, values)) else math.nan
-        return Verdict(self, value, RELATIONS[self.relation](value, self.bound))
+        return GateResult(self, value, RELATIONS[self.relation](value, self.bound))
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GateResult:
     """Result of a gate: the value of its statistic (NaN if there is none), and whether it is within the bound."""
 
     gate: Gate

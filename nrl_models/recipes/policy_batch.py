@@ -31,7 +31,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SampleBatch:
     """Samples of different lengths, padded.
 
     Args:
@@ -47,7 +47,7 @@ class Batch:
     model_inputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:
+    def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> SampleBatch:
         """Pad the inputs of the loss on the right."""
         sampled = [torch.tensor([False] * len(sample.prompt) + [True] * len(sample.tokens)) for sample in samples]
         logprobs = [

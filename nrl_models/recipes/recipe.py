@@ -9,7 +9,7 @@ from typing import Any
 
 from nrl_models.errors import UnknownArgumentError, parse_option
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.losses.named import Loss, PolicyLoss
+from nrl_models.losses.named import NamedLoss, PolicyLoss
 from nrl_models.recipes.gates import Gate
 
 SUPERVISED_METRICS = ("loss", "gradient_norm", "tokens", "skipped_updates")
@@ -42,7 +42,7 @@ class Compute(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-class Schedule(StrEnum):
+class LearningRateSchedule(StrEnum):
     """How the learning rate changes over the steps."""
 
     CONSTANT = "constant"
@@ -110,7 +110,7 @@ class Training:
 
     steps: int
     compute: Compute = Compute.FLOAT32
-    schedule: Schedule = Schedule.CONSTANT
+    schedule: LearningRateSchedule = LearningRateSchedule.CONSTANT
     warmup: int = 0
     clip_gradient_norm: float = 1.0
     activation_checkpointing: bool = False
@@ -119,7 +119,7 @@ class Training:
     def __post_init__(self) -> None:
         """Check the numbers, and make enums of names."""
         object.__setattr__(self, "compute", parse_option(Compute, self.compute, "compute"))
-        object.__setattr__(self, "schedule", parse_option(Schedule, self.schedule, "schedule"))
+        object.__setattr__(self, "schedule", parse_option(LearningRateSchedule, self.schedule, "schedule"))
         own = {"warmup": 0, "clip_gradient_norm": 0}
         wrong = [
             f"{name}={value}: expected a number of at least {own.get(name, 1)}"
@@ -246,7 +246,7 @@ class Recipe:
     """
 
     model: Target
-    loss: Loss
+    loss: NamedLoss
     data: Target
     optimizer: Target
     training: Training

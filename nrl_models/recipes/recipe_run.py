@@ -20,7 +20,7 @@ from nrl_models.common.model_components.freezing import freeze, trainable_parame
 from nrl_models.engines import start_engine
 from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
-from nrl_models.recipes.gates import Verdict
+from nrl_models.recipes.gates import GateResult
 from nrl_models.recipes.image_prompts import image_prompt
 from nrl_models.recipes.policy_batch import Question
 from nrl_models.recipes.recipe import PolicyRecipe, Recipe, SupervisedRecipe
@@ -47,7 +47,7 @@ class Run:
     """
 
     steps: list[dict[str, float]] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[GateResult] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:

@@ -26,8 +26,8 @@ from nrl_models.engines.engine_types import Sample
 from nrl_models.errors import NonFiniteError, UnknownArgumentError, parse_option, shown
 from nrl_models.logprobs import LossTerms, Sampling, TokenLogprobs, kl_k3, rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import (
-    Level,
     Normalize,
+    RatioLevel,
     clipped_share,
     group_advantages,
     importance_weights,
@@ -37,7 +37,7 @@ from nrl_models.losses import (
     token_weights,
 )
 from nrl_models.losses.named import PolicyLoss
-from nrl_models.recipes.policy_batch import Batch, Question, Rollouts, finite_groups
+from nrl_models.recipes.policy_batch import Question, Rollouts, SampleBatch, finite_groups
 from nrl_models.recipes.recipe import NonFinite
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
 from nrl_models.watch import Watch
@@ -238,7 +238,7 @@ class PolicyLoop:
         updates = min(self.updates, groups)
         bounds = [groups * number // updates * self.group for number in range(updates + 1)]
         parts = [slice(*bound) for bound in pairwise(bounds)]
-        batches = [Batch.of(samples[part], self.model.device) for part in parts]
+        batches = [SampleBatch.of(samples[part], self.model.device) for part in parts]
         old: list[TokenLogprobs | None] = [None]
         # Later updates are measured against the policy that the step began with. The first one starts from it.
         old += [self._logprobs(self.model, batch, self.sampling) for batch in batches[1:]]
@@ -263,7 +263,7 @@ class PolicyLoop:
             }
         )
 
-    def _gradient(self, batch: Batch, advantages: torch.Tensor, old: TokenLogprobs | None) -> dict[str, Any]:
+    def _gradient(self, batch: SampleBatch, advantages: torch.Tensor, old: TokenLogprobs | None) -> dict[str, Any]:
         """Compute the gradient of an update, and the measurements.
 
         Args:
@@ -280,7 +280,7 @@ class PolicyLoop:
         if settings.kl:  # of the complete distribution: a token that its own top_p excludes is not certain
             reference = self._logprobs(self.reference, batch, Sampling(self.sampling.temperature)).logprobs
         correction, terms = settings.correction, LossTerms.TOKEN
-        if correction is not None and correction.level is Level.SEQUENCE and old is None:
+        if correction is not None and correction.level is RatioLevel.SEQUENCE and old is None:
             terms = LossTerms.SEQUENCE  # the ratio of a sequence needs all its log-probabilities of this forward
 
         def arguments(found: TokenLogprobs) -> tuple[torch.Tensor, ...]:
@@ -311,7 +311,7 @@ class PolicyLoop:
             "engine": batch.logprobs[compared],
         }
 
-    def _logprobs(self, model: Any, batch: Batch, sampling: Sampling, **loss: Any) -> TokenLogprobs:
+    def _logprobs(self, model: Any, batch: SampleBatch, sampling: Sampling, **loss: Any) -> TokenLogprobs:
         """Compute log-probabilities of the sampled tokens, `(batch, max_length)`, and the gradient of a loss."""
         sampling = sampling.processing
         with computing_in(self.compute, self.model.device):

@@ -13,7 +13,7 @@ import torch
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.logprobs import LossTerms, TokenLogprobs, token_logprobs
 from nrl_models.losses import dpo_loss, misordered, ranking_loss, sequence_logprobs
-from nrl_models.losses.named import Loss, PreferenceLoss, RankingLoss
+from nrl_models.losses.named import NamedLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.rows import padded_rows
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
 
@@ -39,7 +39,7 @@ class SupervisedLoop:
 
     model: Any
     optimizer: torch.optim.Optimizer
-    settings: Loss
+    settings: NamedLoss
     pad: int
     micro_batch: int = 1
     clip_gradient_norm: float = 1.0

@@ -24,7 +24,7 @@ Path = tuple[str, ...]
 """Key of a configuration, or of one of its parts: `("vision_config", "codebook_size")`."""
 
 
-class Kind(Enum):
+class ConstraintKind(Enum):
     """A relation between two sides that a validator demands."""
 
     EQUAL = "=="
@@ -33,7 +33,12 @@ class Kind(Enum):
     MULTIPLE = "is a multiple of"
 
 
-REFUSED = {ast.NotEq: Kind.EQUAL, ast.IsNot: Kind.EQUAL, ast.Gt: Kind.AT_MOST, ast.Lt: Kind.AT_LEAST}
+REFUSED = {
+    ast.NotEq: ConstraintKind.EQUAL,
+    ast.IsNot: ConstraintKind.EQUAL,
+    ast.Gt: ConstraintKind.AT_MOST,
+    ast.Lt: ConstraintKind.AT_LEAST,
+}
 """Relation that holds if a comparison that raises is false. `>=` and `<=` have no closest value that satisfies them."""
 
 
@@ -50,7 +55,7 @@ class Constraint:
         total: That single key; empty if there is none.
     """
 
-    kind: Kind
+    kind: ConstraintKind
     left: CodeType
     right: CodeType
     paths: tuple[Path, ...]
@@ -65,11 +70,11 @@ class Constraint:
     def holds(self, config: Any) -> bool:
         """Return True if `config` meets the constraint."""
         left, right = self.sides(config)
-        relations: dict[Kind, Callable[[], bool]] = {
-            Kind.EQUAL: lambda: bool(left == right),
-            Kind.AT_MOST: lambda: bool(left <= right),
-            Kind.AT_LEAST: lambda: bool(left >= right),
-            Kind.MULTIPLE: lambda: left % right == 0,
+        relations: dict[ConstraintKind, Callable[[], bool]] = {
+            ConstraintKind.EQUAL: lambda: bool(left == right),
+            ConstraintKind.AT_MOST: lambda: bool(left <= right),
+            ConstraintKind.AT_LEAST: lambda: bool(left >= right),
+            ConstraintKind.MULTIPLE: lambda: left % right == 0,
         }
         return relations[self.kind]()
 
@@ -84,7 +89,7 @@ def constraints_of(config_class: type[PreTrainedConfig]) -> tuple[Constraint, ..
         for name, validator in vars(owner).items():
             if name.startswith("validate_") and inspect.isfunction(validator):
                 found += _read(validator)
-    return tuple(sorted(found, key=lambda constraint: constraint.kind is Kind.EQUAL))
+    return tuple(sorted(found, key=lambda constraint: constraint.kind is ConstraintKind.EQUAL))
 
 
 def sections_of(config_class: type[PreTrainedConfig], total: str) -> tuple[str, ...]:
@@ -143,7 +148,7 @@ def _solve(constraint: Constraint, config: Any, path: Path) -> bool:
 def _candidates(constraint: Constraint, config: Any, owner: Any, key: str) -> Iterator[Any]:
     """Yield values of a key that may satisfy `constraint`: the other side's value, or the solution if it is linear."""
     old, (left, right) = getattr(owner, key), constraint.sides(config)
-    if constraint.kind is Kind.MULTIPLE:
+    if constraint.kind is ConstraintKind.MULTIPLE:
         if old == right:
             yield math.gcd(left, right)
         elif old == left:
@@ -191,15 +196,17 @@ def _read(validator: Callable[..., Any]) -> Iterator[Constraint]:
                         yield made
 
 
-def _constraint(kind: Kind, left: ast.expr, right: ast.expr) -> Constraint | None:
+def _constraint(kind: ConstraintKind, left: ast.expr, right: ast.expr) -> Constraint | None:
     """A constraint from its two sides; None if they are not about keys."""
     match kind, left, right:
-        case Kind.EQUAL, ast.BinOp(left=dividend, op=ast.Mod(), right=divisor), ast.Constant(value=0):
-            kind, left, right = Kind.MULTIPLE, dividend, divisor
+        case ConstraintKind.EQUAL, ast.BinOp(left=dividend, op=ast.Mod(), right=divisor), ast.Constant(value=0):
+            kind, left, right = ConstraintKind.MULTIPLE, dividend, divisor
     # A divisor is changed before the number it divides, which may be a place among the layers. The larger side of a
     # bound comes down, because a tiny configuration has no larger vocabulary.
-    sides = (right, left) if kind in (Kind.MULTIPLE, Kind.AT_LEAST) else (left, right)
-    whole = [path for side in sides if (path := _path(side)) and kind in (Kind.EQUAL, Kind.MULTIPLE)]
+    sides = (right, left) if kind in (ConstraintKind.MULTIPLE, ConstraintKind.AT_LEAST) else (left, right)
+    whole = [
+        path for side in sides if (path := _path(side)) and kind in (ConstraintKind.EQUAL, ConstraintKind.MULTIPLE)
+    ]
     inside = [path for side in sides for node in ast.walk(side) if (path := _path(node))]
     # `self.a` inside `self.a.b` is a part, not a key.
     paths = [
@@ -212,7 +219,7 @@ def _constraint(kind: Kind, left: ast.expr, right: ast.expr) -> Constraint | Non
     summed, total = _sum(left), _path(right)
     if not summed or total is None:
         summed, total = _sum(right), _path(left)
-    is_sum = kind is Kind.EQUAL and len(summed) > 1 and total is not None and len(total) == 1
+    is_sum = kind is ConstraintKind.EQUAL and len(summed) > 1 and total is not None and len(total) == 1
     return Constraint(
         kind, _code(left), _code(right), tuple(paths), summed if is_sum else (), total[0] if is_sum and total else ""
     )

@@ -14,7 +14,7 @@ import torch
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.watch.finding import Cause, Finding, Level
+from nrl_models.watch.finding import Cause, Finding, Severity
 from nrl_models.watch.measured import Measured
 from nrl_models.watch.probes import error, explains
 from nrl_models.watch.step_metrics import StepMetrics
@@ -35,7 +35,7 @@ TOP_K = (1, 5, 10, 20, 40, 50, 64, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class DriftEvidence:
     """Facts about a difference, and measurements.
 
     Args:
@@ -61,14 +61,14 @@ class Evidence:
     engine: torch.Tensor | None = None
 
 
-def diagnose_probes(evidence: Evidence, found: float) -> Finding:
+def diagnose_probes(evidence: DriftEvidence, found: float) -> Finding:
     """Return the cause of a difference of the probes.
 
     Args:
         evidence: facts and measurements. Its probes were scored just now.
         found: `token_mult_prob_error` of the probes.
     """
-    steps: tuple[Callable[[Evidence, float], Finding | None], ...] = (
+    steps: tuple[Callable[[DriftEvidence, float], Finding | None], ...] = (
         _stale,
         _unmerged,
         _reported_precision,
@@ -83,7 +83,7 @@ def diagnose_probes(evidence: Evidence, found: float) -> Finding:
     return _by_history(evidence, found)
 
 
-def _stale(evidence: Evidence, found: float) -> Finding | None:
+def _stale(evidence: DriftEvidence, found: float) -> Finding | None:
     measured = evidence.measured
     for version, scores in sorted(measured.trainer_probes().items(), reverse=True):
         if version < evidence.sync.version and explains(scores, measured.engine_probes, found):
@@ -94,14 +94,14 @@ def _stale(evidence: Evidence, found: float) -> Finding | None:
     return None
 
 
-def _unmerged(evidence: Evidence, found: float) -> Finding | None:
+def _unmerged(evidence: DriftEvidence, found: float) -> Finding | None:
     if explains(evidence.measured.without_adapters(), evidence.measured.engine_probes, found):
         message = "the engine's log-probabilities are those of the trainer with its adapters disabled"
         return Finding(cause=Cause.UNMERGED_ADAPTER, message=message)
     return None
 
 
-def _lost(evidence: Evidence, found: float) -> Finding | None:
+def _lost(evidence: DriftEvidence, found: float) -> Finding | None:
     """The engine agreed after the sync, and does not now."""
     if evidence.agreed_at != evidence.sync.version:
         return None
@@ -111,7 +111,7 @@ def _lost(evidence: Evidence, found: float) -> Finding | None:
     return Finding(cause=Cause.LOST_WEIGHTS, message=message, names=names)
 
 
-def _reported_precision(evidence: Evidence, found: float) -> Finding | None:
+def _reported_precision(evidence: DriftEvidence, found: float) -> Finding | None:
     dtype, own = evidence.measured.dtypes()
     if dtype is None or torch.finfo(dtype).eps <= torch.finfo(own).eps:
         return None
@@ -119,7 +119,7 @@ def _reported_precision(evidence: Evidence, found: float) -> Finding | None:
     return _within_rounding(evidence, found, dtype, message)
 
 
-def _rounding(evidence: Evidence, found: float) -> Finding | None:
+def _rounding(evidence: DriftEvidence, found: float) -> Finding | None:
     """No module is known to differ, and the error is that of a lower precision."""
     if evidence.agreed_at is not None:
         return None
@@ -132,7 +132,7 @@ def _rounding(evidence: Evidence, found: float) -> Finding | None:
     return None
 
 
-def _within_rounding(evidence: Evidence, found: float, dtype: torch.dtype, message: str) -> Finding | None:
+def _within_rounding(evidence: DriftEvidence, found: float, dtype: torch.dtype, message: str) -> Finding | None:
     floor = evidence.measured.rounding(dtype)
     excess, rounding = found - 1.0, floor - 1.0
     if not rounding / ROUNDING_FACTOR <= excess <= ROUNDING_FACTOR * rounding:
@@ -140,7 +140,7 @@ def _within_rounding(evidence: Evidence, found: float, dtype: torch.dtype, messa
     return Finding(cause=Cause.PRECISION, message=message, values={"noise_floor": floor})
 
 
-def _routing(evidence: Evidence, found: float) -> Finding | None:
+def _routing(evidence: DriftEvidence, found: float) -> Finding | None:
     """A router is the first module that differs, and by no more than a lower precision explains."""
     divergence = evidence.measured.divergence()
     if divergence is None or divergence.error > ROUTER_ROUNDING:
@@ -150,7 +150,7 @@ def _routing(evidence: Evidence, found: float) -> Finding | None:
     return Finding(cause=Cause.ROUTING, message=f"the first difference is {divergence}", names=(divergence.module,))
 
 
-def _module(evidence: Evidence, found: float) -> Finding | None:
+def _module(evidence: DriftEvidence, found: float) -> Finding | None:
     divergence = evidence.measured.divergence()
     if divergence is None:
         return None
@@ -161,7 +161,7 @@ def _module(evidence: Evidence, found: float) -> Finding | None:
     return Finding(cause=Cause.ENGINE, message=f"the first difference is {divergence}", names=names)
 
 
-def _by_history(evidence: Evidence, found: float) -> Finding:
+def _by_history(evidence: DriftEvidence, found: float) -> Finding:
     values = {"token_mult_prob_error": found}
     if evidence.agreed_at is not None:
         message = f"trainer and engine agreed before sync {evidence.sync.version}, and differ since"
@@ -169,7 +169,7 @@ def _by_history(evidence: Evidence, found: float) -> Finding:
     return Finding(cause=Cause.ENGINE, message="trainer and engine score the same tokens differently", values=values)
 
 
-def diagnose_step(evidence: Evidence) -> Finding:
+def diagnose_step(evidence: DriftEvidence) -> Finding:
     """Return the cause of a difference of a step's rollouts, if probes agree or there are none."""
     metrics = evidence.metrics
     assert metrics is not None
@@ -178,7 +178,7 @@ def diagnose_step(evidence: Evidence) -> Finding:
     return Finding(cause=Cause.UNKNOWN, message="log-probabilities of sampled tokens differ", values=metrics.values())
 
 
-def _of_samples(evidence: Evidence) -> Iterator[Finding]:
+def _of_samples(evidence: DriftEvidence) -> Iterator[Finding]:
     """Explanations that need the samples: the trainer scores them again."""
     trainer, engine, measured = evidence.trainer, evidence.engine, evidence.measured
     if trainer is None or engine is None:
@@ -205,7 +205,7 @@ def _of_samples(evidence: Evidence) -> Iterator[Finding]:
         yield _decoding(evidence)
 
 
-def _decoding(evidence: Evidence) -> Finding:
+def _decoding(evidence: DriftEvidence) -> Finding:
     seen = evidence.measured.seen()
     message = "the engine's prefill of the samples agrees with the trainer, its decoding does not"
     if any(seen) and evidence.sync.version > 0:
@@ -213,7 +213,7 @@ def _decoding(evidence: Evidence) -> Finding:
     return Finding(cause=Cause.CACHE, message=message)
 
 
-def _other_sampling(evidence: Evidence, wanted: torch.Tensor, found: float) -> Sampling | None:
+def _other_sampling(evidence: DriftEvidence, wanted: torch.Tensor, found: float) -> Sampling | None:
     """Other sampling parameters with which the trainer gives these log-probabilities."""
     own = evidence.sampling
     candidates = [Sampling(own.temperature), Sampling(1.0, own.top_k, own.top_p)]
@@ -228,7 +228,7 @@ def _other_sampling(evidence: Evidence, wanted: torch.Tensor, found: float) -> S
     return best if errors[best] - 1.0 < 0.1 * (found - 1.0) else None
 
 
-def _of_metrics(evidence: Evidence, metrics: StepMetrics) -> Iterator[Finding]:
+def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Finding]:
     """Explanations from where and when the error is large."""
     sync = evidence.sync
     if metrics.only_padded:
@@ -256,4 +256,4 @@ WARNING_CAUSES = frozenset({Cause.PRECISION, Cause.FROZEN_DRAFT, Cause.NOTHING_C
 def with_level(finding: Finding, is_above_bars: bool) -> Finding:
     """Make findings about precision warnings while the published bars hold."""
     is_warning = finding.cause in WARNING_CAUSES and not is_above_bars
-    return replace(finding, level=Level.WARNING if is_warning else finding.level)
+    return replace(finding, level=Severity.WARNING if is_warning else finding.level)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import innermost
-from nrl_models.consistency.capsule.capsule_file import MEGABYTE, Contents, Kind, Limits
+from nrl_models.consistency.capsule.capsule_file import MEGABYTE, CapsuleKind, Contents, Limits
 from nrl_models.consistency.capsule.diverging_block import block_name
 from nrl_models.consistency.capsule.package_versions import versions
 from nrl_models.consistency.capsule.replay import (
@@ -32,11 +32,11 @@ from nrl_models.consistency.capsule.trainer_tensors import (
     weight_digests,
 )
 from nrl_models.engines.engine_types import Sample
-from nrl_models.watch.diagnosis import Evidence
+from nrl_models.watch.diagnosis import DriftEvidence
 from nrl_models.watch.event import Event, evidence_from_json, evidence_to_json
 from nrl_models.watch.finding import Finding
 from nrl_models.watch.measured import MODULES, Measured, Running
-from nrl_models.watch.rollout_tensors import Step
+from nrl_models.watch.rollout_tensors import RolloutStep
 from nrl_models.watch.step_metrics import step_metrics
 
 logger = get_logger(__name__)
@@ -67,7 +67,12 @@ class CapsuleWriter:
         self.written: list[Path] = []
 
     def write(
-        self, event: Event, evidence: Evidence, found: Sequence[Finding], number: int, step: Step | None = None
+        self,
+        event: Event,
+        evidence: DriftEvidence,
+        found: Sequence[Finding],
+        number: int,
+        step: RolloutStep | None = None,
     ) -> None:
         """Write a capsule of an event with failures.
 
@@ -92,9 +97,18 @@ class CapsuleWriter:
 
 
 def _contents(
-    limits: Limits, event: Event, evidence: Evidence, found: Sequence[Finding], title: str, step: Step | None
+    limits: Limits,
+    event: Event,
+    evidence: DriftEvidence,
+    found: Sequence[Finding],
+    title: str,
+    step: RolloutStep | None,
 ) -> Contents:
-    contents, observed, running = Contents(Kind.WATCH, limits), evidence.measured.observed, evidence.measured.sides
+    contents, observed, running = (
+        Contents(CapsuleKind.WATCH, limits),
+        evidence.measured.observed,
+        evidence.measured.sides,
+    )
     contents.values = {
         "title": title,
         "event": event.to_json(),
@@ -140,7 +154,7 @@ def _tokens(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     }
 
 
-def _add_rows(contents: Contents, step: Step) -> None:
+def _add_rows(contents: Contents, step: RolloutStep) -> None:
     """Add the log-probabilities of as many rows as fit, those with the largest differences first."""
     trainer, engine = step.trainer.detach().double().cpu(), step.engine.detach().double().cpu()
     mask = step.mask.detach().bool().cpu()
@@ -157,7 +171,7 @@ def _add_rows(contents: Contents, step: Step) -> None:
     contents.values["rows"] = {"count": len(order), "of": len(trainer), "metrics": metrics.values()}
 
 
-def _add_model(contents: Contents, running: Running, evidence: Evidence) -> None:
+def _add_model(contents: Contents, running: Running, evidence: DriftEvidence) -> None:
     """Add activations, the first diverging block and routes, if the trainer's model can run alone."""
     model: Any = innermost(running.model)
     found = evidence.measured.observed.comparisons.get(MODULES)

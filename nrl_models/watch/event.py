@@ -12,8 +12,8 @@ from typing import Any
 
 from nrl_models.engines.engine_types import RefitReport
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.watch.diagnosis import Evidence, diagnose_probes, diagnose_step, with_level
-from nrl_models.watch.finding import Cause, Finding, Level
+from nrl_models.watch.diagnosis import DriftEvidence, diagnose_probes, diagnose_step, with_level
+from nrl_models.watch.finding import Cause, Finding, Severity
 from nrl_models.watch.rollout_tensors import uncompared
 from nrl_models.watch.step_metrics import Bars, StepMetrics
 from nrl_models.watch.syncs import Sync, SyncLog
@@ -45,7 +45,7 @@ class StepReport:
     @property
     def passed(self) -> bool:
         """Whether tokens were compared, and nothing is wrong."""
-        return self.metrics.tokens > 0 and not any(finding.level is Level.FAILURE for finding in self.findings)
+        return self.metrics.tokens > 0 and not any(finding.level is Severity.FAILURE for finding in self.findings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Event:
     oldest: int = 0
     newest: int = 0
 
-    def findings(self, evidence: Evidence, of_transfer: Sequence[Finding]) -> list[Finding]:
+    def findings(self, evidence: DriftEvidence, of_transfer: Sequence[Finding]) -> list[Finding]:
         """Return the findings.
 
         Args:
@@ -144,14 +144,14 @@ class Event:
             return [*of_transfer, *self._tokenizer_findings(), *self._probe_findings(evidence)]
         return self._step_findings(evidence)
 
-    def _probe_findings(self, evidence: Evidence) -> Iterator[Finding]:
+    def _probe_findings(self, evidence: DriftEvidence) -> Iterator[Finding]:
         """Score the probes; a finding if they differ."""
         if self.probe_bound is not None:
             found = evidence.measured.probe_error()
             if not found <= self.probe_bound:
                 yield with_level(diagnose_probes(evidence, found), found > self.bars.token_mult_prob_error)
 
-    def _step_findings(self, evidence: Evidence) -> list[Finding]:
+    def _step_findings(self, evidence: DriftEvidence) -> list[Finding]:
         metrics = evidence.metrics
         assert metrics is not None
         found = [*self._token_findings(), *self._stale_rows(), *uncompared(metrics)]
@@ -160,10 +160,10 @@ class Event:
             found.append(self._diagnosed(evidence))
         elif is_above and not found:
             message = f"{', '.join(is_above)}; the noise floor explains up to {self.bound:.4g}"
-            found.append(Finding(cause=Cause.PRECISION, level=Level.WARNING, message=message))
+            found.append(Finding(cause=Cause.PRECISION, level=Severity.WARNING, message=message))
         return [with_level(finding, bool(is_above)) for finding in found]
 
-    def _diagnosed(self, evidence: Evidence) -> Finding:
+    def _diagnosed(self, evidence: DriftEvidence) -> Finding:
         if self.probe_bound is not None and (found := evidence.measured.probe_error()) > self.probe_bound:
             return diagnose_probes(evidence, found)
         return diagnose_step(evidence)
@@ -213,7 +213,7 @@ class Event:
         )
 
 
-def evidence_to_json(evidence: Evidence) -> dict[str, Any]:
+def evidence_to_json(evidence: DriftEvidence) -> dict[str, Any]:
     """Return the numbers of an evidence as JSON values."""
     return {
         "sampling": asdict(evidence.sampling),
@@ -228,7 +228,7 @@ def evidence_to_json(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def evidence_from_json(content: Mapping[str, Any], **more: Any) -> Evidence:
+def evidence_from_json(content: Mapping[str, Any], **more: Any) -> DriftEvidence:
     """Parse the output of `evidence_to_json`.
 
     Args:
@@ -236,7 +236,7 @@ def evidence_from_json(content: Mapping[str, Any], **more: Any) -> Evidence:
         more: measurements and tensors of the evidence.
     """
     changed = content["sync"]["changed"]
-    return Evidence(
+    return DriftEvidence(
         sampling=Sampling(**content["sampling"]),
         sync=Sync(version=content["sync"]["version"], changed=None if changed is None else frozenset(changed)),
         steps_since_sync=content["steps_since_sync"],

@@ -14,7 +14,7 @@ from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.logprobs.microbatches import largest
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     """How serious a finding is."""
 
     WARNING = "warning"
@@ -97,7 +97,7 @@ class Finding:
 
     cause: Cause
     message: str
-    level: Level = Level.FAILURE
+    level: Severity = Severity.FAILURE
     names: tuple[str, ...] = ()
     values: Mapping[str, float] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.model_components.routers import routers_of
 from nrl_models.common.modules import innermost
-from nrl_models.consistency.capsule.module_comparison import ModuleComparison, Side
+from nrl_models.consistency.capsule.module_comparison import ComparedSide, ModuleComparison
 from nrl_models.consistency.capsule.observations import Observations
 from nrl_models.consistency.divergence import Divergence
 from nrl_models.engines.base import Engine, padded
@@ -145,7 +145,7 @@ class Measured:
         dtype = probes.engine.capabilities().dtype or torch.float32
         actual = probes.engine.module_calls(tokens)
         expected = HFEngine(innermost(probes.model), "trainer").module_calls(tokens)
-        return ModuleComparison.of_engine(Side.ENGINE, actual, expected, dtype)
+        return ModuleComparison.of_engine(ComparedSide.ENGINE, actual, expected, dtype)
 
     def routers(self) -> list[str]:
         """Return the names of the trainer's routers."""

@@ -22,14 +22,14 @@ from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.logprobs.microbatches import ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.allowance import Allowance
-from nrl_models.watch.diagnosis import Evidence
+from nrl_models.watch.diagnosis import DriftEvidence
 from nrl_models.watch.drift_capsule import CapsuleWriter
 from nrl_models.watch.event import Event, EventKind, StepReport, Transfer
-from nrl_models.watch.finding import Finding, Level, raise_failures
+from nrl_models.watch.finding import Finding, Severity, raise_failures
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
-from nrl_models.watch.rollout_tensors import Step, draft_names, engine_logprobs
+from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, engine_logprobs
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
 from nrl_models.watch.syncs import Sync, SyncLog
 from nrl_models.watch.trainer_changes import TrainerChanges
@@ -252,7 +252,7 @@ class Watch:
         self._steps_since_sync += 1
         self._changes.note_learning_rate()
         self._prompts += [hash(sample.prompt) for sample in rows]
-        step = Step(rows, trainer, engine, mask, attention_mask)
+        step = RolloutStep(rows, trainer, engine, mask, attention_mask)
         event = self._event(
             EventKind.STEP,
             self._probes is not None,
@@ -293,7 +293,7 @@ class Watch:
             **more,
         )
 
-    def _evidence(self, step: Step | None = None, metrics: StepMetrics | None = None) -> Evidence:
+    def _evidence(self, step: RolloutStep | None = None, metrics: StepMetrics | None = None) -> DriftEvidence:
         """Return the facts so far, and the sides to measure."""
         can_score = step is not None and self._ranks == 1 and self.model is not None
         samples, trainer, engine = step.worst() if step is not None and can_score else ([], None, None)
@@ -307,7 +307,7 @@ class Watch:
             samples=samples,
             seen_prompts=self._seen_prompts,
         )
-        return Evidence(
+        return DriftEvidence(
             measured=Measured(running),
             sampling=self.sampling,
             sync=self._syncs.last,
@@ -324,11 +324,11 @@ class Watch:
     def _finish(
         self,
         event: Event,
-        evidence: Evidence,
+        evidence: DriftEvidence,
         found: Sequence[Finding],
         values: Mapping[str, float],
         versions: Sequence[int] | None = None,
-        step: Step | None = None,
+        step: RolloutStep | None = None,
     ) -> None:
         """Log an event; raise its failures."""
         known = {(finding.cause, finding.message) for finding in self.findings}
@@ -337,7 +337,7 @@ class Watch:
                 logger.warning(f"step {self._step}, version {self.version}: {finding}")
         self.findings += found
         self._recorder.write(event.kind, self._step, self.version, values, found, versions)
-        failures = [finding for finding in found if finding.level is Level.FAILURE]
+        failures = [finding for finding in found if finding.level is Severity.FAILURE]
         if failures and self._capsule is not None:
             self._capsule.write(event, evidence, found, self._step, step)
         if not self.fail:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nrl_models.logprobs.metrics import finite_or_none
-from nrl_models.watch.finding import Finding, Level
+from nrl_models.watch.finding import Finding, Severity
 
 Log = str | Path | Callable[..., None]
 """A file for JSON lines, or a function of `(values, step)` with names and numbers."""
@@ -61,7 +61,7 @@ class Recorder:
         for file in self._files:
             with file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
-        failures = sum(finding.level is Level.FAILURE for finding in findings)
+        failures = sum(finding.level is Severity.FAILURE for finding in findings)
         numbers = {**values, "version": float(version), "failures": float(failures)}
         for function in self._functions:
             function({PREFIX + name: value for name, value in numbers.items()}, step=step)

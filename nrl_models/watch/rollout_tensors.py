@@ -14,14 +14,14 @@ from nrl_models.common.modules import innermost
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.engines.engine_types import Sample
-from nrl_models.watch.finding import Cause, Finding, Level
+from nrl_models.watch.finding import Cause, Finding, Severity
 from nrl_models.watch.step_metrics import StepMetrics
 
 SAMPLES = 8
 """Samples that are scored again."""
 
 
-class Step(NamedTuple):
+class RolloutStep(NamedTuple):
     """Rollouts of a step.
 
     Args:
@@ -65,7 +65,7 @@ def uncompared(metrics: StepMetrics) -> Iterable[Finding]:
         yield Finding(cause=Cause.NOT_FINITE, message=message)
     if not metrics.tokens:
         message = "no sampled token has a log-probability of both trainer and engine"
-        yield Finding(cause=Cause.NOTHING_COMPARED, level=Level.WARNING, message=message)
+        yield Finding(cause=Cause.NOTHING_COMPARED, level=Severity.WARNING, message=message)
 
 
 def engine_logprobs(samples: Sequence[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nrl_models.engines.engine_types import RefitReport
-from nrl_models.watch.finding import Cause, Finding, Level
+from nrl_models.watch.finding import Cause, Finding, Severity
 
 DRAFT_SYNCS = 3
 """Syncs with a changed model and unchanged draft layers before these count as frozen."""
@@ -106,4 +106,4 @@ class SyncLog:
         self.frozen_syncs = 0 if changed & names else self.frozen_syncs + 1
         if self.frozen_syncs == DRAFT_SYNCS:
             message = f"{len(names)} draft tensors did not change in {DRAFT_SYNCS} syncs in which the model changed"
-            yield Finding(cause=Cause.FROZEN_DRAFT, level=Level.WARNING, message=message, names=tuple(sorted(names)))
+            yield Finding(cause=Cause.FROZEN_DRAFT, level=Severity.WARNING, message=message, names=tuple(sorted(names)))

@@ -37,9 +37,9 @@ from nrl_models.common.config.types import with_declared_types
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.distributed.resume_checkpoints.manifest import NAME as MANIFEST
 from nrl_models.distributed.resume_checkpoints.manifest import (
-    Group,
     Manifest,
     OptimizerFacts,
+    ParameterGroup,
     States,
     WrittenFile,
     read_manifest,
@@ -494,7 +494,7 @@ def manifest(draw: Draw, folder: Path) -> None:
         files={name: WrittenFile(1_000, digest) for name in ("config.json", "weights-00000-00001.safetensors")},
         progress={"step": 7, "seed": [1, 2]},
         optimizer=OptimizerFacts(
-            [Group({"lr": 1e-3, "betas": [0.9, 0.999], "fused": None}, ["lm_head.weight"])],
+            [ParameterGroup({"lr": 1e-3, "betas": [0.9, 0.999], "fused": None}, ["lm_head.weight"])],
             {"lm_head.weight": States({"step": 7.0}, ["exp_avg", "exp_avg_sq"])},
         ),
     )

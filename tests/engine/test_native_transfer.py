@@ -18,7 +18,7 @@ from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.transfer import vllm_engines
 from nrl_models.engines.transfer.sender import Sender
-from nrl_models.engines.transfer.updates import Kind
+from nrl_models.engines.transfer.updates import UpdateKind
 from nrl_models.engines.transfer.vllm_engines import AdapterSource, SharedMemoryTrainerInit
 from nrl_models.engines.transfer.vllm_plugin import NAME
 from nrl_models.engines.vllm import VLLMEngine
@@ -117,13 +117,13 @@ def test_updates_and_deltas_arrive_as_dense_updates_do(kind: str, vllm: OneEngin
         SharedMemoryTrainerInit(rank=0), client=client, source=pair.source
     )
     trainer.send_weights()
-    assert trainer.sent.kind is Kind.DENSE
+    assert trainer.sent.kind is UpdateKind.DENSE
     assert pair.error() <= BOUND
     dense = Sender(client, deltas=False)
     for number, (share, only) in enumerate([(0.01, ""), (0.01, "layers.1."), (1.0, "norm"), (0.0, ""), (0.3, "")]):
         pair.train(share, number, only)
         trainer.send_weights()
-        assert trainer.sent.kind is Kind.DELTA
+        assert trainer.sent.kind is UpdateKind.DELTA
         if not only:
             assert trainer.sent.nbytes <= max(0.05, 2 * share) * trainer.sent.dense_nbytes
         assert pair.engine.llm.get_weight_version() == trainer.sent.version
@@ -133,7 +133,7 @@ def test_updates_and_deltas_arrive_as_dense_updates_do(kind: str, vllm: OneEngin
         # Load the same weights from scratch with our worker.
         assert pair.engine.refit(pair.source).unwritten == ()
         assert same(by_delta, pair.held())
-    assert dense.send(pair.source).kind is Kind.DENSE
+    assert dense.send(pair.source).kind is UpdateKind.DENSE
     assert same(by_delta, pair.held())
 
 
@@ -191,7 +191,7 @@ def test_a_tensor_that_is_missing_leaves_an_engine_that_refuses_until_all_are_th
         sender.send((name, tensor) for name, tensor in pair.source if name != missing)
     worker = pair.engine.llm.collective_rpc(lambda worker: worker.weight_transfer_engine.receiver.mixed)
     assert worker == [True]
-    assert sender.send(pair.source).kind is Kind.DENSE
+    assert sender.send(pair.source).kind is UpdateKind.DENSE
     assert pair.error() <= BOUND
 
 

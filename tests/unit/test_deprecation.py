@@ -13,6 +13,8 @@ from nrl_models.losses import Normalize, loss_named
     ("module", "old", "new"),
     [
         ("nrl_models.losses", "Normalise", "Normalize"),
+        ("nrl_models.losses", "Level", "RatioLevel"),
+        ("nrl_models.watch", "Level", "Severity"),
         ("nrl_models.parity", "localise", "localize"),
         ("nrl_models.quirks", "CATALOGUE", "CATALOG"),
     ],

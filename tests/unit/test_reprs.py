@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, BackendConfig, Sample, Sampling, check_consistency, check_parity
 from nrl_models.certify import Answer, Certificate
-from nrl_models.consistency.cells import Data, Settings
+from nrl_models.consistency import Data
+from nrl_models.consistency.cells import Settings
 from nrl_models.engines import RefitReport
 from nrl_models.engines.hf import HFEngine
 

@@ -19,7 +19,7 @@ from nrl_models.common.projections import (
     matmul,
     memory,
 )
-from nrl_models.common.projections.run import Run
+from nrl_models.common.projections.run import GroupRun
 from nrl_models.common.upstream_torch import current_graph_task_id
 from nrl_models.testing.case import FamilyCase
 from tools.mutants.planting import Bug, Mutant, in_code, wrapped
@@ -109,7 +109,7 @@ def _remembered(self: Any, number: int, input: torch.Tensor) -> torch.Tensor:
 
 
 def _versions_ignored(
-    take: Callable[..., torch.Tensor | None], self: Run, number: int, input: torch.Tensor
+    take: Callable[..., torch.Tensor | None], self: GroupRun, number: int, input: torch.Tensor
 ) -> torch.Tensor | None:
     if self.left and input is self.input:
         self.remember(input)  # reuse an output that was computed from an earlier version of the input
@@ -182,19 +182,19 @@ MUTANTS = (
     Mutant(
         "parts multiplied apart",
         "a group that never runs: right, and no faster than none",
-        in_code(combines, lambda case: [(Run, "take", lambda self, number, input: None)]),
+        in_code(combines, lambda case: [(GroupRun, "take", lambda self, number, input: None)]),
         LAYERS,
     ),
     Mutant(
         "outputs remembered past the forward",
         "a cache keyed by the input alone, and never cleared",
-        in_code(combines, lambda case: [(Run, "take", _remembered)]),
+        in_code(combines, lambda case: [(GroupRun, "take", _remembered)]),
         ("test_called_twice",),
     ),
     Mutant(
         "versions ignored",
         "an input, or a weight, that is changed in place between two calls",
-        in_code(combines, lambda case: [wrapped(Run, "take", _versions_ignored)]),
+        in_code(combines, lambda case: [wrapped(GroupRun, "take", _versions_ignored)]),
         ("test_edits_while_running",),
     ),
     Mutant(

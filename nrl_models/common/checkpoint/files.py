@@ -28,7 +28,7 @@ from nrl_models.common.checkpoint.generations import (
 from nrl_models.common.checkpoint.json_reading import MOST_BYTES, parse_object
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from nrl_models.common.checkpoint.named_weights import KEY, is_index, leaves, named_weights, problem_of
-from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
+from nrl_models.common.checkpoint.page_maps import ByteRange, joined, map_file, map_runs
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor, stored_tensors
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.upstream import with_variant
@@ -39,7 +39,7 @@ class CheckpointFiles:
     """The tensors of a checkpoint by key, without reading their values.
 
     Each file is opened once, so that header, size check and values are of the same file, even if another process
-    replaces it. Such replacements are detected by comparing `seen` with the current files (`Watch`).
+    replaces it. Such replacements are detected by comparing `seen` with the current files (`FileWatch`).
 
     Args:
         folder: Directory with `model.safetensors`, with `model.safetensors.index.json` and its shards, or with the
@@ -134,7 +134,7 @@ class CheckpointFiles:
         None if that would need a copy, see `map_runs`.
         """
         parts = [tensor for tensor in tensors if tensor.numel]
-        runs = joined([Run(self._descriptor(part.file), part.start, part.nbytes) for part in parts])
+        runs = joined([ByteRange(self._descriptor(part.file), part.start, part.nbytes) for part in parts])
         mapped = None
         try:
             if len(runs) == 1:  # one map of the file serves all tensors

@@ -141,7 +141,7 @@ def written_since(folder: Path) -> list[str]:
     return found
 
 
-class Watch:
+class FileWatch:
     """Record which files of a checkpoint were read, to detect whether another process replaced them.
 
     Create it before anything is read. Files that are read later are added by `saw`.
@@ -171,7 +171,7 @@ class Watch:
             return None
         return identity(os.fstat(self._open[-1]))
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> FileWatch:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -29,7 +29,7 @@ default)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRange:
     """Bytes `start` to `start + nbytes` of an open file."""
 
     descriptor: int
@@ -37,19 +37,19 @@ class Run:
     nbytes: int
 
 
-def joined(runs: Sequence[Run]) -> list[Run]:
+def joined(runs: Sequence[ByteRange]) -> list[ByteRange]:
     """Merge runs that are adjacent in the same file."""
-    result: list[Run] = []
+    result: list[ByteRange] = []
     for run in runs:
         last = result[-1] if result else None
         if last is not None and last.descriptor == run.descriptor and last.start + last.nbytes == run.start:
-            result[-1] = Run(run.descriptor, last.start, last.nbytes + run.nbytes)
+            result[-1] = ByteRange(run.descriptor, last.start, last.nbytes + run.nbytes)
         else:
             result.append(run)
     return result
 
 
-def map_runs(runs: Sequence[Run]) -> tuple[mmap.mmap, int] | None:
+def map_runs(runs: Sequence[ByteRange]) -> tuple[mmap.mmap, int] | None:
     """Map `runs` to consecutive memory. Returns the memory, and the offset of the first run.
 
     A run can be mapped if its file offset and memory address are equal modulo the page size; other runs are read. None
@@ -79,7 +79,7 @@ def map_file(descriptor: int) -> tuple[mmap.mmap, int]:
 
     `mmap.mmap` keeps a file descriptor open as long as a tensor uses the memory. On Linux, this function does not.
     """
-    whole = map_runs([Run(descriptor, 0, os.fstat(descriptor).st_size)])
+    whole = map_runs([ByteRange(descriptor, 0, os.fstat(descriptor).st_size)])
     return whole or (mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), 0)
 
 
@@ -88,7 +88,7 @@ def _reserve(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def _huge_shift(runs: Sequence[Run], positions: Sequence[int], shift: int, address: int) -> int:
+def _huge_shift(runs: Sequence[ByteRange], positions: Sequence[int], shift: int, address: int) -> int:
     """Where memory at `address` has to begin for the most bytes of the runs that fit `shift` to fit `HUGE` too."""
     fitting: Counter[int] = Counter()
     for run, position in zip(runs, positions, strict=False):
@@ -102,7 +102,7 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def _place(memory: mmap.mmap, position: int, run: Run) -> None:
+def _place(memory: mmap.mmap, position: int, run: ByteRange) -> None:
     """Map the complete pages of `run` at `position` of `memory`, and read the rest at both ends."""
     fits = (run.start - position) % PAGE == 0
     head = min(-position % PAGE, run.nbytes) if fits else run.nbytes

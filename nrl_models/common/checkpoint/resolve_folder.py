@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from nrl_models.common.checkpoint.generations import (
     PUBLISHED,
-    Watch,
+    FileWatch,
 )
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import (
@@ -88,7 +88,7 @@ def resolve_folder(
         if shards := _other_shards(folder / subfolder):
             _downloaded(path_or_id, options | {"allow_patterns": [prefix + glob.escape(name) for name in shards]})
     while True:
-        with Watch(folder / subfolder) as watch:
+        with FileWatch(folder / subfolder) as watch:
             try:
                 return _usable(watch.location, gguf_file)
             except CheckpointError:

@@ -39,7 +39,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     with (
         _observed(),
         modules_running(model, lambda name, *_: record.pop(name, None)) as running,
-        _Recorder(record, running),
+        _RoutingRecorder(record, running),
     ):
         yield record
 
@@ -169,7 +169,7 @@ def _routers(model: nn.Module, count: int) -> dict[int, tuple[str, list[tuple[in
         random_states_kept(),
         own_routing(),
         modules_running(model, lambda name, *_: record.pop(name, None)) as running,
-        _Recorder(record, running) as recorder,
+        _RoutingRecorder(record, running) as recorder,
     ):
         model(input_ids=tokens, use_cache=False)
     found: dict[int, tuple[str, list[tuple[int, ...]], int]] = {}
@@ -214,7 +214,7 @@ def _running_under(module: nn.Module, mode: Callable[[], TorchFunctionMode]) -> 
     return forward_replaced(module, run)
 
 
-class _Recorder(TorchFunctionMode):
+class _RoutingRecorder(TorchFunctionMode):
     def __init__(self, record: RoutingRecord, running: list[str]) -> None:
         super().__init__()
         self.record, self.running = record, running

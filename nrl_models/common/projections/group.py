@@ -9,7 +9,7 @@ Conditions are checked in four places:
 - `obstacle`: whether the weights can share one buffer. Checked by `join` and `report`.
 - `wrapped`: whether a wrapper's code would run between calls to the linears.
 - `begin`: conditions that cannot change during the parent's forward: types and hooks.
-- `Run.take`: conditions that can change between calls: the location of the weights, the input and its version, the
+- `GroupRun.take`: conditions that can change between calls: the location of the weights, the input and its version, the
   versions of the weights, and modes (gradients, inference, autocast, dispatch).
 
 Shapes: I input features, O output features of a linear, C the sum of all O.
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nrl_models.common.projections.group_memory import JoinedWeights, Layout
+from nrl_models.common.projections.group_memory import BufferLayout, JoinedWeights
 from nrl_models.common.projections.matmul import joined_linear
 from nrl_models.common.projections.memory import Buffer, owns_storage
 from nrl_models.common.projections.obstacles import (
@@ -37,7 +37,7 @@ from nrl_models.common.projections.obstacles import (
     obstacle_to_calls,
     why_unfit,
 )
-from nrl_models.common.projections.run import Answer, OwnForward, Run
+from nrl_models.common.projections.run import GroupRun, InterceptedForward, OwnForward
 from nrl_models.common.upstream_torch import (
     DisableTorchFunction,
     disable_current_modes,
@@ -77,12 +77,12 @@ class LinearGroup(nn.Module):
         # Weak references, so that a replaced linear (by a quantized one, for example) is freed with its weights.
         self._references = tuple(weakref.ref(linear) for linear in linears.values())
         self._types: tuple[type[nn.Module], ...] = (nn.Linear,) * len(linears)
-        self._answers = tuple(Answer(self, number) for number in range(len(linears)))
+        self._answers = tuple(InterceptedForward(self, number) for number in range(len(linears)))
         for linear in linears.values():
             if isinstance(linear.__dict__.get("forward"), OwnForward):  # copied during a forward of the original
                 del linear.__dict__["forward"]
-        self._layout: Layout | None = None
-        self._run: Run | None = None
+        self._layout: BufferLayout | None = None
+        self._run: GroupRun | None = None
         self._busy = Lock()  # held during a run
         self._uncalled: tuple[str, ...] = ()
 
@@ -140,7 +140,7 @@ class LinearGroup(nn.Module):
                 for parameter, neighbor in zip(parameters, buffer.neighbors(), strict=True):
                     self.set_memory(parameter, neighbor)
             buffers[kind] = buffer
-        self._layout = Layout(buffers["weight"], buffers.get("bias"))
+        self._layout = BufferLayout(buffers["weight"], buffers.get("bias"))
         return False
 
     @property
@@ -267,7 +267,7 @@ class LinearGroup(nn.Module):
         """Return the input of each linear: the same tensor, unless a subclass changes it."""
         return [input] * len(self.names)
 
-    def begin(self) -> Run | None:
+    def begin(self) -> GroupRun | None:
         """Intercept the linears' calls until `end`. Returns None if the result might differ from separate calls.
 
         During a run of another thread, this thread's linears run separately.
@@ -298,12 +298,12 @@ class LinearGroup(nn.Module):
             linears.append(linear)
         if not self._busy.acquire(blocking=False):  # another thread started a run in the meantime
             return None
-        self.__dict__["_run"] = run = Run(self, linears)
+        self.__dict__["_run"] = run = GroupRun(self, linears)
         for linear, answer in zip(linears, self._answers, strict=True):
             linear.__dict__["forward"] = answer
         return run
 
-    def end(self, run: Run, *, complete: bool) -> None:
+    def end(self, run: GroupRun, *, complete: bool) -> None:
         """Stop intercepting calls.
 
         Args:
@@ -313,7 +313,9 @@ class LinearGroup(nn.Module):
         """
         self.__dict__["_run"] = None
         for linear in run.linears:
-            if isinstance(linear.__dict__.get("forward"), Answer):  # unless the forward was replaced during the run
+            if isinstance(
+                linear.__dict__.get("forward"), InterceptedForward
+            ):  # unless the forward was replaced during the run
                 del linear.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(

@@ -28,7 +28,7 @@ class JoinedWeights(NamedTuple):
         return all(len({tensor.requires_grad for tensor in tensors}) < 2 for tensors in (self.weights, self.biases))
 
 
-class Layout:
+class BufferLayout:
     """Locations of the linears' parameters. Does not keep the memory alive.
 
     Args:

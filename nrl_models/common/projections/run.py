@@ -30,11 +30,11 @@ from nrl_models.common.upstream_torch import (
 )
 
 
-class Group(Protocol):
+class RunnableGroup(Protocol):
     """The part of `LinearGroup` that a run uses."""
 
     always_answers: bool
-    _run: Run | None
+    _run: GroupRun | None
     _references: tuple[ref[nn.Linear], ...]
 
     def joinable_weights(self, linears: Sequence[nn.Module | None], /) -> JoinedWeights | None:
@@ -44,7 +44,7 @@ class Group(Protocol):
         """Every linear's output for `input`."""
 
 
-class Run:
+class GroupRun:
     """One forward of a group's parent module, in one thread.
 
     Args:
@@ -61,7 +61,7 @@ class Run:
 
     __slots__ = ("begun", "group", "input", "left", "linears", "modes", "outputs", "place", "seen", "thread", "version")
 
-    def __init__(self, group: Group, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, group: RunnableGroup, linears: Sequence[nn.Linear]) -> None:
         self.group, self.linears = group, linears
         self.thread = get_ident()
         self.begun = _modes(linears)
@@ -111,12 +111,12 @@ class Run:
         self.seen = [_seen(linear) for linear in self.linears]
 
 
-class Answer:
+class InterceptedForward:
     """Forward of a linear while its group intercepts its calls."""
 
     __slots__ = ("group", "number")
 
-    def __init__(self, group: Group, number: int) -> None:
+    def __init__(self, group: RunnableGroup, number: int) -> None:
         self.group, self.number = group, number
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:

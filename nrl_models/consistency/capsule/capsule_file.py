@@ -32,7 +32,7 @@ MEGABYTE = 1_000_000
 NAME = "nrl_models capsule"
 
 
-class Kind(StrEnum):
+class CapsuleKind(StrEnum):
     """The check that wrote a capsule."""
 
     CONSISTENCY = "consistency"
@@ -73,7 +73,7 @@ class Contents:
         left_out: Descriptions of tensors that did not fit.
     """
 
-    def __init__(self, kind: Kind, limits: Limits | None = None) -> None:
+    def __init__(self, kind: CapsuleKind, limits: Limits | None = None) -> None:
         self.kind, self.limits = kind, limits or Limits()
         self.values: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -170,7 +170,7 @@ class Contents:
         with reading(file):
             tensors |= {name: tensors[name].float() for name in content["widened"]}
             tensors |= {alias: tensors[name] for alias, name in content["aliases"].items()}
-            found = cls(Kind(content["kind"]))
+            found = cls(CapsuleKind(content["kind"]))
             found.values, found.tensors, found.left_out = content["values"], tensors, list(content["left_out"])
             return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.consistency.capsule.capsule_file import Contents, Kind, Limits
+from nrl_models.consistency.capsule.capsule_file import CapsuleKind, Contents, Limits
 from nrl_models.consistency.capsule.decision import Case, Decision, Judged
 from nrl_models.consistency.capsule.diverging_block import block_name
 from nrl_models.consistency.capsule.package_versions import versions
@@ -45,7 +45,7 @@ def write_consistency(file: Path, judged: Judged, engine: Engine, trainer: HFEng
         SaveError: If the disk is full or read-only.
     """
     title, case, observed, verdict = judged
-    contents = Contents(Kind.CONSISTENCY, limits)
+    contents = Contents(CapsuleKind.CONSISTENCY, limits)
     mask = torch.zeros(case.tokens.shape, dtype=torch.bool)
     mask[:, -case.generated :] = True
     contents.add({"tokens": case.tokens.int(), "mask": mask})

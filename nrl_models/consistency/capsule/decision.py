@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.consistency.capsule.module_comparison import ModuleComparison, Side
+from nrl_models.consistency.capsule.module_comparison import ComparedSide, ModuleComparison
 from nrl_models.consistency.capsule.observations import Observations
 from nrl_models.consistency.divergence import Divergence
 from nrl_models.consistency.hypotheses import EXPLAINED, Hypothesis, distance, find_cause
-from nrl_models.consistency.verdict import Advice, Cause, CauseKind, Deviation, Opinion, Party, Verdict, Vote
+from nrl_models.consistency.verdict import Advice, CauseKind, Deviation, Opinion, Party, Verdict, VerdictCause, Vote
 from nrl_models.engines.engine_types import ModuleCall
 from nrl_models.errors import CapsuleError
 from nrl_models.logprobs.metrics import consistency_metrics
@@ -102,7 +102,7 @@ class Measures(Protocol):
     def hypotheses(self) -> Iterator[Hypothesis]:
         """Yield the log-probabilities that possible bugs would produce, cheap ones first."""
 
-    def compare_modules(self, side: Side, length: int) -> ModuleComparison:
+    def compare_modules(self, side: ComparedSide, length: int) -> ModuleComparison:
         """Compare modules of a side with the reference's, on the first tokens of the first sequence."""
 
     def output_before(self, name: str, call: ModuleCall) -> torch.Tensor | None:
@@ -196,7 +196,7 @@ class Decision:
                     return
                 values[name], tensors[name] = asdict(found.cause), found.logprobs
             cause = values[name]
-            yield Hypothesis(Cause(CauseKind(cause["kind"]), cause["message"], cause["key"]), tensors[name])
+            yield Hypothesis(VerdictCause(CauseKind(cause["kind"]), cause["message"], cause["key"]), tensors[name])
 
     def _testimony(self) -> Testimony:
         values, tensors = self.observed.values, self.observed.tensors
@@ -235,8 +235,8 @@ class Decision:
         """Return the first module where the wrong side diverges, or why none is known."""
         if at_fault == [Party.SECOND_TRAINER]:
             return "Its modules cannot be recorded"
-        side = Side.DECODE if at_fault == [Party.DECODE] else Side.ENGINE
-        side = Side.TRAINER if Party.TRAINER in at_fault else side
+        side = ComparedSide.DECODE if at_fault == [Party.DECODE] else ComparedSide.ENGINE
+        side = ComparedSide.TRAINER if Party.TRAINER in at_fault else side
         whole = self.case.tokens.shape[1]
         for length in dict.fromkeys((*(min(tokens, whole) for tokens in MODULE_TOKENS), whole)):
             found = self.observed.comparison(
@@ -251,9 +251,9 @@ class Decision:
 
     def _described(self, found: ModuleComparison, divergence: Divergence) -> Divergence:
         """Add the pattern, or what was compared."""
-        if found.side is Side.DECODE:
+        if found.side is ComparedSide.DECODE:
             return replace(divergence, detail="decoding one token after a cached prompt, compared with one prefill")
-        if found.side is Side.TRAINER:
+        if found.side is ComparedSide.TRAINER:
             return divergence
         values = self.observed.values
         if (classified := found.classified(divergence, self._output_before)) is not None:
@@ -270,7 +270,7 @@ class Decision:
         kind: VerdictKind,
         at_fault: tuple[Party, ...],
         errors: Mapping[Party, Deviation],
-        cause: Cause | None = None,
+        cause: VerdictCause | None = None,
         found: Divergence | str = "",
     ) -> Verdict:
         verdict = Verdict(kind, at_fault, errors, cause, random_weights=self.case.random_weights)

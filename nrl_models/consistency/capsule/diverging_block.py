@@ -27,7 +27,7 @@ SCALARS = (bool, int, float, str)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class RecordedBlock:
     """A module of the trainer's model, and one call of it.
 
     Args:
@@ -114,7 +114,7 @@ class Block:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Block:
+    def from_json(cls, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedBlock:
         """Parse the output of `to_json` and `tensors`."""
         return cls(
             **{name: content[name] for name in ("name", "config", "dtype", "attention", "arguments")},
@@ -139,7 +139,7 @@ def block_name(model: nn.Module, module: str) -> str:
     return ".".join(parts[: layer + 1])
 
 
-def record_block(model: Any, name: str, tokens: Sequence[int]) -> Block:
+def record_block(model: Any, name: str, tokens: Sequence[int]) -> RecordedBlock:
     """Run the trainer's model, and record a module with its weights.
 
     Args:
@@ -173,7 +173,7 @@ def record_block(model: Any, name: str, tokens: Sequence[int]) -> Block:
     if not calls or not outputs:
         raise CapsuleError(f"{name} is not called by the model's forward")
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
-    return Block(
+    return RecordedBlock(
         name=name,
         config=config | {"architectures": [class_name(model)]},
         dtype=dtype_name(model.dtype),

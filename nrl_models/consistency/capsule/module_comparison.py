@@ -17,7 +17,7 @@ from nrl_models.parity.localize import ModuleDifference, SearchRound, culprits_o
 Calls = Mapping[str, ModuleCall]
 
 
-class Side(StrEnum):
+class ComparedSide(StrEnum):
     """Modules that are compared with the reference's."""
 
     TRAINER = "trainer"
@@ -42,7 +42,7 @@ class ModuleComparison:
         expected, actual: Calls of the reference's modules and of the side's, both by the reference's names.
     """
 
-    side: Side
+    side: ComparedSide
     dtype: torch.dtype
     pairs: tuple[ModulePair, ...] = ()
     rounds: tuple[SearchRound, ...] = ()
@@ -52,7 +52,7 @@ class ModuleComparison:
     actual: Calls = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of_engine(cls, side: Side, actual: Calls, expected: Calls, dtype: torch.dtype) -> ModuleComparison:
+    def of_engine(cls, side: ComparedSide, actual: Calls, expected: Calls, dtype: torch.dtype) -> ModuleComparison:
         """Compare modules of an engine, see `module_pairs`."""
         names = match_names(actual, expected)
         return cls(
@@ -65,7 +65,7 @@ class ModuleComparison:
 
     def divergence(self) -> Divergence | None:
         """Return the first module that diverges, without a pattern; None if there is none."""
-        if self.side is not Side.TRAINER:
+        if self.side is not ComparedSide.TRAINER:
             return first_of(self.pairs, self.dtype)
         culprits = culprits_of(self.rounds, self.weights)
         if not culprits:
@@ -90,7 +90,7 @@ class ModuleComparison:
 
     def recomputed(self) -> ModuleComparison:
         """Return the comparison with the numbers of all recorded tensors computed again."""
-        if self.side is Side.TRAINER:
+        if self.side is ComparedSide.TRAINER:
             again = {
                 name: difference_of(name, call.class_name, self.expected[name], call, self.dtype)
                 for name, call in self.actual.items()
@@ -144,7 +144,7 @@ class ModuleComparison:
     def from_json(cls, content: Mapping[str, Any], expected: Calls, actual: Calls) -> ModuleComparison:
         """Parse the output of `to_json`."""
         return cls(
-            side=Side(content["side"]),
+            side=ComparedSide(content["side"]),
             dtype=getattr(torch, content["dtype"]),
             pairs=tuple(ModulePair(**_parsed(pair, "input_error", "output_error")) for pair in content["pairs"]),
             rounds=tuple(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nrl_models.consistency.capsule.capsule_file import Contents, Kind, json_values
-from nrl_models.consistency.capsule.diverging_block import Block
+from nrl_models.consistency.capsule.capsule_file import CapsuleKind, Contents, json_values
+from nrl_models.consistency.capsule.diverging_block import RecordedBlock
 from nrl_models.errors import NRLModelsError, one_line
 from nrl_models.parity.parity_report import Unit
 
@@ -58,7 +58,7 @@ class Replay:
         versions: Versions of the packages that wrote it.
     """
 
-    kind: Kind
+    kind: CapsuleKind
     title: str
     verdict: Mapping[str, Any]
     summary: str
@@ -131,7 +131,7 @@ def block_check(contents: Contents) -> list[ReplayCheck]:
     values = contents.values
     if values["block"] is None:
         return []
-    block = Block.from_json(values["block"], contents.tensors)
+    block = RecordedBlock.from_json(values["block"], contents.tensors)
     recorded: float = values["block_error"]
     try:
         error = block.error()
@@ -141,7 +141,7 @@ def block_check(contents: Contents) -> list[ReplayCheck]:
     return [ReplayCheck("block", is_near, block_sentence(block, error))]
 
 
-def block_sentence(block: Block, error: float) -> str:
+def block_sentence(block: RecordedBlock, error: float) -> str:
     """Describe the output of a rebuilt block."""
     detail = f"{block.name} of the trainer, rebuilt from configuration and weights, is off by {error:.1e} of its scale"
     is_near = error <= block.allowed

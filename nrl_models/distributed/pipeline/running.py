@@ -27,7 +27,7 @@ from nrl_models.errors import Problem, ProblemKind, ShardingError, listed
 WHAT = "run a step of the pipeline"
 
 Batch = Mapping[str, torch.Tensor]
-Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+MicrobatchLoss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 """Function of a microbatch's logits `(batch, seq_len, vocab_size)` and its rows of the targets. Returns the
 microbatch's share of the loss, a scalar. The batch's loss is the sum of the shares, so divide a mean over tokens by the
 number of tokens of the complete batch."""
@@ -73,7 +73,7 @@ class Pipeline:
         if problems := list(self._microbatch_problems()):
             raise ShardingError("the schedule does not take these microbatches", problems)
 
-    def step(self, inputs: Batch, loss: Loss, targets: Batch) -> torch.Tensor:
+    def step(self, inputs: Batch, loss: MicrobatchLoss, targets: Batch) -> torch.Tensor:
         """Run forward and backward of a batch. Gradients accumulate.
 
         Gradients of parameters that several stages hold are summed over those stages.
@@ -82,7 +82,7 @@ class Pipeline:
             inputs: Inputs of the model, `(batch, ...)` each: `input_ids`, and optionally `position_ids` of packed rows
                 and `attention_mask`. Ranks that differ only in `pp`, `ep` or `tp` pass the same inputs. Ranks that
                 differ in `fsdp` pass different ones, and gradients are averaged over them.
-            loss: See `Loss`.
+            loss: See `MicrobatchLoss`.
             targets: Further inputs of the loss, `(batch, ...)` each.
 
         Returns:

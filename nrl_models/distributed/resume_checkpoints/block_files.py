@@ -82,7 +82,7 @@ class StoredBlock:
 
 
 @dataclass(slots=True)
-class StoredTensor:
+class BlockedTensor:
     """A tensor whose blocks are in files.
 
     Attributes:
@@ -162,7 +162,7 @@ def write_blocks(folder: Path, prefix: str, blocks: Iterable[tuple[str, Block]])
     return files
 
 
-def stored_tensors(folder: Path, files: Iterable[str], problems: list[Problem]) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, files: Iterable[str], problems: list[Problem]) -> dict[str, BlockedTensor]:
     """Open the files of a folder, and return the tensors whose blocks they have.
 
     Args:
@@ -170,7 +170,7 @@ def stored_tensors(folder: Path, files: Iterable[str], problems: list[Problem]) 
         files: File names.
         problems: Receives a problem for each file without valid blocks, and each tensor with missing blocks.
     """
-    result: dict[str, StoredTensor] = {}
+    result: dict[str, BlockedTensor] = {}
     for file in files:
         try:
             handle = safe_open(folder / file, framework="pt")
@@ -182,7 +182,7 @@ def stored_tensors(folder: Path, files: Iterable[str], problems: list[Problem]) 
                 )
                 if len(block.offset) != len(block.shape) or min((0, *block.offset)) < 0:
                     raise ValueError(f"{key} is not a tensor's name and a place in it")
-                tensor = result.setdefault(name, StoredTensor(DTYPES[part.get_dtype()]))
+                tensor = result.setdefault(name, BlockedTensor(DTYPES[part.get_dtype()]))
                 if tensor.blocks and len(tensor.blocks[0].shape) != len(block.shape):
                     raise ValueError(f"{key} has {len(block.shape)} dimensions, other blocks of the tensor have not")
                 tensor.blocks.append(block)

@@ -29,14 +29,14 @@ FORMAT = 1
 """Of checkpoints that this version writes and reads."""
 
 
-class Part(StrEnum):
+class StatePart(StrEnum):
     """Contents of a file of tensors, and the prefix of its name."""
 
     WEIGHTS = "weights"
     OPTIMIZER = "optimizer"
 
 
-_FILE_NAME = re.compile(rf"({'|'.join(Part)})-\d{{5,9}}-\d{{5,9}}\.safetensors|{re.escape(CONFIG_NAME)}")
+_FILE_NAME = re.compile(rf"({'|'.join(StatePart)})-\d{{5,9}}-\d{{5,9}}\.safetensors|{re.escape(CONFIG_NAME)}")
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 
@@ -80,7 +80,7 @@ class States:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """A parameter group of an optimizer.
 
     Args:
@@ -101,7 +101,7 @@ class OptimizerFacts:
         states: State of each parameter that has one.
     """
 
-    groups: list[Group]
+    groups: list[ParameterGroup]
     states: dict[str, States]
 
 
@@ -121,7 +121,7 @@ class Manifest:
     optimizer: OptimizerFacts | None
     format: int = FORMAT
 
-    def files_of(self, *parts: Part) -> list[str]:
+    def files_of(self, *parts: StatePart) -> list[str]:
         """The files of some parts."""
         return sorted(name for name in self.files if name.startswith(tuple(f"{part}-" for part in parts)))
 
@@ -180,7 +180,7 @@ def read_manifest(version: Path) -> Manifest:
     except OSError as error:
         raise _refused([Problem(ProblemKind.FILE, NAME, f"cannot be read: {error}")]) from error
     manifest = Manifest.parse(data)
-    if CONFIG_NAME not in manifest.files or not manifest.files_of(Part.WEIGHTS):
+    if CONFIG_NAME not in manifest.files or not manifest.files_of(StatePart.WEIGHTS):
         raise _refused([Problem(ProblemKind.FORMAT, "files", f"lacks {CONFIG_NAME} or weights", NAME)])
     return manifest
 

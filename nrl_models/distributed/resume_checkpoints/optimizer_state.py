@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import gather_over, has_stages
-from nrl_models.distributed.resume_checkpoints.block_files import Held, StoredTensor
-from nrl_models.distributed.resume_checkpoints.manifest import Group, OptimizerFacts, States
+from nrl_models.distributed.resume_checkpoints.block_files import BlockedTensor, Held
+from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
@@ -54,7 +54,7 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
         raise CheckpointError("the optimizer's state cannot be saved", problems)
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [
-        Group(
+        ParameterGroup(
             {key: _plain(value) for key, value in group.items() if key not in NO_OPTIONS},
             sorted(names[id(parameter)] for parameter in group["params"]),
         )
@@ -82,7 +82,7 @@ def of_all_stages(facts: OptimizerFacts, mesh: DeviceMesh) -> OptimizerFacts:
         problems = [Problem(ProblemKind.RANK, "the optimizer of rank 0 of pp", detail), *problems]
         raise CheckpointError("the optimizers of a pipeline's stages differ in their groups or options", problems)
     groups = [
-        Group(group.options, sorted({name for stage in stages for name in stage.groups[number].parameters}))
+        ParameterGroup(group.options, sorted({name for stage in stages for name in stage.groups[number].parameters}))
         for number, group in enumerate(facts.groups)
     ]
     return OptimizerFacts(groups, {name: states for stage in stages for name, states in stage.states.items()})
@@ -104,7 +104,7 @@ def misfits(
     optimizer: Optimizer,
     ours: OptimizerFacts,
     saved: OptimizerFacts | None,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, BlockedTensor],
 ) -> list[Problem]:
     """Return the reasons why saved states cannot be loaded into a model's optimizer.
 
@@ -146,7 +146,7 @@ def misfits(
 
 
 def restore(
-    model: PreTrainedModel, optimizer: Optimizer, saved: OptimizerFacts, stored: Mapping[str, StoredTensor]
+    model: PreTrainedModel, optimizer: Optimizer, saved: OptimizerFacts, stored: Mapping[str, BlockedTensor]
 ) -> None:
     """Load saved states and options into an optimizer, replacing its own. Call only if `misfits` returns nothing."""
     for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):

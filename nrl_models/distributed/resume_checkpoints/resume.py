@@ -33,13 +33,13 @@ from nrl_models.common.state_dict.own_tensors import own_state_dict
 from nrl_models.distributed.mesh import agreed, place_in
 from nrl_models.distributed.resume_checkpoints.background import CheckpointSave, finish_last, group_for_saves
 from nrl_models.distributed.resume_checkpoints.block_files import (
+    BlockedTensor,
     Held,
-    StoredTensor,
     blocks_to_write,
     copied,
     stored_tensors,
 )
-from nrl_models.distributed.resume_checkpoints.manifest import Manifest, OptimizerFacts, Part
+from nrl_models.distributed.resume_checkpoints.manifest import Manifest, OptimizerFacts, StatePart
 from nrl_models.distributed.resume_checkpoints.optimizer_state import (
     facts_of,
     held_states,
@@ -48,7 +48,7 @@ from nrl_models.distributed.resume_checkpoints.optimizer_state import (
     restore,
 )
 from nrl_models.distributed.resume_checkpoints.saved_versions import replaced, whole_version
-from nrl_models.distributed.resume_checkpoints.version_writing import Contents, write_version
+from nrl_models.distributed.resume_checkpoints.version_writing import VersionContents, write_version
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
@@ -90,23 +90,27 @@ def save_checkpoint(
     with agreed(mesh, what):
         finish_last(raising=True)
         own, exported = sharding.written(model), sharding.adapter.retied(model).exported("hub")
-        parts = {Part.WEIGHTS: [Held(name, tensor, own) for name, tensor in exported.items()]}
+        parts = {StatePart.WEIGHTS: [Held(name, tensor, own) for name, tensor in exported.items()]}
         if optimizer is not None:
             own_facts = facts_of(model, optimizer)
-            parts[Part.OPTIMIZER] = [held for held in held_states(model, optimizer) if held.own.keys() <= own.keys()]
+            parts[StatePart.OPTIMIZER] = [
+                held for held in held_states(model, optimizer) if held.own.keys() <= own.keys()
+            ]
     if optimizer is not None:
         facts = of_all_stages(own_facts, mesh)
     with agreed(mesh, what):
         manifest = Manifest({}, dict(progress or {}), facts).checked()  # raises before anything is written
-        blocks: dict[Part, Iterable[tuple[str, Block]]] = {
+        blocks: dict[StatePart, Iterable[tuple[str, Block]]] = {
             part: blocks_to_write(tensors, mesh) for part, tensors in parts.items()
         }
         config: PreTrainedConfig = model.config
         if not wait:
             blocks = {part: copied(each) for part, each in blocks.items()}
             config = copy.deepcopy(config)
-        blocks[Part.WEIGHTS] = chain(blocks[Part.WEIGHTS], _kept_blocks(kept_by(model), place_in(mesh), mesh.size()))
-    contents = Contents(blocks, place_in(mesh), config, manifest)
+        blocks[StatePart.WEIGHTS] = chain(
+            blocks[StatePart.WEIGHTS], _kept_blocks(kept_by(model), place_in(mesh), mesh.size())
+        )
+    contents = VersionContents(blocks, place_in(mesh), config, manifest)
     if wait:
         version = write_version(folder, contents, mesh)
         return CheckpointSave.finished(folder, version)
@@ -136,7 +140,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     sharding = sharding_of(model)
     adapter, mesh, what = sharding.adapter.retied(model), sharding.mesh, f"load {folder}"
     finish_last(raising=False)
-    parts = [Part.WEIGHTS] if optimizer is None else [Part.WEIGHTS, Part.OPTIMIZER]
+    parts = [StatePart.WEIGHTS] if optimizer is None else [StatePart.WEIGHTS, StatePart.OPTIMIZER]
     version, manifest = whole_version(folder, parts, mesh, what)
     here: OptimizerFacts | None = None
     if optimizer is not None:
@@ -146,13 +150,13 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     with agreed(mesh, what) as facts:
         facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
         problems: list[Problem] = []
-        stored = stored_tensors(version, manifest.files_of(Part.WEIGHTS), problems)
+        stored = stored_tensors(version, manifest.files_of(StatePart.WEIGHTS), problems)
         # transformers reads several names for some tensors, and the saved model may have used other ones.
         weights = {found.name if (found := adapter.find(name)) else name: tensor for name, tensor in stored.items()}
         kept = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
         if optimizer is not None and here is not None:
-            states = stored_tensors(version, manifest.files_of(Part.OPTIMIZER), problems)
+            states = stored_tensors(version, manifest.files_of(StatePart.OPTIMIZER), problems)
             problems += misfits(model, optimizer, here, manifest.optimizer, states)
         if problems:
             summary = f"{version} is a checkpoint of another model or optimizer"
@@ -176,7 +180,7 @@ def _kept_blocks(kept: Mapping[str, KeptTensor], place: int, count: int) -> Iter
 
 
 def _stored_kept(
-    stored: dict[str, StoredTensor], model: PreTrainedModel, adapter: StateDictAdapter
+    stored: dict[str, BlockedTensor], model: PreTrainedModel, adapter: StateDictAdapter
 ) -> dict[str, KeptTensor]:
     """Take out of `stored` the tensors that a model only keeps: over the pages of the files."""
     mtp, held, unused = MTPNames(model), kept_by(model), keeps_unused(model)
@@ -193,7 +197,7 @@ def _stored_kept(
     return found
 
 
-def _misfits(stored: Mapping[str, StoredTensor], adapter: StateDictAdapter) -> list[Problem]:
+def _misfits(stored: Mapping[str, BlockedTensor], adapter: StateDictAdapter) -> list[Problem]:
     """Return the reasons why a model cannot load stored weights."""
     problems = match(
         {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in stored.items()},

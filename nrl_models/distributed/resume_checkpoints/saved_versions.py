@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
 from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
-from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, Part, WrittenFile, read_manifest
+from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, StatePart, WrittenFile, read_manifest
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 _VERSION = re.compile(r"version-([1-9]\d{0,17})")
@@ -51,7 +51,7 @@ def remove_older(version: Path) -> None:
             older.rmdir()
 
 
-def whole_version(folder: Path, parts: Sequence[Part], mesh: DeviceMesh, what: str) -> tuple[Path, Manifest]:
+def whole_version(folder: Path, parts: Sequence[StatePart], mesh: DeviceMesh, what: str) -> tuple[Path, Manifest]:
     """Return the newest version and its manifest, after comparing all files of `parts` with their hashes.
 
     Every rank of the mesh has to call this. Each reads a share of the files.
@@ -97,7 +97,9 @@ def _found(folder: Path) -> list[Path]:
     raise CheckpointError(f"cannot resume from {folder}", [Problem(ProblemKind.FILE, str(folder), detail)], [advice])
 
 
-def _examined(version: Path, parts: Sequence[Part], place: int, count: int) -> tuple[Manifest | None, list[Problem]]:
+def _examined(
+    version: Path, parts: Sequence[StatePart], place: int, count: int
+) -> tuple[Manifest | None, list[Problem]]:
     """Return a version's manifest if it is valid, and problems of its files in share `place` of `count`."""
     try:
         manifest = read_manifest(version)
@@ -129,7 +131,7 @@ def replaced(version: Path) -> list[str]:
     )
 
 
-def _advice(newest: Path, older: Sequence[Path], parts: Sequence[Part]) -> str:
+def _advice(newest: Path, older: Sequence[Path], parts: Sequence[StatePart]) -> str:
     """Return advice for a damaged version."""
     if again := replaced(newest):
         return again[0]

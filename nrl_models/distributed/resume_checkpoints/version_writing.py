@@ -15,13 +15,13 @@ from nrl_models.common.checkpoint.writing import reporting_disk
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.distributed.mesh import Ranks, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.resume_checkpoints.block_files import write_blocks
-from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, Part, WrittenFile
+from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, StatePart, WrittenFile
 from nrl_models.distributed.resume_checkpoints.saved_versions import next_version, remove_older
 from nrl_models.distributed.saving import Attempt, write_together
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class VersionContents:
     """Contents of a version, as far as this rank writes them.
 
     Args:
@@ -31,13 +31,13 @@ class Contents:
         manifest: The manifest without files.
     """
 
-    blocks: Mapping[Part, Iterable[tuple[str, Block]]]
+    blocks: Mapping[StatePart, Iterable[tuple[str, Block]]]
     place: int
     config: PreTrainedConfig
     manifest: Manifest
 
 
-def write_version(folder: Path, contents: Contents, ranks: Ranks) -> Path:
+def write_version(folder: Path, contents: VersionContents, ranks: Ranks) -> Path:
     """Add a version to a folder, and delete older ones.
 
     Args:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from nrl_models.auto import auto_class_for
-from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
+from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel, serve
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.loading.read_config import read_config
 from nrl_models.megatron.gpt_model import device, load, logits, megatron_of, start_megatron
 
 
-class Model(WorkerModel):
+class MegatronModel(WorkerModel):
     """Megatron's model of a checkpoint, and this library's model with the same weights, which maps new weights.
 
     Args:
@@ -53,7 +53,7 @@ class Model(WorkerModel):
         """See `WorkerModel.logits`."""
         return logits(self.model, torch.tensor([tokens], device=self.device))[0].float().cpu()
 
-    def decoding(self) -> Step:
+    def decoding(self) -> DecodingStep:
         """Return a step that recomputes the complete sequence."""
         given: list[list[int]] = []
 
@@ -79,4 +79,4 @@ class Model(WorkerModel):
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)  # Megatron logs all missing optional packages
-    serve(Model)
+    serve(MegatronModel)

@@ -17,13 +17,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.common.dtypes import same_kind, wrong_kind
 from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
-from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
+from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel, serve
 from nrl_models.engines.transfer.transports import Message, tensors_of
 from nrl_models.errors import EngineError, listed
 from nrl_models.loading.read_config import read_config
 
 
-class Model(WorkerModel):
+class MLXModel(WorkerModel):
     """An mlx-lm model.
 
     Args:
@@ -88,7 +88,7 @@ class Model(WorkerModel):
         """See `WorkerModel.logits`."""
         return as_torch(self.model(mx.array([tokens]))[0])
 
-    def decoding(self) -> Step:
+    def decoding(self) -> DecodingStep:
         """A step with mlx-lm's cache."""
         cache = make_prompt_cache(self.model)
         return lambda given: as_torch(self.model(mx.array(given), cache=cache)[:, -1])
@@ -237,4 +237,4 @@ def as_array(tensor: torch.Tensor) -> mx.array:
 
 
 if __name__ == "__main__":
-    serve(Model)
+    serve(MLXModel)

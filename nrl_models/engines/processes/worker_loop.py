@@ -24,7 +24,7 @@ from nrl_models.engines.digests import digested
 from nrl_models.engines.transfer.transports import Message, tensors_of
 from nrl_models.logprobs.sampling import Sampling, processed
 
-Step = Callable[[list[list[int]]], torch.Tensor]
+DecodingStep = Callable[[list[list[int]]], torch.Tensor]
 """Feed the next tokens of each sequence, the same number for each. Returns the logits after the last token,
 `(batch, vocab_size)` in fp32."""
 
@@ -41,7 +41,7 @@ class WorkerModel(ABC):
         """Logits of a sequence, `(tokens, vocabulary)` fp32."""
 
     @abstractmethod
-    def decoding(self) -> Step:
+    def decoding(self) -> DecodingStep:
         """Return a new decoding step, which keeps the earlier tokens as state."""
 
     def begin(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.engine_types import BUCKET_BYTES, NamedTensor
 from nrl_models.engines.transfer.deltas import DeltaWriter
 from nrl_models.engines.transfer.segments import Segment
-from nrl_models.engines.transfer.updates import PROTOCOL, Kind, Update, Weights, digest_of, made_of
+from nrl_models.engines.transfer.updates import PROTOCOL, Update, UpdateKind, Weights, digest_of, made_of
 from nrl_models.errors import EngineError, listed
 
 ABANDON = {"abandon": True}
@@ -50,7 +50,7 @@ class Sent:
     """
 
     version: str
-    kind: Kind
+    kind: UpdateKind
     nbytes: int
     dense_nbytes: int
     tensors: int
@@ -139,8 +139,8 @@ class Sender:
             digests |= {name: tensor_digest(tensor) for name, tensor in bucket}
             size += sum(tensor.nbytes for _, tensor in bucket)
             segments.append(Segment.write(dict(bucket)))
-        update = Update(Kind.DENSE, version, digest_of(digests), tuple(segments))
-        return update, Sent(version, Kind.DENSE, size, size, len(digests), tuple(digests))
+        update = Update(UpdateKind.DENSE, version, digest_of(digests), tuple(segments))
+        return update, Sent(version, UpdateKind.DENSE, size, size, len(digests), tuple(digests))
 
     def _delta(
         self, tensors: Iterable[NamedTensor], version: str, last: Weights, segments: list[Segment]
@@ -173,8 +173,8 @@ class Sender:
         flush()
         if missing := sorted(last.specs.keys() - seen):
             raise EngineError(f"{len(missing)} tensors of the version sent before are missing: {listed(missing)}")
-        update = Update(Kind.DELTA, version, digest_of(digests), tuple(segments), last.version, last.digest)
-        return update, Sent(version, Kind.DELTA, size, dense_size, len(seen), tuple(changed))
+        update = Update(UpdateKind.DELTA, version, digest_of(digests), tuple(segments), last.version, last.digest)
+        return update, Sent(version, UpdateKind.DELTA, size, dense_size, len(seen), tuple(changed))
 
     def _deliver(self, update: Update) -> None:
         """Take an update to the engine; if a step fails, have it dropped."""

@@ -24,7 +24,7 @@ PROTOCOL = 1
 """Version of the message format between trainer and engine. Other versions raise an error."""
 
 
-class Kind(StrEnum):
+class UpdateKind(StrEnum):
     """Contents of an update."""
 
     DENSE = auto()
@@ -46,7 +46,7 @@ class Update:
         base_digest: Digest of the base version.
     """
 
-    kind: Kind
+    kind: UpdateKind
     version: str
     digest: str
     segments: tuple[Segment, ...]
@@ -67,13 +67,13 @@ class Update:
         """
         texts = ("kind", "version", "digest", "base", "base_digest")
         fits = value.keys() == {*texts, "segments"} and all(isinstance(value[key], str) for key in texts)
-        if not fits or value["kind"] not in tuple(Kind) or not isinstance(value["segments"], list):
+        if not fits or value["kind"] not in tuple(UpdateKind) or not isinstance(value["segments"], list):
             raise EngineError(
                 f"{shown(dict(value))} is not an update of weights: expected {', '.join(texts)} and segments, with a "
-                f"kind of {', '.join(Kind)}, as sent by a trainer with this library"
+                f"kind of {', '.join(UpdateKind)}, as sent by a trainer with this library"
             )
         segments = tuple(Segment.of_json(segment) for segment in value["segments"])
-        return Update(Kind(value["kind"]), segments=segments, **{key: value[key] for key in texts[1:]})
+        return Update(UpdateKind(value["kind"]), segments=segments, **{key: value[key] for key in texts[1:]})
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
         EngineError: If a segment cannot be read, the update has another base version or is damaged, or its tensors do
             not match the previous version. Lists all mismatched tensors.
     """
-    if update.kind is Kind.DENSE:
+    if update.kind is UpdateKind.DENSE:
         tensors: dict[str, torch.Tensor] = {}
         for segment in update.segments:
             tensors |= segment.read()[0]

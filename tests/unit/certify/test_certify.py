@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from nrl_models.certify import Answer, Certificate, CheckResult, Side, Status, all_checks, certify, with_engine
-from nrl_models.certify.certified import Options, Subject, plotted_file
+from nrl_models.certify.certified import CheckpointUnderTest, Options, plotted_file
 from nrl_models.certify.check_result import answer_of
 from nrl_models.certify.report import write_html
 from nrl_models.cli import app
@@ -185,7 +185,7 @@ def test_a_cell_that_would_exceed_the_budget_does_not_start(
 
     monkeypatch.setattr(Meter, "measure", slow)
     monkeypatch.setattr(with_engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    subject = Subject(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
+    subject = CheckpointUnderTest(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
     *_, other = with_engine.log_probabilities(subject, 70.0)
     assert other.name == with_engine.OTHER_CELLS
     assert other.summary.startswith("2 of 4 cells: ")
@@ -193,13 +193,13 @@ def test_a_cell_that_would_exceed_the_budget_does_not_start(
 
 
 def test_the_budget_interrupts_a_check(checkpoint: Path, tmp_path: Path) -> None:
-    def slow(subject: Subject, deadline: float | None) -> Iterator[CheckResult]:
+    def slow(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[CheckResult]:
         yield CheckResult(name="a", status=Status.PASSED, summary="")
         time.sleep(60)
         yield CheckResult(name="b", status=Status.PASSED, summary="")
 
     check = all_checks.Check(("a", "b"), slow, 0)
-    subject = Subject(checkpoint, Options("hf-generate"), tmp_path)
+    subject = CheckpointUnderTest(checkpoint, Options("hf-generate"), tmp_path)
     handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()
     results = all_checks._run(check, subject, started + 1.0)
     assert time.monotonic() - started < 10
@@ -209,7 +209,7 @@ def test_the_budget_interrupts_a_check(checkpoint: Path, tmp_path: Path) -> None
 
 def test_refits_stop_at_the_budget(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (check,) = (check for check in all_checks.CHECKS if check.names == REFITS)
-    subject = Subject(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
+    subject = CheckpointUnderTest(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
     results = all_checks._run(check, subject, 0.0)
     assert [(result.name, result.status) for result in results] == [(name, Status.LEFT_OUT) for name in REFITS]
     assert results[0].summary.startswith("no time left")

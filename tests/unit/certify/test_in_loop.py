@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from versions import case_of
 
 from nrl_models.certify import CheckResult, Status, certify, in_loop
-from nrl_models.certify.certified import Options, Subject
+from nrl_models.certify.certified import CheckpointUnderTest, Options
 from nrl_models.cli import app
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.engines.hf import HFEngine
@@ -29,7 +29,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def controls(tiny: Path, **options: Any) -> list[CheckResult]:
     options = {"dtype": torch.float32, "in_loop": {}} | options
-    return list(in_loop.controls(Subject(tiny, Options(None, **options), tiny.parent)))
+    return list(in_loop.controls(CheckpointUnderTest(tiny, Options(None, **options), tiny.parent)))
 
 
 def test_a_correct_loop_passes(tiny: Path) -> None:

@@ -13,7 +13,7 @@ from recipe_inputs import byte_tokenizer
 from versions import case_of
 
 from nrl_models.certify import CheckResult, Side, Status, layer_checks, lora, running_engine
-from nrl_models.certify.certified import Options, Subject
+from nrl_models.certify.certified import CheckpointUnderTest, Options
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import record_routing
 from nrl_models.engines.engine_types import Capabilities, Sample
@@ -23,16 +23,16 @@ from nrl_models.errors import EngineError, EngineUnavailableError
 DENSE, MIXTURE, IMAGES = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen2VLForConditionalGeneration"
 
 
-def subject_of(architecture: str, folder: Path, **engine_options: Any) -> Subject:
+def subject_of(architecture: str, folder: Path, **engine_options: Any) -> CheckpointUnderTest:
     reference = case_of(architecture).reference()
     reference.save_pretrained(folder / "tiny")
     byte_tokenizer(reference.config).save_pretrained(folder / "tiny")
     options = Options("hf-generate", engine_options, dtype=torch.float32)
-    return Subject(folder / "tiny", options, folder)
+    return CheckpointUnderTest(folder / "tiny", options, folder)
 
 
 @pytest.fixture
-def dense(tmp_path: Path) -> Iterator[Subject]:
+def dense(tmp_path: Path) -> Iterator[CheckpointUnderTest]:
     subject = subject_of(DENSE, tmp_path)
     subject.longest = 64
     yield subject
@@ -102,7 +102,7 @@ def test_an_engine_that_reports_no_experts_narrows_the_certificate(tmp_path: Pat
     assert "enable_return_routed_experts" in result.advice
 
 
-def test_router_replay(tmp_path: Path, dense: Subject) -> None:
+def test_router_replay(tmp_path: Path, dense: CheckpointUnderTest) -> None:
     assert only(layer_checks.router_replay(subject_of(MIXTURE, tmp_path / "moe"))).status is Status.PASSED
     assert only(layer_checks.router_replay(dense)).status is Status.NOT_APPLICABLE
 
@@ -110,7 +110,7 @@ def test_router_replay(tmp_path: Path, dense: Subject) -> None:
 # Images
 
 
-def test_images(tmp_path: Path, dense: Subject) -> None:
+def test_images(tmp_path: Path, dense: CheckpointUnderTest) -> None:
     subject = subject_of(IMAGES, tmp_path / "images")
     result = only(running_engine.images(subject))
     assert result.status is Status.PASSED, result
@@ -130,7 +130,7 @@ def test_images(tmp_path: Path, dense: Subject) -> None:
 # Prefix caching
 
 
-def test_prefix_caching(dense: Subject) -> None:
+def test_prefix_caching(dense: CheckpointUnderTest) -> None:
     assert only(running_engine.prefix_caching(dense)).status is Status.NOT_APPLICABLE
     known, generate, calls = dense.engine.capabilities(), dense.engine.generate, []
     dense.engine.capabilities = lambda: replace(known, prefix_caching=True)  # type: ignore[method-assign]
@@ -151,7 +151,7 @@ def test_prefix_caching(dense: Subject) -> None:
 # Length
 
 
-def test_an_engine_that_exceeds_its_limit_fails(dense: Subject) -> None:
+def test_an_engine_that_exceeds_its_limit_fails(dense: CheckpointUnderTest) -> None:
     assert only(running_engine.longest_length(dense)).length == 64
     engine, generate = dense.engine, dense.engine.generate
     known = engine.capabilities()
@@ -170,13 +170,13 @@ def test_an_engine_that_exceeds_its_limit_fails(dense: Subject) -> None:
 # Adapters
 
 
-def test_an_adapter_reaches_rollouts(dense: Subject) -> None:
+def test_an_adapter_reaches_rollouts(dense: CheckpointUnderTest) -> None:
     result = only(lora.merged(dense))
     assert result.status is Status.PASSED, result
     assert "engine" not in dense.__dict__, "the next check would get the adapter's weights"
 
 
-def test_a_dropped_adapter_fails(dense: Subject) -> None:
+def test_a_dropped_adapter_fails(dense: CheckpointUnderTest) -> None:
     model = dense.trainer.model
     base = {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model)}
     refit = dense.engine.refit
@@ -196,7 +196,11 @@ def test_a_dropped_adapter_fails(dense: Subject) -> None:
     [(EngineUnavailableError, Status.NOT_DECIDED, None), (EngineError, Status.FAILED, Side.ENGINE)],
 )
 def test_an_engine_that_does_not_start(
-    error: type[EngineError], status: Status, side: Side | None, dense: Subject, monkeypatch: pytest.MonkeyPatch
+    error: type[EngineError],
+    status: Status,
+    side: Side | None,
+    dense: CheckpointUnderTest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def start(*args: Any, **options: Any) -> HFEngine:
         raise error("no such option")
@@ -214,7 +218,7 @@ def test_an_engine_that_does_not_start(
         ({"max_length": 32}, "maximum length 32, expected 64"),
     ],
 )
-def test_an_engine_with_other_facts_fails(known: dict[str, Any], text: str, dense: Subject) -> None:
+def test_an_engine_with_other_facts_fails(known: dict[str, Any], text: str, dense: CheckpointUnderTest) -> None:
     facts = replace(dense.engine.capabilities(), **known)
     dense.engine.capabilities = lambda: facts  # type: ignore[method-assign]
     result = only(running_engine.engine_start(dense))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nrl_models.common.checkpoint import page_maps
-from nrl_models.common.checkpoint.page_maps import HUGE, MAX_RUNS, PAGE, Run, joined, map_runs
+from nrl_models.common.checkpoint.page_maps import HUGE, MAX_RUNS, PAGE, ByteRange, joined, map_runs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are mapped on Linux only")
 
@@ -37,7 +37,7 @@ def files(contents: list[bytes], tmp_path: Path) -> Iterator[list[int]]:
 
 def read(runs: list[tuple[int, int, int]], files: list[int]) -> bytes | None:
     """Return the bytes mapped for runs of (file, start, size), or None if nothing is mapped."""
-    mapped = map_runs([Run(files[file], start, size) for file, start, size in runs])
+    mapped = map_runs([ByteRange(files[file], start, size) for file, start, size in runs])
     if mapped is None:
         return None
     memory, offset = mapped
@@ -113,14 +113,14 @@ def test_other_systems_read(files: list[int], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_neighbors_are_joined() -> None:
-    runs = [Run(3, 0, 10), Run(3, 10, 5), Run(3, 16, 4), Run(4, 20, 4), Run(4, 24, 1)]
-    assert joined(runs) == [Run(3, 0, 15), Run(3, 16, 4), Run(4, 20, 5)]
+    runs = [ByteRange(3, 0, 10), ByteRange(3, 10, 5), ByteRange(3, 16, 4), ByteRange(4, 20, 4), ByteRange(4, 24, 1)]
+    assert joined(runs) == [ByteRange(3, 0, 15), ByteRange(3, 16, 4), ByteRange(4, 20, 5)]
 
 
 def test_writing_changes_neither_the_file_nor_another_mapping(
     files: list[int], contents: list[bytes], tmp_path: Path
 ) -> None:
-    runs = [Run(files[0], 24, 3 * PAGE), Run(files[0], 10 * PAGE + 24, 3 * PAGE)]
+    runs = [ByteRange(files[0], 24, 3 * PAGE), ByteRange(files[0], 10 * PAGE + 24, 3 * PAGE)]
     (first, offset), (second, _) = map_runs(runs), map_runs(runs)
     tensor = torch.frombuffer(first, dtype=torch.uint8, count=6 * PAGE, offset=offset)
     tensor.fill_(0)
@@ -132,7 +132,7 @@ def test_writing_changes_neither_the_file_nor_another_mapping(
 def test_pages_are_unmapped_when_the_tensor_goes(files: list[int], tmp_path: Path) -> None:
     path = tmp_path / "pages-0"
     assert mappings_of(path) == 0
-    memory, offset = map_runs([Run(files[0], 24, 3 * PAGE), Run(files[0], 10 * PAGE + 24, 3 * PAGE)])
+    memory, offset = map_runs([ByteRange(files[0], 24, 3 * PAGE), ByteRange(files[0], 10 * PAGE + 24, 3 * PAGE)])
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=6 * PAGE, offset=offset)
     view = tensor[5:]
     assert mappings_of(path) == 2
@@ -148,7 +148,7 @@ def test_a_file_that_is_cut_meanwhile_is_noticed(files: list[int], tmp_path: Pat
     with open(tmp_path / "pages-0", "r+b") as file:
         file.truncate(12 * PAGE)
     with pytest.raises(EOFError, match=r"the file ended at byte 49152, 24 bytes early: it was truncated since"):
-        map_runs([Run(files[0], 0, 3 * PAGE), Run(files[0], 11 * PAGE, PAGE + 24)])
+        map_runs([ByteRange(files[0], 0, 3 * PAGE), ByteRange(files[0], 11 * PAGE, PAGE + 24)])
 
 
 def test_large_runs_lie_in_memory_as_in_their_file(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_large_runs_lie_in_memory_as_in_their_file(tmp_path: Path) -> None:
     path.write_bytes(data)
     short, long = (2 * HUGE + 3 * PAGE, PAGE), (5 * PAGE, HUGE + 2 * PAGE + 10)
     with path.open("rb") as file:
-        memory, begin = map_runs([Run(file.fileno(), *short), Run(file.fileno(), *long)])
+        memory, begin = map_runs([ByteRange(file.fileno(), *short), ByteRange(file.fileno(), *long)])
     wanted = data[short[0] : sum(short)] + data[long[0] : sum(long)]
     assert memory[begin : begin + len(wanted)] == wanted
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -23,7 +23,7 @@ from checkpoints import WEIGHTS, edit_weights
 from nrl_models import AutoModelForCausalLM, CheckpointError
 from nrl_models.common.checkpoint import generations, writing
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, Watch
+from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, FileWatch
 from nrl_models.common.checkpoint.local_path import GENERATION_NAME
 from nrl_models.common.checkpoint.publication import durable, locks, publishing
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
@@ -153,7 +153,7 @@ BUGS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "weights are there first": (KILL, lambda patch: patch.setattr(publishing, "_rank", lambda name: 0)),
     "nothing is cleaned": (KILL, lambda patch: patch.setattr(writing, "remove_dead", lambda *_: None)),
     "the log is not read": (KILL, lambda patch: patch.setattr(generations, "current", lambda folder: folder)),
-    "no check": (OVERLAP, lambda patch: patch.setattr(Watch, "replaced", lambda self: [])),
+    "no check": (OVERLAP, lambda patch: patch.setattr(FileWatch, "replaced", lambda self: [])),
 }
 
 

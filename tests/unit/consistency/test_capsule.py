@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
 from nrl_models.common.model_components.routers import routers_of
-from nrl_models.consistency.capsule.capsule_file import Contents, Kind, Limits
+from nrl_models.consistency.capsule.capsule_file import CapsuleKind, Contents, Limits
 from nrl_models.consistency.capsule.consistency_capsule import replay_consistency
-from nrl_models.consistency.capsule.diverging_block import Block
+from nrl_models.consistency.capsule.diverging_block import RecordedBlock
 from nrl_models.consistency.capsule.redaction import redacted
 from nrl_models.consistency.matrix import check_consistency, run_matrix
 from nrl_models.consistency.measure import Meter
@@ -436,7 +436,7 @@ def test_damaged_files_are_errors(capsules: dict[str, tuple[Path, Verdict]], tmp
 
 def test_missing_values_are_one_error(tmp_path: Path) -> None:
     file = tmp_path / "capsule.safetensors"
-    contents = Contents(Kind.CONSISTENCY)
+    contents = Contents(CapsuleKind.CONSISTENCY)
     contents.values = {"case": {}}
     contents.write(file)
     result = CliRunner().invoke(app, ["replay", str(file)])
@@ -451,7 +451,7 @@ def test_limits_are_checked() -> None:
 
 def test_block_with_other_weights_is_an_error(capsules: dict[str, tuple[Path, Verdict]]) -> None:
     contents = Contents.read(capsules["norm-epsilon"][0])
-    block = Block.from_json(contents.values["block"], contents.tensors)
+    block = RecordedBlock.from_json(contents.values["block"], contents.tensors)
     other = replace(block, weights={**block.weights, "extra.weight": torch.zeros(1)})
     with pytest.raises(CapsuleError, match=r"with other weights: extra.weight"):
         other.rebuilt()

@@ -12,9 +12,9 @@ import pytest
 
 from nrl_models.distributed.resume_checkpoints import manifest
 from nrl_models.distributed.resume_checkpoints.manifest import (
-    Group,
     Manifest,
     OptimizerFacts,
+    ParameterGroup,
     States,
     WrittenFile,
     read_manifest,
@@ -26,7 +26,7 @@ WRITTEN = Manifest(
     {name: WrittenFile(number + 7, f"{number:032x}") for number, name in enumerate(NAMES)},
     {"step": 3, "loss": 0.1, "data": {"epoch": None, "files": ["ä", "\x1b"]}},
     OptimizerFacts(
-        [Group({"lr": 1e-3, "betas": [0.9, 0.999], "fused": None, "amsgrad": False}, ["a", "b"])],
+        [ParameterGroup({"lr": 1e-3, "betas": [0.9, 0.999], "fused": None, "amsgrad": False}, ["a", "b"])],
         {"a": States({"step": 2.0}, ["exp_avg", "exp_avg_sq"])},
     ),
 )

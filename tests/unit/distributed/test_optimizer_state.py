@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.distributed.resume_checkpoints.manifest import Group, OptimizerFacts, States
+from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
 from nrl_models.distributed.resume_checkpoints.optimizer_state import restore
 
 
@@ -23,7 +23,12 @@ def test_step_is_restored_where_torch_puts_it(capturable: bool) -> None:
 
     optimizer = torch.optim.AdamW(model.parameters())
     options = {key: value for key, value in expected.param_groups[0].items() if key != "params"}
-    restore(model, optimizer, OptimizerFacts([Group(options, ["weight"])], {"weight": States({"step": 3.0}, [])}), {})
+    restore(
+        model,
+        optimizer,
+        OptimizerFacts([ParameterGroup(options, ["weight"])], {"weight": States({"step": 3.0}, [])}),
+        {},
+    )
     step = optimizer.state[model.weight]["step"]
     assert step.device == expected.state[model.weight]["step"].device
     assert step.dtype == torch.float32

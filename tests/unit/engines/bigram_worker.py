@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
+from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel, serve
 
 VOCABULARY = 512
 
@@ -43,7 +43,7 @@ class Model(WorkerModel):
             time.sleep(DELAY)
         return self.weights["head"][tokens] + self.weights["gate"][tokens]
 
-    def decoding(self) -> Step:
+    def decoding(self) -> DecodingStep:
         return lambda new: torch.stack([self.logits(row)[-1] for row in new])
 
     def apply(self) -> dict[str, Any]:

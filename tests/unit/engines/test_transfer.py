@@ -17,7 +17,7 @@ from nrl_models.engines.transfer import updates
 from nrl_models.engines.transfer.receiver import Receiver
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.engines.transfer.sender import ABANDON, Sender
-from nrl_models.engines.transfer.updates import Kind, Update, Weights
+from nrl_models.engines.transfer.updates import Update, UpdateKind, Weights
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
@@ -197,7 +197,7 @@ def test_deltas_leave_what_dense_updates_would(architecture: str) -> None:
     assert len(ARCHITECTURES) >= 30
     trainer = model_of(architecture, torch.float32 if len(architecture) % 2 else torch.bfloat16)
     workers, sender = served(trainer)
-    assert sender.send(exported(trainer)).kind is Kind.DENSE
+    assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
     assert not differ(workers.model.state_dict(), trainer.state_dict())
     generator = torch.Generator().manual_seed(len(architecture))
     layers = [name for name in trainer.state_dict() if ".0." in name]
@@ -205,7 +205,7 @@ def test_deltas_leave_what_dense_updates_would(architecture: str) -> None:
         share = [0.0, 1e-4, 0.01, 0.05, 1.0][number % 5]
         train(trainer, share, generator, only=layers[number % len(layers)] if number % 3 == 2 else "")
         sent = sender.send(exported(trainer))
-        assert sent.kind is Kind.DELTA
+        assert sent.kind is UpdateKind.DELTA
         assert sent.nbytes <= sent.dense_nbytes
         assert set(workers.loaded) <= set(sent.changed)
         assert not differ(workers.model.state_dict(), trainer.state_dict())
@@ -237,7 +237,7 @@ def test_without_deltas_nothing_is_kept(llama: PreTrainedModel) -> None:
     workers, sender = served(trainer, deltas=False)
     for _ in range(2):
         train(trainer, 0.01, torch.Generator().manual_seed(0))
-        assert sender.send(exported(trainer)).kind is Kind.DENSE
+        assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
         assert not differ(workers.model.state_dict(), trainer.state_dict())
     assert workers.receiver.weights is not None
     assert not workers.receiver.weights.tensors
@@ -281,10 +281,10 @@ def test_a_trainer_that_dies_at_any_step_leaves_a_whole_version(
     assert workers.refused is None
     train(trainer, 0.01, generator)
     other = Sender(workers)
-    assert other.send(exported(trainer)).kind is Kind.DENSE
+    assert other.send(exported(trainer)).kind is UpdateKind.DENSE
     assert not differ(workers.model.state_dict(), trainer.state_dict())
     train(trainer, 0.01, generator)
-    assert sender.send(exported(trainer)).kind is Kind.DENSE  # the first one after a failure is also dense
+    assert sender.send(exported(trainer)).kind is UpdateKind.DENSE  # the first one after a failure is also dense
     assert not differ(workers.model.state_dict(), trainer.state_dict())
 
 
@@ -340,7 +340,7 @@ def test_an_update_that_takes_effect_in_part_is_refused_until_a_whole_one(llama:
     assert sender.in_doubt
     assert workers.refused is not None
     workers.spoils = lambda name: None
-    assert sender.send(exported(trainer)).kind is Kind.DENSE
+    assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
     assert not sender.in_doubt
     assert workers.refused is None
     assert not differ(workers.model.state_dict(), trainer.state_dict())
@@ -366,7 +366,7 @@ def test_a_delta_against_the_last_whole_version_mends_a_mixed_engine(
     workers.spoils = lambda name: None
     train(first, 0.01, torch.Generator().manual_seed(1), only="layers.1.mlp")
     sent = certain.send(exported(first))  # none of the five written tensors changed since the first version
-    assert sent.kind is Kind.DELTA
+    assert sent.kind is UpdateKind.DELTA
     assert not written & set(sent.changed)
     assert workers.refused is None
     assert not differ(workers.model.state_dict(), first.state_dict())

@@ -16,7 +16,7 @@ from nrl_models.common.forward import document_attention, document_masks
 from nrl_models.common.forward.documents import Documents, sharing_prompts
 from nrl_models.common.forward.routing import record_routing
 from nrl_models.logprobs import TokenLogprobs, rollout_logprobs, token_logprobs, tokens
-from nrl_models.logprobs.accumulation import Part
+from nrl_models.logprobs.accumulation import MicrobatchInputs
 from nrl_models.logprobs.microbatches import Microbatch
 from nrl_models.logprobs.shared_prompts import can_share_prompts
 from nrl_models.losses import dpo_loss, policy_loss, sequence_logprobs
@@ -112,13 +112,13 @@ def differences(model: nn.Module, sequences: list[torch.Tensor], loss: Loss, **o
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of the microbatches."""
     seen: list[int] = []
-    make = Part.of
+    make = MicrobatchInputs.of
 
-    def watched(batch: Any, part: Microbatch, layout: Any) -> Part:
+    def watched(batch: Any, part: Microbatch, layout: Any) -> MicrobatchInputs:
         seen.append(part.tokens)
         return make(batch, part, layout)
 
-    monkeypatch.setattr(Part, "of", watched)
+    monkeypatch.setattr(MicrobatchInputs, "of", watched)
     return seen
 
 
@@ -241,9 +241,9 @@ def _first_tokens_follow_the_previous_column(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _positions_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Part.of
+    right = MicrobatchInputs.of
 
-    def wrong(batch: Any, part: Microbatch, layout: Any) -> Part:
+    def wrong(batch: Any, part: Microbatch, layout: Any) -> MicrobatchInputs:
         found = right(batch, part, layout)
         positions = found.inputs.get("position_ids")
         if positions is not None:
@@ -253,7 +253,7 @@ def _positions_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
                 positions[0, own] += int(positions[0, own][0] > 0)
         return found
 
-    monkeypatch.setattr(Part, "of", wrong)
+    monkeypatch.setattr(MicrobatchInputs, "of", wrong)
 
 
 @pytest.mark.parametrize(

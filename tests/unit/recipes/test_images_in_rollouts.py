@@ -21,7 +21,7 @@ from nrl_models.logprobs import Sampling, rollout_logprobs, token_logprobs
 from nrl_models.losses import Normalize, token_weights
 from nrl_models.recipes import read_recipe, recipes
 from nrl_models.recipes.image_prompts import image_prompt
-from nrl_models.recipes.policy_batch import Batch
+from nrl_models.recipes.policy_batch import SampleBatch
 from nrl_models.recipes.rows import rows
 from nrl_models.testing.case import FamilyCase
 
@@ -125,7 +125,7 @@ def test_replies_are_scored_with_the_images_that_they_were_sampled_with(prompts:
     engine, model = HFEngine(CASE.reference()), CASE.model()
     asked, inputs = [red, blue, red, blue, [100, 101]], [of_red, of_blue, of_red, of_blue, {}]
     samples = engine.generate(asked, Sampling(), max_new_tokens=5, seed=3, ignore_end=False, model_inputs=inputs)
-    batch = Batch.of(samples)
+    batch = SampleBatch.of(samples)
     found = rollout_logprobs(model, batch.sequences, score=batch.score, model_inputs=batch.model_inputs).logprobs
     torch.testing.assert_close(found, batch.logprobs.float(), rtol=1e-5, atol=1e-5)
     for number, (sample, own) in enumerate(zip(samples, batch.model_inputs, strict=True)):
@@ -164,7 +164,7 @@ def test_a_reply_ends_before_a_token_that_stands_for_an_image(prompts: list[Any]
     forwards.clear()
     with pytest.raises(EngineError, match=r"placeholder of an image in sequences \[0\].*ignore_end=False"):
         engine.generate([red], Sampling(), max_new_tokens=4, model_inputs=[inputs])
-    batch = Batch.of([sample, empty])
+    batch = SampleBatch.of([sample, empty])
     for normalize in Normalize:
         weights = token_weights(batch.sampled, normalize, 4 if normalize is Normalize.LONGEST else None)
         assert math.isfinite(weights.sum())

@@ -21,7 +21,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import DriftError, MixedWeightsError, NonFiniteError, UnknownOptionError
 from nrl_models.logprobs import Sampling
 from nrl_models.losses import Correction, loss_named
-from nrl_models.recipes.policy_batch import Batch, Question, Rollouts
+from nrl_models.recipes.policy_batch import Question, Rollouts, SampleBatch
 from nrl_models.recipes.rollouts import PolicyLoop
 from nrl_models.testing.tiny import tiny_config
 from nrl_models.watch import Watch
@@ -30,7 +30,7 @@ SAMPLES = [Sample((5, 6), (7, 2), (-0.5, -0.25), "stop"), Sample((5, 6, 7), (8, 
 
 
 def test_only_what_was_sampled_is_learned_from() -> None:
-    batch = Batch.of(SAMPLES)
+    batch = SampleBatch.of(SAMPLES)
     assert batch.sequences == [(5, 6, 7, 2), (5, 6, 7, 8, 9, 2)]
     assert batch.sampled.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]
     assert [row.int().tolist() for row in batch.score] == [[0, 0, 1, 1], [0, 0, 0, 1, 1, 1]]

@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from versions import since
 
-from nrl_models.testing.constraints import Kind, constraints_of, satisfy, sections_of
+from nrl_models.testing.constraints import ConstraintKind, constraints_of, satisfy, sections_of
 from nrl_models.testing.kept_layers import KeptLayers
 from nrl_models.testing.tiny import tiny_config
 
@@ -81,10 +81,10 @@ def satisfied(**values: Any) -> dict[str, Any]:
 def test_constraints_are_read_from_validators() -> None:
     found = {(constraint.kind, constraint.paths) for constraint in constraints_of(CheckedConfig)}
     codes = ("tower_config", "codebook_size")
-    assert (Kind.EQUAL, (("audio_offset",), ("image_offset",), codes)) in found
-    assert (Kind.AT_MOST, (("audio_offset",), codes, ("vocab_size",))) in found
-    assert (Kind.MULTIPLE, (("block",), ("loop_start",))) in found
-    assert (Kind.EQUAL, (("is_wide",),)) in found
+    assert (ConstraintKind.EQUAL, (("audio_offset",), ("image_offset",), codes)) in found
+    assert (ConstraintKind.AT_MOST, (("audio_offset",), codes, ("vocab_size",))) in found
+    assert (ConstraintKind.MULTIPLE, (("block",), ("loop_start",))) in found
+    assert (ConstraintKind.EQUAL, (("is_wide",),)) in found
     assert constraints_of(TowerConfig) == ()
 
 

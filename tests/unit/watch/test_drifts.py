@@ -16,7 +16,7 @@ from nrl_models import Sample, Sampling, export_adapter
 from nrl_models.common.model_components.routers import routers_of
 from nrl_models.errors import DriftError
 from nrl_models.testing.tiny import tiny_config
-from nrl_models.watch import Cause, Finding, Level, Watch
+from nrl_models.watch import Cause, Finding, Severity, Watch
 from nrl_models.watch.trainer_changes import TrainerChanges
 
 Plant = Callable[[], tuple[Loop, Callable[[Loop], None]]]
@@ -303,4 +303,4 @@ def test_engine_in_bf16_from_the_beginning_is_a_warning_within_the_bars() -> Non
     samples = loop.sample()
     report = watch.before_update(samples, loop.logprobs(samples).logprobs)
     assert report.passed
-    assert all((finding.cause, finding.level) == (Cause.PRECISION, Level.WARNING) for finding in watch.findings)
+    assert all((finding.cause, finding.level) == (Cause.PRECISION, Severity.WARNING) for finding in watch.findings)

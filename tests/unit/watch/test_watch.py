@@ -16,7 +16,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import DriftError, UnknownArgumentError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mtp_weights import mtp_tensors
-from nrl_models.watch import Bars, Cause, Level, Watch, step_metrics
+from nrl_models.watch import Bars, Cause, Severity, Watch, step_metrics
 
 ROWS, LENGTH = 8, 64
 
@@ -63,7 +63,7 @@ def test_metrics_are_those_of_their_formulas() -> None:
 
 def test_bf16_noise_is_a_warning_at_most() -> None:
     watch = watched(*(noise(0.03, seed) for seed in range(20)))
-    assert {finding.level for finding in watch.findings} == {Level.WARNING}
+    assert {finding.level for finding in watch.findings} == {Severity.WARNING}
     assert {finding.cause for finding in watch.findings} == {Cause.PRECISION}
 
 
@@ -132,7 +132,7 @@ def test_frozen_draft_layers_are_a_warning(tmp_path: Path) -> None:
         with torch.no_grad():
             model.model.norm.weight.add_(0.1)
     (finding,) = watch.findings
-    assert (finding.cause, finding.level) == (Cause.FROZEN_DRAFT, Level.WARNING)
+    assert (finding.cause, finding.level) == (Cause.FROZEN_DRAFT, Severity.WARNING)
     assert len(finding.names) == len(mtp_tensors(reference))
 
 
