@@ -97,11 +97,13 @@ class StandIn(nn.Module):
 
     Args:
         was: The replaced module.
+        stages: Stages of this rank, if its forward uses them.
     """
 
-    def __init__(self, was: nn.Module) -> None:
+    def __init__(self, was: nn.Module, stages: Stages | None = None) -> None:
         super().__init__()
         self.__dict__["was"] = was.was if isinstance(was, StandIn) else was
+        self.__dict__["stages"] = stages
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -111,16 +113,7 @@ class StandIn(nn.Module):
 
 
 class PassOn(StandIn):
-    """A layer of another stage: returns its hidden states unchanged.
-
-    Args:
-        was: The replaced layer.
-        stages: Stages of this rank.
-    """
-
-    def __init__(self, was: nn.Module, stages: Stages) -> None:
-        super().__init__(was)
-        self.__dict__["stages"] = stages
+    """A layer of another stage: returns its hidden states unchanged."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states; other results of the layer are None."""
@@ -134,16 +127,7 @@ class PassOn(StandIn):
 
 
 class Entry(StandIn):
-    """The first layer of a stage: runs on the received hidden states.
-
-    Args:
-        was: The replaced layer.
-        stages: Stages of this rank.
-    """
-
-    def __init__(self, was: nn.Module, stages: Stages) -> None:
-        super().__init__(was)
-        self.__dict__["stages"] = stages
+    """The first layer of a stage: runs on the received hidden states."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer."""
@@ -184,8 +168,7 @@ class Absent(StandIn):
     """
 
     def __init__(self, was: nn.Module, stages: Stages) -> None:
-        super().__init__(was.to("meta", stages.cut.dtype))
-        self.__dict__["stages"] = stages
+        super().__init__(was.to("meta", stages.cut.dtype), stages)
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
