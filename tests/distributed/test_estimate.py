@@ -40,16 +40,21 @@ def config_folder(architecture: str, folder: Path) -> Path:
     return folder
 
 
+def planned(architecture: str, sizes: dict[str, int], folder: Path) -> dict[str, Any]:
+    """Return the figures of `nrl-models plan`."""
+    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
+    # Long enough to reveal attention scores, which are not saved on any device.
+    options = ["--seq-len", "512", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
+    done = plan(config_folder(architecture, folder), mesh, *options, "--json", str(folder / "out.json"))
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "out.json").read_text())["figures"]
+
+
 @pytest.mark.parametrize(("architecture", "sizes"), CASES, ids=lambda value: str(value).replace("'", ""))
 def test_bytes_are_those_that_ranks_hold(
     two: World, four: World, tmp_path: Path, architecture: str, sizes: dict[str, int]
 ) -> None:
-    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
-    # Long enough to reveal attention scores, which are not saved on any device.
-    options = ["--seq-len", "512", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
-    done = plan(config_folder(architecture, tmp_path), mesh, *options, "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
-    figures: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["figures"]
+    figures = planned(architecture, sizes, tmp_path)
     world = four if len(sizes) == 2 else two
     measured = world.run(partial(estimate.measures, **sizes), architecture, 2, 512)[0]
     for kind in ("parameters", "gradients", "optimizer", "buffers"):
@@ -75,11 +80,7 @@ def test_bytes_are_those_that_ranks_hold(
 def test_under_pp_bytes_are_those_of_the_fullest_rank(
     two: World, four: World, tmp_path: Path, architecture: str, sizes: dict[str, int]
 ) -> None:
-    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
-    options = ["--seq-len", "512", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
-    done = plan(config_folder(architecture, tmp_path), mesh, *options, "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
-    figures: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["figures"]
+    figures = planned(architecture, sizes, tmp_path)
     world = four if len(sizes) == 2 else two
     ranks = world.run(partial(estimate.measures_stages, **sizes), architecture, 2, 512)
     fullest, *_ = (rank for rank in ranks if rank["parameters"] == figures["parameters"])

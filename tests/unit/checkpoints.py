@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.errors import StateDictError
 from nrl_models.testing.case import randomize
+from nrl_models.testing.tiny import tiny_config
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,6 +30,15 @@ def new_model(
     model = getattr(transformers, name + kind)._from_config(config, dtype=dtype)
     randomize(model)
     return model
+
+
+def peaked_llama(folder: Path) -> Path:
+    """Save a tiny Llama whose logits spread over several nats, so that errors are visible."""
+    model = new_model(tiny_config(transformers.LlamaConfig))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    model.save_pretrained(folder)
+    return folder
 
 
 def edit_weights(

@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoints import new_model
+from printed import json_printed
 from safetensors import safe_open
 from small_cell import SETTINGS
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
@@ -194,12 +195,7 @@ for file in sys.argv[1:]:
     found.append(replay | {"seconds": time.process_time() - start})
 print(json.dumps(found))
 """
-    files = [str(file) for file, _ in capsules.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *files], capture_output=True, text=True, cwd=ROOT, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(capsules, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(capsules, json_printed(code, *(str(file) for file, _ in capsules.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -278,11 +278,9 @@ def one_part_with_respect_to_another_parts_weight_unasked(subject: Subject) -> O
     return torch.autograd.grad(outputs[0].sum(), subject.up.weight)
 
 
-@edit()
-def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
-    """Capture the gate's output where it is used. It depends only on the gate's weight and the input."""
-    x = subject.hidden_states().requires_grad_()
-    outputs = []
+def gate_outputs(subject: Subject) -> list[torch.Tensor]:
+    """Return a list to which the activation function of the MLP adds its inputs."""
+    outputs: list[torch.Tensor] = []
     activation = subject.mlp.act_fn
 
     class Catch(nn.Module):
@@ -291,6 +289,14 @@ def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
             return activation(x)
 
     subject.mlp.act_fn = Catch()
+    return outputs
+
+
+@edit()
+def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
+    """Capture the gate's output where it is used. It depends only on the gate's weight and the input."""
+    x = subject.hidden_states().requires_grad_()
+    outputs = gate_outputs(subject)
     subject.mlp(x)
     wanted = [x, subject.gate.weight, subject.up.weight]
     return {"gradients": torch.autograd.grad(outputs[0].square().sum(), wanted, allow_unused=True)}
@@ -299,15 +305,7 @@ def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
 @edit()
 def backward_from_one_part_alone(subject: Subject) -> Outcome:
     """Parameters that do not affect the output have no gradient, rather than a zero gradient."""
-    outputs = []
-    activation = subject.mlp.act_fn
-
-    class Catch(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            outputs.append(x)
-            return activation(x)
-
-    subject.mlp.act_fn = Catch()
+    outputs = gate_outputs(subject)
     loss_of(subject)
     outputs[0].square().sum().backward()
     return gradients(subject.model)

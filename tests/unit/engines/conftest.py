@@ -6,23 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import new_model
-from transformers import LlamaConfig
+from checkpoints import peaked_llama
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.engines.hf import HFEngine
-from nrl_models.testing.tiny import tiny_config
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama whose logits spread over several nats, so that errors are visible."""
-    folder = tmp_path_factory.mktemp("engine")
-    model = new_model(tiny_config(LlamaConfig))
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2.0)
-    model.save_pretrained(folder)
-    return folder
+    """See `peaked_llama`."""
+    return peaked_llama(tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="session")

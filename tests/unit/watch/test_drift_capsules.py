@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from printed import json_printed
 from training_loop import Loop
 from transformers import LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
@@ -146,12 +145,7 @@ from nrl_models.consistency.capsule.capsule_file import Contents
 from nrl_models.watch.drift_capsule import replay_watch
 print(json.dumps([replay_watch(Contents.read(Path(file))).to_json() for file in sys.argv[1:]]))
 """
-    files = [str(file) for file, _ in capsules.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *files], capture_output=True, text=True, cwd=ROOT, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(capsules, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(capsules, json_printed(code, *(str(file) for file, _ in capsules.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", DRIFTS)
