@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -74,8 +75,14 @@ class NRLModelsError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """Return another library's error in one line, to quote it in a message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+    """Return another library's error in one line, to quote it in a message.
+
+    If it has no message, as many assertions, the line of code that raised it is quoted.
+    """
+    text = " ".join(str(error).split()).rstrip(".")
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = frames[-1].line or ""
+    return f"{type(error).__name__}: {text}"
 
 
 class ProblemKind(StrEnum):

@@ -18,6 +18,7 @@ from nrl_models.errors import (
     FamilyImportError,
     RegistrationError,
     UnmetRequirementError,
+    one_line,
 )
 from nrl_models.families.facts import Family
 from nrl_models.families.table import TABLE
@@ -211,7 +212,7 @@ def _imported(where: tuple[str, str], what: str) -> type:
         return getattr(import_module(module), name)
     except Exception as error:  # a family's code may raise anything
         raise FamilyImportError(
-            f"{what} {module}:{name}, which does not import: {type(error).__name__}: {error}. "
+            f"{what} {module}:{name}, which does not import: {one_line(error)}. "
             f"Installed: transformers {version('transformers')}, torch {version('torch')}."
         ) from error
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint.files import INDEX_NAME
 from nrl_models.common.checkpoint.writing import staged
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.modules import class_name
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter
@@ -154,7 +155,7 @@ def write_together(folder: str | Path, ranks: Ranks, write: Callable[[Path | Non
 def _write_configuration(model: PreTrainedModel, adapter: StateDictAdapter, stage: Path) -> None:
     """Write the configuration as transformers does with weights."""
     dtype = next(spec.dtype for spec in adapter.own.values() if spec.dtype.is_floating_point)
-    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.dtype = dtype_name(dtype)
     model.config.architectures = [class_name(model)]
     with ties_as_read(model):
         model.config.save_pretrained(stage)

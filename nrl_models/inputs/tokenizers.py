@@ -11,7 +11,7 @@ from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.logs import get_logger
-from nrl_models.errors import ConsistencyError
+from nrl_models.errors import ConsistencyError, one_line
 
 logger = get_logger(__name__)
 
@@ -34,7 +34,7 @@ def load_tokenizer(path: str | Path) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # any error of the tokenizer's code
-        raise ConsistencyError(f"the tokenizer in {path} does not load: {type(error).__name__}: {error}") from error
+        raise ConsistencyError(f"the tokenizer in {path} does not load: {one_line(error)}") from error
 
 
 def end_tokens(path: str | Path, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from nrl_models.common.logs import get_logger
 from nrl_models.common.upstream_torch import count_dispatch_modes
+from nrl_models.errors import one_line
 
 logger = get_logger(__name__)
 
@@ -67,7 +68,7 @@ def run_fused(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.T
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # any of the compilers' errors, before the function has run
-        _warn_once(f"{type(error).__name__}: {error}")
+        _warn_once(one_line(error))
         return function(*arguments)
 
 

@@ -27,7 +27,7 @@ from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.recording import forward_replaced
 from nrl_models.common.upstream import CACHE_NAMES
-from nrl_models.errors import HeadError, UnknownArgumentError
+from nrl_models.errors import HeadError, UnknownArgumentError, one_line
 
 PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
 """Numbers to use as logits: small ones show the slope, large ones a cap."""
@@ -158,7 +158,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
             if given:
                 raise HeadError(
                     f"{_name(model)} fails after its output embedding when its logits are {len(PROBE)} numbers "
-                    f"({type(error).__name__}: {error}), so that step depends on the vocabulary. {_ADVICE}"
+                    f"({one_line(error)}), so that step depends on the vocabulary. {_ADVICE}"
                 ) from error
             raise
     if len(given) != 1 or given[0].shape[:-1] != input_ids.shape:

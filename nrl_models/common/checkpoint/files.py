@@ -30,9 +30,10 @@ from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEI
 from nrl_models.common.checkpoint.named_weights import KEY, is_index, leaves, named_weights, problem_of
 from nrl_models.common.checkpoint.page_maps import ByteRange, joined, map_file, map_runs
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor, stored_tensors
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.upstream import with_variant
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 
 
 class CheckpointFiles:
@@ -107,7 +108,7 @@ class CheckpointFiles:
 
     def stored_as(self, tensor: StoredTensor) -> str:
         """Return the name of the dtype in which a tensor is stored."""
-        return str(tensor.dtype).removeprefix("torch.")
+        return dtype_name(tensor.dtype)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Return the tensor's values as a private (copy-on-write) memory-mapped view, without a copy."""
@@ -255,7 +256,7 @@ class CheckpointFiles:
             problems += error.problems
             return {}
         except (KeyError, AttributeError) as error:
-            detail = f"is not an index with a weight_map: {type(error).__name__}: {error}"
+            detail = f"is not an index with a weight_map: {one_line(error)}"
             problems.append(Problem(ProblemKind.INDEX, self.index_name, detail))
             return {}
         keys_in: dict[str, set[str]] = defaultdict(set)

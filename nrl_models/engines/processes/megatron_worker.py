@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nrl_models.auto import auto_class_for
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel, serve
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.loading.read_config import read_config
@@ -43,7 +44,7 @@ class MegatronModel(WorkerModel):
         return {
             "megatron-core": version("megatron-core"),
             "class": f"{type(self.model).__module__}:{type(self.model).__name__}",
-            "dtype": str(self.source.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.source.dtype),
             "device": str(self.device),
             "vocabulary": self.source.config.vocab_size,
         }

@@ -34,8 +34,8 @@ from nrl_models.engines.vllm.vllm_faults import discard_requests, end_waiting_on
 from nrl_models.engines.vllm.vllm_images import ImageCalls, takes_raw_images, with_images
 from nrl_models.engines.vllm.vllm_lora import load_adapter
 from nrl_models.engines.vllm.vllm_outputs import samples_from, scores_from
-from nrl_models.engines.vllm.vllm_start import error_line, free_vllm, import_vllm, start_vllm, vllm_version
-from nrl_models.errors import EngineError
+from nrl_models.engines.vllm.vllm_start import free_vllm, import_vllm, start_vllm, vllm_version
+from nrl_models.errors import EngineError, one_line
 from nrl_models.inputs.images import image_token
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.logprobs.sampling import Sampling
@@ -334,7 +334,7 @@ class VLLMEngine(Engine):
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             # any error of vLLM, including the death of its engine
-            raise EngineError(f"vLLM failed: {error_line(error)}") from error
+            raise EngineError(f"vLLM failed: {one_line(error)}") from error
 
     def _eagerly(self) -> AbstractContextManager[Any]:
         """Keep vLLM from compiling a helper of its sampler in eager mode, which takes longer than a small check."""
@@ -346,4 +346,4 @@ class VLLMEngine(Engine):
         try:
             return self.llm.collective_rpc(method, args=args)[0]
         except Exception as error:  # any error of vLLM, including the death of its engine
-            raise EngineError(f"vLLM failed: {error_line(error)}") from error
+            raise EngineError(f"vLLM failed: {one_line(error)}") from error

