@@ -130,7 +130,7 @@ def mesh_sizes(text: str) -> str:
     return text
 
 
-def dtype_name(text: str) -> str:
+def parse_dtype(text: str) -> str:
     """Parse a dtype: `float32` or `fp32`, and so on. Returns torch's name.
 
     Raises:
@@ -145,7 +145,7 @@ def dtype_name(text: str) -> str:
 
 def dtype_or_auto(text: str) -> str:
     """Parse a dtype, or `auto` for the dtype of the checkpoint."""
-    return text if text == "auto" else dtype_name(text)
+    return text if text == "auto" else parse_dtype(text)
 
 
 def complete_dtype(incomplete: str) -> list[str]:
@@ -153,7 +153,7 @@ def complete_dtype(incomplete: str) -> list[str]:
     return [name for name in DTYPES if name.startswith(incomplete)]
 
 
-def dtype_argument(text: str, *, panel: str | None = None, parser: Callable[[str], str] = dtype_name) -> Any:
+def dtype_argument(text: str, *, panel: str | None = None, parser: Callable[[str], str] = parse_dtype) -> Any:
     """Return a typer option for a dtype, with this help text."""
     return typer.Option(parser=parser, autocompletion=complete_dtype, metavar=DTYPE, help=text, rich_help_panel=panel)
 

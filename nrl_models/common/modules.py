@@ -48,7 +48,7 @@ def peft_types() -> tuple[type, ...]:
     return BaseTunerLayer, AuxiliaryTrainingWrapper
 
 
-def is_off(wrapper: Any) -> bool:
+def is_disabled(wrapper: Any) -> bool:
     """Return True if a PEFT module has no effect, because its adapters are disabled or none is active."""
     return bool(wrapper.disable_adapters or not wrapper.active_adapters)
 
@@ -66,7 +66,7 @@ def inner_of(module: Any, *, peft: bool = True) -> nn.Module | None:
     kind, wrapper = type(module), module
     inner: Any = None
     if peft and _is_peft_module(kind):
-        if hasattr(module, "modules_to_save") and not is_off(module):
+        if hasattr(module, "modules_to_save") and not is_disabled(module):
             inner = wrapper.modules_to_save[wrapper.active_adapters[0]]
         else:
             inner = wrapper.get_base_layer() if hasattr(module, "get_base_layer") else wrapper.original_module

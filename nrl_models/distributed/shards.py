@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.state_dict.blocks import Block, through
-from nrl_models.common.state_dict.buckets import BufferPool, buckets, copy_all
+from nrl_models.common.state_dict.buckets import BufferPool, bucket_buffers, copy_all
 from nrl_models.common.views.view import HFTensor, offset_through
 from nrl_models.distributed.mesh import has_stages, reporting_dead_ranks
 from nrl_models.distributed.tensor.packed_shards import packing_of, regions_of
@@ -105,7 +105,7 @@ def gathered(
             last tensor in it.
         pool: Allocates the buckets.
     """
-    for buffer, bucket in buckets(tensors, specs, max_bytes, pool):
+    for buffer, bucket in bucket_buffers(tensors, specs, max_bytes, pool):
         # Each rank copies its blocks into zeros; the sum over ranks is the bucket. The sum uses integers, which neither
         # rounds nor loses the sign of zero, because all but one summand are zero.
         buffer.zero_()

@@ -15,7 +15,7 @@ from nrl_models.common.modules import install
 from nrl_models.common.state_dict import buckets as buckets_module
 from nrl_models.common.state_dict import layouts, to_checkpoint
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.buckets import buckets
+from nrl_models.common.state_dict.buckets import bucket_buffers
 from nrl_models.common.upstream import dtype_plan
 from nrl_models.common.views.view import HFTensor, Piece
 from nrl_models.loading import fit, pretrained
@@ -98,7 +98,7 @@ def _without_buffers(case: FamilyCase) -> list[Patch]:
 
 
 def _one_place_for_all(*args: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    for buffer, bucket in buckets(*args):
+    for buffer, bucket in bucket_buffers(*args):
         places = {name: buffer[: place.nbytes].view(place.dtype) for name, place in bucket.items()}
         yield buffer, {name: places[name].view(place.shape) for name, place in bucket.items()}
 
@@ -211,7 +211,7 @@ MUTANTS = (
     Mutant(
         "buckets written over",
         "one buffer for every tensor of a refit's bucket",
-        in_code(always, lambda case: [(buckets_module, "buckets", _one_place_for_all)]),
+        in_code(always, lambda case: [(buckets_module, "bucket_buffers", _one_place_for_all)]),
         EXPORT,
     ),
     Mutant(

@@ -28,7 +28,7 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables, require_tensors
 from nrl_models.common.state_dict.ties import tied_names
-from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
+from nrl_models.common.state_dict.trainer_options import check_options, require_whole_experts
 from nrl_models.common.upstream_conversions import loaded_conversions
 from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError
 
@@ -89,7 +89,7 @@ class StateDictAdapter(LayoutTables):
                 not match, or values are not tensors. Lists all problems.
             ShardingError: If `device_mesh` shards experts, or sharded tensors would have to be concatenated.
         """
-        check_mesh(device_mesh)
+        require_whole_experts(device_mesh)
         require_tensors(state_dict)
         found = match(
             {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},

@@ -77,7 +77,7 @@ def pool_of(model: nn.Module, device: torch.device) -> BufferPool:
     return pool
 
 
-def buckets(
+def bucket_buffers(
     tensors: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor], max_bytes: int, pool: BufferPool
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Divide Hugging Face tensors into buckets, in order.
@@ -189,7 +189,7 @@ def exported_values(
     elif tensors:
         device = own[next(iter(tensors.values())).pieces[0].view.parameter].device
         ahead = 0 if one_at_a_time else CACHED_BYTES if device.type == "cpu" else None
-        for _, bucket in buckets(tensors, own, max_bytes, pool_of(model, device)):
+        for _, bucket in bucket_buffers(tensors, own, max_bytes, pool_of(model, device)):
             yield from filled(bucket, tensors, values, ahead)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import innermost, is_off, own_modules, peft_modules, peft_types, without_wrappers
+from nrl_models.common.modules import innermost, is_disabled, own_modules, peft_modules, peft_types, without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.tables import Layout
 from nrl_models.common.state_dict.ties import tied_names
@@ -178,9 +178,9 @@ def _merged(wrapper: Any, twin: Any) -> nn.Module:
     for tuner in _tuners(twin):
         if tuner.merged and tuner.disable_adapters:
             tuner.unmerge()
-    if is_off(wrapper) and hasattr(wrapper, "modules_to_save"):
+    if is_disabled(wrapper) and hasattr(wrapper, "modules_to_save"):
         return cast(nn.Module, innermost(twin))  # PEFT unloads the trained copy all the same
-    merges = not is_off(wrapper) and not getattr(wrapper, "merged", False)
+    merges = not is_disabled(wrapper) and not getattr(wrapper, "merged", False)
     if hasattr(twin, "unload_and_optionally_merge_module"):
         return cast(nn.Module, twin.unload_and_optionally_merge_module(merges, safe_merge=False, adapter_names=None))
     for tuner in reversed(list(_tuners(twin)) if merges else []):  # an adapter may be around another one's module
@@ -229,7 +229,7 @@ def _merged_ties(model: nn.Module, tied: Mapping[str, str]) -> tuple[dict[str, s
 
     If both tied weights have adapters, they stay tied only if the adapters are also tied, so that merged weights agree.
     """
-    wrappers = {name: wrapper for name, wrapper in peft_modules(model) if not is_off(wrapper)}
+    wrappers = {name: wrapper for name, wrapper in peft_modules(model) if not is_disabled(wrapper)}
 
     def adapter_on(name: str) -> Any:
         return next((wrapper for module, wrapper in wrappers.items() if name.startswith(f"{module}.")), None)

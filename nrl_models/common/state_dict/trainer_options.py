@@ -43,7 +43,7 @@ def check_options(quantization: bool, options: Mapping[str, Any]) -> None:
         raise UnknownArgumentError(f"unknown keyword {', '.join(unknown)}: expected {known}")
 
 
-def check_mesh(mesh: DeviceMesh | None) -> None:
+def require_whole_experts(mesh: DeviceMesh | None) -> None:
     """Check that the mesh that a trainer passes to `from_hf` does not shard experts.
 
     Raises:

@@ -357,7 +357,7 @@ def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bug", ["the base is sent", "the model is merged"])
 def test_they_find(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "the base is sent":
-        monkeypatch.setattr(merged, "is_off", lambda wrapper: True)
+        monkeypatch.setattr(merged, "is_disabled", lambda wrapper: True)
     else:
         monkeypatch.setattr(merged, "copy", SimpleNamespace(deepcopy=lambda module, _: module))
     with pytest.raises(AssertionError):
