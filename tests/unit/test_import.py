@@ -462,3 +462,11 @@ def is_text(node: ast.AST) -> bool:
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return any(map(is_text, node.elts))
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_files_of_tests_have_unique_names() -> None:
+    """pytest collects nothing at all if two files outside a package have the same name."""
+    files = [path for path in Path(__file__).parent.rglob("test_*.py") if not (path.parent / "__init__.py").is_file()]
+    names = Counter(path.name for path in files)
+    assert len(names) > 100
+    assert [name for name, count in names.items() if count > 1] == []
