@@ -41,7 +41,7 @@ ENGINE_BIN := .venv-engine/bin
 # All checkpoints that the generated tests write take 30 GiB, more than many machines have.
 LESS_DISK := -o tmp_path_retention_policy=failed
 
-.PHONY: demo test engine test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench gpu gpu-wheels clean setup
+.PHONY: demo test engine test-all test-others test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench gpu gpu-wheels clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -49,8 +49,13 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK)
 
+OTHERS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK) --other-families
+
 test-all: test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK) --other-families
+	$(OTHERS)
+
+test-others: setup
+	$(OTHERS) -m "not thorough"
 
 test-real: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/real

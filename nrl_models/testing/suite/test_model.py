@@ -137,6 +137,7 @@ def test_gradient_equivalence(family_case: FamilyCase) -> None:
     assert_close(actual, expected)
 
 
+@pytest.mark.thorough
 @proves("gradients")
 def test_training_loss_decreases(family_case: FamilyCase) -> None:
     """A few optimizer steps lower the loss, by the same amounts as in the reference.
@@ -174,6 +175,7 @@ def _training_losses(model: PreTrainedModel, inputs: Inputs) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @proves("activation checkpointing")
 def test_activation_checkpointing(family_case: FamilyCase) -> None:
     """Recomputing activations in the backward changes no gradient."""
@@ -231,6 +233,7 @@ def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
             assert all(part is getattr(copied.get_submodule(owner), name) for name, part in group.linears.items())
 
 
+@pytest.mark.thorough
 @proves("LoRA")
 def test_lora(family_case: FamilyCase) -> None:
     """A PEFT adapter for linears of the Hugging Face model has the same results here, loaded and merged."""

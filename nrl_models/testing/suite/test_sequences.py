@@ -144,6 +144,7 @@ def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> N
     assert all(other.abs().max() == 0 for other in others)
 
 
+@pytest.mark.thorough
 @proves("logits")
 @applies_to(scores_every_token, reads_what_it_writes, shares_prompts)
 def test_shared_prompts(family_case: FamilyCase) -> None:
