@@ -61,7 +61,7 @@ CONTENT = json.loads(WRITTEN.rendered())["manifest"]
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(WRITTEN.rendered())
     assert read_manifest(tmp_path) == WRITTEN
-    assert WRITTEN.files_of(manifest.Part.OPTIMIZER) == ["optimizer-00000-00000.safetensors"]
+    assert WRITTEN.files_of(manifest.StatePart.OPTIMIZER) == ["optimizer-00000-00000.safetensors"]
 
 
 def test_every_flipped_bit_and_every_cut_is_found() -> None:

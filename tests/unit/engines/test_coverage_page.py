@@ -138,7 +138,7 @@ def test_published_certificates_are_intact_and_small() -> None:
     files = sorted(folder.glob("*/*.json"))
     assert files
     for file in files:
-        assert Certificate.load(file).name == f"tiny {file.stem}"
+        assert Certificate.load(file).name.replace("#", "-") == f"tiny {file.stem}"  # of a variant
         assert file.stat().st_size < 8_000
         page = folder.parent / f"{file.parent.name}.md"
         assert f"(certificates/{file.parent.name}/{file.name})" in page.read_text()
