@@ -102,12 +102,15 @@ def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_p
 def test_the_rename_that_publishes_between_any_two_calls_of_a_reader(
     saved: list[Generation], first: int, tmp_path: Path
 ) -> None:
-    """The writer stops near the rename and continues call by call during the read. Two places then hold generations."""
+    """The writer stops near the rename and continues call by call during the read. Two places then hold generations.
+
+    Tries every third call of the reader; `tests/campaign/test_kill_points.py` tries all.
+    """
     at, steps = 0, 0
     while at <= steps:
         schedule = {0: first, at: 1} if at else {0: first}
         _, steps, _ = overlapped(tmp_path / "work", saved, (2, 1), lambda step, now=schedule: now.get(step, 0), at)
-        at += 1
+        at += 3 if at else 1 + first % 3
 
 
 def test_readers_and_a_writer_in_any_order(saved: list[Generation], tmp_path: Path) -> None:
