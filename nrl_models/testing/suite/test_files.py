@@ -39,6 +39,7 @@ def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == own
 
 
+@pytest.mark.thorough
 @proves("files")
 def test_load_in_another_dtype(family_case: FamilyCase, tmp_path: Path) -> None:
     """A checkpoint in bf16 loads in fp32 if requested, as in transformers."""
@@ -69,6 +70,7 @@ def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> No
         assert_same_tensors(family_case.model_class.from_pretrained(ours).state_dict(), model.state_dict())
 
 
+@pytest.mark.thorough
 @proves("files")
 def test_new_model_saves_as_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
     """A new model is saved in the same layout as in transformers."""

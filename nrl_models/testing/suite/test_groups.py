@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -19,6 +20,7 @@ from nrl_models.testing.features import proves
 from nrl_models.testing.suite.asserts import assert_close
 
 
+@pytest.mark.thorough
 @proves("layers")
 def test_groups_run_as_one_matmul(family_case: FamilyCase) -> None:
     """All declared groups are fused, and each parameter has a separate storage of its size."""
@@ -50,6 +52,7 @@ def test_names_are_transformers(family_case: FamilyCase) -> None:
     assert_close(actual[5]["state"], expected[5]["state"])
 
 
+@pytest.mark.thorough
 @proves("layers")
 def test_called_twice(family_case: FamilyCase) -> None:
     """A second call of a layer with the same tensor and other weights uses the new weights."""
@@ -104,6 +107,7 @@ def _flip(tensor: torch.Tensor, how: str) -> None:
         tensor.data = tensor.data.flip(-1)
 
 
+@pytest.mark.thorough
 @proves("layers")
 def test_edits_while_running(family_case: FamilyCase) -> None:
     """Edit the input or a weight after the first call of a group: later calls use the new values."""
@@ -140,6 +144,7 @@ def _run_edited(owner: nn.Module, names: tuple[str, ...], what: str, how: str, c
             part.weight.data = weight.copy_(value)
 
 
+@pytest.mark.thorough
 @proves("layers")
 def test_replaced_weights(family_case: FamilyCase) -> None:
     """A weight that is put elsewhere in memory (`.data =`), or replaced as a parameter, is the one that computes."""

@@ -68,6 +68,7 @@ def test_logits_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None
     assert difference <= limit(logits_noise(reference, inputs, routing), dtype)
 
 
+@pytest.mark.thorough
 @proves("logits")
 def test_uncombined(family_case: FamilyCase) -> None:
     """`combine=False` forms no groups, and its logits are bitwise equal to the reference's."""
@@ -90,6 +91,7 @@ def test_from_config_is_bit_exact(family_case: FamilyCase) -> None:
     assert_same_tensors(model.state_dict(), expected.state_dict())
 
 
+@pytest.mark.thorough
 @proves("logits")
 @applies_to(takes_text, scores_every_token, reads_what_it_writes)
 def test_embeddings_in_place_of_tokens(family_case: FamilyCase) -> None:
@@ -209,6 +211,7 @@ def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> 
     assert names[True] + ties[True] == names[False] + ties[False]
 
 
+@pytest.mark.thorough
 @proves("copies")
 def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
     """Models from `deepcopy`, pickle and `torch.save` are fused like the original, and share no memory with it.

@@ -42,6 +42,7 @@ from nrl_models.testing.suite.sequence_inputs import (
 )
 
 
+@pytest.mark.thorough
 @proves("left padding")
 @applies_to(scores_every_token, reads_what_it_writes)
 def test_left_padding(family_case: FamilyCase) -> None:
@@ -49,6 +50,7 @@ def test_left_padding(family_case: FamilyCase) -> None:
     check_padding(family_case, lambda room, length: slice(room - length, None))
 
 
+@pytest.mark.thorough
 @proves("right padding")
 @applies_to(reads_what_it_writes)
 def test_right_padding(family_case: FamilyCase) -> None:
@@ -107,6 +109,7 @@ def test_packing(family_case: FamilyCase, mask: str | None) -> None:
     assert_close(logits, torch.cat(logits_alone(family_case, documents_of(family_case))), scale=10)
 
 
+@pytest.mark.thorough
 @proves("packed sequences")
 @applies_to(scores_every_token, reads_what_it_writes)
 @pytest.mark.parametrize("mask", [None, "ones"])
@@ -128,6 +131,7 @@ def _takes_positions(model: nn.Module) -> bool:
     return "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
+@pytest.mark.thorough
 @proves("packed sequences")
 @applies_to(scores_every_token, reads_what_it_writes)
 def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> None:
@@ -177,6 +181,7 @@ def test_shared_prompts(family_case: FamilyCase) -> None:
         torch.testing.assert_close(actual, gradient, rtol=0, atol=bound)
 
 
+@pytest.mark.thorough
 @proves("batch order")
 def test_batch_order(family_case: FamilyCase) -> None:
     """Reordering the rows of a batch reorders the logits."""
@@ -219,6 +224,7 @@ def test_cached_decode(family_case: FamilyCase) -> None:
     assert_close(torch.cat(steps, dim=1), full, scale=10)
 
 
+@pytest.mark.thorough
 @proves("generate")
 @applies_to(generates)
 def test_decoded_steps(family_case: FamilyCase) -> None:
@@ -250,6 +256,7 @@ def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], st
     return logits
 
 
+@pytest.mark.thorough
 @proves("generate")
 @applies_to(generates)
 def test_greedy_generation(family_case: FamilyCase) -> None:
@@ -258,6 +265,7 @@ def test_greedy_generation(family_case: FamilyCase) -> None:
     assert torch.equal(generated(family_case.model(), inputs, 8), generated(family_case.reference(), inputs, 8))
 
 
+@pytest.mark.thorough
 @proves("generate")
 @applies_to(generates, takes_text)
 def test_padded_generation(family_case: FamilyCase) -> None:

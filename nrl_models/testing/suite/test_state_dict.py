@@ -48,6 +48,7 @@ def test_load_state_dict_takes_hub_names(family_case: FamilyCase) -> None:
     assert_same_tensors(loaded.state_dict(), own)
 
 
+@pytest.mark.thorough
 @proves("state dict")
 def test_views_partition_parameters(family_case: FamilyCase) -> None:
     """Each element of each tensor is in exactly one Hugging Face tensor of either layout."""
