@@ -117,8 +117,8 @@ def test_readme_figures_match_generated_pages() -> None:
     _, vllm, images, mlx = (counts(part) for part in (ROOT / "docs/engine-coverage.md").read_text().split("\n## "))
     failing = vllm.compared - vllm.agreeing
     assert (
-        f"of {vllm.compared + vllm.not_run} architectures and variants, {vllm.agreeing} agree after each of two refits, "
-        f"{failing} disagree or cannot be refitted, and {vllm.not_run} could not be run on a CPU"
+        f"of {vllm.compared + vllm.not_run} architectures and variants, {vllm.agreeing} agree after each of two "
+        f"refits, {failing} disagree or cannot be refitted, and {vllm.not_run} could not be run on a CPU"
     ) in text
     assert (
         f"Of {images.compared + images.not_run} architectures with images, {images.agreeing} agree, "

@@ -84,14 +84,16 @@ def placements_are_true(architecture: str, **sizes: int) -> None:
         assert_same({name: full(tensor) for name, tensor in model.state_dict().items()}, others)
 
 
-def every_packed_placement_is_true(**sizes: int) -> tuple[int, dict[str, str]]:
-    """Count the architectures with packed placements in tensor parallelism. Returns the number, and the wrong ones."""
+def packed_placements_are_true(step: int, **sizes: int) -> tuple[int, dict[str, str]]:
+    """Check every `step`-th architecture. Returns how many have packed placements, and the wrong ones."""
     mesh = mesh_of(**sizes)
     count, wrong = 0, {}
-    for architecture in registry.architectures(aliases=False):
+    for architecture in registry.architectures(aliases=False)[::step]:
         if registry.unmet_requirement(architecture):
             continue
-        model = case_of(architecture).model()
+        case = case_of(architecture)
+        with torch.device("meta"):
+            model = case.model_class(case.config)
         if not any("packed" in style for style in declared_tensor_plan(model).values()):
             continue
         try:
