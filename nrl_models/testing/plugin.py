@@ -222,7 +222,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _compare(item: pytest.Function, arguments: Mapping[str, Any]) -> bool:
     """Run a test. If it fails, note in the item whether it fails at the same place on transformers' class.
 
-    Only in tests of what any class computes. Others build our class, or check what a family declares.
+    Only in tests of features that any class may have. Others build our class, or check what a family declares.
     """
     from nrl_models.testing.features import INVARIANCES
 
