@@ -50,7 +50,13 @@ def discard_requests(llm: Any, *, in_process: bool) -> None:
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         if in_process:
             core = engine.engine_core.engine_core
-            core.abort_requests(list(core.scheduler.requests))
+            scheduler = core.scheduler
+            core.abort_requests(list(scheduler.requests))
+            # A request is queued before it is listed, and may have been interrupted in between.
+            scheduler.running.clear()
+            for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", None)):
+                if queue:
+                    queue.remove_requests([*queue])
             if core.batch_queue:
                 core.batch_queue.clear()
             llm.collective_rpc("nrl_recover")
