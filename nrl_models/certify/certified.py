@@ -29,6 +29,7 @@ from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_
 from nrl_models.errors import NRLModelsError
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
+from nrl_models.onboarding.inspect import Inspection, inspect
 
 LONGEST, FULL_LONGEST = 2_048, 10_000
 """Maximum length of the longest compared sequence, without and with `full`."""
@@ -118,6 +119,18 @@ class CheckpointUnderTest:
             self.folder, dtype=torch.float32, device=self.options.device
         )
         return loaded.eval()
+
+    @cached_property
+    def inspection(self) -> Inspection:
+        """Facts of the checkpoint that need no weights."""
+        return inspect(self.folder)
+
+    @property
+    def embedding_rows(self) -> int:
+        """Number of rows of the input embeddings."""
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, torch.Tensor)
+        return len(weight)
 
     @cached_property
     def parameters(self) -> int:

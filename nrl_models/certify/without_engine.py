@@ -28,7 +28,6 @@ from nrl_models.inputs.tokenizers import as_ids, load_tokenizer
 from nrl_models.logprobs import rollout_logprobs
 from nrl_models.onboarding.estimate import estimate
 from nrl_models.onboarding.estimate_step import Setting
-from nrl_models.onboarding.inspect import inspect
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.noise import limit, logits_noise, logits_of
 from nrl_models.parity.parity_report import FIRST_DIVERGENCE, Level, ParityRow, Unit
@@ -48,7 +47,7 @@ LEVELS = {Level.WEIGHTS: "weights", Level.COMPONENTS: "layers", Level.LOGITS: "l
 
 def files(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Load the checkpoint strictly: every tensor must match, every configuration key must be supported."""
-    inspection = inspect(subject.folder)
+    inspection = subject.inspection
     count = sum(1 for _ in subject.model.parameters())
     if broken := [name for name, tensor in subject.model.state_dict().items() if not is_finite(tensor)]:
         yield CheckResult(
@@ -71,9 +70,8 @@ def files(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
 def values(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Find values of the configurations, and weights, that load without an error and are probably a mistake."""
     name, config = "values", subject.config.get_text_config()
-    rows = len(subject.model.get_input_embeddings().weight)  # type: ignore[arg-type]
-    wrong = impossible_values(config, subject.generation, rows)
-    doubtful = [*doubtful_values(config, inspect(subject.folder).dtypes), *doubtful_weights(subject.model)]
+    wrong = impossible_values(config, subject.generation, subject.embedding_rows)
+    doubtful = [*doubtful_values(config, subject.inspection.dtypes), *doubtful_weights(subject.model)]
     doubtful += unlisted_tensors(subject.folder)
     count = sum(1 for _ in subject.model.parameters())
     status = status_of(failed=bool(wrong), compared=count)
@@ -274,9 +272,7 @@ def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     if loaded is None:
         yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary="the checkpoint has no tokenizer")
         return
-    weight = subject.model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
-    rows, vocabulary = len(weight), loaded.get_vocab()
+    rows, vocabulary = subject.embedding_rows, loaded.get_vocab()
     media = {getattr(loaded, f"{kind}_token_id", None) for kind in MEDIA}  # text models never use these
     outside = sorted(token for token in vocabulary.values() if token >= rows and token not in media)
     wrong = []

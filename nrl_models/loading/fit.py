@@ -211,14 +211,17 @@ def _accept_equal_parts(
     model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, files: CheckpointFiles
 ) -> None:
     """Find tensors of files that transformers has saved in equal parts; see `nrl_models.common.views.hub_parts`."""
-    conversions = equal_parts(hub_conversions(model) or ())
-    if conversions is None:
+    others = {
+        key: target.name
+        for key, target in names.found.items()
+        if target is not None and target.shape != files.tensors[key].shape
+    }
+    if not others or (conversions := equal_parts(hub_conversions(model) or ())) is None:
         return
     saved = convert_layout(model, adapter.transformers, adapter.own, conversions)
-    for key, target in names.found.items():
-        stored = tuple(files.tensors[key].shape)
-        if target is not None and target.name in saved and target.shape != stored == saved[target.name].shape:
-            names.found[key] = saved[target.name]
+    for key, name in others.items():
+        if name in saved and files.tensors[key].shape == saved[name].shape:
+            names.found[key] = saved[name]
 
 
 def _accepted_mismatches(

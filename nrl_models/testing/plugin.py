@@ -207,7 +207,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     left.discard(pyfuncitem.nodeid)
     ours = _failure(pyfuncitem.obj, arguments)
     if ours is not None:
-        upstream = _failure(pyfuncitem.obj, arguments | {"family_case": arguments["family_case"].of_reference()})
+        upstream = _failure_of_reference(pyfuncitem.obj, arguments)
         if _described(ours) != _described(upstream):
             raise AssertionError(
                 f"{_described(ours)}; transformers' class: {_described(upstream)}. The limit stated is {limit.reason!r}"
@@ -231,11 +231,7 @@ def _compare(item: pytest.Function, arguments: Mapping[str, Any]) -> bool:
         return True
     if getattr(item.obj, "feature", "") not in INVARIANCES:
         raise ours
-    upstream_arguments = {**arguments, "family_case": arguments["family_case"].of_reference()}
-    if "tmp_path" in arguments:
-        upstream_arguments["tmp_path"] = arguments["tmp_path"] / "upstream"
-        upstream_arguments["tmp_path"].mkdir()
-    upstream = _failure(item.obj, upstream_arguments)
+    upstream = _failure_of_reference(item.obj, arguments)
     if _described(ours) == _described(upstream) and _places(ours) == _places(upstream):
         item.user_properties.append(("upstream", True))
     raise ours
@@ -247,6 +243,15 @@ def _failure(test: Callable[..., None], arguments: Mapping[str, Any]) -> Excepti
     except Exception as error:
         return error
     return None
+
+
+def _failure_of_reference(test: Callable[..., None], arguments: Mapping[str, Any]) -> Exception | None:
+    """Run a test on transformers' class, in a separate directory if it writes files."""
+    others = {**arguments, "family_case": arguments["family_case"].of_reference()}
+    if "tmp_path" in others:
+        others["tmp_path"] = others["tmp_path"] / "upstream"
+        others["tmp_path"].mkdir()
+    return _failure(test, others)
 
 
 def _described(error: Exception | None) -> str:

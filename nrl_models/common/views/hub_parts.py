@@ -84,22 +84,21 @@ def register_part_sizes(parts: Mapping[str, PartSizes]) -> bool:
 
 def equal_parts(conversions: Sequence[Any]) -> list[Any] | None:
     """Return conversions as transformers has them, with equal parts; None if none are corrected."""
-    restored = [
+    if not any(map(_joins, conversions)):
+        return None
+    return [
         _with_operations(conversion, [Concatenate(operation.dim)]) if (operation := _joins(conversion)) else conversion
         for conversion in conversions
     ]
-    return restored if any(map(_joins, conversions)) else None
 
 
 def _corrected(conversion: Any, target: str, sizes: PartSizes) -> Any:
     if not isinstance(conversion, WeightConverter) or target not in conversion.target_patterns:
         return conversion
     (operation,) = conversion.operations
-    return (
-        conversion
-        if type(operation) is not Concatenate
-        else _with_operations(conversion, [_JoinParts(operation.dim, sizes)])
-    )
+    if type(operation) is not Concatenate:
+        return conversion
+    return _with_operations(conversion, [_JoinParts(operation.dim, sizes)])
 
 
 def _joins(conversion: Any) -> _JoinParts | None:

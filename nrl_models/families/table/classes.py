@@ -92,6 +92,7 @@ def __getattr__(name: str) -> Any:
         row = TABLE[package]
         upstream = getattr(import_module(row.module(package)), name)
         repair = row.repairs.get(name)
+        has_corrected_parts = register_part_sizes(row.part_sizes)
         made = TableModel.head(
             REPAIRS[repair](upstream) if repair else upstream,
             tiny=row.tiny,
@@ -104,7 +105,7 @@ def __getattr__(name: str) -> Any:
             ignored_config_keys=row.ignored,
             tensor_parallel=row.tensor_parallel,
             mtp_form=row.mtp_form,
-            handles_quirks=("unequal-parts",) if register_part_sizes(row.part_sizes) else (),
+            handles_quirks=("unequal-parts",) if has_corrected_parts else (),
             published=row.published if name == row.architectures[0] else {},
         )
     globals()[name] = made
