@@ -130,8 +130,9 @@ def statistics_of(
 
 
 def _require_tokens(tokens: torch.Tensor, vocabulary: int) -> None:
-    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
-    if len(outside):
+    lowest, highest = torch.stack(torch.aminmax(tokens)).tolist() if len(tokens) else (0, 0)
+    if lowest < 0 or highest >= vocabulary:
+        outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
         some = ", ".join(str(token) for token in outside.unique()[:5].tolist())
         raise ValueError(f"token ids {some} are outside the output embedding's vocabulary of {vocabulary}")
 
@@ -277,5 +278,6 @@ def _proportion(upstream: torch.Tensor, derivatives: torch.Tensor) -> float | No
     squared = expected.square().sum()
     factor = torch.where(squared > 0, (arrived * expected).sum() / squared, 0.0)
     rest = (arrived - factor * expected).abs().max()
-    fits = rest <= 64 * torch.finfo(derivatives.dtype).eps * arrived.abs().max()
-    return factor.item() if bool(fits) else None
+    bound = 64 * torch.finfo(derivatives.dtype).eps * arrived.abs().max()
+    value, rest_value, bound_value = torch.stack([factor, rest, bound]).tolist()  # one wait for a GPU
+    return value if rest_value <= bound_value else None

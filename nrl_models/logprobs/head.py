@@ -244,11 +244,12 @@ def _logits_of(output: Any) -> torch.Tensor:
 
 def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
     """Fit the head that converts `PROBE` to the observed values, `(batch, seq_len, len(PROBE))`."""
-    rows = observed.detach().double().reshape(-1, observed.shape[-1]).cpu()
+    rows = observed.detach().reshape(-1, observed.shape[-1])
+    values, *bounds = torch.stack([rows[0], *torch.aminmax(rows, dim=0)]).double().cpu()  # one wait for a GPU
     # Equal but for rounding, which a hook may change (`nrl_models.parity.noise`).
-    if rows.shape[-1] != len(PROBE) or not torch.allclose(rows, rows[0].expand_as(rows), rtol=1e-5, atol=1e-9):
+    if len(values) != len(PROBE) or not all(torch.allclose(bound, values, rtol=1e-5, atol=1e-9) for bound in bounds):
         raise HeadError(f"{_name(model)} treats logits of different tokens differently. {_ADVICE}")
-    probe, values = torch.tensor(PROBE, dtype=torch.float64), rows[0]
+    probe = torch.tensor(PROBE, dtype=torch.float64)
     scale = (values[5]).item()
     largest = values[12].item()
     if math.isclose(largest, scale * PROBE[12], rel_tol=1e-4):
