@@ -16,6 +16,7 @@ from benchmarks.reporting import Row
 from nrl_models.common.state_dict.buckets import on_host
 
 COPY, COPY_AGAIN = "one copy", "one copy, again"
+BY_TENSOR = "copies of each tensor"
 
 
 def cases(context: Context) -> dict[str, Case]:
@@ -33,16 +34,17 @@ def _compare(shape: str, target: str, context: Context) -> list[Row]:
     pinned = target == "host" and context.device.type == "cuda"
     place: dict[str, Any] = {"pin_memory": True} if pinned else {}
     place["device"] = context.device if target == "device" else torch.device("cpu")
-    received = {
-        name: torch.empty(shape, dtype=dtype, **place) for name, shape, dtype in model.state_dict_adapter.export_plan()
-    }
+    plan = list(model.state_dict_adapter.export_plan())
+    received, others = ({name: torch.empty(shape, dtype=dtype, **place) for name, shape, dtype in plan} for _ in "12")
     size = sum(tensor.nbytes for tensor in received.values())
     source = torch.ones(size, dtype=torch.uint8, device=context.device)
     copied = torch.empty(size, dtype=torch.uint8, **place)
+    sources = {name: torch.ones_like(tensor, device=context.device) for name, tensor in received.items()}
     bucket = 2**16 if context.tiny else 2**28
     ways: dict[str, Callable[[], object]] = {
         COPY: lambda: copied.copy_(source, non_blocking=True),
         COPY_AGAIN: lambda: copied.copy_(source, non_blocking=True),
+        BY_TENSOR: lambda: _copy_each(sources, others),
         "iter_export": lambda: _stream(model, received, None),
         "iter_export in buckets": lambda: _stream(model, received, bucket),
     }
@@ -58,6 +60,7 @@ def _compare(shape: str, target: str, context: Context) -> list[Row]:
             "tensors": 1 if name in (COPY, COPY_AGAIN) else len(received),
             "ms": 1e3 * median(took),
             "time / one copy": ratio(seconds, name, COPY),
+            "time / copies of each tensor": ratio(seconds, name, BY_TENSOR),
         }
         for name, took in seconds.items()
     ]
@@ -66,6 +69,11 @@ def _compare(shape: str, target: str, context: Context) -> list[Row]:
     if wrong:
         raise CheckError(f"{len(wrong)} of {len(received)} received tensors differ, first {wrong[0]}", rows)
     return rows
+
+
+def _copy_each(sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> None:
+    for name, tensor in sources.items():
+        targets[name].copy_(tensor, non_blocking=True)
 
 
 @torch.no_grad()

@@ -41,6 +41,9 @@ EPSILON = 0.2
 
 TRL, TRL_AGAIN = "TRL's math", "TRL's math, again"
 
+GROUP = 8
+"""Number of rollouts per prompt in the cases with shared prompts, as in GRPO."""
+
 LARGE_MEMORY = 60e9
 """Bytes of a GPU that holds the activations of 8 rollouts at once. Smaller GPUs run 2."""
 
@@ -78,13 +81,18 @@ class Rollouts:
 def cases(context: Context) -> dict[str, Case]:
     """Return a case per shape."""
     shapes = ("Llama 1B",) if context.tiny else ("Llama 1B", "Qwen3-MoE 30B-A3B")
-    return {shape: partial(_compare, shape, context) for shape in shapes}
+    groups = {"": None, ", shared prompts": GROUP}
+    return {
+        f"{shape}{name}": partial(_compare, shape, name, group, context)
+        for shape in shapes
+        for name, group in groups.items()
+    }
 
 
-def _compare(shape: str, context: Context) -> list[Row]:
+def _compare(shape: str, prompts: str, group: int | None, context: Context) -> list[Row]:
     config = config_of(shape, context, bytes_per_parameter=2 * (2 + 2))
     models = contenders((UPSTREAM, SEPARATE), config, context)
-    rollouts = draw(models[UPSTREAM], config.vocab_size, context)
+    rollouts = draw(models[UPSTREAM], config.vocab_size, context, group)
     steps: dict[str, tuple[Step, Any]] = {
         TRL: (padded, models[UPSTREAM]),
         TRL_AGAIN: (padded, models[UPSTREAM]),
@@ -115,19 +123,19 @@ def _compare(shape: str, context: Context) -> list[Row]:
     tokens = int(rollouts.mask.sum())
     rows: list[Row] = [
         {
-            "shape": labeled(shape, config),
-            "way": name,
+            "shape": labeled(shape, config) + prompts,
+            "way": way,
             "rollouts": len(rollouts.ids),
             "tokens": tokens,
-            "seconds": median(seconds[name]),
-            "tokens/s": tokens / median(seconds[name]),
-            "time / TRL": ratio(seconds, name, TRL),
-            "memory, GB": memory[name] / 1e9,
-            "memory / TRL": memory[name] / memory[TRL] if memory[TRL] else "",
-            "loss": results[name][0],
-            "gradient norm": results[name][1],
+            "seconds": median(seconds[way]),
+            "tokens/s": tokens / median(seconds[way]),
+            "time / TRL": ratio(seconds, way, TRL),
+            "memory, GB": memory[way] / 1e9,
+            "memory / TRL": memory[way] / memory[TRL] if memory[TRL] else "",
+            "loss": results[way][0],
+            "gradient norm": results[way][1],
         }
-        for name in steps
+        for way in steps
     ]
     _check(results, rows, context)
     return rows
@@ -153,13 +161,24 @@ def gradient_norm(model: Any) -> float:
 
 
 @torch.no_grad()
-def draw(model: Any, vocabulary: int, context: Context) -> Rollouts:
-    """Draw rollouts with log-normal completion lengths, and old log-probabilities near the model's own."""
+def draw(model: Any, vocabulary: int, context: Context, group: int | None = None) -> Rollouts:
+    """Draw rollouts with log-normal completion lengths, and old log-probabilities near the model's own.
+
+    Args:
+        model: Model of transformers that computes the old log-probabilities.
+        vocabulary: Number of token IDs.
+        context: Device, and whether to draw few short rollouts.
+        group: Number of rollouts that begin with the same prompt. If None, all prompts differ.
+    """
     count, prompt, middle, longest = (6, 8, 10, 40) if context.tiny else (32, 256, 400, 1024)
+    if group:
+        count, prompt, middle, longest = (2 * group, 16, 10, 40) if context.tiny else (4 * group, 512, 128, 256)
     draws = random.Random(0)
     lengths = [prompt + min(longest, max(2, round(draws.lognormvariate(math.log(middle), 0.7)))) for _ in range(count)]
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+    for row, sequence in enumerate(sequences if group else ()):
+        sequence[:prompt] = sequences[row - row % group][:prompt]
     ids = pad_sequence(sequences, batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
     noise = 0.2 * torch.randn(ids.shape, generator=generator)

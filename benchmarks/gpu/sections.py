@@ -56,10 +56,11 @@ SECTIONS = (
         "rl",
         "RL loss step",
         "policy_step",
-        120,
-        "Forward and backward of a clipped policy loss on rollouts whose lengths have a long tail. `TRL's math` pads "
-        "the batch, computes logits of completions with transformers' class, and calls TRL's `selective_log_softmax`, "
-        "or the same formula if TRL is not installed. All ways must have the same loss and gradient norm. "
+        180,
+        "Forward and backward of a clipped policy loss on rollouts whose lengths have a long tail. With shared "
+        "prompts, groups of 8 rollouts begin with the same 512 tokens. `TRL's math` pads the batch, computes logits of "
+        "completions with transformers' class, and calls TRL's `selective_log_softmax`, or the same formula if TRL is "
+        "not installed. All ways must have the same loss and gradient norm. "
         "`Liger` runs if it is installed. Ratios are medians over turns; `again` is the null ratio.",
     ),
     Section(
@@ -92,7 +93,7 @@ SECTIONS = (
         "export",
         60,
         "Streaming every weight to a consumer with separate memory, whole and in buckets, relative to one copy of as "
-        "many bytes, on the device and to pinned memory of the host.",
+        "many bytes and to one copy of each tensor, on the device and to pinned memory of the host.",
     ),
     Section(
         "determinism",
