@@ -60,6 +60,7 @@ def test_break_names_the_broken_module(tmp_path: Path, monkeypatch: pytest.Monke
     assert "level 1" not in result.stdout  # its weights are correct
 
 
+@pytest.mark.long  # the gate runs `make demo`
 def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "text_of_this_machine", lambda: text_of_this_machine(limit=200_000))
     with_engine = [name for check in CHECKS if check.needs_engine for name in check.names]

@@ -440,6 +440,7 @@ def test_generated_tests_fail_if_one_fails_or_none_runs(
 # Complete runs
 
 
+@pytest.mark.long  # the gate runs `make gpu CPU=1`
 def test_dry_run_on_a_cpu(tmp_path: Path) -> None:
     """Two sections; `.ci/run` runs all. A second run of one section keeps the other's outcomes."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--cpu", "--out", str(tmp_path), "--only"]

@@ -98,7 +98,7 @@ def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_p
     assert at > 30
 
 
-@pytest.mark.parametrize("first", [3, 4, 5])
+@pytest.mark.parametrize("first", [3, *(pytest.param(first, marks=pytest.mark.long) for first in (4, 5))])
 def test_the_rename_that_publishes_between_any_two_calls_of_a_reader(
     saved: list[Generation], first: int, tmp_path: Path
 ) -> None:

@@ -287,10 +287,12 @@ def test_error_that_grows_while_weights_stay_the_same() -> None:
     assert finding.cause in (Cause.ENGINE, Cause.CACHE)
 
 
-@pytest.mark.parametrize("config", [LlamaConfig, MixtralConfig])
-def test_200_healthy_steps_find_nothing(config: type[Any]) -> None:
+@pytest.mark.parametrize(
+    ("config", "steps"), [pytest.param(LlamaConfig, 200, marks=pytest.mark.long), (MixtralConfig, 50)]
+)
+def test_healthy_steps_find_nothing(config: type[Any], steps: int) -> None:
     loop = Loop(tiny_config(config), learning_rate=0.01, sampling=Sampling(temperature=0.8))
-    for _ in range(200 if config is LlamaConfig else 50):
+    for _ in range(steps):
         assert loop.step().passed
     assert not loop.watch.findings
 
