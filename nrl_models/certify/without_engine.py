@@ -17,8 +17,15 @@ from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import is_base_model
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
-from nrl_models.diagnostics.implausible import doubtful_values, doubtful_weights, impossible_values, unlisted_tensors
-from nrl_models.diagnostics.tokenizer_problems import empty_templates, encoding_problems
+from nrl_models.diagnostics.end_tokens import compare_end_tokens
+from nrl_models.diagnostics.implausible import (
+    doubtful_values,
+    doubtful_weights,
+    impossible_values,
+    unlisted_tensors,
+    unused_values,
+)
+from nrl_models.diagnostics.tokenizer_problems import empty_templates, encoding_problems, missing_generation_prompt
 from nrl_models.engines.transfer.sent_tensors import is_finite
 from nrl_models.errors import ConsistencyError, ShardingError, listed, one_line
 from nrl_models.family import FamilyModel
@@ -79,7 +86,9 @@ def values(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     yield CheckResult(
         name=name,
         status=status,
-        summary="; ".join(wrong or doubtful) or "no implausible value, no zero or repeated weight",
+        summary="; ".join(
+            wrong or doubtful or ["no implausible value, no zero or repeated weight", *unused_values(config)]
+        ),
         compared=count,
         side=Side.CONFIG if wrong else None,
         advice="Compare with the published checkpoint. If this is intended, leave the check out (--skip values)."
@@ -285,32 +294,35 @@ def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         wrong.append(f"{len(vocabulary) - len({*vocabulary.values()})} tokens share an id with another token")
     wrong += encoding_problems(loaded, templates=not takes_images(subject.model))
     wrong += empty_templates(subject.folder)
+    if not wrong and subject.model.can_generate():
+        wrong += missing_generation_prompt(loaded)
     text_config = subject.config.get_text_config()
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     named = {f"config.json {key}": as_ids(getattr(text_config, key, None)) for key in keys}
-    ends = {*as_ids(text_config.eos_token_id)}
     if (generation := subject.generation) is not None:
         named[f"{GENERATION_NAME} eos_token_id"] = as_ids(generation.eos_token_id)
-        ends |= {*as_ids(generation.eos_token_id)}
     of_config = [
         f"{key} {token} has no embedding row" for key, tokens in named.items() for token in tokens if token >= rows
     ]
-    other_ends = ends and not ends.intersection(as_ids(loaded.eos_token_id))
-    if other_ends and not wrong and not of_config and as_ids(loaded.eos_token_id):
-        yield CheckResult(
-            name=name,
-            status=Status.NOT_DECIDED,
-            summary=f"the tokenizer's eos_token_id {loaded.eos_token_id} is not among those of config.json and "
-            f"{GENERATION_NAME}: {listed(map(str, sorted(ends)))}",
-            compared=len(vocabulary),
-            advice="Completions end at tokens that the chat template does not use. Set the same eos_token_id.",
-        )
-        return
+    advice = "Tokenizer, configuration and weights may be of different models."
+    if not wrong and not of_config:
+        ends = compare_end_tokens(loaded, text_config, generation)
+        of_config += ends.wrong
+        advice = "Set the same eos_token_id in config.json, generation_config.json and the tokenizer."
+        if ends.doubtful:
+            yield CheckResult(
+                name=name,
+                status=Status.NOT_DECIDED,
+                summary="; ".join(ends.doubtful),
+                compared=len(vocabulary),
+                advice=f"Completions may end at other tokens than intended. {advice}",
+            )
+            return
     yield CheckResult(
         name=name,
         status=status_of(failed=bool(wrong or of_config), compared=len(vocabulary)),
         summary="; ".join([*wrong, *of_config]) or f"{len(vocabulary)} tokens, {rows} embedding rows",
         compared=len(vocabulary),
         side=Side.TOKENIZER if wrong else Side.CONFIG if of_config else None,
-        advice="Tokenizer, configuration and weights may be of different models." if wrong or of_config else "",
+        advice=advice if wrong or of_config else "",
     )

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
+from nrl_models.diagnostics.rope_values import contradicting_rope
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import listed
 
@@ -25,6 +26,9 @@ LARGEST_DROPOUT = 0.2
 LARGEST_RATIO = 100
 """Largest plausible ratio of the root mean squares of a weight in two layers."""
 
+SPLITS = ("pretraining_tp", "tp_size", "ep_size")
+"""Keys that state how a training job was split. They change no result, except for rounding in old versions."""
+
 _NUMBER = re.compile(r"(?<=[.\[])\d+(?=[.\]])")
 
 STORED_METHODS = frozenset({"fp8", "mxfp4", "gptq", "awq"})
@@ -32,7 +36,7 @@ STORED_METHODS = frozenset({"fp8", "mxfp4", "gptq", "awq"})
 
 
 def impossible_values(config: PreTrainedConfig, generation: GenerationConfig | None, rows: int) -> list[str]:
-    """Return values that no engine can use.
+    """Return values that no engine can use, or that contradict another value.
 
     Args:
         config: The text configuration.
@@ -43,6 +47,7 @@ def impossible_values(config: PreTrainedConfig, generation: GenerationConfig | N
     wrong = [f"config.json max_position_embeddings is {longest}"] if isinstance(longest, int) and longest < 1 else []
     wrong += [f"config.json {key} is {value}" for key, value in _numbers(config, "eps", "epsilon") if value < 0]
     wrong += [f"config.json {key} is {value}" for key, value in _numbers(config, "experts_per_tok") if value < 1]
+    wrong += contradicting_rope(config)
     if generation is not None:
         ranges: Mapping[str, tuple[float, float]] = {
             "temperature": (0.0, float("inf")),
@@ -85,6 +90,20 @@ def doubtful_values(config: PreTrainedConfig, dtypes: Mapping[str, int]) -> list
     if settings is not None and str(getattr(method, "value", method)) in STORED_METHODS and not stored:
         doubtful.append(f"config.json has a quantization_config of {method}, but no tensor is quantized")
     return doubtful
+
+
+def unused_values(config: PreTrainedConfig) -> list[str]:
+    """Return values that request a split, which neither transformers nor engines apply. They are no problem.
+
+    Args:
+        config: The text configuration.
+    """
+    values = {key: getattr(config, key, None) for key in SPLITS}
+    return [
+        f"config.json {key} is {value} and has no effect: --tp and --ep of a trainer or an engine split the model"
+        for key, value in values.items()
+        if isinstance(value, int) and value > 1
+    ]
 
 
 def unlisted_tensors(folder: Path) -> list[str]:

@@ -10,6 +10,9 @@ from nrl_models.errors import one_line
 TEXT = "What is 2 + 3?"
 """Text that every tokenizer of a language model can encode."""
 
+ANSWER = "The answer is 5."
+"""Content of the assistant's turn of a conversation."""
+
 
 def encoding_problems(tokenizer: Any, *, templates: bool) -> list[str]:
     """Return why a tokenizer cannot encode text or apply its chat template; empty if it can.
@@ -24,14 +27,56 @@ def encoding_problems(tokenizer: Any, *, templates: bool) -> list[str]:
         wrong.append(f"the tokenizer encodes {TEXT!r} as {ids[:4]}: it knows no word of it")
     if templates and getattr(tokenizer, "chat_template", None):
         try:
-            messages = [{"role": "user", "content": TEXT}]
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            prompt = _rendered(tokenizer, [_USER], add_generation_prompt=True)
         except Exception as error:  # any error of the template
             wrong.append(f"the chat template fails: {one_line(error)}")
         else:
             if TEXT not in prompt:
                 wrong.append(f"the chat template drops the message: it renders {TEXT!r} as {prompt[:80]!r}")
     return wrong
+
+
+def missing_generation_prompt(tokenizer: Any) -> list[str]:
+    """Return a problem if `add_generation_prompt` adds nothing, but the template begins the assistant's turn with text.
+
+    The model would have to generate that text itself. Templates that begin the turn with nothing, like Mistral's,
+    need no generation prompt.
+
+    Args:
+        tokenizer: A tokenizer whose template renders a message, or that has none.
+    """
+    begin = rendered_turn(tokenizer)[0]
+    if not begin:
+        return []
+    prompt, without = (_rendered(tokenizer, [_USER], add_generation_prompt=add) for add in (True, False))
+    header = begin.removeprefix(prompt).strip()
+    if prompt != without or not begin.startswith(prompt) or not header:
+        return []
+    return [f"the chat template ignores add_generation_prompt: its prompt lacks {header!r}, which begins a turn"]
+
+
+def rendered_turn(tokenizer: Any) -> tuple[str, str]:
+    """Return what the chat template renders before and after the content of the assistant's turn.
+
+    Both are empty if there is no template, or if it renders no such conversation.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return "", ""
+    try:
+        text = _rendered(tokenizer, [_USER, {"role": "assistant", "content": ANSWER}])
+    except Exception:  # any error of the template, for example if it takes other contents
+        return "", ""
+    begin, content, end = text.rpartition(ANSWER)
+    return (begin, end) if content else ("", "")
+
+
+_USER = {"role": "user", "content": TEXT}
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    assert isinstance(text, str)
+    return text
 
 
 def empty_templates(folder: Path) -> list[str]:

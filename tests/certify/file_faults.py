@@ -96,6 +96,23 @@ LLAMA: dict[str, tuple[Side, Edit]] = {
         Side.CONFIG,
         lambda folder: (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 99_999]})),
     ),
+    "another end token of generation": (
+        Side.CONFIG,
+        lambda folder: (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 77})),
+    ),
+    "another end token in config.json only": (Side.CONFIG, config(eos_token_id=77)),
+    "a doubled YaRN factor": (
+        Side.CONFIG,
+        config(
+            max_position_embeddings=256,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
     "no positions": (Side.CONFIG, config(max_position_embeddings=0)),
     "an epsilon below 0": (Side.CONFIG, config(rms_norm_eps=-1.0)),
     "a padding token outside the vocabulary": (Side.CONFIG, config(pad_token_id=99_999)),
@@ -120,6 +137,12 @@ LLAMA: dict[str, tuple[Side, Edit]] = {
     "an empty chat template": (
         Side.TOKENIZER,
         lambda folder: (folder / "chat_template.jinja").write_text(""),
+    ),
+    "a chat template without a generation prompt": (
+        Side.TOKENIZER,
+        lambda folder: (folder / "chat_template.jinja").write_text(
+            "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{{ eos_token }}{% endfor %}"
+        ),
     ),
     "a tokenizer without words": (
         Side.TOKENIZER,

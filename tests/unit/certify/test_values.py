@@ -89,7 +89,7 @@ def test_impossible_values_of_generation_fail(copy: Path, values: dict[str, obje
         ({"rms_norm_eps": 1.0}, "rms_norm_eps is 1, larger than 0.01"),
         ({"attention_dropout": 0.5}, "attention_dropout is 0.5"),
         ({"pad_token_id": -1}, "pad_token_id is -1"),
-        ({"eos_token_id": 77}, "is not among those of config.json"),
+        ({"eos_token_id": 3}, "config.json has eos_token_id 3, but the tokenizer has eos_token_id 2"),
     ],
 )
 def test_implausible_values_are_not_decided(copy: Path, values: dict[str, object], summary: str) -> None:
@@ -150,3 +150,61 @@ def test_templates_that_lose_the_message_fail(copy: Path, template: str, summary
     found, side = outcome(copy, Status.FAILED)
     assert summary in found
     assert side is Side.TOKENIZER
+
+
+def test_template_without_a_generation_prompt_fails(copy: Path) -> None:
+    turns = "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
+    (copy / "chat_template.jinja").write_text(turns)
+    found, side = outcome(copy, Status.FAILED)
+    assert "the chat template ignores add_generation_prompt: its prompt lacks '<|assistant|>'" in found
+    assert side is Side.TOKENIZER
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # Mistral: the answer follows the user's turn.
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %} "
+        "{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}",
+        # The prompt begins a reasoning, and the answer of a conversation has none.
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+        # gpt-oss: the model generates the channel.
+        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}final{% endif %}{{ m['content'] }}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        # No conversation with an answer.
+        "{{ messages[0]['content'] }}{% if messages[1:] %}{{ raise_exception('one message only') }}{% endif %}",
+    ],
+)
+def test_templates_that_need_no_other_prompt_pass(copy: Path, template: str) -> None:
+    (copy / "chat_template.jinja").write_text(template)
+    assert not certified(copy).with_status(Status.FAILED)
+
+
+def test_yarn_factor_that_contradicts_the_length_fails(copy: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    edit_config(copy, max_position_embeddings=256, rope_parameters=rope | {"factor": 8.0})
+    found, side = outcome(copy, Status.FAILED)
+    assert "rope_parameters.factor is 8, but max_position_embeddings 256 / original_max_position_embeddings 64" in found
+    assert "set the factor to 4, or max_position_embeddings to 512" in found
+    assert side is Side.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("longest", "rope"),
+    [
+        (256, {"rope_type": "yarn", "factor": 4.0}),
+        (80, {"rope_type": "yarn", "factor": 4.0}),  # Qwen3: YaRN is enabled by hand, with the original length
+        (1024, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),  # Llama 3.1
+    ],
+)
+def test_rope_of_published_models_passes(copy: Path, longest: int, rope: dict[str, object]) -> None:
+    rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+    edit_config(copy, max_position_embeddings=longest, rope_parameters=rope)
+    assert {result.name for result in certified(copy).with_status(Status.PASSED)} == {*CHECKS}
+
+
+def test_split_of_a_training_job_is_noted(copy: Path) -> None:
+    edit_config(copy, pretraining_tp=2)
+    summaries = {result.name: result.summary for result in certified(copy).with_status(Status.PASSED)}
+    assert "config.json pretraining_tp is 2 and has no effect" in summaries["values"]

@@ -1,0 +1,54 @@
+"""Find parameters of rotary embeddings that contradict the configured length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+EXTENDED = 1.5
+"""Least ratio of the longest length and the original one at which the configuration states the extended length.
+
+Qwen3's model card enables YaRN on top of the original `max_position_embeddings`, whose ratio is 1.25.
+"""
+
+
+def contradicting_rope(config: PreTrainedConfig) -> list[str]:
+    """Return YaRN factors that differ from the ratio of the longest length and the original one.
+
+    Other kinds of RoPE define their factor in another way: Llama 3.1 has a ratio of 16 and a factor of 8.
+
+    Args:
+        config: The text configuration.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    found = []
+    for key, parameters in _rope_parameters(config):
+        factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if kind != "yarn" or not all(
+            isinstance(value, int | float) and value > 0 for value in (longest, factor, original)
+        ):
+            continue
+        ratio = longest / original
+        if ratio >= EXTENDED and not math.isclose(ratio, factor, rel_tol=0.01):
+            found.append(
+                f"config.json {key}.factor is {factor:g}, but max_position_embeddings {longest} / "
+                f"original_max_position_embeddings {original} is {ratio:g}: set the factor to {ratio:g}, or "
+                f"max_position_embeddings to {factor * original:g}"
+            )
+    return found
+
+
+def _rope_parameters(config: PreTrainedConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parameters of all layers, or those of each kind of layer, with their key."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, Mapping):
+        return
+    nested = {kind: value for kind, value in parameters.items() if isinstance(value, Mapping)}
+    if nested:
+        yield from ((f"rope_parameters.{kind}", value) for kind, value in nested.items())
+    else:
+        yield "rope_parameters", parameters
