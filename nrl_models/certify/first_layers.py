@@ -87,7 +87,7 @@ def _config_of_first(folder: Path, layers: int) -> PreTrainedConfig:
     text: Any = config.get_text_config(decoder=True)
     count = text.num_hidden_layers
     if not 0 < layers < count:
-        detail = f"the model has {count} layers, expected fewer to select, and at least one"
+        detail = f"the model has {count} layers, expected fewer to select, and at least one: omit --layers to check all"
         raise ConfigurationError(
             f"cannot select {layers} layers of {folder}", [Problem(ProblemKind.CONFIG, "num_hidden_layers", detail)]
         )

@@ -14,6 +14,7 @@ from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.auto import auto_class_for
 from nrl_models.certify import Answer, Status, Validity, all_checks, certified, certify, verify
 from nrl_models.certify.first_layers import write_first_layers
+from nrl_models.certify.report import badge
 from nrl_models.errors import CheckpointError, ConfigurationError
 from nrl_models.parity.noise import logits_of
 from nrl_models.testing.tiny import tiny_config
@@ -115,6 +116,7 @@ def test_the_certificate_is_narrower(tmp_path: Path) -> None:
     found = verify(tmp_path / "out" / "certificate.json", folder)
     assert found.validity is Validity.NARROWER
     assert found.reasons == ("layers: only the first layer was checked",)
+    assert "not decided, the first layer</text>" in badge(certificate)
 
 
 def test_a_resumed_run_reuses_the_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
