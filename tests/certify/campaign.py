@@ -1,7 +1,8 @@
 """The campaign: faults that `certify` must find, and healthy models that it must not reject.
 
-`python -m tests.certify.campaign` runs all and writes each outcome to a file at once; the same command resumes. Faults
-stop at the first failed check, which names the source. It runs half an hour on 2 cores.
+`PYTHONPATH=.:tests/unit python -m tests.certify.campaign` runs all and writes each outcome to a file at once; the same
+command resumes. Faults stop at the first failed check, which names the source. It runs half an hour on 2 cores. With
+vLLM installed, it also runs the faults of `VLLM_FAULTS`, in another half hour.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +87,12 @@ def of_files(name: str, side: Side, edit: Edit, architecture: str) -> Run:
     return run
 
 
-def of_engine(name: str, plant: engine_faults.Plant, options: dict[str, Any]) -> Run:
+def of_engine(name: str, plant: engine_faults.Plant, options: dict[str, Any], engine: str = "hf-generate") -> Run:
     def run(folder: Path) -> Outcome:
         checkpoint = save_tiny("LlamaForCausalLM", folder / "tiny")
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
-            return _faulty(name, Side.ENGINE, checkpoint, folder, **options)
+            return _faulty(name, Side.ENGINE, checkpoint, folder, engine=engine, **options)
 
     return run
 
@@ -146,7 +148,16 @@ FAULTS: dict[str, Run] = {
 }
 """All faults by name."""
 
-ALL: dict[str, Run] = FAULTS | {architecture: of_healthy(architecture) for architecture in HEALTHY}
+VLLM_FAULTS: dict[str, Run] = {
+    f"vllm: {name}": of_engine(name, *fault, "vllm") for name, fault in engine_faults.VLLM.items()
+}
+"""Faults of a real vLLM, by name."""
+
+HAS_VLLM = find_spec("vllm") is not None
+
+ALL: dict[str, Run] = (
+    FAULTS | (VLLM_FAULTS if HAS_VLLM else {}) | {architecture: of_healthy(architecture) for architecture in HEALTHY}
+)
 
 
 def run_one(name: str) -> Outcome:

@@ -80,7 +80,9 @@ def first_failure(folder: Path, out: Path, **options: Any) -> CheckResult | Cert
             raise FailedError
 
     try:
-        certificate = certify(folder, engine="hf-generate", dtype=torch.float32, out=out, progress=progress, **options)
+        certificate = certify(
+            folder, dtype=torch.float32, out=out, progress=progress, **{"engine": "hf-generate"} | options
+        )
     except FailedError:
         return next(result for result in found if result.status is Status.FAILED)
     return next(iter(certificate.with_status(Status.FAILED)), certificate)

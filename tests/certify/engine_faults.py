@@ -10,25 +10,36 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.engines.engine_types import Capabilities
+from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.logprobs.sampling import Sampling
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
+ENGINES: tuple[type[Engine], ...] = (HFEngine, VLLMEngine)
+"""Classes of engines that get faults."""
+
+FAULTY = ("hf-generate", "vllm")
+"""Names of engines that get faults. The trainer and the reference share a class with the first, and stay correct."""
+
 
 def _wrapping(name: str, wrong: Callable[..., Any]) -> Plant:
-    """Replace a method of the engine. The trainer and the reference have the same class and stay correct."""
+    """Replace a method of the engine."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        right = getattr(HFEngine, name)
+    def plant_in(patch: pytest.MonkeyPatch, engine_class: type[Engine]) -> None:
+        right = getattr(engine_class, name)
 
-        def method(self: HFEngine, *args: Any, **options: Any) -> Any:
-            if self.name != "hf-generate":
+        def method(self: Engine, *args: Any, **options: Any) -> Any:
+            if self.name not in FAULTY:
                 return right(self, *args, **options)
             return wrong(lambda *a, **o: right(self, *a, **o), *args, **options)
 
-        patch.setattr(HFEngine, name, method)
+        patch.setattr(engine_class, name, method)
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for engine_class in ENGINES:
+            plant_in(patch, engine_class)
 
     return plant
 
@@ -60,21 +71,26 @@ def _exchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flip(0) if name.endswith("layers.1.mlp.gate_proj.weight") else tensor
 
 
-def _second_refit_ignored() -> Plant:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        right = HFEngine._refit
+def _second_refit_ignored(patch: pytest.MonkeyPatch) -> None:
+    """After the first refit of an engine, write its tensors again instead of the new ones."""
+    first: dict[int, list[list[tuple[str, torch.Tensor]]]] = {}
 
-        def refit(self: HFEngine, sent: Any, digests: bool) -> Any:
-            if self.version == 0:
-                return right(self, sent, digests)
-            kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            found = right(self, sent, digests)
-            self.model.load_state_dict(kept)
+    def plant_in(engine_class: type[Engine]) -> None:
+        right = engine_class._refit
+
+        def refit(self: Engine, sent: Any, digests: bool) -> Any:
+            buckets = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in sent]
+            found = right(self, iter(buckets), digests)
+            if self.name in FAULTY and self.version == 0:
+                first[id(self)] = buckets
+            elif self.name in FAULTY:
+                right(self, iter(first[id(self)]), False)
             return found
 
-        patch.setattr(HFEngine, "_refit", refit)
+        patch.setattr(engine_class, "_refit", refit)
 
-    return plant
+    for engine_class in ENGINES:
+        plant_in(engine_class)
 
 
 def _sampled(change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> Plant:
@@ -96,31 +112,35 @@ def _scored(change: Callable[[float], float]) -> Plant:
 def _model(change: Callable[[Any], None]) -> Plant:
     """Change the engine's model when it starts."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        right = HFEngine.start.__func__  # type: ignore[attr-defined]
+    def plant_in(patch: pytest.MonkeyPatch, engine_class: Any) -> None:
+        right = engine_class.start.__func__
 
-        def start(cls: type[HFEngine], *args: Any, **options: Any) -> HFEngine:
-            engine: HFEngine = right(cls, *args, **options)
+        def start(cls: type[Engine], *args: Any, **options: Any) -> Any:
+            engine = right(cls, *args, **options)
             with torch.no_grad():
-                change(engine.model)
+                change(engine.model if isinstance(engine, HFEngine) else _model_of(engine))
             return engine
 
-        patch.setattr(HFEngine, "start", classmethod(start))
+        patch.setattr(engine_class, "start", classmethod(start))
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for engine_class in ENGINES:
+            plant_in(patch, engine_class)
 
     return plant
+
+
+def _model_of(engine: VLLMEngine) -> Any:
+    """Return the model of a vLLM that runs in this process."""
+    return engine.llm.collective_rpc("nrl_model")[0]
 
 
 def _known(**values: Any) -> Plant:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        right = HFEngine.capabilities
+    return _wrapping("capabilities", lambda capabilities: replace(capabilities(), **values))
 
-        def capabilities(self: HFEngine) -> Capabilities:
-            found = right(self)
-            return replace(found, **values) if self.name == "hf-generate" else found
 
-        patch.setattr(HFEngine, "capabilities", capabilities)
-
-    return plant
+def _nothing(patch: pytest.MonkeyPatch) -> None:
+    """Change nothing: the options of `certify` are the fault."""
 
 
 def _rounded(model: Any) -> None:
@@ -131,8 +151,13 @@ def _rounded(model: Any) -> None:
 
 
 def _other_theta(model: Any) -> None:
-    rotary = model.model.rotary_emb
-    rotary.inv_freq.mul_(0.5)
+    """Halve the frequencies: the tables of vLLM get those of half the position."""
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq.mul_(0.5)
+        if hasattr(module, "cos_sin_cache"):
+            positions = torch.arange(len(module.cos_sin_cache)) // 2
+            module.cos_sin_cache.copy_(module.cos_sin_cache[positions])
 
 
 def _temperature_ignored(call: Any, prompts: Any, sampling: Sampling, **options: Any) -> Any:
@@ -151,7 +176,7 @@ LLAMA: dict[str, tuple[Plant, dict[str, Any]]] = {
         {},
     ),
     "a refit writes rows in another order": (_written(_exchanged), {}),
-    "a second refit is ignored": (_second_refit_ignored(), {}),
+    "a second refit is ignored": (_second_refit_ignored, {}),
     "an adapter is dropped for one linear": (_sent(_adapter_ignored), {}),
     "a refit is rounded to float8": (
         _written(lambda name, tensor: tensor.to(torch.float8_e4m3fn).to(tensor.dtype) if tensor.ndim == 2 else tensor),
@@ -165,12 +190,23 @@ LLAMA: dict[str, tuple[Plant, dict[str, Any]]] = {
     "temperature ignored": (_wrapping("generate", _temperature_ignored), {}),
     "weights rounded to 4 bits": (_model(_rounded), {}),
     "another RoPE base": (_model(_other_theta), {}),
-    "random weights": (_model(lambda model: model.model.layers[0].mlp.up_proj.weight.normal_()), {}),
+    "random weights": (_model(lambda model: model.model.layers[0].self_attn.o_proj.weight.normal_()), {}),
     "another dtype": (_model(lambda model: model.to(torch.bfloat16)), {}),
     "a length limit that is too low": (_known(max_length=32), {}),
     "fewer embedding rows": (_known(vocabulary=300), {}),
-    "an unknown option": (lambda patch: None, {"engine_options": {"gpu_memory": "0.5"}}),
-    "a device that does not exist": (lambda patch: None, {"engine_options": {"device": "tpu9"}}),
-    "an invalid length": (lambda patch: None, {"engine_options": {"max_length": -1}}),
+    "an unknown option": (_nothing, {"engine_options": {"gpu_memory": "0.5"}}),
+    "a device that does not exist": (_nothing, {"engine_options": {"device": "tpu9"}}),
+    "an invalid length": (_nothing, {"engine_options": {"max_length": -1}}),
 }
 """Faults of the engine of a Llama, with options of `certify`."""
+
+VLLM: dict[str, tuple[Plant, dict[str, Any]]] = LLAMA | {
+    "another epsilon in the engine": (_nothing, {"engine_options": {"hf_overrides": {"rms_norm_eps": 0.1}}}),
+    "scaled positions in the engine": (
+        _nothing,
+        {"engine_options": {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}}},
+    ),
+    "a key-value cache in float8": (_nothing, {"engine_options": {"kv_cache_dtype": "fp8"}}),
+    "another model in the engine": (_nothing, {"engine_options": {"model_impl": "silly"}}),
+}
+"""Faults of vLLM with a Llama. `LLAMA` has those that every engine can have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.certify.campaign import FAULTS, HEALTHY, run_one
+from tests.certify.campaign import FAULTS, HAS_VLLM, HEALTHY, VLLM_FAULTS, run_one
 from tests.certify.model_faults import MODEL_FAULTS
 
 OTHER_SIDES: dict[str, str] = {}
@@ -26,6 +26,15 @@ def test_faults_are_not_ready(name: str) -> None:
     found = run_one(name)
     assert found.answer == "not ready", found
     assert found.side == OTHER_SIDES.get(name, found.kind), found
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM: make engine")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", VLLM_FAULTS)
+def test_faults_of_vllm_are_not_ready(name: str) -> None:
+    found = run_one(name)
+    assert found.answer == "not ready", found
+    assert found.side == found.kind, found
 
 
 @pytest.mark.timeout(600)
