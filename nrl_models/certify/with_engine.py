@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from nrl_models.consistency.consistency_report import CellResult, ConsistencyRep
 from nrl_models.consistency.matrix import check_consistency
 from nrl_models.consistency.prompts import load_tokenizer
 from nrl_models.consistency.refit import check_refit, refit_settings
+from nrl_models.engines.digests import NO_DIGESTS
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.parity.parity_report import Unit
 
@@ -100,7 +102,8 @@ def refits(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[Che
         problems = [*step.problems, *step.result.problems]
         verdict = step.result.verdict
         side = (None if step.problems else side_of_verdict(verdict)) or Side.ENGINE
-        yield of_cells(subject, name, [step.result], problems, verdict.summary if verdict else "", side)
+        result = of_cells(subject, name, [step.result], problems, verdict.summary if verdict else "", side)
+        yield result if step.report.digests else replace(result, summary=f"{result.summary}; {NO_DIGESTS}")
     for name in REFITS[len(found.steps) :]:
         yield CheckResult(name=name, status=Status.NOT_DECIDED, summary="not reached: the first refit failed")
 

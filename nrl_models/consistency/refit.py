@@ -19,6 +19,7 @@ from rich.table import Table
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import rope_switch
+from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.servers import require_engine
 from nrl_models.consistency import Data, Mode
@@ -31,7 +32,7 @@ from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.consistency.weight_change import WeightChange
 from nrl_models.engines import start_engine
-from nrl_models.engines.digests import digested
+from nrl_models.engines.digests import NO_DIGESTS, digested
 from nrl_models.engines.engine_types import NamedTensor, RefitReport
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
@@ -42,6 +43,8 @@ from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.parity.parity_report import Outcome, Unit
 
 Tensors = Iterable[NamedTensor]
+
+logger = get_logger(__name__)
 
 LENGTH = 100
 """Default number of tokens of compared sequences, unless the model's limit is lower."""
@@ -178,6 +181,8 @@ def refit_problems(
         "parameters of the engine were not written": report.unwritten,
         "buffers of the engine were not written": report.stale_buffers,
     }
+    if sent and not arrived:
+        logger.warning_once(f"{NO_DIGESTS}: log-probabilities compare the weights instead")
     for problem, names in ((sides if arrived else {}) | unwritten).items():
         if names:
             problems.append(f"{problem}: {listed(names)}")

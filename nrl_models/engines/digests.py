@@ -10,6 +10,9 @@ import xxhash
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.engine_types import NamedTensor
 
+NO_DIGESTS = "the engine reports no digests of received weights"
+"""Note for engines that cannot compute digests."""
+
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the XXH3 hash (128 bits, 32 hexadecimal digits) of a tensor's dtype, shape and elements.

@@ -31,7 +31,7 @@ from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
 from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, engine_logprobs
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
-from nrl_models.watch.syncs import Sync, SyncLog
+from nrl_models.watch.syncs import Sync, SyncLog, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
 
 logger = get_logger(__name__)
@@ -184,8 +184,7 @@ class Watch:
         Raises:
             DriftError: something is wrong, and `fail`. With several ranks, `before_update` raises it.
         """
-        if report is not None and version is None:
-            version = report.version
+        version = report.version if version is None and report is not None else version
         before = self._syncs
         transfer = Transfer(
             before=before.last,
@@ -197,6 +196,7 @@ class Watch:
             learning_rate=self._changes.take_learning_rate(),
         )
         of_transfer = transfer.record_in(self._syncs)
+        warn_without_digests(self._syncs.last, probed=self._probes is not None and self.probe_every > 0)
         self._steps_since_sync = 0
         self._seen_prompts = frozenset(self._prompts)
         event = self._event(

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from nrl_models.common.logs import get_logger
+from nrl_models.engines.digests import NO_DIGESTS
 from nrl_models.engines.engine_types import RefitReport
 from nrl_models.watch.finding import Cause, Finding, Severity
+
+logger = get_logger(__name__)
 
 DRAFT_SYNCS = 3
 """Syncs with a changed model and unchanged draft layers before these count as frozen."""
@@ -34,6 +38,22 @@ class Sync:
     def same_weights(self) -> bool:
         """Whether this sync is known to have sent the weights of the sync before."""
         return self.changed is not None and not self.changed
+
+
+def warn_without_digests(sync: Sync, *, probed: bool) -> None:
+    """Log once that the engine reports no digests, and how its weights are compared instead.
+
+    Args:
+        sync: The last sync.
+        probed: Whether probes are scored after syncs.
+    """
+    if sync.sent and not sync.arrived:
+        instead = (
+            "probes compare the weights after a sync instead"
+            if probed
+            else "no probes are scored, so that only log-probabilities of rollouts show missing weights"
+        )
+        logger.warning_once(f"{NO_DIGESTS}: {instead}")
 
 
 class SyncLog:

@@ -12,7 +12,7 @@ import torch
 from recipe_inputs import byte_tokenizer
 from versions import case_of
 
-from nrl_models.certify import CheckResult, Side, Status, layer_checks, lora, running_engine
+from nrl_models.certify import CheckResult, Side, Status, layer_checks, lora, running_engine, with_engine
 from nrl_models.certify.certified import CheckpointUnderTest, Options
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import record_routing
@@ -224,3 +224,18 @@ def test_an_engine_with_other_facts_fails(known: dict[str, Any], text: str, dens
     result = only(running_engine.engine_start(dense))
     assert (result.status, result.side, result.summary) == (Status.FAILED, Side.ENGINE, text)
     assert isinstance(facts, Capabilities)
+
+
+# Refits
+
+
+def test_refits_of_an_engine_without_digests_say_so(
+    dense: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refit = HFEngine._refit
+    monkeypatch.setattr(HFEngine, "_refit", lambda self, sent, digests: refit(self, sent, digests) | {"digests": {}})
+    results = list(with_engine.refits(dense, None))
+    assert [result.status for result in results] == [Status.PASSED, Status.PASSED]
+    for result in results:
+        assert result.summary.endswith("the engine reports no digests of received weights")
+    assert caplog.text.count("log-probabilities compare the weights instead") == 1
