@@ -7,7 +7,7 @@ parameters, or in decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,13 @@ ROUNDING_FACTOR = 4.0
 
 ROUTER_ROUNDING = 8e-2
 """A router that differs by more than this share of its scale has other weights."""
+
+ADAPTER_SCALES: Mapping[float | None, str] = {
+    None: "adapters at scale 1, not lora_alpha / r",
+    2.0: "adapters at twice their scale, as if they were merged twice",
+    0.5: "adapters at half their scale",
+}
+"""Factors of the adapters' scale that are tried in place of the trainer's."""
 
 TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 TOP_K = (1, 5, 10, 20, 40, 50, 64, 100)
@@ -71,6 +78,7 @@ def diagnose_probes(evidence: DriftEvidence, found: float) -> Finding:
     steps: tuple[Callable[[DriftEvidence, float], Finding | None], ...] = (
         _stale,
         _unmerged,
+        _rescaled,
         _reported_precision,
         _routing,
         _lost,
@@ -98,6 +106,15 @@ def _unmerged(evidence: DriftEvidence, found: float) -> Finding | None:
     if explains(evidence.measured.without_adapters(), evidence.measured.engine_probes, found):
         message = "the engine's log-probabilities are those of the trainer with its adapters disabled"
         return Finding(cause=Cause.UNMERGED_ADAPTER, message=message)
+    return None
+
+
+def _rescaled(evidence: DriftEvidence, found: float) -> Finding | None:
+    measured = evidence.measured
+    for factor, words in ADAPTER_SCALES.items():
+        if explains(measured.with_adapter_scale(factor), measured.engine_probes, found):
+            message = f"the engine's log-probabilities are those of the trainer with its {words}"
+            return Finding(cause=Cause.ADAPTER_SCALE, message=message)
     return None
 
 
@@ -201,8 +218,20 @@ def _of_samples(evidence: DriftEvidence) -> Iterator[Finding]:
     if other is not None:
         message = f"the engine samples with {other}, the trainer computes {evidence.sampling}"
         yield Finding(cause=Cause.SAMPLING, message=message)
+    if (where := _shift(trainer, engine, found)) is not None:
+        yield Finding(cause=Cause.SHIFTED, message=f"the engine's log-probabilities are those of the token {where}")
     if explains(measured.prefill(width), trainer, found):
         yield _decoding(evidence)
+
+
+def _shift(trainer: torch.Tensor, engine: torch.Tensor, found: float) -> str | None:
+    """Return where the engine's log-probabilities belong; None if it is their own token, or too few show it."""
+    own, following = slice(None, -1), slice(1, None)
+    for where, ours, theirs in (("before", own, following), ("after", following, own)):
+        candidate, wanted = trainer[:, ours], engine[:, theirs].masked_fill(trainer[:, ours].isnan(), torch.nan)
+        if int((~wanted.isnan()).sum()) > 1 and explains(candidate, wanted, found):
+            return where
+    return None
 
 
 def _decoding(evidence: DriftEvidence) -> Finding:

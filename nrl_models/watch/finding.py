@@ -34,12 +34,16 @@ class Cause(StrEnum):
     """The engine's weights changed after the sync, for example in sleep mode."""
     UNMERGED_ADAPTER = "unmerged adapter"
     """The engine computes without the trainer's adapters."""
+    ADAPTER_SCALE = "adapter scale"
+    """The engine computes with the trainer's adapters at another scale."""
     FROZEN_DRAFT = "frozen draft layers"
     """Draft (MTP) layers stay the same while the model changes."""
     UNEXPECTED_UPDATE = "unexpected update"
     """Weights changed although the learning rate is 0."""
     SAMPLING = "sampling parameters"
     """Trainer and engine use different temperatures, `top_k` or `top_p`."""
+    SHIFTED = "shifted log-probabilities"
+    """The engine's log-probabilities belong to the token before or after."""
     TOKENS = "tokens"
     """Trainer and engine have different token IDs, or the tokenizer changed."""
     CACHE = "cache"
@@ -66,9 +70,11 @@ ADVICE: Mapping[Cause, str] = {
     Cause.LOST_WEIGHTS: "sync after waking the engine, before sampling",
     Cause.UNMERGED_ADAPTER: "send merged weights, `export_adapter(model).iter_export(model)`, or load the adapter in "
     "the engine",
+    Cause.ADAPTER_SCALE: "merge adapters once, with lora_alpha / r; `export_adapter(model).iter_export(model)` does",
     Cause.FROZEN_DRAFT: "train the draft layers (MTPLayer), or start the engine without speculative decoding",
     Cause.UNEXPECTED_UPDATE: "look for a second optimizer, weight decay, or an export that rounds",
     Cause.SAMPLING: "pass the engine's Sampling to the trainer's log-probabilities",
+    Cause.SHIFTED: "compare each token with its own log-probability: the logits of a position belong to the next token",
     Cause.TOKENS: "train on the sampled token IDs; do not tokenize the reply's text again",
     Cause.CACHE: "reset the prefix cache after each sync, and compare without it",
     Cause.PADDING: "pass an attention mask, or compute log-probabilities with `rollout_logprobs`, which does not pad",

@@ -111,6 +111,12 @@ class Measured:
         """Return the trainer's log-probabilities of the probes with its adapters disabled; None without adapters."""
         return self.observed.optional("without adapters", lambda: self.sides.scored_probes.without_adapters())
 
+    def with_adapter_scale(self, factor: float | None) -> torch.Tensor | None:
+        """Return the trainer's log-probabilities of the probes with scaled adapters; None without LoRA adapters."""
+        return self.observed.optional(
+            f"adapter scale.{factor}", lambda: self.sides.scored_probes.with_adapter_scale(factor)
+        )
+
     def rounding(self, dtype: torch.dtype) -> float:
         """Return the noise floor of a dtype, see `Probes.rounding`."""
         names = [f"rounding.{dtype_name(dtype)}.{which}" for which in ("own", "other")]

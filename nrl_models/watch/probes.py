@@ -90,6 +90,26 @@ class Probes:
         with _adapters_disabled(self.model, layers):
             return self.of_trainer()
 
+    def with_adapter_scale(self, factor: float | None) -> torch.Tensor | None:
+        """The trainer's log-probabilities with its adapters scaled; None without LoRA adapters.
+
+        Args:
+            factor: multiplies the scale `lora_alpha / r` of every adapter; None sets it to 1.
+        """
+        layers = [
+            module for _, module in peft_modules(self.model) if isinstance(getattr(module, "scaling", None), dict)
+        ]
+        if not layers:
+            return None
+        kept = [dict(layer.scaling) for layer in layers]
+        try:
+            for layer in layers:
+                layer.scaling.update({name: scale * factor if factor else 1.0 for name, scale in layer.scaling.items()})
+            return self.of_trainer()
+        finally:
+            for layer, scaling in zip(layers, kept, strict=True):
+                layer.scaling.update(scaling)
+
     def rounding(self, dtype: torch.dtype) -> float:
         """Return the noise floor: `token_mult_prob_error` of the trainer with itself under other roundings.
 
