@@ -44,7 +44,7 @@ def compare_end_tokens(
         generation: The generation configuration; None if the checkpoint has none.
     """
     sources = {
-        CONFIG_NAME: {*as_ids(config.eos_token_id)},
+        CONFIG_NAME: {*as_ids(getattr(config, "eos_token_id", None))},
         GENERATION_NAME: {*as_ids(generation.eos_token_id)} if generation is not None else set(),
         TOKENIZER: {*as_ids(tokenizer.eos_token_id)},
     }

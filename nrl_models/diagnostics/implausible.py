@@ -93,7 +93,7 @@ def doubtful_values(config: PreTrainedConfig, dtypes: Mapping[str, int]) -> list
 
 
 def unused_values(config: PreTrainedConfig) -> list[str]:
-    """Return values that request a split, which neither transformers nor engines apply. They are no problem.
+    """Return values that request a split, which neither transformers nor engines apply. The check passes with them.
 
     Args:
         config: The text configuration.

@@ -43,12 +43,15 @@ def missing_generation_prompt(tokenizer: Any) -> list[str]:
     need no generation prompt.
 
     Args:
-        tokenizer: A tokenizer whose template renders a message, or that has none.
+        tokenizer: The tokenizer. Templates that fail are reported by `encoding_problems`.
     """
     begin = rendered_turn(tokenizer)[0]
     if not begin:
         return []
-    prompt, without = (_rendered(tokenizer, [_USER], add_generation_prompt=add) for add in (True, False))
+    try:
+        prompt, without = (_rendered(tokenizer, [_USER], add_generation_prompt=add) for add in (True, False))
+    except Exception:  # any error of the template
+        return []
     header = begin.removeprefix(prompt).strip()
     if prompt != without or not begin.startswith(prompt) or not header:
         return []

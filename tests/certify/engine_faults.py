@@ -190,7 +190,7 @@ LLAMA: dict[str, tuple[Plant, dict[str, Any]]] = {
     "temperature ignored": (_wrapping("generate", _temperature_ignored), {}),
     "weights rounded to 4 bits": (_model(_rounded), {}),
     "another RoPE base": (_model(_other_theta), {}),
-    "random weights": (_model(lambda model: model.model.layers[0].self_attn.o_proj.weight.normal_()), {}),
+    "random weights": (_model(lambda model: model.model.layers[0].input_layernorm.weight.normal_()), {}),
     "another dtype": (_model(lambda model: model.to(torch.bfloat16)), {}),
     "a length limit that is too low": (_known(max_length=32), {}),
     "fewer embedding rows": (_known(vocabulary=300), {}),

@@ -1,4 +1,4 @@
-"""Further planted drifts, of refits that write other values than were sent and of what an engine adds to sampling."""
+"""Further drifts: refits that write other values than they receive, adapter scales, shifted log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def written(loop: Loop, change: Callable[[Tensors], None]) -> None:
-    """Change the engine's parameters after each refit. Its digests are those of what arrived."""
+    """Change the engine's parameters after each refit. Its digests are those of the sent tensors."""
     refit = loop.engine._refit
 
     def changed(sent: Any, digests: bool) -> dict[str, Any]:
