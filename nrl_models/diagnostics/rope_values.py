@@ -23,23 +23,27 @@ def contradicting_rope(config: PreTrainedConfig) -> list[str]:
     Args:
         config: The text configuration.
     """
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = _positive(getattr(config, "max_position_embeddings", None))
     found = []
     for key, parameters in _rope_parameters(config):
-        factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if kind != "yarn" or not all(
-            isinstance(value, int | float) and value > 0 for value in (longest, factor, original)
-        ):
+        factor = _positive(parameters.get("factor"))
+        original = _positive(parameters.get("original_max_position_embeddings"))
+        is_yarn = parameters.get("rope_type", parameters.get("type")) == "yarn"
+        if not is_yarn or longest is None or factor is None or original is None:
             continue
         ratio = longest / original
         if ratio >= EXTENDED and not math.isclose(ratio, factor, rel_tol=0.01):
             found.append(
                 f"config.json {key}.factor is {factor:g}, but max_position_embeddings {longest} / "
                 f"original_max_position_embeddings {original} is {ratio:g}: set the factor to {ratio:g}, or "
-                f"max_position_embeddings to {factor * original:g}"
+                f"max_position_embeddings to {round(factor * original)}"
             )
     return found
+
+
+def _positive(value: object) -> float | None:
+    """Return a positive number; None for other values."""
+    return value if isinstance(value, int | float) and value > 0 else None
 
 
 def _rope_parameters(config: PreTrainedConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:

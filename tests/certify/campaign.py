@@ -22,10 +22,14 @@ from typing import Any
 import pytest
 
 from nrl_models.certify import Certificate, Side, Status, certify
+from nrl_models.certify.all_checks import CHECKS
 from tests.certify import engine_faults, file_faults
 from tests.certify.checkpoints_of import Edit, case_of, first_failure, save_tiny, small_settings
 from tests.certify.model_faults import MODEL_FAULTS
 from tools.mutants import CATALOG
+
+WITH_ENGINE = ("files", *(name for check in CHECKS if check.needs_engine for name in check.names))
+"""Checks that can find a fault of an engine."""
 
 DRAFTED = "Glm4MoeForCausalLM"
 
@@ -92,7 +96,7 @@ def of_engine(name: str, plant: engine_faults.Plant, options: dict[str, Any], en
         checkpoint = save_tiny("LlamaForCausalLM", folder / "tiny")
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
-            return _faulty(name, Side.ENGINE, checkpoint, folder, engine=engine, **options)
+            return _faulty(name, Side.ENGINE, checkpoint, folder, engine=engine, only=WITH_ENGINE, **options)
 
     return run
 

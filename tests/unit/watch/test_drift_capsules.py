@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,22 @@ def without_adapters(loop: Loop) -> None:
     loop.tensors = base
 
 
+def merged_twice(loop: Loop) -> None:
+    def doubled() -> list[tuple[str, torch.Tensor]]:
+        merged = {name: tensor.clone() for name, tensor in export_adapter(loop.model).iter_export(loop.model)}
+        with loop.model.disable_adapter():
+            base = {name: tensor.clone() for name, tensor in export_adapter(loop.model).iter_export(loop.model)}
+        return [(name, 2 * tensor - base[name]) for name, tensor in merged.items()]
+
+    loop.tensors = doubled
+
+
+def shifted(loop: Loop) -> None:
+    loop.engine.change_samples = lambda samples: [
+        replace(sample, logprobs=sample.logprobs[-1:] + sample.logprobs[:-1]) for sample in samples
+    ]
+
+
 def lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -103,13 +120,15 @@ DRIFTS: dict[str, tuple[Plant, Cause]] = {
     "bf16": (bf16, Cause.PRECISION),
     "tensor-not-sent": (tensor_not_sent, Cause.MISSING_WEIGHTS),
     "without-adapters": (without_adapters, Cause.UNMERGED_ADAPTER),
+    "merged-twice": (merged_twice, Cause.ADAPTER_SCALE),
+    "shifted": (shifted, Cause.SHIFTED),
 }
 
 
 def drifted(name: str, file: Path) -> DriftError:
     """Run a loop until the planted drift is found."""
     config = tiny_config(MixtralConfig if name == "router-in-bf16" else LlamaConfig)
-    if name == "without-adapters":
+    if name in ("without-adapters", "merged-twice"):
         pytest.importorskip("peft")
         loop = Loop(config, wrap=lora, capsule=file)
         loop.watch.refit()
