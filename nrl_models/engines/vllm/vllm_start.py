@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -18,7 +19,7 @@ from nrl_models.common.flags import ModelFlag
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
 from nrl_models.engines.input_checks import require_max_length
-from nrl_models.errors import EngineError, EngineUnavailableError, one_line
+from nrl_models.errors import EngineError, EngineUnavailableError, one_line, shown
 from nrl_models.loading.read_config import read_config
 
 logger = get_logger(__name__)
@@ -90,6 +91,8 @@ def start_vllm(
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for subprocesses; in this process, torch read it at import
     vllm = import_vllm()
+    if (name := options.get("model_impl")) is not None:
+        require_model_impl(str(name), _model_impls())
     separate = multiprocessing
     if separate is None:
         separate = options.get("model_impl") == "transformers" or runs_transformers_classes(path)
@@ -128,6 +131,28 @@ def start_vllm(
     except Exception as error:  # any error of vLLM and the model's code
         free_vllm(in_process=not separate)
         raise EngineError(f"vLLM does not start on {path}: {one_line(error)}") from error
+
+
+def require_model_impl(name: str, known: Collection[str]) -> None:
+    """Raise for a misspelled `model_impl`. vLLM ignores it and runs its own class.
+
+    Args:
+        name: The option.
+        known: The names that vLLM has; empty if its version does not list them.
+
+    Raises:
+        EngineError: If vLLM does not have the name.
+    """
+    if known and name not in known:
+        raise EngineError(f"model_impl={shown(name)}: expected one of {', '.join(sorted(known))}")
+
+
+def _model_impls() -> tuple[str, ...]:
+    """Return the names that vLLM has for `model_impl`; empty if its version does not list them."""
+    try:
+        return get_args(import_module("vllm.config.model").ModelImpl)
+    except (ImportError, AttributeError):
+        return ()
 
 
 def _refuse_v0() -> None:

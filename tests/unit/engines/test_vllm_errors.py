@@ -1,10 +1,11 @@
-"""Quoting errors of vLLM."""
+"""Quoting errors of vLLM, and options that vLLM ignores."""
 
 from __future__ import annotations
 
 import pytest
 
-from nrl_models.errors import one_line
+from nrl_models.engines.vllm.vllm_start import require_model_impl
+from nrl_models.errors import EngineError, one_line
 
 
 def raised(error: Exception) -> Exception:
@@ -23,3 +24,10 @@ def test_an_error_is_quoted() -> None:
 def test_an_error_without_words_is_told_by_its_code() -> None:
     assert one_line(raised(AssertionError())) == "AssertionError: raise error"
     assert one_line(AssertionError()) == "AssertionError: "
+
+
+def test_a_misspelled_model_impl_raises() -> None:
+    with pytest.raises(EngineError, match=r"model_impl='transformer': expected one of transformers, vllm"):
+        require_model_impl("transformer", ("vllm", "transformers"))
+    require_model_impl("vllm", ("vllm", "transformers"))
+    require_model_impl("other", ())  # a vLLM that does not list the names
