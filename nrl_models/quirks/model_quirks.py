@@ -7,8 +7,7 @@ from nrl_models.quirks.quirk import Quirk
 LOADING = (
     Quirk(
         name="fp32-masters",
-        symptom="A trainer loads bf16 weights although it requested fp32 master weights. Small optimizer steps "
-        "round away, and nothing is learned.",
+        symptom="A trainer loads bf16 weights instead of fp32 master weights. Small optimizer steps round away.",
         where=("load", "trainer"),
         every_model=True,
         handling="Parameters load in the requested dtype. Parameters that transformers keeps in fp32 stay in fp32.",
