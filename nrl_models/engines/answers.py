@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nrl_models.common.trust.servers import hidden
-from nrl_models.engines.engine_types import Sample, Tokens
+from nrl_models.engines.engine_types import AT_PLACEHOLDER, Sample, Tokens
 from nrl_models.errors import EngineError, shown
 
 MINUS_INFINITY = -9999.0
@@ -121,3 +121,35 @@ class Checked:
                 found = self.mapping(place, at).get(str(token))
                 result.append(self.logprob(self.mapping(found, f"{at}[{token}]").get("logprob"), f"{at}[{token}]"))
         return result
+
+
+def require_complete(
+    engine_name: str, samples: Sequence[Sample], max_new_tokens: int, *, ignore_end: bool, beyond_limit: bool
+) -> None:
+    """Check the lengths of samples. For arguments, see `Engine.generate`.
+
+    Raises:
+        EngineError: If a sample has too many tokens, or ended too early.
+    """
+    lengths = [len(sample.tokens) for sample in samples]
+    if max(lengths, default=0) > max_new_tokens:
+        raise EngineError(f"{engine_name} generated {max(lengths)} tokens, but max_new_tokens is {max_new_tokens}")
+    short = [index for index, length in enumerate(lengths) if length != max_new_tokens]
+    cut = [index for index in short if samples[index].finish_reason == "length"]
+    if cut and not beyond_limit:
+        raise EngineError(
+            f"{engine_name} stopped sequences {cut} at its own limit, after {[lengths[index] for index in cut]} "
+            f"tokens; max_new_tokens is {max_new_tokens}. Request fewer tokens, or raise the limit (vLLM: "
+            "max_new_tokens of --override-generation-config, or --max-model-len)"
+        )
+    at_images = [index for index in short if samples[index].finish_reason == AT_PLACEHOLDER]
+    if at_images and ignore_end:
+        raise EngineError(
+            f"{engine_name} sampled the placeholder of an image in sequences {at_images}, which ends a completion: "
+            "with images, pass ignore_end=False"
+        )
+    if short and ignore_end and not beyond_limit:
+        raise EngineError(
+            f"{engine_name} generated {[lengths[index] for index in short]} tokens for sequences {short}, but "
+            f"{max_new_tokens} were requested, past the end of text: the engine ignores `ignore_eos`"
+        )

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.state_dict.buckets import grouped
 from nrl_models.common.value_checks import is_integer
+from nrl_models.engines.answers import require_complete
 from nrl_models.engines.engine_types import (
-    AT_PLACEHOLDER,
     Capabilities,
     ModuleCall,
     NamedTensor,
@@ -26,7 +26,7 @@ from nrl_models.engines.engine_types import (
     Sample,
     Tokens,
 )
-from nrl_models.engines.input_checks import require_lengths, require_limits, require_sampling
+from nrl_models.engines.input_checks import plain_tokens, require_lengths, require_limits, require_sampling
 from nrl_models.engines.transfer.sent_tensors import finite
 from nrl_models.errors import EngineError, MixedWeightsError, listed, one_line, shown
 from nrl_models.logprobs.sampling import Sampling
@@ -134,6 +134,8 @@ class Engine(AbstractContextManager["Engine"]):
         if not is_integer(seed, 1 - 2**63, 2**63 - 1):
             raise EngineError(f"seed={shown(seed)}: expected a whole number of at most 63 bits")
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
+        if not (prompts := plain_tokens(prompts)):
+            return []
         more: dict[str, Any] = {}
         if model_inputs is not None and any(model_inputs):
             if not self.capabilities().images:
@@ -156,21 +158,7 @@ class Engine(AbstractContextManager["Engine"]):
             samples = [
                 replace(sample, model_inputs=own) for sample, own in zip(samples, more["model_inputs"], strict=True)
             ]
-        lengths = [len(sample.tokens) for sample in samples]
-        if max(lengths, default=0) > max_new_tokens:
-            raise EngineError(f"{self.name} generated {max(lengths)} tokens, but max_new_tokens is {max_new_tokens}")
-        short = [index for index, length in enumerate(lengths) if length != max_new_tokens]
-        at_images = [index for index in short if samples[index].finish_reason == AT_PLACEHOLDER]
-        if at_images and ignore_end:
-            raise EngineError(
-                f"{self.name} sampled the placeholder of an image in sequences {at_images}, which ends a completion: "
-                "with images, pass ignore_end=False"
-            )
-        if short and ignore_end and not beyond_limit:
-            raise EngineError(
-                f"{self.name} generated {[lengths[index] for index in short]} tokens for sequences {short}, but "
-                f"{max_new_tokens} were requested, past the end of text: the engine ignores `ignore_eos`"
-            )
+        require_complete(self.name, samples, max_new_tokens, ignore_end=ignore_end, beyond_limit=beyond_limit)
         return samples
 
     def _generate(

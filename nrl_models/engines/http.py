@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.state_dict.buckets import on_host
@@ -30,36 +30,17 @@ from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import BUCKET_BYTES, VLLM_TEMPERATURES, Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.http_connection import TIMEOUT, ServerConnection
-from nrl_models.engines.input_checks import require_lengths, require_max_length
+from nrl_models.engines.http_probes import INVALID, NEUTRAL, ServerProbes
+from nrl_models.engines.input_checks import plain_tokens, require_lengths, require_max_length
 from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import Sender
 from nrl_models.errors import EngineError, shown
 from nrl_models.inputs.tokenizers import end_tokens
-from nrl_models.loading.read_config import read_config
+from nrl_models.loading.read_config import generation_settings, read_config
 from nrl_models.logprobs.sampling import Sampling
-
-NEUTRAL = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""Neutral values of sampling parameters. All are sent, because a server fills missing ones from generation_config.json
-or its defaults."""
-
-INVALID = {"top_p": 2.0, "top_k": -7, "min_p": 2.0, "repetition_penalty": -1.0}
-"""Values that a server rejects if it reads the parameter and checks it."""
 
 EMPTY = hashlib.sha256().hexdigest()
 """A server's checksum of a parameter that it has packed for its kernels."""
-
-PROBE_TOKENS = 16
-"""Tokens that show how a server samples."""
-
-PROBE_TOLERANCE = 0.03
-"""Maximum mean difference, in nats, between a probe's log-probabilities from sampling and from a prefill."""
 
 
 class HTTPEngine(Engine):
@@ -99,14 +80,14 @@ class HTTPEngine(Engine):
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.ends = list(ends)
-        self._unproven = {
-            name: value for name, value in (defaults or {}).items() if name in INVALID and value != NEUTRAL[name]
-        }
+        self._probes = ServerProbes(self, defaults or {})
         self._connection = ServerConnection(address, api_key, timeout, vocabulary)
         self.address, self._checked = self._connection.address, self._connection.checked
         self._client = ServerClient(self._connection.request, self._checked)
         self._sender = Sender(self._client, deltas=deltas)
         self._settled = True
+        self._run = secrets.token_hex(4)
+        self._sent: str | None = None
         self._held: dict[str, str] = {}
         served = self._connection.served_models()
         if model is None and len(served) == 1:
@@ -155,8 +136,8 @@ class HTTPEngine(Engine):
         require_max_length(max_length)
         if (timeout := options.get("timeout")) is not None and not (is_number(timeout, 0.0) and timeout):
             raise EngineError(f"timeout={shown(timeout)}: expected a positive number")
-        file = folder / "generation_config.json"
-        generation = GenerationConfig.from_pretrained(folder).to_diff_dict() if file.is_file() else {}
+        settings = generation_settings(folder)
+        generation = {} if settings is None else settings.to_diff_dict()
         defaults = {name: generation[name] for name in INVALID if generation.get(name) is not None}
         own: dict[str, Any] = {"vocabulary": vocabulary, "max_length": max_length, "dtype": dtype}
         return cls(address, ends=end_tokens(folder, config), defaults=defaults, **own, **options)
@@ -182,7 +163,7 @@ class HTTPEngine(Engine):
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
         """All prompts are sent in one request."""
-        self._require_overrides(prompts)
+        self._probes.require(prompts, sampling)
         body: dict[str, Any] = NEUTRAL | {
             "model": self.model,
             "prompt": [list(prompt) for prompt in prompts],
@@ -211,40 +192,24 @@ class HTTPEngine(Engine):
             if reason is not None:
                 reason = self._checked.text(reason, f"{at}.finish_reason")
             samples.append(Sample(tuple(prompt), tokens, logprobs, str(reason)))
+        self._require_version()
         return samples
 
-    def _require_overrides(self, prompts: Sequence[Tokens]) -> None:
-        """Check that the checkpoint's generation_config.json does not change how the server samples.
+    def send_probe(self, prompt: Sequence[int], **parameters: Any) -> int:
+        """Request one token with some sampling parameters, and return the status of the answer."""
+        body = {"model": self.model, "prompt": [list(prompt)], "max_tokens": 1, "temperature": 1.0, **parameters}
+        return self._connection.send("POST", "/v1/completions", body).status
 
-        Sends an invalid value of each parameter. A server that accepts it either ignores the parameter or does not
-        validate it. To tell which, compare the log-probabilities of sampled tokens with their scores.
+    def _require_version(self) -> None:
+        """Check that the server still has the weights of the last refit. Without a refit, there is nothing to check.
+
+        Raises:
+            EngineError: If it has others.
         """
-        if not self._unproven or not prompts:
-            return
-        prompt = list(prompts[0][:PROBE_TOKENS])
-        body = {"model": self.model, "prompt": [prompt], "max_tokens": 1, "temperature": 1.0}
-        asked = {
-            name: self._connection.send("POST", "/v1/completions", body | {name: INVALID[name]})
-            for name in self._unproven
-        }
-        accepted = [name for name, answer in asked.items() if answer.status < 300]
-        defaults, self._unproven = self._unproven, {}
-        if not accepted:
-            return
-        try:
-            (sample,) = self._generate([prompt], Sampling(), max_new_tokens=PROBE_TOKENS, seed=0, ignore_end=True)
-            scores = self.score([sample.sequence], Sampling())[0][len(prompt) :]
-            differences = [abs(one - other) for one, other in zip(sample.logprobs, scores, strict=True)]
-        except BaseException:
-            self._unproven = defaults
-            raise
-        if not sum(differences) <= PROBE_TOLERANCE * len(differences):
-            self._unproven = defaults
-            settings = ", ".join(f"{name}={defaults[name]}" for name in accepted)
+        if self._sent is not None and (there := self._client.weight_version()) != self._sent:
             raise EngineError(
-                f"{self.address} does not read {', '.join(accepted)}, and the checkpoint's generation_config.json sets "
-                f"{settings}: it samples from another distribution than was requested. Start the server without that "
-                "file's defaults (vLLM: --generation-config vllm), or remove them from the file"
+                f"{self.address} has version {there!r} of the weights, and this engine sent version {self._sent!r}: "
+                "the server was restarted, or received weights from another trainer. Refit it before the next call"
             )
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
@@ -252,16 +217,21 @@ class HTTPEngine(Engine):
         if not sampling.is_identity:
             raise EngineError(f"{self.address} scores existing tokens at temperature 1 only, not at {sampling}")
         require_lengths(self, sequences, 1)
+        sequences = plain_tokens(sequences)
+        if not sequences:
+            return []
         body: dict[str, Any] = NEUTRAL | {"model": self.model} | {"prompt": [list(tokens) for tokens in sequences]}
         body |= {"temperature": 0.0, "max_tokens": 1}
         size = sum(map(len, sequences)) + len(sequences)
         choices = self._connection.complete(body | {"prompt_logprobs": 0}, size)
+        self._require_version()
         if all(choice.get("prompt_logprobs") for choice in choices):
             return [
                 self._checked.logprobs_by_id(choice["prompt_logprobs"], tokens, f"choices[{number}].prompt_logprobs")
                 for number, (choice, tokens) in enumerate(zip(choices, sequences, strict=True))
             ]
         choices = self._connection.complete(body | {"echo": True, "logprobs": 0}, size)
+        self._require_version()
         results = []
         for number, (choice, tokens) in enumerate(zip(choices, sequences, strict=True)):
             found = self._connection.token_logprobs(choice, f"choices[{number}]")
@@ -288,7 +258,9 @@ class HTTPEngine(Engine):
         tensors = on_host(chain.from_iterable(sent), self._sender.bucket_bytes)
         try:
             self._client.pause()
-            self._sender.send(digested(tensors, arrived) if digests else tensors)
+            # Unique, because the versions of two trainers may have the same number.
+            version = f"{self._sender.version + 1}-{self._run}"
+            self._sender.send(digested(tensors, arrived) if digests else tensors, version)
         except BaseException:
             if not self._refit_changed():
                 with suppress(EngineError):  # it has died
@@ -299,7 +271,7 @@ class HTTPEngine(Engine):
         if now != self._sender.last_version:
             self._checked.wrong("the version after a refit", now, repr(self._sender.last_version))
         self._client.resume()
-        self._settled = True
+        self._settled, self._sent = True, now
         # The server compares the tensors with their digests, and raises an error if a parameter is left unwritten.
         return {"digests": arrived, "unwritten": [], "stale_buffers": []}
 

@@ -93,3 +93,8 @@ def require_lengths(engine: Limited, sequences: Sequence[Tokens], more: int = 0)
             )
     if problems:
         raise EngineError(f"{engine.name} cannot process these sequences:", *itemised(problems))
+
+
+def plain_tokens(sequences: Sequence[Tokens]) -> list[list[int]]:
+    """Return sequences as lists of Python integers, without NumPy's, which JSON does not accept."""
+    return [[int(token) for token in tokens] for tokens in sequences]

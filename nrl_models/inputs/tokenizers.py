@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.logs import get_logger
-from nrl_models.errors import ConsistencyError, one_line
+from nrl_models.common.value_checks import is_integer
+from nrl_models.errors import ConfigurationError, ConsistencyError, Problem, ProblemKind, one_line, shown
+from nrl_models.loading.read_config import generation_settings
 
 logger = get_logger(__name__)
 
@@ -47,12 +50,13 @@ def end_tokens(path: str | Path, config: PreTrainedConfig) -> tuple[int, ...]:
         config: Its configuration, used if there is no generation_config.json, as in transformers and vLLM.
 
     Raises:
-        CheckpointError: If a file is a link to a file outside of the directory.
+        CheckpointError: If a file is a link to a file outside of the directory, or the generation configuration is not
+            valid.
+        ConfigurationError: If an end token is not a token ID.
     """
     require_links_inside(Path(path))
-    if (Path(path) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(path)
-    else:
+    generation = generation_settings(Path(path))
+    if generation is None:
         generation = GenerationConfig.from_model_config(config)
     return tuple(sorted({*as_ids(generation.eos_token_id), *tokenizer_ends(path)}))
 
@@ -67,6 +71,14 @@ def tokenizer_ends(path: str | Path) -> tuple[int, ...]:
     return () if tokenizer is None else as_ids(tokenizer.eos_token_id)
 
 
-def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The end tokens of a configuration, which has none, one or a list of them."""
-    return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+def as_ids(value: Any) -> tuple[int, ...]:
+    """Return the end tokens of a configuration, which has none, one or a list of them.
+
+    Raises:
+        ConfigurationError: If one is not a token ID. Negative numbers mean none, as in some published configurations.
+    """
+    listed = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    if wrong := [each for each in listed if not is_integer(each, -math.inf)]:
+        problem = Problem(ProblemKind.CONFIG, "eos_token_id", f"is {shown(wrong[0])}: expected a token ID or a list")
+        raise ConfigurationError("invalid token IDs", [problem], ["correct config.json or generation_config.json"])
+    return tuple(int(each) for each in listed if each >= 0)

@@ -90,10 +90,19 @@ def generation_config(model_class: type[PreTrainedModel], folder: Path) -> Gener
     """Return the generation settings of the checkpoint; None if it has none, or the model does not generate.
 
     Raises:
+        CheckpointError: See `generation_settings`.
+    """
+    return generation_settings(folder) if model_class.can_generate() else None
+
+
+def generation_settings(folder: Path) -> GenerationConfig | None:
+    """Read a checkpoint's generation_config.json; None if it has none.
+
+    Raises:
         CheckpointError: If the file is not a regular file or not a JSON object, or transformers rejects its values.
     """
     file = folder / GENERATION_NAME
-    if not model_class.can_generate() or not file.exists():
+    if not file.exists():
         return None
     read_object(file)
     try:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -27,6 +28,8 @@ class Served:
         requests: The requests, in order.
         defaults: Sampling parameters used if a request has none, as vLLM reads from generation_config.json.
         ignored: Sampling parameters of requests that are ignored. The defaults apply.
+        reported: Returns the sampling of the reported log-probabilities for that of a request. vLLM's default are those
+            from before temperature and truncation.
     """
 
     def __init__(self, engine: HFEngine, style: str) -> None:
@@ -38,6 +41,7 @@ class Served:
         self.requests: list[dict[str, Any]] = []
         self.defaults: dict[str, Any] = {}
         self.ignored: tuple[str, ...] = ()
+        self.reported: Callable[[Sampling], Sampling] = lambda sampling: sampling
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompts = body["prompt"]
@@ -50,6 +54,12 @@ class Served:
             seed=body.get("seed", 0),
             ignore_end=body.get("ignore_eos", False),
         )
+        if (reported := self.reported(sampling)) != sampling:
+            rows = self.engine.score([sample.sequence for sample in samples], reported)
+            samples = [
+                replace(sample, logprobs=tuple(row[len(sample.prompt) :]))
+                for sample, row in zip(samples, rows, strict=True)
+            ]
         wants_prompt = "prompt_logprobs" in body if self.style == "vllm" else body.get("echo")
         scores = self.engine.score(prompts, Sampling()) if wants_prompt else [None] * len(prompts)
         choices = []

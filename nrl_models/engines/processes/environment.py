@@ -19,7 +19,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens
-from nrl_models.engines.input_checks import require_lengths, require_max_length
+from nrl_models.engines.input_checks import plain_tokens, require_lengths, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm.vllm_start import KV_CACHE_BYTES
 from nrl_models.errors import EngineError, EngineUnavailableError
@@ -159,7 +159,7 @@ class EnvironmentEngine(Engine):
     ) -> list[dict[str, Any]]:
         """Return one object per prompt with the worker's completion."""
         request = {
-            "prompts": [list(prompt) for prompt in prompts],
+            "prompts": plain_tokens(prompts),
             "seeds": list(seeds),
             "sampling": sampling | {"detokenize": False},
         }

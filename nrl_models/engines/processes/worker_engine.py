@@ -19,7 +19,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import BUCKET_BYTES, Capabilities, NamedTensor, Sample, Tokens
-from nrl_models.engines.input_checks import require_lengths, require_max_length
+from nrl_models.engines.input_checks import plain_tokens, require_lengths, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.transfer.transports import LOCAL, message_of
 from nrl_models.errors import EngineError, EngineUnavailableError
@@ -143,7 +143,7 @@ class WorkerEngine(Engine):
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`."""
         require_lengths(self, sequences)
-        rows = [list(tokens) for tokens in sequences]
+        rows = plain_tokens(sequences)
         asked = {"call": "score", "sequences": rows, "sampling": asdict(sampling), "last": last}
         answer = self._checked.listed(self.worker.ask(asked).get("scores"), "scores", len(rows))
         return [

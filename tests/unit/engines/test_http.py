@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from completions_server import Served, serving
@@ -112,6 +113,35 @@ def test_an_early_end_is_seen(server: Server, prompts: list[list[int]]) -> None:
     served.complete = lambda body: original(body | {"ignore_eos": False})  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="ignores `ignore_eos`"):
         engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=5)
+
+
+def test_a_server_with_a_lower_limit_of_new_tokens_raises(server: Server, prompts: list[list[int]]) -> None:
+    """vLLM applies the `max_new_tokens` of its generation configuration to every request."""
+    engine, served = server
+    original = served.complete
+
+    def complete(body: dict[str, Any]) -> dict[str, Any]:
+        return original(body | {"max_tokens": min(body["max_tokens"], 4)})
+
+    served.complete = complete  # type: ignore[method-assign]
+    for ignore_end in (True, False):
+        with pytest.raises(
+            EngineError, match=r"stopped sequences \[0, 1, 2\] at its own limit, after \[4, 4, 4\] tokens"
+        ):
+            engine.generate(prompts, Sampling(), max_new_tokens=5, ignore_end=ignore_end)
+    assert len(engine.generate(prompts, Sampling(), max_new_tokens=4)) == len(prompts)
+
+
+def test_token_ids_of_numpy_and_no_prompts(server: Server, prompts: list[list[int]]) -> None:
+    engine, _ = server
+    arrays = [list(np.array(prompt)) for prompt in prompts]
+    expected = engine.generate(prompts, Sampling(), max_new_tokens=3)
+    found = engine.generate(arrays, Sampling(), max_new_tokens=3)
+    assert found == expected
+    assert {type(token) for sample in found for token in sample.sequence} == {int}
+    scores = [engine.score(rows, Sampling()) for rows in (prompts, arrays)]
+    assert [row[1:] for row in scores[0]] == [row[1:] for row in scores[1]]
+    assert engine.generate([], Sampling(), max_new_tokens=3) == engine.score([], Sampling()) == []
 
 
 def test_a_slow_server_times_out(checkpoint: Path, prompts: list[list[int]]) -> None:

@@ -49,6 +49,9 @@ class Served:
     def do(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         if route == "models":
             return {"data": [{"id": "tiny"}]}
+        if route == "completions":
+            choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "prompt_logprobs": [None]}
+            return {"choices": [choice]}
         if route == "weight_info":
             return {"weight_version": self.version}
         if route in ("pause", "resume"):
@@ -129,11 +132,12 @@ def test_what_is_asked_and_in_which_order(trainer: PreTrainedModel, both: tuple[
     served.asked.clear()
     report = engine.refit(exported(trainer))
     assert served.asked == [*ROUTES[:-2], "weight_info", *ROUTES[-2:]]
-    assert (report.version, served.version, served.is_paused) == (1, "1", False)
+    assert (report.version, served.version.partition("-")[0], served.is_paused) == (1, "1", False)
     assert not differ(served.workers.model.state_dict(), trainer.state_dict())
     train(trainer, 0.01, torch.Generator().manual_seed(0))
     engine.refit(exported(trainer))
-    assert served.workers.receiver.weights.version == served.version == "2"
+    assert served.workers.receiver.weights.version == served.version
+    assert served.version.startswith("2-")
     assert len(served.workers.loaded) > 5
     assert not differ(served.workers.model.state_dict(), trainer.state_dict())
 
@@ -146,6 +150,46 @@ def test_a_server_that_was_started_again_is_sent_everything(
     served.workers.receiver.weights, served.version = None, "default"
     train(served.workers.model, 0.5, torch.Generator().manual_seed(8))
     engine.refit(exported(trainer))
+    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+
+
+def test_calls_after_a_restart_raise_until_the_server_is_refitted(
+    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+) -> None:
+    """The server would answer with the weights of its checkpoint."""
+    engine, served = both
+    calls = (
+        lambda: engine.generate([[1, 2]], Sampling(), max_new_tokens=1),
+        lambda: engine.score([[1]], Sampling()),
+    )
+    for call in calls:
+        call()  # before the first refit, the server may have any version
+    engine.refit(exported(trainer))
+    for call in calls:
+        call()
+    served.workers.receiver.weights, served.version = None, "default"
+    for call in calls:
+        with pytest.raises(
+            EngineError, match=r"has version 'default' of the weights, and this engine sent version '1-"
+        ):
+            call()
+    engine.refit(exported(trainer))
+    for call in calls:
+        call()
+
+
+def test_trainers_with_the_same_number_of_refits_do_not_mix(
+    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+) -> None:
+    engine, served = both
+    engine.refit(exported(trainer))
+    other = copy.deepcopy(trainer)
+    train(other, 0.01, torch.Generator().manual_seed(3))
+    HTTPEngine(engine.address, api_key="s3cret").refit(exported(other))  # also its first
+    with pytest.raises(EngineError, match="received weights from another trainer"):
+        engine.score([[1]], Sampling())
+    train(trainer, 0.01, torch.Generator().manual_seed(4))
+    engine.refit(exported(trainer))  # all weights, because the server's are not the base of its changes
     assert not differ(served.workers.model.state_dict(), trainer.state_dict())
 
 
@@ -203,7 +247,7 @@ def test_a_server_that_keeps_what_it_computed_is_named(
 def test_a_server_that_says_another_version_is_named(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
     engine, served = both
     served.answers["weight_info"] = 200, {}, b'{"weight_version": "7"}'
-    with pytest.raises(EngineError, match="the version after a refit is '7', expected '1'"):
+    with pytest.raises(EngineError, match="the version after a refit is '7', expected '1-"):
         engine.refit(exported(trainer))
 
 

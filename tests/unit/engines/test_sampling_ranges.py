@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities
 from nrl_models.engines.hf import HFEngine
-from nrl_models.engines.http import NEUTRAL
-from nrl_models.errors import EngineError, NRLModelsError, SamplingError
+from nrl_models.engines.http import HTTPEngine
+from nrl_models.engines.http_probes import NEUTRAL
+from nrl_models.errors import CheckpointError, ConfigurationError, EngineError, NRLModelsError, SamplingError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs import Sampling
@@ -70,6 +73,35 @@ def test_server_whose_default_cannot_be_overridden_raises(
                 engine.generate(prompts, Sampling(), max_new_tokens=2)
         served.ignored = ()
         assert len(engine.generate(prompts, Sampling(), max_new_tokens=2)) == 3
+
+
+UNPROCESSED: dict[str, Callable[[Sampling], Sampling]] = {
+    "raw": lambda sampling: Sampling(),
+    "without truncation": lambda sampling: Sampling(sampling.temperature),
+}
+
+
+@pytest.mark.parametrize("reported", UNPROCESSED)
+def test_server_that_reports_another_distribution_raises(
+    reported: str, checkpoint: Path, prompts: list[list[int]]
+) -> None:
+    """vLLM reports log-probabilities from before temperature and truncation unless it is started otherwise."""
+    with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
+        served.reported = UNPROCESSED[reported]
+        engine = start_engine(address, checkpoint)
+        engine.generate(prompts, Sampling(), max_new_tokens=2)
+        engine.generate(prompts, Sampling(0.0), max_new_tokens=2)
+        for sampling in (Sampling(0.7), Sampling(1.4), Sampling(top_k=20), Sampling(top_p=0.9), Sampling(0.7, 5, 0.9)):
+            before = "temperature" if reported == "raw" and sampling.temperature != 1.0 else "truncation"
+            if reported == "raw" or sampling.truncates:
+                with pytest.raises(
+                    EngineError, match=rf"log-probabilities from before {before}, .* processed_logprobs"
+                ):
+                    engine.generate(prompts, sampling, max_new_tokens=2)
+            else:
+                engine.generate(prompts, sampling, max_new_tokens=2)
+        served.reported = lambda sampling: sampling
+        assert len(engine.generate(prompts, Sampling(0.7, 5, 0.9), max_new_tokens=2)) == len(prompts)
 
 
 class Ranged(Engine):
@@ -141,6 +173,29 @@ def test_end_token_of_the_tokenizer_ends_replies_in_every_engine(folder: Path, p
             assert (stopped.tokens, stopped.finish_reason) == (free.tokens[: free.tokens.index(end) + 1], "stop")
             assert engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)[0].tokens == free.tokens
         assert served.requests[0]["stop_token_ids"] == list(ends)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "null", *(f'{{"eos_token_id": {value}}}' for value in ('"a"', '["a"]', '{"a": 1}', "1.5", "[[2]]"))],
+)
+def test_invalid_generation_configuration_raises_a_typed_error(
+    content: str, folder: Path, prompts: list[list[int]]
+) -> None:
+    config = read_config(folder)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises((CheckpointError, ConfigurationError), match=r"generation_config\.json"):
+        end_tokens(folder, config)
+    with pytest.raises((CheckpointError, ConfigurationError), match=r"generation_config\.json"):
+        HTTPEngine.start(folder, address="http://127.0.0.1:9")
+    # transformers ignores or rejects some of these files.
+    with suppress(NRLModelsError):
+        HFEngine.start(folder).generate(prompts, Sampling(), max_new_tokens=2, ignore_end=False)
+
+
+def test_negative_end_token_means_none(folder: Path) -> None:
+    with_defaults(folder, eos_token_id=[-1, 5])
+    assert end_tokens(folder, read_config(folder)) == (5,)
 
 
 @pytest.mark.parametrize("tokens", ["text", [20.5], [True], [20, None], torch.tensor([20, 21]), None, 5])

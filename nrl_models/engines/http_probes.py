@@ -1,0 +1,136 @@
+"""Probes of a completions server: which sampling parameters it reads, and which distribution it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Sample, Tokens
+from nrl_models.errors import EngineError
+from nrl_models.logprobs.sampling import Sampling
+
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Neutral values of sampling parameters. All are sent, because a server fills missing ones from generation_config.json
+or its defaults."""
+
+INVALID = {"top_p": 2.0, "top_k": -7, "min_p": 2.0, "repetition_penalty": -1.0}
+"""Values that a server rejects if it reads the parameter and checks it."""
+
+PROBE_TOKENS = 16
+"""Tokens that show how a server samples."""
+
+PROBE_TOLERANCE = 0.03
+"""Maximum mean difference, in nats, between a probe's log-probabilities from sampling and from a prefill."""
+
+
+class Probed(Protocol):
+    """An engine that connects to a server."""
+
+    address: str
+
+    def send_probe(self, prompt: Sequence[int], **parameters: Any) -> int:
+        """Request one token, and return the status of the answer."""
+
+    def score(self, sequences: Sequence[Tokens], sampling: Sampling) -> list[list[float]]:
+        """See `Engine.score`."""
+
+    def _generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+    ) -> list[Sample]: ...
+
+
+class ServerProbes:
+    """Checks of a server before its samples are used. Each passes once.
+
+    Args:
+        engine: The engine that connects to the server.
+        defaults: Sampling parameters from the checkpoint's generation_config.json, which the server may apply.
+    """
+
+    def __init__(self, engine: Probed, defaults: Mapping[str, Any]) -> None:
+        self._engine = engine
+        self._unproven = {name: value for name, value in defaults.items() if name in INVALID and value != NEUTRAL[name]}
+        self._unprocessed = {"temperature": Sampling(VLLM_TEMPERATURES[0]), "truncation": Sampling(top_k=1)}
+
+    def require(self, prompts: Sequence[Tokens], sampling: Sampling) -> None:
+        """Check that the server samples as requested, and reports log-probabilities of the sampled distribution.
+
+        Raises:
+            EngineError: If it does not.
+        """
+        if not prompts:
+            return
+        prompt = list(prompts[0][:PROBE_TOKENS])
+        if self._unproven:
+            self._require_overrides(prompt)
+        if not sampling.greedy and sampling.temperature != 1.0:
+            self._require_processed("temperature", prompt[:1])
+        if sampling.truncates:
+            self._require_processed("truncation", prompt[:1])
+
+    def _require_overrides(self, prompt: list[int]) -> None:
+        """Check that the checkpoint's generation_config.json does not change how the server samples.
+
+        Sends an invalid value of each parameter. A server that accepts it either ignores the parameter or does not
+        validate it. To tell which, compare the log-probabilities of sampled tokens with their scores.
+        """
+        accepted = [name for name in self._unproven if self._engine.send_probe(prompt, **{name: INVALID[name]}) < 300]
+        defaults, self._unproven = self._unproven, {}
+        if not accepted:
+            return
+        try:
+            sample = self._sample(prompt, Sampling())
+            scores = self._engine.score([sample.sequence], Sampling())[0][len(prompt) :]
+            differences = [abs(one - other) for one, other in zip(sample.logprobs, scores, strict=True)]
+        except BaseException:
+            self._unproven = defaults
+            raise
+        if not sum(differences) <= PROBE_TOLERANCE * len(differences):
+            self._unproven = defaults
+            settings = ", ".join(f"{name}={defaults[name]}" for name in accepted)
+            raise EngineError(
+                f"{self._engine.address} does not read {', '.join(accepted)}, and the checkpoint's "
+                f"generation_config.json sets {settings}: it samples from another distribution than was requested. "
+                "Start the server without that file's defaults (vLLM: --generation-config vllm), or remove them from "
+                "the file"
+            )
+
+    def _require_processed(self, name: str, prompt: list[int]) -> None:
+        """Check that log-probabilities are those after temperature or truncation.
+
+        The probe's sampling leaves one token, the most likely one. Its log-probability is then 0. A server that reports
+        unprocessed log-probabilities returns the same as for greedy decoding.
+        """
+        if (probe := self._unprocessed.pop(name, None)) is None:
+            return
+        try:
+            greedy, sampled = self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe)
+        except BaseException:
+            self._unprocessed[name] = probe
+            raise
+        same = 0
+        for expected, token, raw, found in zip(
+            greedy.tokens, sampled.tokens, greedy.logprobs, sampled.logprobs, strict=False
+        ):
+            if token != expected:  # equally likely tokens
+                break
+            if raw < -PROBE_TOLERANCE:
+                same += abs(found - raw) <= PROBE_TOLERANCE / 10
+        if same:
+            self._unprocessed[name] = probe
+            raise EngineError(
+                f"{self._engine.address} returns log-probabilities from before {name}, not those of the distribution "
+                "that it samples from. Start the server so that it processes them (vLLM: --logprobs-mode "
+                "processed_logprobs), or sample at temperature 1 without top_k and top_p"
+            )
+
+    def _sample(self, prompt: list[int], sampling: Sampling) -> Sample:
+        (sample,) = self._engine._generate([prompt], sampling, max_new_tokens=PROBE_TOKENS, seed=0, ignore_end=True)
+        return sample
