@@ -103,11 +103,22 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+SAMPLING_PARAMETERS = (
+    *("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+    *("logit_bias", "sequence_bias", "bad_words_ids", "suppress_tokens", "min_tokens"),
+)
+"""Sampling parameters of engines that change a distribution. A model's forward would ignore them."""
+
 NOT_TAKEN = {
     "use_cache": "complete sequences are processed, and no cache is returned: leave it out, or pass False",
     **dict.fromkeys(CACHE_NAMES, "complete sequences are processed, from their first token: leave it out"),
     "labels": "log-probabilities are computed, and no loss: leave them out",
     "logits_to_keep": "`score` selects the tokens to score: leave it out",
+    **dict.fromkeys(
+        SAMPLING_PARAMETERS,
+        "log-probabilities are those after temperature, top_k and top_p only: sample without it, and leave it out",
+    ),
 }
 """Keywords of a model's forward that raise an error here, with the reason."""
 

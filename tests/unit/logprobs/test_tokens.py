@@ -283,6 +283,8 @@ def test_keywords_that_change_nothing_are_taken(
         ({"past_key_values": DynamicCache()}, "past_key_values.*complete sequences"),
         ({"labels": torch.zeros(1, 7, dtype=torch.long)}, "labels.*no loss"),
         ({"logits_to_keep": 3}, "logits_to_keep=3.*score"),
+        ({"min_p": 0.1}, "min_p.*after temperature, top_k and top_p only"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty.*after temperature, top_k and top_p only"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
