@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.trust.adapter_files import ADAPTER_WEIGHTS, require_adapter_files
 from nrl_models.engines.transfer.sent_tensors import finite
-from nrl_models.errors import EngineError, listed, one_line
+from nrl_models.errors import CheckpointError, EngineError, listed, one_line
 
 EXPERTS = ".experts"
 """Experts, which are one module in vLLM and parameters in PEFT."""
@@ -104,16 +105,17 @@ def load_adapter(llm: Any, folder: Path, number: int) -> Any:
 
 
 def _require_values(folder: Path) -> None:
-    """Check that the tensors of an adapter are finite floating-point numbers, because vLLM loads any values.
+    """Check that an adapter has finite floating-point numbers in safetensors. vLLM loads any values, and pickles.
 
     Raises:
-        EngineError: If some are not.
+        EngineError: If it does not.
     """
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        return  # vLLM raises an error
+    file = folder / ADAPTER_WEIGHTS
     try:
+        require_adapter_files(folder)
         tensors = load_file(file)
+    except CheckpointError as error:
+        raise EngineError(*str(error).splitlines()) from error
     except SafetensorError as error:
         raise EngineError(f"{file} is damaged: {one_line(error)}") from error
     for name, tensor in finite(tensors.items()) if tensors else ():

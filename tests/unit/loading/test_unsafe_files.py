@@ -7,16 +7,19 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
 
 from nrl_models import AutoModelForCausalLM, check_parity, start_engine
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.errors import CheckpointError
+from nrl_models.engines.vllm.vllm_lora import load_adapter as load_adapter_into_vllm
+from nrl_models.errors import CheckpointError, NRLModelsError
 from nrl_models.testing.suite.asserts import assert_same_tensors
 
 
@@ -83,6 +86,33 @@ def test_weights_that_the_configuration_names_are_checked(
     name_in_config(checkpoint, file)
     with pytest.raises(CheckpointError, match=r"transformers_weights|absent\.safetensors: is missing"):
         load(checkpoint)
+    assert not (tmp_path / "ran").exists()
+
+
+def adapter_of_vllm(folder: Path) -> Any:
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(lora_config=True)))
+    return load_adapter_into_vllm(llm, folder, 1)
+
+
+@pytest.mark.parametrize("reader", ["transformers", "vllm"])
+@pytest.mark.parametrize("file", ["adapter_model.bin", "adapter_model.pt", "link"])
+def test_pickles_and_links_of_adapters_are_not_read(
+    reader: str, file: str, llama_checkpoint: Path, tmp_path: Path
+) -> None:
+    """transformers and vLLM read a pickle if an adapter has no safetensors."""
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    read = model.load_adapter if reader == "transformers" else adapter_of_vllm
+    folder = tmp_path / "adapter"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(llama_checkpoint), LoraConfig()).save_pretrained(folder)
+    weights = folder / "adapter_model.safetensors"
+    if file == "link":
+        weights.rename(tmp_path / "elsewhere.safetensors")
+        weights.symlink_to(tmp_path / "elsewhere.safetensors")
+    else:
+        weights.unlink()
+        torch.save(Payload(tmp_path / "ran"), folder / file)
+    with pytest.raises(NRLModelsError, match=rf"only {file} found|link that leads out of the checkpoint"):
+        read(folder)
     assert not (tmp_path / "ran").exists()
 
 
