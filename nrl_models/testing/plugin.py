@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +18,14 @@ import pytest
 
 from nrl_models.testing.features import SUITE, Condition, conditions_of
 from nrl_models.testing.results import ResultsRecorder
+from nrl_models.testing.upstream_failures import (
+    described,
+    differs_only_in,
+    failure,
+    failure_of_reference,
+    places,
+    tensors_not_read_back,
+)
 
 if TYPE_CHECKING:
     from nrl_models.testing.case import FamilyCase
@@ -204,12 +211,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return _compare(pyfuncitem, arguments)
     left = _left.setdefault(limit, _tests_of(pyfuncitem.session, limit))
     left.discard(pyfuncitem.nodeid)
-    ours = _failure(pyfuncitem.obj, arguments)
+    ours = failure(pyfuncitem.obj, arguments)
     if ours is not None:
-        upstream = _failure_of_reference(pyfuncitem.obj, arguments)
-        if _described(ours) != _described(upstream):
+        upstream = failure_of_reference(pyfuncitem.obj, arguments)
+        if described(ours) != described(upstream):
             raise AssertionError(
-                f"{_described(ours)}; transformers' class: {_described(upstream)}. The limit stated is {limit.reason!r}"
+                f"{described(ours)}; transformers' class: {described(upstream)}. The limit stated is {limit.reason!r}"
             ) from ours
         _shown.add(limit)
         pytest.xfail(limit.reason)
@@ -219,52 +226,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _compare(item: pytest.Function, arguments: Mapping[str, Any]) -> bool:
-    """Run a test. If it fails, note in the item whether it fails at the same place on transformers' class.
+    """Run a test. If it fails, note in the item whether transformers' class is the cause.
 
-    Only in tests of features that any class may have. Others build our class, or check what a family declares.
+    Tests of features that any class may have fail at the same place on it. Other tests build our class, or check what a
+    family declares; of these, tests of tensors that transformers does not read back are noted.
     """
     from nrl_models.testing.features import INVARIANCES
 
-    ours = _failure(item.obj, arguments)
+    ours = failure(item.obj, arguments)
     if ours is None:
         return True
     if getattr(item.obj, "feature", "") not in INVARIANCES:
+        if differs_only_in(ours, tensors_not_read_back(arguments["family_case"])):
+            item.user_properties.append(("upstream", True))
         raise ours
-    upstream = _failure_of_reference(item.obj, arguments)
-    if _described(ours) == _described(upstream) and _places(ours) == _places(upstream):
+    upstream = failure_of_reference(item.obj, arguments)
+    if described(ours) == described(upstream) and places(ours) == places(upstream):
         item.user_properties.append(("upstream", True))
     raise ours
-
-
-def _failure(test: Callable[..., None], arguments: Mapping[str, Any]) -> Exception | None:
-    try:
-        test(**arguments)
-    except Exception as error:
-        return error
-    return None
-
-
-def _failure_of_reference(test: Callable[..., None], arguments: Mapping[str, Any]) -> Exception | None:
-    """Run a test on transformers' class, in a separate directory if it writes files."""
-    others = {**arguments, "family_case": arguments["family_case"].of_reference()}
-    if "tmp_path" in others:
-        others["tmp_path"] = others["tmp_path"] / "upstream"
-        others["tmp_path"].mkdir()
-    return _failure(test, others)
-
-
-def _described(error: Exception | None) -> str:
-    """Return an error's type and message. For a comparison only the type, because two models have other numbers."""
-    if error is None:
-        return "passes"
-    name = type(error).__name__
-    return name if isinstance(error, AssertionError) else f"{name}: {error}"
-
-
-def _places(error: BaseException | None) -> list[tuple[str, int]]:
-    """Return the lines of the suite that an error passed: several assertions of a test have one type."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    return [(frame.filename, frame.lineno or 0) for frame in frames if Path(frame.filename).parent == SUITE]
 
 
 def _tests_of(session: pytest.Session, limit: _Limit) -> set[str]:

@@ -1,0 +1,54 @@
+"""Failures of generated tests that transformers' class causes are recognized."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nrl_models.testing.suite.asserts import assert_same_tensors
+from nrl_models.testing.upstream_failures import differs_only_in, tensors_not_read_back
+
+
+class ResetAfterLoading(LlamaForCausalLM):
+    """A class that sets a value after loading, like Zaya of transformers."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().from_pretrained(*args, **kwargs)
+        with torch.no_grad():
+            model.lm_head.weight[-1] = -1.0
+        return model
+
+
+@pytest.mark.parametrize(
+    ("model_class", "expected"), [(LlamaForCausalLM, set()), (ResetAfterLoading, {"lm_head.weight"})]
+)
+def test_tensors_that_transformers_changes_after_loading(
+    model_class: type[LlamaForCausalLM], expected: set[str], llama_config: LlamaConfig
+) -> None:
+    model = model_class(llama_config)
+    with torch.no_grad():
+        model.lm_head.weight.normal_()
+    case: Any = SimpleNamespace(reference=lambda dtype: model, reference_class=model_class)
+    assert tensors_not_read_back(case) == expected
+
+
+@pytest.mark.parametrize(
+    ("actual", "is_known"),
+    [
+        ({"a": torch.ones(2), "b": torch.zeros(2)}, True),
+        ({"a": torch.ones(2), "b": torch.ones(2)}, False),
+        ({"a": torch.ones(2)}, False),
+        ({"a": torch.ones(3), "b": torch.zeros(2)}, False),
+    ],
+    ids=["only the known tensor", "another tensor", "a missing tensor", "another shape"],
+)
+def test_errors_are_explained_by_known_tensors_only(actual: dict[str, torch.Tensor], is_known: bool) -> None:
+    with pytest.raises(AssertionError) as raised:
+        assert_same_tensors(actual, {"a": torch.zeros(2), "b": torch.zeros(2)})
+    assert differs_only_in(raised.value, {"a"}) is is_known
+    assert not differs_only_in(ValueError(str(raised.value)), {"a"})
