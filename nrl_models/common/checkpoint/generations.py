@@ -69,8 +69,14 @@ def contents_of(folder: Path) -> list[Path]:
 
 
 def link_outside(folder: Path, name: str) -> str:
-    """Return the problem if a file is a link to a file outside of the checkpoint; otherwise an empty string."""
-    real = Path(os.path.realpath(folder / name))
+    """Return the problem if a file is a link to a file outside of the checkpoint; otherwise an empty string.
+
+    Also if no file can have that name: it has a null byte or half of a surrogate pair.
+    """
+    try:
+        real = Path(os.path.realpath(folder / name))
+    except ValueError:
+        return "is not the name of a file"
     is_inside = any(real.is_relative_to(directory) for directory in contents_of(folder))
     return "" if is_inside else f"is a link that leads out of the checkpoint, to {real}"
 

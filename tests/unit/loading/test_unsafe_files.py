@@ -75,6 +75,22 @@ def test_an_index_does_not_lead_to_a_pickle(
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize("file", ["a\0.safetensors", "\ud800.safetensors"], ids=ascii)
+@pytest.mark.parametrize("place", ["index", "config"])
+def test_names_that_no_file_can_have(place: str, file: str, load: Callable[[Path], Any], checkpoint: Path) -> None:
+    if place == "config":
+        name_in_config(checkpoint, file)
+    else:
+        keys = load_file(checkpoint / "model.safetensors")
+        (checkpoint / "model.safetensors").unlink()
+        index = {"metadata": {}, "weight_map": dict.fromkeys(keys, file)}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="is not the name of a file") as raised:
+        load(checkpoint)
+    assert str(raised.value).encode()
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 @pytest.mark.parametrize(
     "file", ["adapter_model.bin", "../other.safetensors", "/other.safetensors", "absent.safetensors", ["a"]]
 )
