@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nrl_models.common.value_checks import is_number
-from nrl_models.errors import UnknownArgumentError, shown
+from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
 from nrl_models.losses.loss_checks import require_one_shape
 
 
@@ -45,6 +45,7 @@ def dpo_loss(
         A scalar, at least in fp32.
 
     Raises:
+        NonFiniteError: If a log-probability under the initial policy is NaN or infinite.
         UnknownArgumentError: If `beta` is not a number above 0, or another argument is not a tensor.
         ValueError: If shapes differ, or there are no pairs.
     """
@@ -53,8 +54,19 @@ def dpo_loss(
     )
     if not (is_number(beta, 0.0) and beta):
         raise UnknownArgumentError(f"beta={shown(beta)}: expected a number above 0")
+    _require_finite(reference_chosen=reference_chosen, reference_rejected=reference_rejected)
     margin = _margin(chosen, rejected) - _margin(reference_chosen, reference_rejected).detach()
     return -F.logsigmoid(beta * margin).mean()
+
+
+def _require_finite(**values: torch.Tensor) -> None:
+    """Check that `(pairs,)` numbers without a graph are finite. Their NaN would become the loss of all pairs."""
+    if torch.compiler.is_compiling():  # the values of tensors are unknown
+        return
+    for name, numbers in values.items():
+        if bool((~numbers.isfinite()).any()):
+            pair = int((~numbers.isfinite()).nonzero()[0, 0])
+            raise NonFiniteError(f"{name} of pair {pair} is {numbers[pair].item()}: expected finite numbers")
 
 
 def ranking_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, margin: float = 0.0) -> torch.Tensor:

@@ -98,6 +98,15 @@ def test_log_probabilities_of_answers_leave_out_what_is_none() -> None:
     assert sequence_logprobs(logprobs, mask).tolist() == [-3.0, -8.0]
 
 
+@pytest.mark.parametrize("name", ["reference_chosen", "reference_rejected"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_dpo_with_a_reference_that_is_not_finite_names_the_pair(name: str, value: float) -> None:
+    arguments = {key: torch.zeros(3) for key in ("chosen", "rejected", "reference_chosen", "reference_rejected")}
+    arguments[name][1] = value
+    with pytest.raises(NonFiniteError, match=rf"{name} of pair 1 is {value}: expected finite numbers"):
+        dpo_loss(**arguments)
+
+
 def test_dpo() -> None:
     chosen, rejected = (torch.tensor(values, requires_grad=True) for values in ([-1.0, -4.0], [-2.0, -3.0]))
     reference = torch.tensor([-1.5, -4.0]), torch.tensor([-1.5, -4.0])
