@@ -5,6 +5,7 @@ Trainer and engine compute the next version with the same code, so both have ide
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
@@ -15,7 +16,7 @@ import torch
 import xxhash
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.engines.digests import tensor_digest
+from nrl_models.engines.digests import HEAD, tensor_digest
 from nrl_models.engines.transfer.deltas import patched
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.errors import EngineError, itemised, shown
@@ -104,6 +105,13 @@ class Weights:
         """Digest of all names, dtypes, shapes and elements, in any order: 32 hexadecimal digits."""
         return digest_of(self.digests)
 
+    @property
+    def tied_heads(self) -> frozenset[str]:
+        """Names of heads that equal another tensor: the embeddings."""
+        counts = Counter(self.digests.values())
+        heads = (name for name in self.digests if name.endswith(HEAD))
+        return frozenset(name for name in heads if counts[self.digests[name]] > 1)
+
     def after(self, version: str, changed: Mapping[str, torch.Tensor]) -> Weights:
         """Return a new version with some tensors replaced."""
         digests = {name: tensor_digest(tensor) for name, tensor in changed.items()}
@@ -165,9 +173,13 @@ def digest_of(digests: Mapping[str, str]) -> str:
 
 
 def _require_same_tensors(made: Weights, last: Weights) -> None:
-    """Require that a version has the tensors of the one before: same names, dtypes and shapes."""
-    problems = [f"{name} is missing" for name in last.specs if name not in made.specs]
-    problems += [f"{name} is not one of them" for name in made.specs if name not in last.specs]
+    """Require that a version has the tensors of the one before: same names, dtypes and shapes.
+
+    A head that equals the embeddings may come or go, because an engine that ties them takes both.
+    """
+    problems = [f"{name} is missing" for name in last.specs.keys() - made.specs.keys() - last.tied_heads]
+    problems += [f"{name} is not one of them" for name in made.specs.keys() - last.specs.keys() - made.tied_heads]
+    problems.sort()
     problems += [
         f"{name} is {_spec(spec)}, and was {_spec(last.specs[name])}"
         for name, spec in made.specs.items()

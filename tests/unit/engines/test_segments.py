@@ -15,6 +15,7 @@ import torch
 
 from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.engines.transfer.segments import Segment
+from nrl_models.engines.transfer.updates import Update, UpdateKind, Weights, made_of
 from nrl_models.errors import EngineError
 
 TENSORS = {
@@ -124,3 +125,26 @@ def test_what_is_no_segment_is_refused(tmp_path: Path) -> None:
 def test_what_names_no_segment_is_refused(value: object) -> None:
     with pytest.raises(EngineError, match="is not a segment of shared memory: expected pid, descriptor, token, nbytes"):
         Segment.of_json(value)
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [(torch.ones(2, 3), ""), (torch.zeros(2, 3), "lm_head.weight is"), (torch.ones(2, 4), "lm_head.weight is")],
+    ids=["equal", "other values", "other shape"],
+)
+@pytest.mark.parametrize("is_first", [True, False], ids=["goes", "comes"])
+def test_tied_head_comes_and_goes_between_versions(is_first: bool, head: torch.Tensor, problem: str) -> None:
+    """An engine that ties the head to the embeddings accepts an equal head. Updates without it recover the engine."""
+    tied = {"embed_tokens.weight": torch.ones(2, 3)}
+    both = {**tied, "lm_head.weight": head}
+    before, after = (both, tied) if is_first else (tied, both)
+    segment = Segment.write(after)
+    try:
+        update = Update(UpdateKind.DENSE, "2", Weights.of("2", after).digest, (segment,))
+        if problem:
+            with pytest.raises(EngineError, match=problem):
+                made_of(update, Weights.of("1", before))
+        else:
+            assert made_of(update, Weights.of("1", before))[1] == after.keys()
+    finally:
+        segment.close()
