@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.generations import READ
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.trust.servers import VLLMS
 from nrl_models.consistency.measure import Measurement
 from nrl_models.consistency.prompts import Prompts
@@ -27,7 +28,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
 from nrl_models.errors import NRLModelsError
 from nrl_models.family import FamilyModel
-from nrl_models.loading.read_config import generation_settings, read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.inspect import Inspection, inspect
 
 LONGEST, FULL_LONGEST = 2_048, 10_000

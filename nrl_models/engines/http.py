@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.state_dict.buckets import on_host
 from nrl_models.common.value_checks import is_number
 from nrl_models.engines.base import Engine
@@ -36,7 +37,7 @@ from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import Sender
 from nrl_models.errors import EngineError, shown
 from nrl_models.inputs.tokenizers import end_tokens
-from nrl_models.loading.read_config import generation_settings, read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 EMPTY = hashlib.sha256().hexdigest()

@@ -10,11 +10,11 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.logs import get_logger
 from nrl_models.common.value_checks import is_integer
 from nrl_models.errors import ConfigurationError, ConsistencyError, Problem, ProblemKind, one_line, shown
-from nrl_models.loading.read_config import generation_settings
 
 logger = get_logger(__name__)
 

@@ -13,8 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.limits import check_limits
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, is_gguf
 from nrl_models.common.config.at_fault import keys_at_fault
+from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.config.keys import is_value
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.common.config.walk import parts
@@ -93,24 +94,6 @@ def generation_config(model_class: type[PreTrainedModel], folder: Path) -> Gener
         CheckpointError: See `generation_settings`.
     """
     return generation_settings(folder) if model_class.can_generate() else None
-
-
-def generation_settings(folder: Path) -> GenerationConfig | None:
-    """Read a checkpoint's generation_config.json; None if it has none.
-
-    Raises:
-        CheckpointError: If the file is not a regular file or not a JSON object, or transformers rejects its values.
-    """
-    file = folder / GENERATION_NAME
-    if not file.exists():
-        return None
-    read_object(file)
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # any error of its checks and conversions
-        problem = Problem(ProblemKind.CONFIG, GENERATION_NAME, one_line(error))
-        advice = f"correct {GENERATION_NAME}, or remove it: defaults follow from config.json then"
-        raise CheckpointError(f"cannot load {folder}", [problem], [advice]) from error
 
 
 def _refused_values(folder: Path, error: Exception, advice: str) -> CheckpointError:
