@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -165,4 +166,5 @@ def _remark(found: Detection) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(dict(write_reach(read_generated_tests(read_records(PAGES)), PAGES.parent / "onboarding-reach.md")))

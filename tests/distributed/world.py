@@ -1,4 +1,4 @@
-"""Worlds of processes that run jobs. They start once, because starting torch takes longer than most tests."""
+"""Worlds of processes that run jobs. They are forked from a server that has imported torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from nrl_models.errors import Problem
 
 JOB_SECONDS = 240
 """Timeout of a job in seconds."""
+
+IMPORTED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "nrl_models.auto",
+]
+"""Modules that the server imports before it forks."""
 
 RankError = tuple[str, str, tuple[Problem, ...], str]
 """An error's type name, its text, the problems that it lists, and its traceback."""
@@ -49,7 +57,8 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self._folder = tempfile.TemporaryDirectory(prefix="world-")
         self._jobs = [context.Queue() for _ in range(size)]
         self._results = context.Queue()
