@@ -11,7 +11,7 @@ from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
 
 
 def require_tensors(**values: Any) -> None:
-    """Check that arguments are tensors; None is an argument that was not passed.
+    """Check that arguments are tensors of real numbers; None is an argument that was not passed.
 
     Raises:
         UnknownArgumentError: If one is not.
@@ -19,6 +19,8 @@ def require_tensors(**values: Any) -> None:
     for name, value in values.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise UnknownArgumentError(f"{name}={shown(value)}: expected a tensor")
+        if value is not None and value.is_complex():
+            raise UnknownArgumentError(f"{name} is of {value.dtype}: expected real numbers")
 
 
 def require_one_shape(dimensions: str, **values: torch.Tensor | None) -> None:

@@ -66,6 +66,12 @@ def test_rewards_are_of_groups(rewards: torch.Tensor) -> None:
             function(rewards.tolist())
 
 
+def test_complex_rewards_are_an_error() -> None:
+    for function in (teaching_groups, lambda given: group_advantages(given, scale=True)):
+        with pytest.raises(UnknownArgumentError, match=r"rewards is of torch\.complex64: expected real numbers"):
+            function(torch.ones(2, 2, dtype=torch.complex64))
+
+
 def test_scale_is_a_bool() -> None:
     """TRL's "none" would be truthy."""
     with pytest.raises(UnknownArgumentError, match="scale='none': expected True or False"):
