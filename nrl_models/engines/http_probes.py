@@ -115,15 +115,9 @@ class ServerProbes:
         except BaseException:
             self._unprocessed[name] = probe
             raise
-        same = 0
-        for expected, token, raw, found in zip(
-            greedy.tokens, sampled.tokens, greedy.logprobs, sampled.logprobs, strict=False
-        ):
-            if token != expected:  # equally likely tokens
-                break
-            if raw < -PROBE_TOLERANCE:
-                same += abs(found - raw) <= PROBE_TOLERANCE / 10
-        if same:
+        raw, found = _compared(greedy, sampled)
+        # With two equally likely tokens, a processed log-probability may equal the unprocessed one by chance.
+        if sum(abs(one - other) for one, other in zip(raw, found, strict=True)) < 0.5 * sum(map(abs, found)):
             self._unprocessed[name] = probe
             raise EngineError(
                 f"{self._engine.address} returns log-probabilities from before {name}, not those of the distribution "
@@ -134,3 +128,17 @@ class ServerProbes:
     def _sample(self, prompt: list[int], sampling: Sampling) -> Sample:
         (sample,) = self._engine._generate([prompt], sampling, max_new_tokens=PROBE_TOKENS, seed=0, ignore_end=True)
         return sample
+
+
+def _compared(greedy: Sample, sampled: Sample) -> tuple[list[float], list[float]]:
+    """Return the log-probabilities of both samples up to the first other token, without those of certain tokens."""
+    raw, found = [], []
+    for expected, token, before, after in zip(
+        greedy.tokens, sampled.tokens, greedy.logprobs, sampled.logprobs, strict=False
+    ):
+        if token != expected:
+            break
+        if before < -PROBE_TOLERANCE:
+            raw.append(before)
+            found.append(after)
+    return raw, found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
-from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities
+from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.http import HTTPEngine
-from nrl_models.engines.http_probes import NEUTRAL
+from nrl_models.engines.http_probes import NEUTRAL, ServerProbes
 from nrl_models.errors import CheckpointError, ConfigurationError, EngineError, NRLModelsError, SamplingError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
@@ -102,6 +102,35 @@ def test_server_that_reports_another_distribution_raises(
                 engine.generate(prompts, sampling, max_new_tokens=2)
         served.reported = lambda sampling: sampling
         assert len(engine.generate(prompts, Sampling(0.7, 5, 0.9), max_new_tokens=2)) == len(prompts)
+
+
+class Reporting:
+    """An engine over HTTP with fixed log-probabilities of greedy decoding, and of the probe."""
+
+    address = "http://server"
+
+    def __init__(self, greedy: tuple[float, ...], probe: tuple[float, ...]) -> None:
+        self.greedy, self.probe = greedy, probe
+
+    def _generate(self, prompts: Any, sampling: Sampling, **_: Any) -> list[Sample]:
+        logprobs = self.greedy if sampling.greedy else self.probe
+        return [Sample((1,), tuple(range(len(logprobs))), logprobs, "length")]
+
+
+@pytest.mark.parametrize(
+    ("greedy", "probe", "is_processed"),
+    [
+        ((-1.2, -0.693, -2.1), (0.0, -0.693, 0.0), True),  # two equally likely tokens have all of the probability
+        ((-1.2, -0.693, -2.1), (-1.21, -0.69, -2.07), False),  # the noise of bf16
+        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), True),  # certain tokens show nothing
+    ],
+)
+def test_probe_tells_processed_log_probabilities_from_unprocessed_ones(
+    greedy: tuple[float, ...], probe: tuple[float, ...], is_processed: bool
+) -> None:
+    engine: Any = Reporting(greedy, probe)
+    with nullcontext() if is_processed else pytest.raises(EngineError, match="from before temperature"):
+        ServerProbes(engine, {}).require([[1]], Sampling(0.7))
 
 
 class Ranged(Engine):
