@@ -18,6 +18,7 @@ from torch import nn
 from nrl_models.common.upstream_torch import TorchDispatchMode
 from nrl_models.parity.compare import compare_state_dicts
 from nrl_models.parity.components import Call
+from nrl_models.testing.upstream_failures import TensorsDifferError
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -52,7 +53,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """The same names, dtypes and values, bit for bit."""
     found = compare_state_dicts(expected, actual, verbose=False)
-    assert found.equal, str(found)
+    if not found.equal:
+        raise TensorsDifferError(found)
 
 
 class _OperatorCounter(TorchDispatchMode):
