@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.backend import Combine, should_combine
-from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.dtypes import warn_of_rounding
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
@@ -28,7 +28,7 @@ from nrl_models.common.projections import groups_of
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
-from nrl_models.common.trust.adapter_files import require_adapter_files
+from nrl_models.common.trust.adapter_files import require_safe_adapter
 from nrl_models.common.upstream import have_peft_name_references, require_peft
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
@@ -251,10 +251,9 @@ class FamilyModel(Upstream):
         Raises:
             CheckpointError: The adapter is a local directory without safetensors, or with links out of it.
             PackageVersionError: The installed transformers does not accept the installed PEFT.
+            UnknownArgumentError: `use_safetensors=False`, which requests a pickle.
         """
-        source = args[0] if args else kwargs.get("peft_model_id")
-        if isinstance(source, (str, Path)) and (Path(source) / ADAPTER_CONFIG_NAME).is_file():
-            require_adapter_files(Path(source))
+        require_safe_adapter(inspect.signature(super().load_adapter).bind(*args, **kwargs).arguments)
         require_peft("load_adapter", "peft.PeftModel.from_pretrained(model, folder)")
         return super().load_adapter(*args, **kwargs)
 

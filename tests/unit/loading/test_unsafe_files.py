@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
 
 from nrl_models import AutoModelForCausalLM, check_parity, start_engine
 from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.trust.adapter_files import require_safe_adapter
 from nrl_models.engines.vllm.vllm_lora import load_adapter as load_adapter_into_vllm
-from nrl_models.errors import CheckpointError, NRLModelsError
+from nrl_models.errors import CheckpointError, NRLModelsError, UnknownArgumentError
 from nrl_models.testing.suite.asserts import assert_same_tensors
 
 
@@ -129,6 +130,28 @@ def test_pickles_and_links_of_adapters_are_not_read(
         torch.save(Payload(tmp_path / "ran"), folder / file)
     with pytest.raises(NRLModelsError, match=rf"only {file} found|link that leads out of the checkpoint"):
         read(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_argument_of_load_adapter_leads_to_a_pickle(llama_checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    folder = tmp_path / "adapter"
+    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(llama_checkpoint), LoraConfig())
+    adapter.save_pretrained(folder)
+    torch.save(Payload(tmp_path / "ran"), folder / "adapter_model.bin")
+    with pytest.raises(UnknownArgumentError, match="use_safetensors=False: requests pickled weights"):
+        model.load_adapter(str(folder), use_safetensors=False)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: model.load_adapter(str(tmp_path), adapter_kwargs={"subfolder": "adapter"}),
+        lambda: model.load_adapter(pretrained_model_name_or_path=str(folder)),
+        lambda: model.load_adapter(str(folder), peft_config=adapter.peft_config["default"]),
+    )
+    for call in calls:
+        with pytest.raises(CheckpointError, match="only adapter_model.bin found"):
+            call()
+    require_safe_adapter({"peft_model_id": str(folder), "adapter_state_dict": tensors})  # reads no weights from files
     assert not (tmp_path / "ran").exists()
 
 
