@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 from nrl_models.auto import auto_class_for
 from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
-from nrl_models.common.checkpoint.local_path import GENERATION_NAME
+from nrl_models.common.checkpoint.json_reading import read_object
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME
 from nrl_models.common.config.validate import examine
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import is_base_model
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
-from nrl_models.diagnostics.end_tokens import compare_end_tokens
+from nrl_models.diagnostics.end_tokens import compare_end_tokens, has_key
 from nrl_models.diagnostics.implausible import (
     doubtful_values,
     doubtful_weights,
@@ -298,7 +299,7 @@ def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         wrong += missing_generation_prompt(loaded)
     text_config = subject.config.get_text_config()
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    named = {f"config.json {key}": as_ids(getattr(text_config, key, None)) for key in keys}
+    named = {f"config.json {key}": as_ids(getattr(text_config, key, None), key) for key in keys}
     if (generation := subject.generation) is not None:
         named[f"{GENERATION_NAME} eos_token_id"] = as_ids(generation.eos_token_id)
     of_config = [
@@ -306,7 +307,8 @@ def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     ]
     advice = "Tokenizer, configuration and weights may be of different models."
     if not wrong and not of_config:
-        ends = compare_end_tokens(loaded, text_config, generation)
+        is_default = subject.folder.is_dir() and not has_key(read_object(subject.folder / CONFIG_NAME), "eos_token_id")
+        ends = compare_end_tokens(loaded, text_config, generation, is_default=is_default)
         of_config += ends.wrong
         advice = "Set the same eos_token_id in config.json, generation_config.json and the tokenizer."
         if ends.doubtful:

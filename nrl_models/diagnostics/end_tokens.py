@@ -30,7 +30,7 @@ class EndTokenFindings:
 
 
 def compare_end_tokens(
-    tokenizer: Any, config: PreTrainedConfig, generation: GenerationConfig | None
+    tokenizer: Any, config: PreTrainedConfig, generation: GenerationConfig | None, *, is_default: bool = False
 ) -> EndTokenFindings:
     """Compare the `eos_token_id` of all sources. Published checkpoints may list more tokens in one than in another.
 
@@ -42,12 +42,16 @@ def compare_end_tokens(
         tokenizer: The tokenizer.
         config: The text configuration.
         generation: The generation configuration; None if the checkpoint has none.
+        is_default: Whether config.json has no `eos_token_id`, so `config` has the default of its class. If the
+            generation configuration has end tokens, the default is not used, and not compared.
     """
     sources = {
         CONFIG_NAME: {*as_ids(getattr(config, "eos_token_id", None))},
         GENERATION_NAME: {*as_ids(generation.eos_token_id)} if generation is not None else set(),
         TOKENIZER: {*as_ids(tokenizer.eos_token_id)},
     }
+    if is_default and sources[GENERATION_NAME]:
+        del sources[CONFIG_NAME]
     sources = {name: tokens for name, tokens in sources.items() if tokens}
     ordinary = set().union(*sources.values()) & {*tokenizer.get_vocab().values()} - special_tokens(tokenizer)
     turn_end = turn_end_token(tokenizer)
@@ -71,6 +75,11 @@ def compare_end_tokens(
         holders = [name for name, tokens in sources.items() if tokens & ordinary]
         doubtful.append(f"{' and '.join(holders)}: end token {_words(tokenizer, surplus)} is ordinary text")
     return EndTokenFindings(doubtful=tuple(doubtful[:1]))
+
+
+def has_key(content: object, key: str) -> bool:
+    """Return True if a JSON object, or one inside it, has a key."""
+    return isinstance(content, Mapping) and (key in content or any(has_key(part, key) for part in content.values()))
 
 
 def special_tokens(tokenizer: Any) -> set[int]:

@@ -15,10 +15,18 @@ Qwen3's model card enables YaRN on top of the original `max_position_embeddings`
 """
 
 
+LENGTHS = ("max_sequence_length", "max_seq_len", "seq_length", "model_max_length")
+"""Other keys that published configurations have for the extended length."""
+
+
 def contradicting_rope(config: PreTrainedConfig) -> list[str]:
     """Return YaRN factors that differ from the ratio of the longest length and the original one.
 
-    Other kinds of RoPE define their factor in another way: Llama 3.1 has a ratio of 16 and a factor of 8.
+    Not compared:
+
+    - Other kinds of RoPE, which define their factor in another way: Llama 3.1 has a ratio of 16 and a factor of 8.
+    - Positions of images (`mrope_section`), which advance more slowly: Qwen3-VL's card has a ratio of 3.9, factor 3.
+    - An extended length in another key, like `max_sequence_length` of Yarn-Mistral-7b-128k.
 
     Args:
         config: The text configuration.
@@ -29,10 +37,12 @@ def contradicting_rope(config: PreTrainedConfig) -> list[str]:
         factor = _positive(parameters.get("factor"))
         original = _positive(parameters.get("original_max_position_embeddings"))
         is_yarn = parameters.get("rope_type", parameters.get("type")) == "yarn"
-        if not is_yarn or longest is None or factor is None or original is None:
+        if not is_yarn or "mrope_section" in parameters or longest is None or factor is None or original is None:
             continue
         ratio = longest / original
-        if ratio >= EXTENDED and not math.isclose(ratio, factor, rel_tol=0.01):
+        if ratio < EXTENDED or factor * original in [getattr(config, name, None) for name in LENGTHS]:
+            continue
+        if not math.isclose(ratio, factor, rel_tol=0.01):
             found.append(
                 f"config.json {key}.factor is {factor:g}, but max_position_embeddings {longest} / "
                 f"original_max_position_embeddings {original} is {ratio:g}: set the factor to {ratio:g}, or "

@@ -71,14 +71,18 @@ def tokenizer_ends(path: str | Path) -> tuple[int, ...]:
     return () if tokenizer is None else as_ids(tokenizer.eos_token_id)
 
 
-def as_ids(value: Any) -> tuple[int, ...]:
+def as_ids(value: Any, key: str = "eos_token_id") -> tuple[int, ...]:
     """Return the end tokens of a configuration, which has none, one or a list of them.
+
+    Args:
+        value: The value in the configuration.
+        key: Its key, shown in errors.
 
     Raises:
         ConfigurationError: If one is not a token ID. Negative numbers mean none, as in some published configurations.
     """
     listed = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     if wrong := [each for each in listed if not is_integer(each, -math.inf)]:
-        problem = Problem(ProblemKind.CONFIG, "eos_token_id", f"is {shown(wrong[0])}: expected a token ID or a list")
+        problem = Problem(ProblemKind.CONFIG, key, f"is {shown(wrong[0])}: expected a token ID or a list")
         raise ConfigurationError("invalid token IDs", [problem], ["correct config.json or generation_config.json"])
     return tuple(int(each) for each in listed if each >= 0)

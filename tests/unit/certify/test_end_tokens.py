@@ -76,6 +76,12 @@ def test_differences_that_may_be_intended_are_doubtful(tokenizer: Any, config: A
     assert not found.wrong
 
 
+def test_default_of_the_class_counts_only_without_a_generation_configuration(tokenizer: Any) -> None:
+    own = GenerationConfig(eos_token_id=END)
+    assert compare_end_tokens(tokenizer, LlamaConfig(eos_token_id=ORDINARY), own, is_default=True) == EndTokenFindings()
+    assert compare_end_tokens(tokenizer, LlamaConfig(eos_token_id=ORDINARY), None, is_default=True).wrong
+
+
 def test_generation_may_end_at_the_end_of_a_turn(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TURNS)
     assert turn_end_token(tokenizer) == TURN

@@ -14,6 +14,7 @@ from recipe_inputs import byte_tokenizer
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from nrl_models.certify import Certificate, Side, Status, certify
+from nrl_models.diagnostics.rope_values import contradicting_rope
 from nrl_models.testing.tiny import tiny_config
 
 LAYERS = "model.layers."
@@ -202,6 +203,36 @@ def test_rope_of_published_models_passes(copy: Path, longest: int, rope: dict[st
     rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 64}
     edit_config(copy, max_position_embeddings=longest, rope_parameters=rope)
     assert {result.name for result in certified(copy).with_status(Status.PASSED)} == {*CHECKS}
+
+
+@pytest.mark.parametrize(
+    ("rope", "values"),
+    [
+        ({"factor": 3.0, "mrope_section": [2, 1, 1]}, {}),  # Qwen3-VL
+        ({"factor": 16.0}, {"max_sequence_length": 1024}),  # Yarn-Mistral-7b-128k
+    ],
+)
+def test_yarn_factors_of_published_models_do_not_contradict(rope: dict[str, object], values: dict[str, int]) -> None:
+    rope |= {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    assert not contradicting_rope(LlamaConfig(max_position_embeddings=256, rope_parameters=rope, **values))
+
+
+def test_default_end_token_of_the_class_is_not_compared(copy: Path) -> None:
+    """A text configuration of Llama 3 in a vision model may have no end token. Llama's default is ordinary text."""
+    config = json.loads((copy / "config.json").read_text())
+    del config["eos_token_id"]
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    byte_tokenizer(LlamaConfig(eos_token_id=3)).save_pretrained(copy)
+    assert {result.name for result in certified(copy).with_status(Status.PASSED)} == {*CHECKS}
+    (copy / "generation_config.json").unlink()  # generation then ends at the default
+    assert "config.json has eos_token_id 2" in outcome(copy, Status.NOT_DECIDED)[0]
+
+
+def test_token_id_that_is_not_a_number_names_its_key(copy: Path) -> None:
+    edit_config(copy, bos_token_id="<s>")
+    found, _ = outcome(copy, Status.FAILED)
+    assert "bos_token_id" in found
 
 
 def test_split_of_a_training_job_is_noted(copy: Path) -> None:
