@@ -103,12 +103,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-SAMPLING_PARAMETERS = (
-    *("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
-    *("logit_bias", "sequence_bias", "bad_words_ids", "suppress_tokens", "min_tokens"),
-)
-"""Sampling parameters of engines that change a distribution. A model's forward would ignore them."""
+SAMPLING_PARAMETERS: Mapping[str, float | None] = {
+    **dict.fromkeys(("typical_p", "top_h", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_tokens"), 0),
+    **dict.fromkeys(("logit_bias", "sequence_bias", "bad_words_ids", "suppress_tokens"), None),
+}
+"""Sampling parameters of engines that change a distribution, with the value that does not. Forwards ignore them."""
 
 NOT_TAKEN = {
     "use_cache": "complete sequences are processed, and no cache is returned: leave it out, or pass False",
@@ -124,16 +125,19 @@ NOT_TAKEN = {
 
 
 def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords of a model's forward without entries of `NOT_TAKEN` that have no effect (`use_cache=False`).
+    """Return keywords of a model's forward without entries of `NOT_TAKEN` that have no effect.
+
+    Examples are `use_cache=False` and `repetition_penalty=1.0`.
 
     Raises:
         UnknownArgumentError: If a keyword of `NOT_TAKEN` would have an effect.
     """
     asking = {name: value for name, value in inputs.items() if name in NOT_TAKEN and value is not None}
     for name, value in asking.items():
-        if isinstance(value, int) and value == 0:  # False, or to keep all logits
+        is_number = isinstance(value, int | float)
+        if is_number and value == SAMPLING_PARAMETERS.get(name, 0):  # 0 is False, or to keep all logits
             continue
-        shown = f"{name}={value}" if isinstance(value, int) else name
+        shown = f"{name}={value}" if is_number else name
         raise UnknownArgumentError(f"{shown}: {NOT_TAKEN[name]}")
     return {name: value for name, value in inputs.items() if name not in NOT_TAKEN}
 

@@ -266,7 +266,11 @@ def test_unknown_options_raise(model: PreTrainedModel, options: dict[str, object
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", None])
-@pytest.mark.parametrize("given", [{"use_cache": False}, {"use_cache": None}, {"logits_to_keep": 0}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{"use_cache": False}, {"use_cache": None}, {"logits_to_keep": 0}, {"min_p": 0.0, "repetition_penalty": 1.0}],
+    ids=str,
+)
 def test_keywords_that_change_nothing_are_taken(
     model: PreTrainedModel, documents: list[torch.Tensor], given: dict[str, object], chunk_size: str | None
 ) -> None:
