@@ -165,9 +165,12 @@ def _serve(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
 
 
 def _next(jobs: Any) -> Any:
-    """Return the next job. None also if the parent process was killed, which would leave this process behind."""
-    parent = os.getppid()
-    while os.getppid() == parent:
+    """Return the next job. None also if the parent process was killed, which would leave this process behind.
+
+    The server of forks is the parent to the operating system, and does not end before its forks.
+    """
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
         try:
             return jobs.get(timeout=5)
         except queue.Empty:
