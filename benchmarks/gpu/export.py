@@ -35,7 +35,8 @@ def _compare(shape: str, target: str, context: Context) -> list[Row]:
     place: dict[str, Any] = {"pin_memory": True} if pinned else {}
     place["device"] = context.device if target == "device" else torch.device("cpu")
     plan = list(model.state_dict_adapter.export_plan())
-    received, others = ({name: torch.empty(shape, dtype=dtype, **place) for name, shape, dtype in plan} for _ in "12")
+    received = {name: torch.empty(shape, dtype=dtype, **place) for name, shape, dtype in plan}
+    others = {name: torch.empty_like(tensor, **place) for name, tensor in received.items()}
     size = sum(tensor.nbytes for tensor in received.values())
     source = torch.ones(size, dtype=torch.uint8, device=context.device)
     copied = torch.empty(size, dtype=torch.uint8, **place)

@@ -97,7 +97,7 @@ class Certificate:
         passed = len(self.with_status(Status.PASSED))
         engine = f" with {self.options['engine']}" if self.options["engine"] else ""
         if self.options.get("layers") is not None:
-            engine += f", only {first_layers(self.options['layers'])}"
+            engine += f", only {layers_in_words(self.options['layers'])}"
         text = f"{self.name}{engine}: {self.answer}. {passed} checks passed"
         for status in (Status.FAILED, Status.NOT_DECIDED, Status.LEFT_OUT, Status.NOT_COVERED):
             if results := self.with_status(status):
@@ -214,7 +214,7 @@ def verify(
         narrower.append(f"length: {certificate.longest:,} tokens were checked, not {length:,}")
     if certificate.options.get("layers") is not None:
         count = certificate.options["layers"]
-        narrower.append(f"layers: only {first_layers(count)} {'was' if count == 1 else 'were'} checked")
+        narrower.append(f"layers: only {layers_in_words(count)} {'was' if count == 1 else 'were'} checked")
     if full and not certificate.options["full"]:
         narrower.append("matrix: 8 cells were checked, not the guide's 36")
     installed = versions()
@@ -232,6 +232,6 @@ def json_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def first_layers(layers: int) -> str:
+def layers_in_words(layers: int) -> str:
     """Describe the layers that were checked in words."""
     return "the first layer" if layers == 1 else f"the first {layers} layers"

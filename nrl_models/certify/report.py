@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from nrl_models.certify.certificate import Certificate, first_layers
+from nrl_models.certify.certificate import Certificate, layers_in_words
 from nrl_models.certify.certified import plotted_file
 from nrl_models.certify.check_result import Answer, Status
 from nrl_models.consistency.html import HOW_TO_READ, has_plots, plots_of, write_page
@@ -104,7 +104,7 @@ def badge(certificate: Certificate) -> str:
     """Return an SVG image with the answer, and the number of layers if only the first ones were checked."""
     label, answer = "nrl_models", escape(certificate.answer)
     if certificate.options.get("layers") is not None:
-        answer += f", {first_layers(certificate.options['layers'])}"
+        answer += f", {layers_in_words(certificate.options['layers'])}"
     left, right = 78, 14 + 7 * len(answer)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" '

@@ -149,7 +149,7 @@ def test_no_argument_of_load_adapter_leads_to_a_pickle(llama_checkpoint: Path, t
         lambda: model.load_adapter(str(folder), peft_config=adapter.peft_config["default"]),
     )
     for call in calls:
-        with pytest.raises(CheckpointError, match="only adapter_model.bin found"):
+        with pytest.raises(CheckpointError, match=r"only adapter_model\.bin found"):
             call()
     require_safe_adapter({"peft_model_id": str(folder), "adapter_state_dict": tensors})  # reads no weights from files
     assert not (tmp_path / "ran").exists()
