@@ -263,7 +263,7 @@ def test_logprobs_snippets_give_equal_gradients(llama: PreTrainedModel) -> None:
         "advantages": torch.tensor([1.0, -1.0]),
         "weights": sampled / 10,
     }
-    exec(block_with("docs/logprobs.md", "found.loss.backward()"), given)
+    exec(block_with("docs/logprobs.md", "result.loss.backward()"), given)
     expected = llama.lm_head.weight.grad
     assert expected.any()
     llama.zero_grad()
