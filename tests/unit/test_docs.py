@@ -217,12 +217,11 @@ def test_loading_snippet_runs(llama_checkpoint: Path) -> None:
 def test_refit_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     weights: dict[str, torch.Tensor] = {}
-    engine = SimpleNamespace(update=weights.__setitem__)
     own = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
     weight = model.model.layers[0].self_attn.q_proj.weight
     exec(
         block_with("docs/refit.md", "export_plan()"),
-        {"model": model, "engine": engine, "gradients": own, "weight": weight},
+        {"model": model, "send": weights.__setitem__, "gradients": own, "weight": weight},
     )
     assert weights.keys() == llama.state_dict().keys()
 
