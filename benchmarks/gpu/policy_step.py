@@ -81,15 +81,18 @@ class Rollouts:
 def cases(context: Context) -> dict[str, Case]:
     """Return a case per shape."""
     shapes = ("Llama 1B",) if context.tiny else ("Llama 1B", "Qwen3-MoE 30B-A3B")
-    groups = {"": None, ", shared prompts": GROUP}
     return {
-        f"{shape}{name}": partial(_compare, shape, name, group, context)
+        f"{shape}{_prompts(group)}": partial(_compare, shape, context, group)
         for shape in shapes
-        for name, group in groups.items()
+        for group in (None, GROUP)
     }
 
 
-def _compare(shape: str, prompts: str, group: int | None, context: Context) -> list[Row]:
+def _prompts(group: int | None) -> str:
+    return ", shared prompts" if group else ""
+
+
+def _compare(shape: str, context: Context, group: int | None = None) -> list[Row]:
     config = config_of(shape, context, bytes_per_parameter=2 * (2 + 2))
     models = contenders((UPSTREAM, SEPARATE), config, context)
     rollouts = draw(models[UPSTREAM], config.vocab_size, context, group)
@@ -123,7 +126,7 @@ def _compare(shape: str, prompts: str, group: int | None, context: Context) -> l
     tokens = int(rollouts.mask.sum())
     rows: list[Row] = [
         {
-            "shape": labeled(shape, config) + prompts,
+            "shape": labeled(shape, config) + _prompts(group),
             "way": way,
             "rollouts": len(rollouts.ids),
             "tokens": tokens,

@@ -61,7 +61,7 @@ def test_without_gpu_one_line_and_nothing_runs(
     assert output.out == ""
     assert output.err.startswith("no GPU: torch ")
     assert output.err.count("\n") == 1
-    assert "make gpu CPU=1" in output.err
+    assert " gpu CPU=1 " in output.err
     assert not list(tmp_path.iterdir())
 
 
@@ -120,7 +120,7 @@ def test_make_passes_options() -> None:
     options = kit.parse(arguments)
     assert (options.cpu, options.only, options.limit, options.peak) == (True, ["load", "refit"], 60, 500)
     assert options.out == Path("x")
-    assert "make gpu CPU=1" in (kit.ROOT / ".ci" / "run").read_text()
+    assert " gpu CPU=1 " in (kit.ROOT / ".ci" / "run").read_text()
 
 
 # Outcomes

@@ -190,7 +190,7 @@ def test_long_replies_are_worth_less(make: Callable[..., PolicyLoop]) -> None:
     lengths = iter([6, 5, 4, 2])
 
     def shortened(*_: Any, **__: Any) -> list[Sample]:
-        return [Sample((16,), (20,) * length, (-1.0,) * length) for length in lengths]
+        return [Sample((16,), (20,) * length, (-1.0,) * length, "stop") for length in lengths]
 
     loop.engine._generate = shortened
     rollouts = loop.roll_out(questions(), 1, seed=0)
@@ -380,7 +380,7 @@ def test_dynamic_sampling_compares_rewards_without_penalties(make: Callable[...,
     loop = make("dapo", reward=lambda row, reply, ended: 0.0, overlong_buffer=6, dynamic_sampling=2)
     lengths = itertools.cycle([6, 5, 4, 2])
     loop.engine._generate = lambda prompts, *_, **__: [
-        Sample(tuple(prompt), (20,) * (size := next(lengths)), (-1.0,) * size) for prompt in prompts
+        Sample(tuple(prompt), (20,) * (size := next(lengths)), (-1.0,) * size, "stop") for prompt in prompts
     ]
     rollouts = loop.roll_out(questions(), 2, seed=0)
     assert rollouts.samples == []
