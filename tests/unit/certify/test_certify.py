@@ -32,6 +32,8 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, UnknownArgumentError
 from nrl_models.testing.tiny import tiny_config
 
+pytestmark = pytest.mark.xdist_group("certify")  # the tests share the reports below
+
 OFFLINE = (
     "files", "tokenizer", "values", "embeddings", "padding", "packing", "saved files", "sharding", "weights", "layers",
     "logits", "gradients",

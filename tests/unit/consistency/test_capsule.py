@@ -42,6 +42,8 @@ from nrl_models.logprobs.sampling import Sampling
 from nrl_models.quirks import Pattern, VerdictKind
 from nrl_models.testing.tiny import tiny_config
 
+pytestmark = pytest.mark.xdist_group("capsules")  # the tests share the capsules below
+
 ROOT = Path(__file__).parents[3]
 
 
