@@ -58,7 +58,7 @@ test-all: test
 	$(OTHERS)
 
 test-others: setup
-	$(OTHERS) -m "not thorough and not long"
+	$(OTHERS) --share 4 -m "not thorough and not long"
 
 test-real: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/real

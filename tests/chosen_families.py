@@ -9,6 +9,7 @@ import ast
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from zlib import crc32
 
 from patterns import ONE_OF_EACH_PATTERN
 
@@ -33,6 +34,12 @@ def others() -> list[str]:
     """Return the architectures that `chosen` does not select."""
     left = set(chosen())
     return [architecture for architecture in registry.architectures(aliases=False) if architecture not in left]
+
+
+def share_of(architectures: Iterable[str], parts: int) -> list[str]:
+    """Return one of `parts` shares of the architectures. HEAD selects it, so later commits test the other shares."""
+    selected = int(git("rev-parse", "--short=8", "HEAD").strip() or "0", 16) % parts
+    return [architecture for architecture in architectures if crc32(architecture.encode()) % parts == selected]
 
 
 def changed() -> set[str]:

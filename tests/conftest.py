@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--other-families", action="store_true", help="run what a run with --all-families has beside one without"
     )
-
+    parser.addoption("--share", type=int, default=1, help="with --other-families: run one in this many of them")
     parser.addoption("--cases", type=int, default=200, help="how many damaged inputs of each kind tests/campaign tries")
     parser.addoption("--fuzz-seed", type=int, default=0, help="which")
 
@@ -30,9 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(durable.VARIABLE, "0")  # tests need no protection from power failures
     if config.getoption("--all-families"):
         return
-    from chosen_families import chosen, others
+    from chosen_families import chosen, others, share_of
 
-    config.stash[CHOSEN] = others() if config.getoption("--other-families") else chosen()
+    if config.getoption("--other-families"):
+        config.stash[CHOSEN] = share_of(others(), config.getoption("--share"))
+    else:
+        config.stash[CHOSEN] = chosen()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
