@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from jobs import estimate, setting
+from typer.testing import CliRunner
 from world import World
 
+from nrl_models.cli import app
 from tests.unit.printed import unframed
 
 CASES = [
@@ -28,9 +29,8 @@ CASES = [
 ]
 
 
-def plan(folder: Path, mesh: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nrl_models", "plan", str(folder), "--mesh", mesh, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def plan(folder: Path, mesh: str, *options: str) -> Result:
+    return CliRunner().invoke(app, ["plan", str(folder), "--mesh", mesh, *options])
 
 
 def config_folder(architecture: str, folder: Path) -> Path:
@@ -46,7 +46,7 @@ def planned(architecture: str, sizes: dict[str, int], folder: Path) -> dict[str,
     # Long enough to reveal attention scores, which are not saved on any device.
     options = ["--seq-len", "512", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
     done = plan(config_folder(architecture, folder), mesh, *options, "--json", str(folder / "out.json"))
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     return json.loads((folder / "out.json").read_text())["figures"]
 
 
@@ -95,7 +95,7 @@ def test_under_pp_bytes_are_those_of_the_fullest_rank(
 def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
     folder = config_folder("LlamaForCausalLM", tmp_path)
     done = plan(folder, "fsdp=2", "--seq-len", "512", "--no-checkpointing", "--memory", "0.022")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "does not fit" in done.stdout
     assert "fits with --checkpointing: " in done.stdout
 
@@ -111,14 +111,14 @@ def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
 def test_every_suggested_change_fits(tmp_path: Path, mesh: str, options: tuple[str, ...], memory: str) -> None:
     folder = config_folder("LlamaForCausalLM", tmp_path)
     done = plan(folder, mesh, *options, "--memory", memory)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.exit_code == 1, done.stdout + done.stderr
     changes = re.findall(r"fits with (--.+): ", done.stdout)
     assert changes, done.stdout
     for change in changes:
         given, words = ("--mesh", mesh, *options), change.split()
         changed = dict(zip(given[::2], given[1::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
         again = plan(folder, changed.pop("--mesh"), *chain(*changed.items()), "--memory", memory)
-        assert again.returncode == 0, again.stdout
+        assert again.exit_code == 0, again.stdout
         assert "fits: " in again.stdout
 
 
@@ -134,6 +134,6 @@ def test_every_suggested_change_fits(tmp_path: Path, mesh: str, options: tuple[s
 )
 def test_a_mesh_that_does_not_fit_is_an_error(tmp_path: Path, mesh: str, message: str) -> None:
     done = plan(config_folder("LlamaForCausalLM", tmp_path), mesh)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert message in unframed(done.stderr)
     assert "Traceback" not in done.stderr
