@@ -83,7 +83,7 @@ def alone(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize("end", ["exits", "forks"])
+@pytest.mark.parametrize("end", ["exits", pytest.param("forks", marks=pytest.mark.long)])
 def test_interpreter_exit_waits_for_an_asynchronous_save(tmp_path: Path, end: str) -> None:
     done = alone(tmp_path, end)
     assert (done.returncode, done.stdout) == (0, "not done\n"), done.stderr
