@@ -2,7 +2,7 @@
 #
 #   make demo           train a small Llama, load it with nrl_models, run every check, certify it; 3 to 7 minutes
 #   make test           hand-written tests, generated tests for one model of each architecture pattern, and for changed
-#                       families; 10 minutes on 2 cores
+#                       families; 18 minutes on 2 cores
 #   make test-all       also long tests and the generated tests of all other architectures; 15 more minutes
 #                       (TRANSFORMERS=5.5.0 selects another version)
 #   make test-real      tests on two small pretrained models from PyPI
@@ -12,7 +12,7 @@
 #   make distributed-coverage  shard every architecture over two processes, write the coverage pages; 20 minutes
 #   make test-trainers  tests of each trainer in docs/trainers.md, in an environment of its own
 #   make engine         install vLLM into .venv-engine
-#   make test-engine    tests of a real inference engine; 12 minutes
+#   make test-engine    tests of a real inference engine; 15 minutes
 #   make engine-coverage  compare every family that vLLM supports with it, write docs/engine-coverage.md; an hour
 #   make image-coverage   the same with images; 10 minutes
 #   make mlx-coverage     the same with MLX; half an hour
