@@ -61,7 +61,7 @@ def test_without_gpu_one_line_and_nothing_runs(
     assert output.out == ""
     assert output.err.startswith("no GPU: torch ")
     assert output.err.count("\n") == 1
-    assert " gpu CPU=1 " in output.err
+    assert "make gpu CPU=1" in output.err
     assert not list(tmp_path.iterdir())
 
 
