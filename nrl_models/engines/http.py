@@ -163,8 +163,13 @@ class HTTPEngine(Engine):
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """All prompts are sent in one request."""
         self._probes.require(prompts, sampling)
+        return self.request_samples(prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end)
+
+    def request_samples(
+        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+    ) -> list[Sample]:
+        """Sample without probes. All prompts are sent in one request."""
         body: dict[str, Any] = NEUTRAL | {
             "model": self.model,
             "prompt": [list(prompt) for prompt in prompts],
@@ -221,12 +226,12 @@ class HTTPEngine(Engine):
         sequences = plain_tokens(sequences)
         if not sequences:
             return []
-        body: dict[str, Any] = NEUTRAL | {"model": self.model} | {"prompt": [list(tokens) for tokens in sequences]}
+        body: dict[str, Any] = NEUTRAL | {"model": self.model, "prompt": sequences}
         body |= {"temperature": 0.0, "max_tokens": 1}
         size = sum(map(len, sequences)) + len(sequences)
         choices = self._connection.complete(body | {"prompt_logprobs": 0}, size)
-        self._require_version()
         if all(choice.get("prompt_logprobs") for choice in choices):
+            self._require_version()
             return [
                 self._checked.logprobs_by_id(choice["prompt_logprobs"], tokens, f"choices[{number}].prompt_logprobs")
                 for number, (choice, tokens) in enumerate(zip(choices, sequences, strict=True))

@@ -41,9 +41,10 @@ class Probed(Protocol):
     def score(self, sequences: Sequence[Tokens], sampling: Sampling) -> list[list[float]]:
         """See `Engine.score`."""
 
-    def _generate(
+    def request_samples(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
-    ) -> list[Sample]: ...
+    ) -> list[Sample]:
+        """Sample as in `Engine.generate`, without probes."""
 
 
 class ServerProbes:
@@ -82,25 +83,19 @@ class ServerProbes:
         validate it. To tell which, compare the log-probabilities of sampled tokens with their scores.
         """
         accepted = [name for name in self._unproven if self._engine.send_probe(prompt, **{name: INVALID[name]}) < 300]
-        defaults, self._unproven = self._unproven, {}
-        if not accepted:
-            return
-        try:
+        if accepted:
             sample = self._sample(prompt, Sampling())
             scores = self._engine.score([sample.sequence], Sampling())[0][len(prompt) :]
             differences = [abs(one - other) for one, other in zip(sample.logprobs, scores, strict=True)]
-        except BaseException:
-            self._unproven = defaults
-            raise
-        if not sum(differences) <= PROBE_TOLERANCE * len(differences):
-            self._unproven = defaults
-            settings = ", ".join(f"{name}={defaults[name]}" for name in accepted)
-            raise EngineError(
-                f"{self._engine.address} does not read {', '.join(accepted)}, and the checkpoint's "
-                f"generation_config.json sets {settings}: it samples from another distribution than was requested. "
-                "Start the server without that file's defaults (vLLM: --generation-config vllm), or remove them from "
-                "the file"
-            )
+            if not sum(differences) <= PROBE_TOLERANCE * len(differences):
+                settings = ", ".join(f"{name}={self._unproven[name]}" for name in accepted)
+                raise EngineError(
+                    f"{self._engine.address} does not read {', '.join(accepted)}, and the checkpoint's "
+                    f"generation_config.json sets {settings}: it samples from another distribution than was requested. "
+                    "Start the server without that file's defaults (vLLM: --generation-config vllm), or remove them "
+                    "from the file"
+                )
+        self._unproven = {}
 
     def _require_processed(self, name: str, prompt: list[int]) -> None:
         """Check that log-probabilities are those after temperature or truncation.
@@ -108,25 +103,22 @@ class ServerProbes:
         The probe's sampling leaves one token, the most likely one. Its log-probability is then 0. A server that reports
         unprocessed log-probabilities returns the same as for greedy decoding.
         """
-        if (probe := self._unprocessed.pop(name, None)) is None:
+        if (probe := self._unprocessed.get(name)) is None:
             return
-        try:
-            greedy, sampled = self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe)
-        except BaseException:
-            self._unprocessed[name] = probe
-            raise
-        raw, found = _compared(greedy, sampled)
+        raw, found = _compared(self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe))
         # With two equally likely tokens, a processed log-probability may equal the unprocessed one by chance.
         if sum(abs(one - other) for one, other in zip(raw, found, strict=True)) < 0.5 * sum(map(abs, found)):
-            self._unprocessed[name] = probe
             raise EngineError(
                 f"{self._engine.address} returns log-probabilities from before {name}, not those of the distribution "
                 "that it samples from. Start the server so that it processes them (vLLM: --logprobs-mode "
                 "processed_logprobs), or sample at temperature 1 without top_k and top_p"
             )
+        del self._unprocessed[name]
 
     def _sample(self, prompt: list[int], sampling: Sampling) -> Sample:
-        (sample,) = self._engine._generate([prompt], sampling, max_new_tokens=PROBE_TOKENS, seed=0, ignore_end=True)
+        (sample,) = self._engine.request_samples(
+            [prompt], sampling, max_new_tokens=PROBE_TOKENS, seed=0, ignore_end=True
+        )
         return sample
 
 

@@ -112,7 +112,7 @@ class Reporting:
     def __init__(self, greedy: tuple[float, ...], probe: tuple[float, ...]) -> None:
         self.greedy, self.probe = greedy, probe
 
-    def _generate(self, prompts: Any, sampling: Sampling, **_: Any) -> list[Sample]:
+    def request_samples(self, prompts: Any, sampling: Sampling, **_: Any) -> list[Sample]:
         logprobs = self.greedy if sampling.greedy else self.probe
         return [Sample((1,), tuple(range(len(logprobs))), logprobs, "length")]
 
