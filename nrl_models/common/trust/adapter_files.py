@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nrl_models.common.checkpoint.generations import require_links_inside
+from nrl_models.common.checkpoint.publication.publishing import ADAPTER_WEIGHTS_NAME
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
-
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def require_adapter_files(folder: Path) -> None:
@@ -21,11 +20,11 @@ def require_adapter_files(folder: Path) -> None:
         CheckpointError: If either is not the case.
     """
     require_links_inside(folder)
-    if (folder / ADAPTER_WEIGHTS).is_file():
+    if (folder / ADAPTER_WEIGHTS_NAME).is_file():
         return
     others = sorted(path.name for path in folder.glob("adapter_model.*"))
     detail = f"is missing; only {', '.join(others)} found, and only safetensors are read" if others else "is missing"
-    problem = Problem(ProblemKind.FORMAT if others else ProblemKind.FILE, ADAPTER_WEIGHTS, detail)
+    problem = Problem(ProblemKind.FORMAT if others else ProblemKind.FILE, ADAPTER_WEIGHTS_NAME, detail)
     raise CheckpointError(f"cannot load {folder}", [problem], ["save the adapter again with PEFT's save_pretrained"])
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from nrl_models.common.checkpoint.publication.publishing import ADAPTER_WEIGHTS_NAME
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.common.trust.adapter_files import ADAPTER_WEIGHTS, require_adapter_files
+from nrl_models.common.trust.adapter_files import require_adapter_files
 from nrl_models.engines.transfer.sent_tensors import finite
 from nrl_models.errors import CheckpointError, EngineError, listed, one_line
 
@@ -110,7 +111,7 @@ def _require_values(folder: Path) -> None:
     Raises:
         EngineError: If it does not.
     """
-    file = folder / ADAPTER_WEIGHTS
+    file = folder / ADAPTER_WEIGHTS_NAME
     try:
         require_adapter_files(folder)
         tensors = load_file(file)
