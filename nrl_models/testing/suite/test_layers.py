@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -45,7 +44,6 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
     assert declared - unseen == found
 
 
-@pytest.mark.thorough
 @proves("layers")
 @dtypes
 def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:

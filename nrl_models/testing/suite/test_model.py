@@ -54,7 +54,6 @@ def test_forward_shape(family_case: FamilyCase) -> None:
     assert tuple(logits.shape) == (*rows, columns)
 
 
-@pytest.mark.thorough
 @proves("logits")
 @dtypes
 def test_logits_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
@@ -82,7 +81,6 @@ def test_uncombined(family_case: FamilyCase) -> None:
         assert torch.equal(model(**family_case.inputs()).logits, reference(**family_case.inputs()).logits)
 
 
-@pytest.mark.thorough
 @proves("logits")
 def test_from_config_is_bit_exact(family_case: FamilyCase) -> None:
     """With a given seed, new weights are bitwise equal to those of transformers."""

@@ -67,7 +67,6 @@ def test_views_partition_parameters(family_case: FamilyCase) -> None:
             assert torch.equal(seen.sort().values, number.reshape(-1)), f"{name} in {layout}"
 
 
-@pytest.mark.thorough
 @proves("state dict")
 def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
     """On meta, at published sizes: names, shapes and order are those of transformers, in both layouts.
