@@ -32,11 +32,11 @@ def test_exports_and_files_are_those_of_one_process(
 # Gathering DTensors with torch
 
 
-@pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.long)])
-def test_packed_placements_are_true(two: World, step: int) -> None:
+@pytest.mark.parametrize(("step", "least"), [(16, 1), pytest.param(1, 60, marks=pytest.mark.long)])
+def test_packed_placements_are_true(two: World, step: int, least: int) -> None:
     """`full_tensor`, `get_model_state_dict` and `set_model_state_dict` for mixtures with packed gate and up."""
     for count, wrong in two.run(partial(export_and_save.packed_placements_are_true, step, tp=2), patience=1200):
-        assert count > 60 // step
+        assert count >= least
         assert wrong == {}
 
 
