@@ -15,13 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.backend import Combine, should_combine
 from nrl_models.common.checkpoint.writing import staged
-from nrl_models.common.dtypes import warn_of_rounding
-from nrl_models.common.flags import Flags, ModelFlag, MTPForm
-from nrl_models.common.forward.packing import (
+from nrl_models.common.documents.packing import (
     WrapsReplacedForward,
     inner_models_keep_documents_apart,
     keep_documents_apart,
 )
+from nrl_models.common.dtypes import warn_of_rounding
+from nrl_models.common.flags import Flags, ModelFlag, MTPForm
 from nrl_models.common.forward.rewriting import adopt_rewrites, rewritten
 from nrl_models.common.forward.soft_cap import drops_soft_cap
 from nrl_models.common.projections import groups_of

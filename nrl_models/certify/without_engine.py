@@ -14,8 +14,8 @@ from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME
 from nrl_models.common.config.validate import examine
+from nrl_models.common.documents.packing import token_positions
 from nrl_models.common.forward.evaluation import evaluating
-from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import is_base_model
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
 from nrl_models.diagnostics.end_tokens import compare_end_tokens, has_key

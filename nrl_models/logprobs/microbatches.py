@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nrl_models.common.forward.layer_by_document import DecoderByDocument
+from nrl_models.common.documents.layers import DecoderByDocument
 
 ROW_TOKENS_OF_CPU, ROW_TOKENS_OF_GPU = 1024, 8192
 """Default tokens per microbatch, enough to keep the device busy. More would take memory without saving time."""

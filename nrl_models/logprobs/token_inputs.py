@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.config.spelling import misspellings_of
-from nrl_models.common.forward.packing import checked_positions, token_positions
+from nrl_models.common.documents.packing import checked_positions, token_positions
 from nrl_models.common.modules import innermost
 from nrl_models.common.upstream import computes_positions
 from nrl_models.errors import UnknownArgumentError, shown, suggestion

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.forward.documents import columns_before, prompts_are_shared, starts_of
+from nrl_models.common.documents.boundaries import columns_before, prompts_are_shared, starts_of
 from nrl_models.common.modules import innermost
 from nrl_models.common.value_checks import is_integer
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown

@@ -166,7 +166,7 @@ def family_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     For a test of a feature that the family limits, the limit is lifted: the test has to fail because transformers'
     class does (`pytest_pyfunc_call`), not because ours refuses. The models inside the model also state the limit.
     """
-    from nrl_models.common.forward.packing import KeepsDocumentsApart
+    from nrl_models.common.documents.packing import KeepsDocumentsApart
 
     request.node.user_properties.append(("architecture", _architecture(request.param)))
     case = _case(request.param)

@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama as hf
 from transformers.models.opt import modeling_opt as opt
 from transformers.models.qwen2 import modeling_qwen2 as biased
 
-from nrl_models.common.forward.packing import KeepsDocumentsApart
+from nrl_models.common.documents.packing import KeepsDocumentsApart
 from nrl_models.common.projections import CombinedGateUp, CombinedProjections, CombinedQKV, LinearGroup
 from nrl_models.common.upstream import CACHE_NAMES
 from nrl_models.family import FamilyModel

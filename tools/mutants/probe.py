@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nrl_models.common.forward.packing import token_positions
+from nrl_models.common.documents.packing import token_positions
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.suite.test_sequences import decoded_steps
 

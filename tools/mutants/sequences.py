@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.forward import document_masks, routing
-from nrl_models.common.forward.documents import Documents, documents_running, running
-from nrl_models.common.forward.layer_by_document import ByDocument
+from nrl_models.common.documents import masks
+from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.layers import ByDocument
+from nrl_models.common.documents.running import documents_running, running
+from nrl_models.common.forward import routing
 from nrl_models.common.upstream import CACHE_NAMES, cache_in, cache_input, cache_name
 from nrl_models.parity.noise import logits_and_routing
 from nrl_models.testing.case import FamilyCase
@@ -143,15 +145,13 @@ MUTANTS = (
     Mutant(
         "attention begins one token late",
         "cu_seqlens off by one, in attention without a mask",
-        in_code(_keeps_documents_apart, lambda case: [wrapped(document_masks, "attend", _attends_late)], probed=True),
+        in_code(_keeps_documents_apart, lambda case: [wrapped(masks, "attend", _attends_late)], probed=True),
         PACKED,
     ),
     Mutant(
         "window across documents",
         "a window over the sequence's last tokens, across documents",
-        in_code(
-            _keeps_documents_apart, lambda case: [wrapped(document_masks, "attend", _window_of_the_row)], probed=True
-        ),
+        in_code(_keeps_documents_apart, lambda case: [wrapped(masks, "attend", _window_of_the_row)], probed=True),
         PACKED,
     ),
     Mutant(

@@ -1,1 +1,1 @@
-"""Forward-pass features outside of layers: packed documents, positions, token types, shared KV, expert routing."""
+"""Forward-pass features outside of layers: positions, token types, shared KV, expert routing."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
+from nrl_models.common.documents.layers import ByDocument, DecoderByDocument
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.upstream import record_as

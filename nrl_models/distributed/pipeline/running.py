@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.forward.layer_by_document import DecoderByDocument
-from nrl_models.common.forward.packing import start_again
+from nrl_models.common.documents.layers import DecoderByDocument
+from nrl_models.common.documents.packing import start_again
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.forward_checks import exact_digest
 from nrl_models.distributed.mesh import agree, agreed, rank_in

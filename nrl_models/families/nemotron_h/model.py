@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers.models.nemotron_h import modeling_nemotron_h as hf
 
-from nrl_models.common.forward.layer_by_document import ByDocument
+from nrl_models.common.documents.layers import ByDocument
 from nrl_models.common.projections import CombinedQKV
 from nrl_models.family import FamilyModel
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PreTrainedModel
 
-from nrl_models.common.forward.packing import KeepsDocumentsApart
+from nrl_models.common.documents.packing import KeepsDocumentsApart
 from nrl_models.common.projections import groups_of
 from nrl_models.common.projections.tracing import trace_linears
 from nrl_models.common.recording import record_calls

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.forward.documents import sharing_prompts
-from nrl_models.common.forward.packing import token_positions
+from nrl_models.common.documents.boundaries import sharing_prompts
+from nrl_models.common.documents.packing import token_positions
 from nrl_models.common.forward.routing import replay_routing
 from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.inputs.images import in_order

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nrl_models.common.forward.documents import Documents, sharing_prompts
+from nrl_models.common.documents.boundaries import Documents, sharing_prompts
 from nrl_models.logprobs.shared_prompts import units_with_shared_prompts
 
 

@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
-from nrl_models.common.forward import document_attention, document_masks
-from nrl_models.common.forward.documents import Documents, sharing_prompts
+from nrl_models.common.documents import attention, masks
+from nrl_models.common.documents.boundaries import Documents, sharing_prompts
 from nrl_models.common.forward.routing import record_routing
 from nrl_models.logprobs import TokenLogprobs, rollout_logprobs, token_logprobs, tokens
 from nrl_models.logprobs.accumulation import MicrobatchInputs
@@ -213,27 +213,27 @@ def test_compiled_layers(sequences: list[torch.Tensor]) -> None:
 
 
 def _completions_attend_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_masks, "_continuing", lambda *_: lambda batch, head, query, key: key <= query)
+    monkeypatch.setattr(masks, "_continuing", lambda *_: lambda batch, head, query, key: key <= query)
 
 
 def _windows_count_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = document_masks._continuing
+    right = masks._continuing
 
     def wrong(documents: Documents, window: int | None, device: Any) -> Any:
         sees = right(documents, None, device)
         return lambda batch, head, query, key: sees(batch, head, query, key) & (key > query - (window or 10**6))
 
-    monkeypatch.setattr(document_masks, "_continuing", wrong)
+    monkeypatch.setattr(masks, "_continuing", wrong)
 
 
 def _windows_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = document_attention._alone
+    right = attention._causal
 
     def wrong(query: Any, key: Any, value: Any, *, window: int | None, **options: Any) -> Any:
         continues = key.shape[2] > query.shape[2]
         return right(query, key, value, window=window + 1 if window and continues else window, **options)
 
-    monkeypatch.setattr(document_attention, "_alone", wrong)
+    monkeypatch.setattr(attention, "_causal", wrong)
 
 
 def _first_tokens_follow_the_previous_column(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,16 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.cached import cached
-from nrl_models.common.forward.document_masks import attend_by_document
-from nrl_models.common.forward.documents import (
-    Documents,
-    carry_documents,
-    documents_are_known,
-    prompts_are_shared,
-    running,
-    some_layer_ran_packed,
-    starts_of,
-)
+from nrl_models.common.documents.boundaries import Documents, prompts_are_shared, starts_of
+from nrl_models.common.documents.masks import attend_by_document
+from nrl_models.common.documents.running import carry_documents, documents_are_known, running, some_layer_ran_packed
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in
 
@@ -157,9 +150,10 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
             f"{type(model).__name__} cannot keep documents apart that are packed into one row: {reason}. "
             "position_ids start again inside a row: put each document in a separate row, and pad."
         )
-    _check_padding(mask, positions)
-    _check_starts(mask, positions)
-    documents = Documents.from_positions(positions, mask)
+    on_host = mask.cpu(), positions.cpu()  # one wait for a GPU, instead of one for each check
+    _check_padding(*on_host)
+    _check_starts(*on_host)
+    documents = Documents.from_positions(on_host[1], on_host[0]).to(positions.device)
     # Padding has any positions. Decoders that compute their own compare them with those of the documents.
     inputs["position_ids"] = torch.where(mask.bool(), positions, documents.positions)
     return documents

@@ -1,29 +1,20 @@
-"""Documents of a packed batch, for layers that must keep them apart.
-
-A model's forward of a packed batch runs in `with running(documents)`, and its layers call `documents_running()`.
-Activation checkpointing runs layers again in the backward pass, after that forward and possibly in another thread. So
-checkpoint functions are wrapped to pass the documents on (`carry_documents`). If a layer runs again without them,
-because of another checkpoint function, an error is raised, since gradients would be wrong.
-"""
+"""Boundaries of the documents of a packed batch, read from its positions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from nrl_models.common.upstream import CHECKPOINT_FUNCTIONS
-from nrl_models.common.upstream_torch import current_graph_task_id
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Documents:
     """Boundaries of the documents in a batch of `(batch, seq_len)` tokens. Each token is in one document.
 
@@ -41,7 +32,7 @@ class Documents:
 
     @classmethod
     def from_positions(cls, position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Documents:
-        """Create documents from positions and a mask.
+        """Create documents from positions and a mask, on their device. Reading them from a GPU waits for it.
 
         Args:
             position_ids: `(batch, seq_len)`; see `starts_of`, and `sharing_prompts` for documents that continue others.
@@ -52,13 +43,12 @@ class Documents:
         if attention_mask is not None:
             token = attention_mask.bool()
             starts = starts | nn.functional.pad(token[:, 1:] != token[:, :-1], (1, 0), value=True)
-        documents = cls._from_starts(starts)
-        if not _sharing.get():
-            return documents
-        return replace(documents, prompts=SharedPrompts.of(starts, position_ids, columns_before(position_ids)))
+        before = columns_before(position_ids) if _sharing.get() else None
+        return cls._from_starts(starts, position_ids, before)
 
     @classmethod
-    def _from_starts(cls, starts: torch.Tensor) -> Documents:
+    def _from_starts(cls, starts: torch.Tensor, positions: torch.Tensor, before: torch.Tensor | None) -> Documents:
+        """Create documents from their first tokens; with shared prompts if `before` is passed, see `SharedPrompts`."""
         flat = starts.flatten().nonzero().flatten()
         boundaries = nn.functional.pad(flat, (0, 1), value=starts.numel())
         lengths = iter(boundaries.diff().tolist())
@@ -67,31 +57,40 @@ class Documents:
             tuple(tuple(next(lengths) for _ in range(count)) for count in counts),
             (starts.cumsum(-1) - 1).int(),
             boundaries.int(),
+            None if before is None else SharedPrompts.of(starts, positions, before),
         )
+
+    def to(self, device: torch.device) -> Documents:
+        """Return these documents with tensors on a device."""
+        prompts = None if self.prompts is None else self.prompts.to(device)
+        return Documents(self.lengths, self.index.to(device), self.cu_seqlens.to(device), prompts)
 
     def chunked(self, size: int) -> Documents:
         """Each document in chunks of `size` tokens and a rest, which are documents by themselves."""
-        positions = self.positions % size
-        starts = (positions == 0) | nn.functional.pad(self.index.diff() != 0, (1, 0), value=True)
-        documents = Documents._from_starts(starts)
-        if self.prompts is None:
-            return documents
-        return replace(documents, prompts=SharedPrompts.of(starts, positions, self.prompts.before))
+        positions = self.positions.cpu() % size
+        starts = (positions == 0) | nn.functional.pad(self.index.cpu().diff() != 0, (1, 0), value=True)
+        before = None if self.prompts is None else self.prompts.before.cpu()
+        return Documents._from_starts(starts, positions, before).to(self.index.device)
 
-    @property
+    @cached_property
     def positions(self) -> torch.Tensor:
         """Return each token's index in its document, from zero, `(batch, seq_len)`. A shared prompt counts."""
-        sizes = zip(self.lengths_with_prompts, (length for row in self.lengths for length in row), strict=True)
-        within = [torch.arange(size - length, size, device=self.index.device) for size, length in sizes]
-        return torch.cat(within).view(self.shape)
+        sizes = zip(self.lengths_with_prompts, chain(*self.lengths), strict=True)
+        within = [torch.arange(size - length, size) for size, length in sizes]
+        return torch.cat(within).view(self.shape).to(self.index.device)
 
-    @property
+    @cached_property
     def lengths_with_prompts(self) -> list[int]:
         """The length of each document, including the shared prompt that it continues."""
-        lengths = [length for row in self.lengths for length in row]
+        lengths = list(chain(*self.lengths))
         if self.prompts is None:
             return lengths
         return [length + end - start for length, (start, end) in zip(lengths, self.prompts.spans, strict=True)]
+
+    @cached_property
+    def batches(self) -> DocumentBatches:
+        """Documents of similar lengths in batches."""
+        return DocumentBatches.of(self)
 
     def boundaries(self, device: torch.device) -> dict[str, Any]:
         """Return the boundaries of queries and keys, as arguments of kernels for variable lengths."""
@@ -132,7 +131,7 @@ class Documents:
     def join(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
         """Concatenate the results for the parts that `split` returned into one tensor. Drops repeated prompts."""
         if self.prompts is not None:
-            sizes = [length for row in self.lengths for length in row]
+            sizes = chain(*self.lengths)
             parts = [part.narrow(dim, part.shape[dim] - size, size) for part, size in zip(parts, sizes, strict=True)]
         rows, place = [], 0
         for lengths in self.lengths:
@@ -190,9 +189,86 @@ class SharedPrompts:
         columns = torch.cat([part for both in parts for part in both])
         return cls(spans, before, columns.to(device), lengths.cumsum(0).int().to(device))
 
+    def to(self, device: torch.device) -> SharedPrompts:
+        """Return these prompts with tensors on a device."""
+        return SharedPrompts(self.spans, self.before.to(device), self.columns.to(device), self.cu_seqlens.to(device))
+
     def repeated(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return a tensor's tokens with the prompt before each document that continues it."""
         return tensor.index_select(dim, self.columns.to(tensor.device))
+
+
+LEAST_FILL = 0.75
+"""Smallest share of a batch's length that a document has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DocumentBatches:
+    """Documents of similar lengths, whose shared prompts have equal lengths, as batches padded on the right.
+
+    Shapes: B batches, S of one document's own tokens, P tokens of a prompt. The padding of a document repeats its last
+    token.
+
+    Attributes:
+        sizes: Documents, `S` and `P` of each batch.
+        queries: Token in the flattened `(batch, seq_len)` of each of the documents' own tokens, batch after batch.
+        keys: The same for keys, each with its prompt before it.
+        places: `(batch * seq_len,)`, the index in `queries` of each token.
+    """
+
+    sizes: tuple[tuple[int, int, int], ...]
+    queries: torch.Tensor
+    keys: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, documents: Documents) -> DocumentBatches:
+        """Sort documents into batches, on the documents' device."""
+        lengths, totals = list(chain(*documents.lengths)), documents.lengths_with_prompts
+        starts = [0, *accumulate(lengths)]
+        spans = [(0, 0)] * len(lengths) if documents.prompts is None else documents.prompts.spans
+        order = sorted(range(len(lengths)), key=lambda number: (totals[number] - lengths[number], -lengths[number]))
+        batches: list[list[int]] = []
+        for number in order:
+            first = batches[-1][0] if batches else number
+            prompts_agree = totals[number] - lengths[number] == totals[first] - lengths[first]
+            if batches and prompts_agree and lengths[number] >= LEAST_FILL * lengths[first]:
+                batches[-1].append(number)
+            else:
+                batches.append([number])
+        queries, keys, places, sizes = [], [], torch.empty(starts[-1], dtype=torch.long), []
+        place = 0
+        for batch in batches:
+            longest = lengths[batch[0]]
+            sizes.append((len(batch), longest, totals[batch[0]] - longest))
+            for number in batch:
+                own = (torch.arange(longest) + starts[number]).clamp(max=starts[number + 1] - 1)
+                queries.append(own)
+                keys += [torch.arange(*spans[number]), own]
+                places[starts[number] : starts[number + 1]] = torch.arange(place, place + lengths[number])
+                place += longest
+        device = documents.index.device
+        found = torch.cat(queries).to(device), torch.cat(keys).to(device), places.to(device)
+        return cls(tuple(sizes), *found)
+
+    def split_queries(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return `(documents, heads, S, size)` for each batch, from `(batch, heads, seq_len, size)`."""
+        return self._split(tensor, self.queries, [own for _, own, _ in self.sizes])
+
+    def split_keys(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return `(documents, heads, P + S, size)` for each batch, from `(batch, heads, seq_len, size)`."""
+        return self._split(tensor, self.keys, [own + prompt for _, own, prompt in self.sizes])
+
+    def _split(self, tensor: torch.Tensor, index: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        tokens = tensor.transpose(1, 2).flatten(0, 1).index_select(0, index.to(tensor.device))
+        counts = [count for count, *_ in self.sizes]
+        parts = tokens.split([count * length for count, length in zip(counts, lengths, strict=True)])
+        return [part.unflatten(0, (count, -1)).transpose(1, 2) for part, count in zip(parts, counts, strict=True)]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return `(batch * seq_len, heads, size)`, from results `(documents, heads, S, size)` of each batch."""
+        tokens = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+        return tokens.index_select(0, self.places.to(tokens.device))
 
 
 _sharing: ContextVar[bool] = ContextVar("sharing prompts", default=False)
@@ -255,84 +331,3 @@ def starts_of(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = 
     previous = position_ids.gather(1, before.clamp(min=0))
     follows = torch.where(before == place - 1, position_ids == previous + 1, position_ids > previous)
     return token & ((before < 0) | ~follows)
-
-
-class _Unknown:
-    """Nobody has said which documents run: none, in a forward pass."""
-
-
-_UNKNOWN = _Unknown()
-_running: ContextVar[Documents | _Unknown | None] = ContextVar("documents running", default=_UNKNOWN)
-_open: list[None] = []
-"""An entry for each packed batch that runs, in any thread: compilers cannot read a context variable, but this list."""
-_packed: WeakSet[nn.Module] = WeakSet()
-"""Layers that ran on packed batches: they may run again in a backward pass."""
-
-
-def documents_running(layer: nn.Module | None = None) -> Documents | None:
-    """Return the documents of the batch whose forward runs in this thread; None if it is not packed.
-
-    Args:
-        layer: The calling layer, to raise if its documents are unknown.
-
-    Raises:
-        RuntimeError: If `layer` runs again in a backward pass under a checkpoint function that does not pass documents
-            on, and has run on a packed batch before, which may be this one.
-    """
-    if torch.compiler.is_compiling() and not _open:
-        return None  # compilers cannot trace the code below: it would break the graph, or raise with fullgraph
-    found = _running.get()
-    if not isinstance(found, _Unknown):
-        if found is not None and layer is not None:
-            _packed.add(layer)
-        return found
-    if layer in _packed and current_graph_task_id() != -1:
-        raise RuntimeError(
-            f"{type(layer).__name__} runs again in the backward pass, but its documents are unknown: it ran on a "
-            "packed batch before, and the checkpoint function is neither transformers' activation checkpointing nor "
-            "torch's checkpoint_wrapper. Use model.gradient_checkpointing_enable(), or do not pack documents."
-        )
-    return None
-
-
-def documents_are_known() -> bool:
-    """Return True inside `running`: a model around the caller has read the batch's positions."""
-    return not isinstance(_running.get(), _Unknown)
-
-
-def some_layer_ran_packed() -> bool:
-    """Return True if a layer in this process ran on packed documents, so that recomputed layers may need them."""
-    return bool(_packed)
-
-
-@contextmanager
-def running(documents: Documents | None) -> Iterator[None]:
-    """While open, `documents_running()` returns `documents`, in this thread."""
-    before = _running.set(documents)
-    is_packed = documents is not None
-    if is_packed:
-        _open.append(None)
-    try:
-        yield
-    finally:
-        if is_packed:
-            _open.pop()
-        _running.reset(before)
-
-
-def carry_documents(model: nn.Module) -> None:
-    """Wrap the checkpoint functions of `model`'s modules so that they pass the documents on when layers run again."""
-    for module in model.modules():
-        for name in CHECKPOINT_FUNCTIONS:
-            checkpoint = module.__dict__.get(name)
-            if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
-                module.__dict__[name] = partial(_checkpointed, checkpoint)
-
-
-def _checkpointed(checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(partial(_run_with, documents_running(), layer), *args, **kwargs)
-
-
-def _run_with(documents: Documents | None, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with running(documents):
-        return layer(*args, **kwargs)

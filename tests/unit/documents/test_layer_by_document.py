@@ -16,9 +16,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 from transformers.utils import ModelOutput
 
 from nrl_models import registry
-from nrl_models.common.forward import layer_by_document
-from nrl_models.common.forward.documents import Documents, documents_running, running
-from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
+from nrl_models.common.documents import layers
+from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.layers import ByDocument, DecoderByDocument
+from nrl_models.common.documents.running import documents_running, running
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.upstream import cache_in
 from nrl_models.logprobs import token_logprobs
@@ -160,7 +161,7 @@ def test_a_decoder_that_fsdp_shards_takes_no_documents(monkeypatch: pytest.Monke
     """Each document would gather the layers, and ranks may have different numbers of documents."""
     decoder = CountingByDocument()
     decoder.layer = nn.Linear(1, 1)
-    monkeypatch.setattr(layer_by_document, "FSDPModule", nn.Linear)
+    monkeypatch.setattr(layers, "FSDPModule", nn.Linear)
     with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match="would deadlock"):
         decoder(torch.zeros_like(POSITIONS))
     decoder(torch.zeros_like(POSITIONS))

@@ -16,10 +16,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common.forward import document_attention
-from nrl_models.common.forward.document_attention import attend
-from nrl_models.common.forward.document_masks import DocumentMask, attend_by_document
-from nrl_models.common.forward.documents import Documents, running
+from nrl_models.common.documents import attention
+from nrl_models.common.documents.attention import attend
+from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.masks import DocumentMask, attend_by_document
+from nrl_models.common.documents.running import running
 from nrl_models.common.upstream import mask_parts
 
 LENGTHS = ((7, 13, 10), (20, 10))
@@ -106,7 +107,11 @@ def test_a_document_is_bit_for_bit_what_it_is_alone() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 13, 30])
 @pytest.mark.parametrize("width", [16, 24])
-def test_attention_is_that_of_the_mask(window: int | None, width: int) -> None:
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "batches"])
+def test_attention_is_that_of_the_mask(
+    window: int | None, width: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_runs_alone", lambda query: alone)
     # Also values wider than keys, as in multi-head latent attention.
     shapes = ((2, 4, 30, 16), (2, 2, 30, 16), (2, 2, 30, width))
     query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
@@ -137,8 +142,8 @@ def test_a_kernel_gets_the_rows_one_after_the_other(window: int | None, monkeypa
     query, key, value = (torch.randn(2, heads, 30, 16) for heads in (4, 2, 2))
     documents = Documents.from_positions(POSITIONS)
     expected = attend(query, key, value, documents, window=window)
-    monkeypatch.setattr(document_attention, "_fits_kernel", lambda query, *others: len(query) == 2)
-    monkeypatch.setattr(document_attention, "_kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "_fits_kernel", lambda query, *others: len(query) == 2)
+    monkeypatch.setattr(attention, "_kernel", lambda: kernel)
     torch.testing.assert_close(attend(query, key, value, documents, window=window), expected)
 
 
@@ -265,10 +270,10 @@ def test_a_bias_of_positions_is_added_to_the_mask(packed: Documents, built: list
 
 
 def test_flash_attention_is_told_where_documents_begin(packed: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nrl_models.common.forward import document_masks
+    from nrl_models.common.documents import masks
 
     told: dict[str, Any] = {}
-    monkeypatch.setattr(document_masks, "flash_attention", lambda *args, **kwargs: told.update(kwargs, args=args))
+    monkeypatch.setattr(masks, "flash_attention", lambda *args, **kwargs: told.update(kwargs, args=args))
     window = masking_utils.sliding_window_causal_mask_function(6)
     query = torch.randn(2, 4, 30, 16)
     attention = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from nrl_models.common.forward.documents import Documents, documents_running
-from nrl_models.common.forward.packing import keep_documents_apart
+from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.packing import keep_documents_apart
+from nrl_models.common.documents.running import documents_running
 
 TWO_ROWS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
 ONE_DOCUMENT = torch.arange(6).expand(2, 6)

@@ -11,9 +11,10 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from nrl_models.common.forward import document_attention, document_masks
-from nrl_models.common.forward.document_attention import attend
-from nrl_models.common.forward.documents import Documents, running, sharing_prompts
+from nrl_models.common.documents import attention, masks
+from nrl_models.common.documents.attention import attend
+from nrl_models.common.documents.boundaries import Documents, sharing_prompts
+from nrl_models.common.documents.running import running
 
 LENGTHS, PROMPTS = (9, 4, 6, 7, 3), (0, 5, 5, 0, 4)
 POSITIONS = torch.cat([torch.arange(start, start + size) for start, size in zip(PROMPTS, LENGTHS, strict=True)])[None]
@@ -48,10 +49,12 @@ def inputs(width: int = 16) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 30])
 @pytest.mark.parametrize("width", [16, 24])
 @pytest.mark.parametrize("tile", [2, 1024])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "batches"])
 def test_attention_is_that_of_the_mask(
-    window: int | None, width: int, tile: int, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    window: int | None, width: int, tile: int, alone: bool, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document_attention, "TILE", tile)
+    monkeypatch.setattr(attention, "_runs_alone", lambda query: alone)
+    monkeypatch.setattr(attention, "TILE", tile)
     query, key, value = inputs(width)
     expected = scaled_dot_product_attention(query, key, value, attn_mask=expected_mask(window), enable_gqa=True)
     torch.testing.assert_close(attend(query, key, value, documents, window=window).transpose(1, 2), expected)
@@ -60,7 +63,7 @@ def test_attention_is_that_of_the_mask(
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_masks(window: int | None, attention: str, documents: Documents) -> None:
-    document_masks.attend_by_document()
+    masks.attend_by_document()
     function = masking_utils.causal_mask_function
     if window is not None:
         function = masking_utils.sliding_window_causal_mask_function(window)
@@ -69,6 +72,40 @@ def test_masks(window: int | None, attention: str, documents: Documents) -> None
         mask = ALL_MASK_ATTENTION_FUNCTIONS[attention](**options, dtype=torch.float32)
     sees = mask.built() if attention == "sdpa" else mask == 0
     assert torch.equal(sees[0, 0], expected_mask(window))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_batches_have_the_gradients_of_documents_alone(
+    window: int | None, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [tensor.requires_grad_() for tensor in inputs()]
+    weights = torch.randn(1, SIZE, 4, 16, dtype=torch.float64)
+    found = []
+    for alone in (True, False):
+        monkeypatch.setattr(attention, "_runs_alone", lambda query, alone=alone: alone)
+        loss = (attend(*given, documents, window=window) * weights).sum()
+        found.append(torch.autograd.grad(loss, given))
+    for alone_gradient, gradient in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, alone_gradient)
+
+
+def test_documents_of_similar_lengths_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (100, 40, 80, 75, 31, 74, 99, 30)
+    documents = Documents.from_positions(torch.cat([torch.arange(length) for length in lengths])[None])
+    assert documents.batches.sizes == ((4, 100, 0), (1, 74, 0), (3, 40, 0))
+    monkeypatch.setattr(attention, "_runs_alone", lambda query: False)
+    calls = []
+
+    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(tuple(query.shape))
+        return scaled_dot_product_attention(query, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
+    query = torch.randn(1, 2, sum(lengths), 8)
+    found = attend(query, query, query, documents)
+    assert calls == [(4, 2, 100, 8), (1, 2, 74, 8), (3, 2, 40, 8)]
+    monkeypatch.setattr(attention, "_runs_alone", lambda query: True)
+    torch.testing.assert_close(found, attend(query, query, query, documents))
 
 
 def aligned(to_end: bool) -> Any:
@@ -99,21 +136,21 @@ def test_kernels(window: int | None, to_end: bool, documents: Documents, monkeyp
     query, key, value = inputs()
     expected = attend(query, key, value, documents, window=window)
     kernel, calls = aligned(to_end), []
-    monkeypatch.setattr(document_attention, "_fits_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
 
     def counted(*args: Any) -> torch.Tensor:
         calls.append(len(args[0][0]))
         return kernel(*args)
 
-    monkeypatch.setattr(document_attention, "_kernel", lambda: counted)
+    monkeypatch.setattr(attention, "_kernel", lambda: counted)
     torch.testing.assert_close(attend(query, key, value, documents, window=window), expected)
     assert calls == ([2, SIZE] if to_end else [2]), "a kernel that aligns the first tokens is not used"
 
 
 def test_flash_attention_gets_prompts_as_keys(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
-    document_masks.attend_by_document()
+    masks.attend_by_document()
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(document_masks, "flash_attention", lambda *args, **kwargs: seen.update(kwargs, args=args))
+    monkeypatch.setattr(masks, "flash_attention", lambda *args, **kwargs: seen.update(kwargs, args=args))
     options = {"batch_size": 1, "q_length": SIZE, "kv_length": SIZE, "device": "cpu"}
     function = masking_utils.causal_mask_function
     with running(documents):

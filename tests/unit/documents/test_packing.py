@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 from nrl_models import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, registry
-from nrl_models.common.forward.packing import keep_documents_apart
+from nrl_models.common.documents.packing import keep_documents_apart
 from nrl_models.testing.case import FamilyCase
 
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])

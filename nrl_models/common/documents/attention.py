@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nrl_models.common.forward.documents import Documents
+from nrl_models.common.documents.boundaries import Documents
 
 MOST_VALUES = 256
 """The widest head of the flash kernels that have variable lengths."""
@@ -34,7 +34,8 @@ def attend(
     size.
 
     On a CPU, each document runs separately, with the result of a batch of only that document. On a GPU, one kernel for
-    variable lengths processes all documents, if it supports these tensors.
+    variable lengths processes all documents, if it supports these tensors. Otherwise documents of similar lengths run
+    as padded batches, because launching kernels for each document takes longer.
 
     Args:
         query: `(B, H, T, D)`.
@@ -51,21 +52,31 @@ def attend(
     kernel = _kernel() if _fits_kernel(query, key, value, dropout) else None
     if kernel is not None and (documents.prompts is None or _aligns_ends(kernel, query.device)):
         return _all_at_once(kernel, query, key, value, documents, window, scale)
+    options: dict[str, Any] = {"window": window, "scale": scale, "dropout_p": dropout}
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
+    if not _runs_alone(query):
+        batches = documents.batches
+        parts = batches.split_queries(query), batches.split_keys(key), batches.split_keys(value)
+        found = batches.join([_causal(*part, **options) for part in zip(*parts, strict=True)])
+        return found.unflatten(0, documents.shape)
     queries = documents.split_without_prompts(query, 2)  # tokens of a shared prompt attend once
-    parts = zip(queries, documents.split(key, 2), documents.split(value, 2), strict=True)
-    grouped = query.shape[1] != key.shape[1]
-    alone = (_alone(*part, window=window, scale=scale, dropout_p=dropout, enable_gqa=grouped) for part in parts)
-    return documents.join([output.transpose(1, 2) for output in alone], 1)
+    parts = queries, documents.split(key, 2), documents.split(value, 2)
+    return documents.join([_causal(*part, **options).transpose(1, 2) for part in zip(*parts, strict=True)], 1)
+
+
+def _runs_alone(query: torch.Tensor) -> bool:
+    """Return True if a document runs faster alone than padded in a batch: nothing has to be launched on a CPU."""
+    return query.device.type == "cpu"
 
 
 TILE = 1024
 """Number of queries per mask for documents that continue a shared prompt."""
 
 
-def _alone(
+def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None, **options: Any
 ) -> torch.Tensor:
-    """Attention of one document. With a window, computes one window of queries at a time, with its visible keys.
+    """Attention of documents `(B, ...)`. With a window, computes a window of queries at a time, with its visible keys.
 
     The queries are those of the last tokens. Keys before them are those of a shared prompt.
     """

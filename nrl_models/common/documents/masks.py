@@ -19,8 +19,9 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from nrl_models.common.forward.document_attention import attend
-from nrl_models.common.forward.documents import Documents, documents_running
+from nrl_models.common.documents.attention import attend
+from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.running import documents_running
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import mask_parts
 from nrl_models.common.upstream_torch import DisableTorchFunctionSubclass, tree_map
