@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature
 
-from nrl_models.common.forward.documents import sharing_prompts
+from nrl_models.common.documents.boundaries import sharing_prompts
 from nrl_models.common.forward.random_states import random_states_kept, set_torch_random_state, torch_random_state
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
 from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, token_logprobs
@@ -32,11 +32,11 @@ class SequenceBatch:
     """All sequences of a batch.
 
     Attributes:
-        ids: Token ids of each sequence, `(length,)` int64.
-        scores: Whether each token is scored, `(length,)` bool per sequence.
-        device: Device of `ids` and `scores`.
+        ids: Token ids of each sequence, `(length,)` int64 on the CPU.
+        scores: Whether each token is scored, `(length,)` bool per sequence, on the CPU.
+        device: Device of the model.
         model_inputs: Keyword arguments of the forward for each sequence, on any device. Empty if there are none.
-        scored: Tokens with a log-probability, `(batch, max_length)` bool.
+        scored: Tokens with a log-probability, `(batch, max_length)` bool on the model's device.
     """
 
     ids: list[torch.Tensor]
@@ -47,11 +47,11 @@ class SequenceBatch:
 
     def __post_init__(self) -> None:
         """Compute `scored`. The first token of a sequence is never scored."""
-        grid = torch.zeros(0, 0, dtype=torch.bool, device=self.device)
+        grid = torch.zeros(0, 0, dtype=torch.bool)
         if self.ids:
             grid = pad_sequence(self.scores, batch_first=True)
             grid[:, 0] = False
-        object.__setattr__(self, "scored", grid)
+        object.__setattr__(self, "scored", grid.to(self.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,14 +69,14 @@ class MicrobatchInputs:
 
     ids: torch.Tensor
     inputs: dict[str, Any]
-    places: tuple[torch.Tensor, torch.Tensor]
-    sources: tuple[torch.Tensor, torch.Tensor]
+    places: tuple[torch.Tensor, ...]
+    sources: tuple[torch.Tensor, ...]
     score: torch.Tensor
     shares: bool
 
     @classmethod
     def of(cls, batch: SequenceBatch, part: Microbatch, layout: Layout) -> MicrobatchInputs:
-        """Lay sequences into it."""
+        """Lay sequences into it. Computed on the CPU, where nothing waits, and copied to the model's device."""
         numbers, shared = part.numbers, part.shared
 
         def laid(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -84,22 +84,27 @@ class MicrobatchInputs:
                 return pad_sequence(tensors, batch_first=True)
             return torch.cat([tensor[size:] for tensor, size in zip(tensors, shared, strict=True)])[None]
 
+        def moved(*grids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(grid.to(batch.device) for grid in grids)
+
         rows = [batch.ids[number] for number in numbers]
-        positions = [torch.arange(len(row), device=batch.device) for row in rows]
+        positions = [torch.arange(len(row)) for row in rows]
         there = laid([torch.ones_like(row, dtype=torch.bool) for row in rows])
-        inputs: dict[str, Any] = {} if len(rows) == 1 else {"attention_mask": there}
+        inputs: dict[str, Any] = {}
         if batch.model_inputs:
             (number,) = numbers
             inputs = dict(batch.model_inputs[number])
-        if len(rows) > 1 and layout is Layout.PACKED:
-            inputs = {"position_ids": laid(positions)}
+        elif len(rows) > 1 and layout is Layout.PACKED:
+            (inputs["position_ids"],) = moved(laid(positions))
+        elif len(rows) > 1:
+            (inputs["attention_mask"],) = moved(there)
         sequences = [torch.full_like(row, number) for row, number in zip(rows, numbers, strict=True)]
-        places = torch.cat(sequences), torch.cat(positions)
-        row, column = there.nonzero(as_tuple=True)
+        sources: tuple[torch.Tensor, ...] = there.nonzero(as_tuple=True)
         if layout is Layout.PACKED:
-            row, column = _sources(part, [len(each) for each in rows], batch.device)
-        score = laid([batch.scores[number] for number in numbers])
-        return cls(laid(rows), inputs, places, (row, column), score, any(shared))
+            sources = _sources(part, [len(each) for each in rows])
+        ids, score = moved(laid(rows), laid([batch.scores[number] for number in numbers]))
+        places = moved(torch.cat(sequences), torch.cat(positions))
+        return cls(ids, inputs, places, moved(*sources), score, any(shared))
 
     def placed(self, values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         """The grid `(sequences, longest)` with this microbatch's values `(rows, length)` in it."""
@@ -120,7 +125,7 @@ class MicrobatchInputs:
         return zeros.index_put(self.sources, gradient[self.places], accumulate=self.shares)
 
 
-def _sources(part: Microbatch, lengths: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _sources(part: Microbatch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row and column of each token of each sequence in a packed row."""
     columns, first, end = [], 0, 0
     for length, shared in zip(lengths, part.shared, strict=True):
@@ -129,7 +134,7 @@ def _sources(part: Microbatch, lengths: Sequence[int], device: torch.device) -> 
         own = length - shared
         columns += [torch.arange(first, first + shared), torch.arange(end, end + own)]
         end += own
-    column = torch.cat(columns).to(device)
+    column = torch.cat(columns)
     return torch.zeros_like(column), column
 
 
@@ -258,10 +263,10 @@ class Accumulation:
 
     def _nothing(self, count: int) -> None:
         """Microbatches without a loss, as other ranks have more."""
-        token = self.batch.ids[0][:1] if self.batch.ids else torch.zeros(1, dtype=torch.long, device=self.batch.device)
+        token = self.batch.ids[0][:1] if self.batch.ids else torch.zeros(1, dtype=torch.long)
         for _ in range(count):
             with torch.set_grad_enabled(self.loss is not None):
-                found = token_logprobs(self.model, token.repeat(2)[None], **self.options)
+                found = token_logprobs(self.model, token.repeat(2)[None].to(self.batch.device), **self.options)
             if self.loss is not None:
                 with torch.autocast(self.batch.device.type, enabled=False):
                     found.logprobs.backward(torch.zeros_like(found.logprobs))

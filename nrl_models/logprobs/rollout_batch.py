@@ -114,7 +114,7 @@ def rollout_logprobs(
     planned, count = _plan(ids, scores if shares else None, layout, loss_terms, row_tokens, device, models, group)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}
     options |= {"reference": reference, "chunk_size": chunk_size}
-    batch = SequenceBatch([row.to(device) for row in ids], [row.to(device) for row in scores], device, own)
+    batch = SequenceBatch(ids, scores, device, own)
     parts = [MicrobatchInputs.of(batch, part, layout) for part in planned]
     return Accumulation(model, batch, parts, count, options, loss, loss_terms, group).run()
 
@@ -125,7 +125,7 @@ def rollout_logprobs(
 def _ids(
     sequences: Sequence[TokenSequence], models: Sequence[nn.Module], row_tokens: int | None
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """Convert each sequence to token ids, `(length,)` int64, and list the problems."""
+    """Convert each sequence to token ids, `(length,)` int64 on the CPU, and list the problems."""
     problems = []
     if isinstance(sequences, torch.Tensor):
         problems.append("a tensor is not a list of sequences: use `token_logprobs` for padded and packed batches")
@@ -136,14 +136,11 @@ def _ids(
         row_tokens = None
     limits = {model_limit(config): "the model takes" for part in models if (config := _config(part)) is not None}
     limits |= {row_tokens: "row_tokens allows"}
-    ids = []
-    for number, sequence in enumerate(sequences if not problems else ()):
-        try:
-            row = torch.as_tensor(sequence)
-        except (TypeError, ValueError, RuntimeError) as error:
-            row = torch.zeros(1, dtype=torch.long)
-            problems.append(f"sequence {number} is not a list of token ids: {error}")
-        ids.append(row)
+    ids, errors = _tensors(sequences if not problems else ())
+    for number, row in enumerate(ids):
+        if number in errors:
+            problems.append(f"sequence {number} is not a list of token ids: {errors[number]}")
+            continue
         if not row.numel():
             problems.append(f"sequence {number} is empty")
         elif row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
@@ -156,34 +153,53 @@ def _ids(
     return [row.long() for row in ids], problems
 
 
+def _tensors(rows: Sequence[Any]) -> tuple[list[torch.Tensor], dict[int, Exception]]:
+    """Convert rows to tensors on the CPU, with one wait for a GPU. Also returns the error of each that is no numbers.
+
+    A tensor of one zero replaces such a row.
+    """
+    tensors: list[torch.Tensor] = []
+    errors: dict[int, Exception] = {}
+    for number, row in enumerate(rows):
+        try:
+            tensors.append(torch.as_tensor(row))
+        except (TypeError, ValueError, RuntimeError) as error:
+            tensors.append(torch.zeros(1, dtype=torch.long))
+            errors[number] = error
+    copies = [row.to("cpu", non_blocking=True) for row in tensors]
+    for device in {row.device for row in tensors if row.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
+    return copies, errors
+
+
 def _config(model: nn.Module) -> PreTrainedConfig | None:
     config: Any = getattr(model, "config", None)
     return config if isinstance(config, PreTrainedConfig) else None
 
 
 def _scores(score: Sequence[Mask] | None, ids: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[str]]:
-    """Convert each mask of scored tokens to `(length,)` bool, and list the problems."""
+    """Convert each mask of scored tokens to `(length,)` bool on the CPU, and list the problems."""
     if score is None or not ids:
         return [torch.ones_like(row, dtype=torch.bool) for row in ids], []
     if not isinstance(score, Sequence | torch.Tensor):
         return [], [f"score={shown(score)}: expected a list of masks"]
     if len(score) != len(ids):
         return [], [f"score has {len(score)} masks for {len(ids)} sequences"]
-    masks, wrong = [], []
-    for number, (given, row) in enumerate(zip(score, ids, strict=True)):
+    masks, errors = _tensors(score)
+    wrong = []
+    for number, (mask, row) in enumerate(zip(masks, ids, strict=True)):
+        if number in errors:
+            wrong.append(f"score of sequence {number} is not a list of bools: {errors[number]}")
+            continue
         try:
-            mask = torch.as_tensor(given)
             require_zeros_and_ones(score=mask)
-            mask = mask.bool()
-        except (TypeError, ValueError, RuntimeError) as error:
-            mask = torch.ones_like(row, dtype=torch.bool)
+        except ValueError as error:
             wrong.append(f"score of sequence {number} is not a list of bools: {error}")
-        masks.append(mask)
         if mask.shape != row.shape:
             wrong.append(
                 f"score of sequence {number} is {tuple(mask.shape)}: expected {tuple(row.shape)}, as its token ids"
             )
-    return masks, wrong
+    return [mask.bool() for mask in masks], wrong
 
 
 def _wrong_terms(terms: LossTerms | str | torch.Tensor, count: int) -> list[str]:

@@ -1,8 +1,8 @@
 """Compute a prompt once for all rollouts that begin with it.
 
 Such rollouts share a row: the first one complete, and of the others only the tokens after the prompt. These attend to
-the prompt and to their own tokens (`nrl_models.common.forward.documents.sharing_prompts`). Prompts are found from the
-tokens.
+the prompt and to their own tokens (`sharing_prompts` in `nrl_models.common.documents.boundaries`). Prompts are found
+from the tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nrl_models.common.forward import document_masks
+from nrl_models.common.documents import masks
 from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.switches import is_off
 from nrl_models.common.value_checks import is_number
@@ -63,7 +63,7 @@ def _has_other_masks(module: nn.Module) -> bool:
     if getattr(config, "alibi", False) is True:
         return True
     name: Any = getattr(config, "_attn_implementation", None)
-    return name is not None and not document_masks.can_share_prompts(name)
+    return name is not None and not masks.can_share_prompts(name)
 
 
 def units_with_shared_prompts(
@@ -72,11 +72,11 @@ def units_with_shared_prompts(
     """Group sequences so that the fewest tokens are computed, in units of at most `row_tokens` tokens.
 
     Args:
-        ids: Token ids of each sequence, `(length,)`.
-        scores: Whether each token is scored, `(length,)` bool. Only tokens that are scored alike are shared.
+        ids: Token ids of each sequence, `(length,)`, on the CPU.
+        scores: Whether each token is scored, `(length,)` bool, on the CPU. Tokens are only shared if scored alike.
         row_tokens: Largest number of tokens of sequences that share a prompt. A single sequence may have more.
     """
-    keys = [(2 * row.cpu() + score.cpu().long()).numpy() for row, score in zip(ids, scores, strict=True)]
+    keys = [(2 * row + score.long()).numpy() for row, score in zip(ids, scores, strict=True)]
     order = sorted(range(len(keys)), key=lambda number: keys[number].astype(">i8").tobytes())
     common = [0, *(_common(keys[first], keys[second]) for first, second in pairwise(order))]
     saved, starts = [0], [0]
