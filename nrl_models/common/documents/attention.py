@@ -34,8 +34,7 @@ def attend(
     size.
 
     On a CPU, each document runs separately, with the result of a batch of only that document. On a GPU, one kernel for
-    variable lengths processes all documents, if it supports these tensors. Otherwise documents of similar lengths run
-    as padded batches, because launching kernels for each document takes longer.
+    variable lengths processes all documents, if it supports these tensors. Otherwise `documents.batches` run.
 
     Args:
         query: `(B, H, T, D)`.
@@ -54,19 +53,13 @@ def attend(
         return _all_at_once(kernel, query, key, value, documents, window, scale)
     options: dict[str, Any] = {"window": window, "scale": scale, "dropout_p": dropout}
     options["enable_gqa"] = query.shape[1] != key.shape[1]
-    if not _runs_alone(query):
-        batches = documents.batches
+    if (batches := documents.batches) is not None:
         parts = batches.split_queries(query), batches.split_keys(key), batches.split_keys(value)
         found = batches.join([_causal(*part, **options) for part in zip(*parts, strict=True)])
         return found.unflatten(0, documents.shape)
     queries = documents.split_without_prompts(query, 2)  # tokens of a shared prompt attend once
     parts = queries, documents.split(key, 2), documents.split(value, 2)
     return documents.join([_causal(*part, **options).transpose(1, 2) for part in zip(*parts, strict=True)], 1)
-
-
-def _runs_alone(query: torch.Tensor) -> bool:
-    """Return True if a document runs faster alone than padded in a batch: nothing has to be launched on a CPU."""
-    return query.device.type == "cpu"
 
 
 TILE = 1024

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Documents:
     """Boundaries of the documents in a batch of `(batch, seq_len)` tokens. Each token is in one document.
 
@@ -23,12 +22,14 @@ class Documents:
         index: `(batch, seq_len)` int32, index of each token's document in its row, from zero; `seq_idx` of kernels.
         cu_seqlens: `(documents + 1,)` int32, start of each document in the flattened batch, and the end of the last.
         prompts: Shared prompts of the documents; None if no document continues another.
+        batches: Batches of documents that attention runs; None to run each document alone.
     """
 
     lengths: tuple[tuple[int, ...], ...]
     index: torch.Tensor
     cu_seqlens: torch.Tensor
     prompts: SharedPrompts | None = None
+    batches: DocumentBatches | None = None
 
     @classmethod
     def from_positions(cls, position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Documents:
@@ -61,9 +62,13 @@ class Documents:
         )
 
     def to(self, device: torch.device) -> Documents:
-        """Return these documents with tensors on a device."""
+        """Return these documents with tensors on a device, and with `batches` unless it is a CPU.
+
+        Launching kernels for each document would take longer than computing padding. A CPU launches nothing.
+        """
         prompts = None if self.prompts is None else self.prompts.to(device)
-        return Documents(self.lengths, self.index.to(device), self.cu_seqlens.to(device), prompts)
+        batches = None if device.type == "cpu" else DocumentBatches.of(self).to(device)
+        return Documents(self.lengths, self.index.to(device), self.cu_seqlens.to(device), prompts, batches)
 
     def chunked(self, size: int) -> Documents:
         """Each document in chunks of `size` tokens and a rest, which are documents by themselves."""
@@ -72,25 +77,20 @@ class Documents:
         before = None if self.prompts is None else self.prompts.before.cpu()
         return Documents._from_starts(starts, positions, before).to(self.index.device)
 
-    @cached_property
+    @property
     def positions(self) -> torch.Tensor:
         """Return each token's index in its document, from zero, `(batch, seq_len)`. A shared prompt counts."""
         sizes = zip(self.lengths_with_prompts, chain(*self.lengths), strict=True)
         within = [torch.arange(size - length, size) for size, length in sizes]
         return torch.cat(within).view(self.shape).to(self.index.device)
 
-    @cached_property
+    @property
     def lengths_with_prompts(self) -> list[int]:
         """The length of each document, including the shared prompt that it continues."""
         lengths = list(chain(*self.lengths))
         if self.prompts is None:
             return lengths
         return [length + end - start for length, (start, end) in zip(lengths, self.prompts.spans, strict=True)]
-
-    @cached_property
-    def batches(self) -> DocumentBatches:
-        """Documents of similar lengths in batches."""
-        return DocumentBatches.of(self)
 
     def boundaries(self, device: torch.device) -> dict[str, Any]:
         """Return the boundaries of queries and keys, as arguments of kernels for variable lengths."""
@@ -223,7 +223,7 @@ class DocumentBatches:
 
     @classmethod
     def of(cls, documents: Documents) -> DocumentBatches:
-        """Sort documents into batches, on the documents' device."""
+        """Sort documents into batches. Their tensors are on the CPU."""
         lengths, totals = list(chain(*documents.lengths)), documents.lengths_with_prompts
         starts = [0, *accumulate(lengths)]
         spans = [(0, 0)] * len(lengths) if documents.prompts is None else documents.prompts.spans
@@ -247,9 +247,11 @@ class DocumentBatches:
                 keys += [torch.arange(*spans[number]), own]
                 places[starts[number] : starts[number + 1]] = torch.arange(place, place + lengths[number])
                 place += longest
-        device = documents.index.device
-        found = torch.cat(queries).to(device), torch.cat(keys).to(device), places.to(device)
-        return cls(tuple(sizes), *found)
+        return cls(tuple(sizes), torch.cat(queries), torch.cat(keys), places)
+
+    def to(self, device: torch.device) -> DocumentBatches:
+        """Return these batches with tensors on a device."""
+        return DocumentBatches(self.sizes, self.queries.to(device), self.keys.to(device), self.places.to(device))
 
     def split_queries(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return `(documents, heads, S, size)` for each batch, from `(batch, heads, seq_len, size)`."""
@@ -260,10 +262,10 @@ class DocumentBatches:
         return self._split(tensor, self.keys, [own + prompt for _, own, prompt in self.sizes])
 
     def _split(self, tensor: torch.Tensor, index: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        tokens = tensor.transpose(1, 2).flatten(0, 1).index_select(0, index.to(tensor.device))
+        tokens = tensor.transpose(0, 1).flatten(1, 2).index_select(1, index.to(tensor.device))
         counts = [count for count, *_ in self.sizes]
-        parts = tokens.split([count * length for count, length in zip(counts, lengths, strict=True)])
-        return [part.unflatten(0, (count, -1)).transpose(1, 2) for part, count in zip(parts, counts, strict=True)]
+        parts = tokens.split([count * length for count, length in zip(counts, lengths, strict=True)], 1)
+        return [part.unflatten(1, (count, -1)).transpose(0, 1) for part, count in zip(parts, counts, strict=True)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return `(batch * seq_len, heads, size)`, from results `(documents, heads, S, size)` of each batch."""

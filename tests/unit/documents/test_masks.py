@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.documents import attention
 from nrl_models.common.documents.attention import attend
-from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.boundaries import DocumentBatches, Documents
 from nrl_models.common.documents.masks import DocumentMask, attend_by_document
 from nrl_models.common.documents.running import running
 from nrl_models.common.upstream import mask_parts
@@ -108,10 +109,7 @@ def test_a_document_is_bit_for_bit_what_it_is_alone() -> None:
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 13, 30])
 @pytest.mark.parametrize("width", [16, 24])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "batches"])
-def test_attention_is_that_of_the_mask(
-    window: int | None, width: int, alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_runs_alone", lambda query: alone)
+def test_attention_is_that_of_the_mask(window: int | None, width: int, alone: bool) -> None:
     # Also values wider than keys, as in multi-head latent attention.
     shapes = ((2, 4, 30, 16), (2, 2, 30, 16), (2, 2, 30, width))
     query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
@@ -120,6 +118,8 @@ def test_attention_is_that_of_the_mask(
     if window is not None:
         mask &= place > place[:, None] - window
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=0.3, enable_gqa=True)
+    if not alone:
+        documents = replace(documents, batches=DocumentBatches.of(documents))
     found = attend(query, key, value, documents, window=window, scale=0.3)
     torch.testing.assert_close(found.transpose(1, 2), expected)
 

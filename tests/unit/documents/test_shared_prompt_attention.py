@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nrl_models.common.documents import attention, masks
 from nrl_models.common.documents.attention import attend
-from nrl_models.common.documents.boundaries import Documents, sharing_prompts
+from nrl_models.common.documents.boundaries import DocumentBatches, Documents, sharing_prompts
 from nrl_models.common.documents.running import running
 
 LENGTHS, PROMPTS = (9, 4, 6, 7, 3), (0, 5, 5, 0, 4)
@@ -27,6 +28,10 @@ FIRST = (0, 0, 0, 19, 19)
 def documents() -> Documents:
     with sharing_prompts():
         return Documents.from_positions(POSITIONS)
+
+
+def in_batches(documents: Documents) -> Documents:
+    return replace(documents, batches=DocumentBatches.of(documents))
 
 
 def expected_mask(window: int | None) -> torch.Tensor:
@@ -53,8 +58,9 @@ def inputs(width: int = 16) -> tuple[torch.Tensor, ...]:
 def test_attention_is_that_of_the_mask(
     window: int | None, width: int, tile: int, alone: bool, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_runs_alone", lambda query: alone)
     monkeypatch.setattr(attention, "TILE", tile)
+    if not alone:
+        documents = in_batches(documents)
     query, key, value = inputs(width)
     expected = scaled_dot_product_attention(query, key, value, attn_mask=expected_mask(window), enable_gqa=True)
     torch.testing.assert_close(attend(query, key, value, documents, window=window).transpose(1, 2), expected)
@@ -75,15 +81,12 @@ def test_masks(window: int | None, attention: str, documents: Documents) -> None
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_batches_have_the_gradients_of_documents_alone(
-    window: int | None, documents: Documents, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_have_the_gradients_of_documents_alone(window: int | None, documents: Documents) -> None:
     given = [tensor.requires_grad_() for tensor in inputs()]
     weights = torch.randn(1, SIZE, 4, 16, dtype=torch.float64)
     found = []
-    for alone in (True, False):
-        monkeypatch.setattr(attention, "_runs_alone", lambda query, alone=alone: alone)
-        loss = (attend(*given, documents, window=window) * weights).sum()
+    for each in (documents, in_batches(documents)):
+        loss = (attend(*given, each, window=window) * weights).sum()
         found.append(torch.autograd.grad(loss, given))
     for alone_gradient, gradient in zip(*found, strict=True):
         torch.testing.assert_close(gradient, alone_gradient)
@@ -92,8 +95,8 @@ def test_batches_have_the_gradients_of_documents_alone(
 def test_documents_of_similar_lengths_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = (100, 40, 80, 75, 31, 74, 99, 30)
     documents = Documents.from_positions(torch.cat([torch.arange(length) for length in lengths])[None])
-    assert documents.batches.sizes == ((4, 100, 0), (1, 74, 0), (3, 40, 0))
-    monkeypatch.setattr(attention, "_runs_alone", lambda query: False)
+    batches = DocumentBatches.of(documents)
+    assert batches.sizes == ((4, 100, 0), (1, 74, 0), (3, 40, 0))
     calls = []
 
     def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -102,9 +105,8 @@ def test_documents_of_similar_lengths_run_together(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
     query = torch.randn(1, 2, sum(lengths), 8)
-    found = attend(query, query, query, documents)
+    found = attend(query, query, query, replace(documents, batches=batches))
     assert calls == [(4, 2, 100, 8), (1, 2, 74, 8), (3, 2, 40, 8)]
-    monkeypatch.setattr(attention, "_runs_alone", lambda query: True)
     torch.testing.assert_close(found, attend(query, query, query, documents))
 
 
