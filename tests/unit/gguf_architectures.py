@@ -87,12 +87,14 @@ class Case:
         keys: The metadata.
         convert: Converts a tensor, given llama.cpp's name, or transformers' name if llama.cpp has none.
         tolerance: Tolerance of logits.
+        since: The first transformers that computes such a file.
     """
 
     config: PreTrainedConfig
     keys: Mapping[str, Any]
     convert: Callable[[str, np.ndarray, Any], Arrays] = unchanged
     tolerance: float = 1e-6
+    since: str = "5.5"
 
 
 BASE: dict[str, Any] = {
@@ -160,6 +162,7 @@ CASES: dict[str, Case] = {
         ),
         BASE | RMS | ROPE | HEAD | EXPERTS | {"rope.dimension_count": 8, "expert_gating_func": 2},
         split_experts,
+        since="5.18",  # earlier ones ignore `rotary_dim`
     ),
     "phi3": Case(
         config("Phi3", rms_norm_eps=1e-5, sliding_window=None, **THETA),
@@ -286,6 +289,7 @@ CASES: dict[str, Case] = {
             "rope.freq_base_swa": 1e4,
         },
         layer_scales,
+        since="5.11",
     ),
     "lfm2": Case(
         config(

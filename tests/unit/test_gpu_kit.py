@@ -319,8 +319,9 @@ def test_operations_are_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     attention = 6 * 32 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    # torch counts attention without the causal mask: twice as much
-    assert counter.get_total_flops() == 32 * (training.operations_per_token(model, 32) + attention)
+    # torch counts attention without the causal mask: twice as much. Older transformers multiply matrices for rope.
+    expected = 32 * (training.operations_per_token(model, 32) + attention)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)
 
 
 def test_mfu_is_relative_to_the_peak() -> None:
