@@ -91,10 +91,10 @@ def chunked_statistics(
     if weight is None or (reference is not None and reference.head.weight is None):
         return _by_checkpointing(hidden, head, tokens, sampling, reference, chunk_size)
     _require_tokens(tokens, len(weight))
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden = hidden.to(dtype)
-        # Under autocast, or if FSDP computes in another dtype than that of the shards.
+    hidden = _autocast(hidden)
+    if reference is not None:
+        reference = reference._replace(hidden=_autocast(reference.hidden))
+    # Under autocast, or if FSDP computes in another dtype than that of the shards.
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     vocabulary, hidden_size = weight.shape
     fused = fuses(weight.device) and not (entropy or reference or sampling.truncates)
@@ -107,6 +107,12 @@ def chunked_statistics(
         hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size, passes, derivatives
     )
     return TokenStatistics(logprobs, entropies, kl)
+
+
+def _autocast(hidden: torch.Tensor) -> torch.Tensor:
+    """Return hidden states in the dtype in which autocast would multiply them."""
+    device = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
 
 
 def statistics_of(

@@ -39,9 +39,11 @@ class Reference(NamedTuple):
     head: OutputHead
 
     def logits(self, temperature: float, elements: int) -> Logits:
-        """Computes its logits, at most `elements` at a time."""
-        assert self.head.weight is not None
-        return Logits(self.head, self.head.weight, self.head.bias, temperature, elements)
+        """Computes its logits in the dtype of the hidden states, at most `elements` at a time."""
+        weight, bias = self.head.weight, self.head.bias
+        assert weight is not None
+        dtype = self.hidden.dtype
+        return Logits(self.head, weight.to(dtype), None if bias is None else bias.to(dtype), temperature, elements)
 
 
 def slices(length: int, size: int) -> Iterator[slice]:

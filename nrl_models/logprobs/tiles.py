@@ -123,7 +123,7 @@ def gradients_by_tiles(
                     logs = work[: gradient.numel()].view_as(gradient)
                     torch.clamp(gradient, min=FLOOR, out=logs)
                     if reference is not None:
-                        theirs = reference_of(reference.hidden[rows], columns)
+                        theirs = reference_of(reference.hidden[rows], columns).to(wide)
                         theirs.sub_(reference_sum[rows, None]).clamp_(min=FLOOR)
                         theirs.add_(kl[rows, None]).neg_().add_(logs).mul_(of_kl[rows, None])
                         factor = theirs.add_(factor)

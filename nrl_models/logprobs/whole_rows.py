@@ -104,15 +104,21 @@ def reduce_rows(
     chosen[rows] = picked - sums.log_sum[rows]
     theirs = None
     if shifted is not None:
-        mean = torch.linalg.vecdot(logits, shifted) / total
+        mean = _dot(logits, shifted) / total
         if entropy:
             sums.entropies[rows] = log_total - mean
         if reference is not None and reference_of is not None:
-            theirs = reference_of(reference.hidden[rows])
+            theirs = reference_of(reference.hidden[rows]).to(logits.dtype)
             sums.reference_sum[rows] = theirs.logsumexp(1)
             theirs.sub_(sums.reference_sum[rows, None]).clamp_(min=FLOOR)
-            sums.kl[rows] = mean - log_total - torch.linalg.vecdot(logits, theirs) / total
+            sums.kl[rows] = mean - log_total - _dot(logits, theirs) / total
     return Reduced(logits, total, log_total, shifted, theirs, slope)
+
+
+def _dot(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the dot product of each row, in the dtype of the rows also under autocast."""
+    with torch.autocast(first.device.type, enabled=False):
+        return torch.linalg.vecdot(first, second)
 
 
 def logit_gradient(

@@ -302,6 +302,49 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert hidden.grad.dtype == head.module.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.8)], ids=str)
+def test_autocast_leaves_entropy_and_divergence_in_fp32(dtype: torch.dtype, sampling: Sampling) -> None:
+    hidden = hidden_states(dtype=torch.float32).requires_grad_()
+    head, theirs = OutputHead(linear(0, dtype=torch.float32)), OutputHead(linear(0, frozen=True, dtype=torch.float32))
+    reference = Reference(hidden.detach(), theirs)
+    with torch.autocast("cpu", dtype):
+        found = chunked_statistics(hidden, head, tokens(), sampling, entropy=True, reference=reference, chunk_size=8)
+        full = statistics_of(head(hidden), tokens(), sampling, theirs(hidden).detach())
+    torch.testing.assert_close(found.entropy, full.entropy, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.kl, full.kl, rtol=0, atol=2e-5)
+    if not sampling.truncates:  # the divergence of a model from itself has no gradient
+        (gradient,) = torch.autograd.grad(found.kl.sum(), hidden)
+        assert gradient.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "of_reference", "of_its_head"),
+    [
+        (torch.float64, torch.float32, torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+        (torch.float32, torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_references_in_another_dtype(
+    dtype: torch.dtype, of_reference: torch.dtype, of_its_head: torch.dtype, ahead: bool
+) -> None:
+    hidden, head = hidden_states(dtype=dtype).requires_grad_(), OutputHead(linear(0, dtype=dtype))
+    theirs = linear(5, bias=True, frozen=True, dtype=of_its_head)
+    reference = Reference(hidden_states(4, dtype=of_reference), OutputHead(theirs))
+    loss = LossAhead(lambda found: (torch.zeros_like(found.kl), None, torch.ones_like(found.kl))) if ahead else None
+    found = chunked_statistics(
+        hidden, head, tokens(), Sampling(), reference=reference, entropy=True, chunk_size=8, ahead=loss
+    )
+    logits = theirs.to(of_reference)(reference.hidden)
+    full = statistics_of(head(hidden), tokens(), Sampling(), logits)
+    torch.testing.assert_close(found.kl, full.kl, rtol=1e-2 if of_reference == torch.bfloat16 else 1e-4, atol=1e-4)
+    (actual,), (expected,) = (torch.autograd.grad(each.kl.sum(), hidden) for each in (found, full))
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_no_tokens() -> None:
     head, hidden = OutputHead(linear(0)), torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
     found = chunked_statistics(hidden, head, torch.zeros(0, dtype=torch.long), Sampling())
