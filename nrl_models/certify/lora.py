@@ -17,10 +17,11 @@ from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.consistency import Data, Mode
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, Cell, largest_error
 from nrl_models.consistency.refit import FIRST_BOUND, refit_problems
-from nrl_models.engines.base import Engine, final_scores, padded
+from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.scores import final_scores, padded
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError, StateDictError, one_line
 from nrl_models.logprobs.metrics import token_mult_prob_error

@@ -27,8 +27,8 @@ from nrl_models.consistency.references import References
 from nrl_models.consistency.vision.image_check import compare_images
 from nrl_models.diagnostics.engine_checks import diagnose_max_model_len, diagnose_prefix_caching
 from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
-from nrl_models.engines.base import final_scores, padded
 from nrl_models.engines.engine_types import Sample
+from nrl_models.engines.scores import final_scores, padded
 from nrl_models.errors import EngineError, EngineUnavailableError, listed, one_line
 from nrl_models.inputs.images import takes_images
 from nrl_models.inputs.model_inputs import inputs_for

@@ -31,9 +31,10 @@ from nrl_models.consistency.hypotheses import Hypotheses, Hypothesis
 from nrl_models.consistency.measure import Comparison, Measurement, Meter, order_by_error
 from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import Party, Verdict
-from nrl_models.engines.base import Engine, final_scores, padded
+from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import ModuleCall
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.scores import final_scores, padded
 from nrl_models.errors import NRLModelsError, one_line
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.localize import differing_weights, search_rounds

@@ -20,8 +20,9 @@ from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.store import Store
-from nrl_models.engines.base import Engine, final_scores, padded
+from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.scores import final_scores, padded
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.parity.noise import rounded_otherwise
 

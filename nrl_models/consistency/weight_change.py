@@ -19,7 +19,7 @@ import torch
 
 from nrl_models.consistency.cells import Cell
 from nrl_models.consistency.measure import Measurement, Meter
-from nrl_models.engines.base import final_scores
+from nrl_models.engines.scores import final_scores
 from nrl_models.family import FamilyModel
 from nrl_models.logprobs.metrics import token_mult_prob_error
 

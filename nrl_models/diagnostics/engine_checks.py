@@ -12,8 +12,9 @@ import numpy
 import torch
 
 from nrl_models.diagnostics.result import Diagnosis
-from nrl_models.engines.base import Engine, padded
+from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
+from nrl_models.engines.scores import padded
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.logprobs.sampling import Sampling

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
-from threading import RLock
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.state_dict.buckets import grouped
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.answers import require_complete
@@ -26,62 +20,42 @@ from nrl_models.engines.engine_types import (
     Sample,
     Tokens,
 )
-from nrl_models.engines.input_checks import plain_tokens, require_lengths, require_limits, require_sampling
+from nrl_models.engines.guarded_calls import GuardedCalls
+from nrl_models.engines.input_checks import (
+    plain_tokens,
+    require_lengths,
+    require_limits,
+    require_one_each,
+    require_sampling,
+)
 from nrl_models.engines.transfer.sent_tensors import finite
 from nrl_models.errors import EngineError, MixedWeightsError, listed, one_line, shown
 from nrl_models.logprobs.sampling import Sampling
 
-_RANDOM = ("start", "_generate", "score", "_refit", "module_calls", "close")
-"""Methods in which an engine may seed or draw random numbers."""
 
-_ANSWERS = ("_generate", "score", "module_calls")
-"""Methods that compute with the weights."""
-
-
-class Engine(AbstractContextManager["Engine"]):
+class Engine(GuardedCalls):
     """Base class of inference engines. Use it as a context manager to close the engine at the end.
 
-    Three groups of methods are wrapped in every subclass:
-
-    - Methods in `_RANDOM` restore the caller's random states.
-    - Methods in `_ANSWERS` raise `MixedWeightsError` during a refit and after a refit that failed halfway.
-    - Methods in `_ANSWERS` and `refit` share a lock, so calls from several threads run one after another.
+    Its methods are wrapped, see `GuardedCalls`.
 
     Attributes:
         name: Engine name in reports.
         bucket_bytes: Default bucket size of refits in bytes. None sends all tensors in one bucket.
         version: Version of the weights: 0 at the start, incremented by each refit.
+        sampled_per_score: Number of tokens that the engine samples after each sequence it scores, which need room.
     """
 
     name: str
     bucket_bytes: int | None = None
     version: int = 0
-    _mixed: str = ""
-    """Error message of `_ANSWERS` methods while the weights are of two versions; otherwise empty."""
+    sampled_per_score: int = 0
+    _never_written: frozenset[str] = frozenset()
+    """While the weights are of two versions: tensors that no refit since the last complete version has written."""
     _changed: bool = False
     """Whether the last `_refit` changed a weight, or may have changed one."""
-    _lock: RLock
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Create the engine's lock here, so that subclasses need not call `super().__init__`."""
-        engine = super().__new__(cls)
-        engine._lock = RLock()
-        return engine
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, version={self.version})"
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in _ANSWERS:
-            if (method := cls.__dict__.get(name)) is not None:
-                setattr(cls, name, _of_whole_weights(method))
-        for name in _RANDOM:
-            method = cls.__dict__.get(name)
-            if isinstance(method, classmethod):
-                setattr(cls, name, classmethod(random_states_kept()(method.__func__)))
-            elif method is not None:
-                setattr(cls, name, random_states_kept()(method))
 
     def capabilities(self) -> Capabilities:
         """Return the capabilities of this engine with its current options."""
@@ -134,6 +108,7 @@ class Engine(AbstractContextManager["Engine"]):
         if not is_integer(seed, 1 - 2**63, 2**63 - 1):
             raise EngineError(f"seed={shown(seed)}: expected a whole number of at most 63 bits")
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
+        require_one_each(prompts, model_inputs=model_inputs, images=images)
         if not (prompts := plain_tokens(prompts)):
             return []
         more: dict[str, Any] = {}
@@ -167,7 +142,9 @@ class Engine(AbstractContextManager["Engine"]):
         """Implement `generate` for prompts that fit. Engines with images also take `model_inputs` or `images`."""
         raise NotImplementedError
 
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None, **options: Any
+    ) -> list[list[float]]:
         """Return the log-probability of each token given the tokens before it, computed in one prefill.
 
         The value for the first token of each sequence is NaN.
@@ -176,10 +153,22 @@ class Engine(AbstractContextManager["Engine"]):
             sequences: Token ids of each sequence.
             sampling: Temperature and truncation applied to the logits before the softmax.
             last: Number of tokens at the end to score; the others may be NaN. All tokens by default.
+            options: Options of the engine, see its `_score`.
 
         Raises:
             EngineError: If the engine cannot score tokens, a sequence is too long, or the engine fails.
         """
+        require_sampling(self, sampling)
+        if last is not None and not is_integer(last, 0):
+            raise EngineError(f"last={shown(last)}: expected a number of tokens, or None for all")
+        require_lengths(self, sequences, self.sampled_per_score)
+        require_one_each(sequences, **{name: options.get(name) for name in ("model_inputs", "images")})
+        if not (sequences := plain_tokens(sequences)):
+            return []
+        return self._score(sequences, sampling, last=last, **options)
+
+    def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:
+        """Implement `score` for sequences that fit, at least one. Engines may take further options."""
         raise EngineError(f"{self.name} cannot score existing tokens")
 
     def refit(
@@ -212,6 +201,7 @@ class Engine(AbstractContextManager["Engine"]):
         if bucket_bytes is not None and type(bucket_bytes) is not int:
             raise EngineError(f"bucket_bytes={bucket_bytes!r}: expected a whole number of bytes, or None")
         with self._lock:
+            self.require_open()
             return self._refit_whole(tensors, bucket_bytes, digests, partial)
 
     def _refit_whole(
@@ -234,13 +224,15 @@ class Engine(AbstractContextManager["Engine"]):
         except BaseException as error:  # including errors of the `tensors` iterator
             self._mixed = before
             if self._refit_changed():
-                self._mixed = self._mixed_because(f"failed ({one_line(error)})")
+                self._mixed, self._never_written = self._mixed_because(f"failed ({one_line(error)})"), frozenset()
                 if isinstance(error, EngineError):
                     raise MixedWeightsError(self._mixed) from error
                 error.add_note(self._mixed)
             raise
         left = [*found["unwritten"], *found["stale_buffers"]]
-        if left and not partial:
+        of_another_refit = before and not self._never_written.issuperset(left)
+        if left and (of_another_refit or not partial):
+            self._never_written = self._never_written.intersection(left) if before else frozenset(left)
             self._mixed = self._mixed_because(f"left {len(left)} tensors unwritten: {listed(left)}")
             raise MixedWeightsError(self._mixed)
         self.version, self._mixed = self.version + 1, ""
@@ -295,38 +287,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         raise EngineError(f"the modules of {self.name} cannot be recorded")
 
-    def close(self) -> None:
-        """Free the engine's memory and processes."""
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _of_whole_weights(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of an engine so that it raises if the weights are of two versions."""
-
-    @wraps(method)
-    def answer(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            if self._mixed:
-                raise MixedWeightsError(self._mixed)
-            return method(self, *args, **kwargs)
-
-    return answer
-
 
 def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[list[NamedTensor]]:
     """Group tensors into buckets of `max_bytes` at most, see `grouped`; a larger tensor has a bucket to itself."""
     return grouped((((name, tensor), tensor.nbytes) for name, tensor in tensors), max_bytes)
-
-
-def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Convert lists of different lengths to one fp64 tensor padded with NaN, `(batch, max_length)`."""
-    tensors = [torch.tensor(row, dtype=torch.float64) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=math.nan)
-
-
-def final_scores(engine: Engine, tokens: torch.Tensor, count: int, sampling: Sampling, **options: Any) -> torch.Tensor:
-    """Score the last `count` tokens of `tokens` `(batch, seq_len)`. Returns fp64 `(batch, count)`."""
-    scores = engine.score(tokens.tolist(), sampling, last=count, **options)
-    return torch.tensor([row[-count:] for row in scores], dtype=torch.float64)

@@ -32,9 +32,9 @@ from nrl_models.engines.engine_types import (
     Tokens,
 )
 from nrl_models.engines.group_calls import with_groups
-from nrl_models.engines.input_checks import require_lengths, require_max_length, require_sampling
+from nrl_models.engines.input_checks import require_lengths, require_max_length
 from nrl_models.engines.refit_targets import RefitTargets
-from nrl_models.errors import EngineError, NRLModelsError, one_line, shown
+from nrl_models.errors import EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.inputs.tokenizers import as_ids, tokenizer_ends
 from nrl_models.logprobs.head import output_embedding
@@ -203,12 +203,12 @@ class HFEngine(Engine):
             self.model.generation_config = kept
 
     @_in_evaluation_mode
-    def score(
+    def _score(
         self,
-        sequences: Sequence[Tokens],
+        sequences: list[list[int]],
         sampling: Sampling,
         *,
-        last: int | None = None,
+        last: int | None,
         full_logits: bool = False,
         model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[list[float]]:
@@ -220,17 +220,13 @@ class HFEngine(Engine):
                 hooks on the output embedding take effect.
             model_inputs: Image inputs of each sequence, see `Sample.sequence_inputs`.
         """
-        require_sampling(self, sampling)
-        if last is not None and (type(last) is not int or last < 0):
-            raise EngineError(f"last={shown(last)}: expected a number of tokens, or None for all")
-        require_lengths(self, sequences)
         results: dict[int, list[float]] = {}
         processing = sampling.processing
         for indices in _by_length(sequences, model_inputs):
             rows = max(1, TOKENS_AT_A_TIME // len(sequences[indices[0]]))
             for start in range(0, len(indices), rows):
                 some = indices[start : start + rows]
-                batch = torch.tensor([list(sequences[index]) for index in some], device=self.model.device)
+                batch = torch.tensor([sequences[index] for index in some], device=self.model.device)
                 wanted = torch.ones_like(batch, dtype=torch.bool)
                 wanted[:, : 0 if last is None else max(0, batch.shape[1] - last)] = False
                 chunk_size = None if full_logits else "auto"

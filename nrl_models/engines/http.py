@@ -32,7 +32,7 @@ from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import BUCKET_BYTES, VLLM_TEMPERATURES, Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.http_connection import TIMEOUT, ServerConnection
 from nrl_models.engines.http_probes import INVALID, NEUTRAL, ServerProbes
-from nrl_models.engines.input_checks import plain_tokens, require_lengths, require_max_length
+from nrl_models.engines.input_checks import require_max_length
 from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import Sender
 from nrl_models.errors import EngineError, shown
@@ -64,6 +64,7 @@ class HTTPEngine(Engine):
     """
 
     name = "http"
+    sampled_per_score = 1
     bucket_bytes = BUCKET_BYTES
 
     def __init__(
@@ -195,9 +196,8 @@ class HTTPEngine(Engine):
                     f"{len(tokens)} sampled tokens: it has to support `logprobs` in /v1/completions"
                 )
             reason = choice.get("finish_reason")
-            if reason is not None:
-                reason = self._checked.text(reason, f"{at}.finish_reason")
-            samples.append(Sample(tuple(prompt), tokens, logprobs, str(reason)))
+            reason = "unfinished" if reason is None else self._checked.text(reason, f"{at}.finish_reason")
+            samples.append(Sample(tuple(prompt), tokens, logprobs, reason))
         self._require_version()
         return samples
 
@@ -218,14 +218,10 @@ class HTTPEngine(Engine):
                 "the server was restarted, or received weights from another trainer. Refit it before the next call"
             )
 
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
+    def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:
         """See `Engine.score`. Uses `prompt_logprobs` if the server supports it, else `echo`."""
         if not sampling.is_identity:
             raise EngineError(f"{self.address} scores existing tokens at temperature 1 only, not at {sampling}")
-        require_lengths(self, sequences, 1)
-        sequences = plain_tokens(sequences)
-        if not sequences:
-            return []
         body: dict[str, Any] = NEUTRAL | {"model": self.model, "prompt": sequences}
         body |= {"temperature": 0.0, "max_tokens": 1}
         size = sum(map(len, sequences)) + len(sequences)

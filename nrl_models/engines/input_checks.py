@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Protocol
-
-import torch
 
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.engine_types import Capabilities, Tokens
@@ -68,7 +66,7 @@ def require_lengths(engine: Limited, sequences: Sequence[Tokens], more: int = 0)
     Raises:
         EngineError: If some do not fit, or are not lists of token ids. The message lists all of them.
     """
-    if isinstance(sequences, (str, Mapping, torch.Tensor)) or not isinstance(sequences, Iterable):
+    if isinstance(sequences, str) or not isinstance(sequences, Sequence):  # an iterator could be read only once
         raise EngineError(f"{engine.name} expects a list of token id lists, and got {shown(sequences)}")
     known = engine.capabilities()
     problems = []
@@ -93,6 +91,18 @@ def require_lengths(engine: Limited, sequences: Sequence[Tokens], more: int = 0)
             )
     if problems:
         raise EngineError(f"{engine.name} cannot process these sequences:", *itemised(problems))
+
+
+def require_one_each(sequences: Sequence[Tokens], **inputs: Any) -> None:
+    """Check that inputs have an entry for each sequence; None if they were not passed.
+
+    Raises:
+        EngineError: If some do not.
+    """
+    for name, values in inputs.items():
+        if values is not None and (not isinstance(values, Sequence) or len(values) != len(sequences)):
+            found = f"{len(values)} entries" if isinstance(values, Sequence) else shown(values)
+            raise EngineError(f"{name} has {found}: expected a list of one for each of {len(sequences)} sequences")
 
 
 def plain_tokens(sequences: Sequence[Tokens]) -> list[list[int]]:

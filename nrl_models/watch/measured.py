@@ -15,9 +15,10 @@ from nrl_models.common.modules import innermost
 from nrl_models.consistency.capsule.module_comparison import ComparedSide, ModuleComparison
 from nrl_models.consistency.capsule.observations import Observations
 from nrl_models.consistency.divergence import Divergence
-from nrl_models.engines.base import Engine, padded
+from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.scores import padded
 from nrl_models.errors import CapsuleError, NRLModelsError
 from nrl_models.logprobs import rollout_logprobs
 from nrl_models.logprobs.sampling import Sampling

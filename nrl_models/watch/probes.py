@@ -12,7 +12,8 @@ from torch import nn
 
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.modules import innermost, peft_modules
-from nrl_models.engines.base import Engine, final_scores
+from nrl_models.engines.base import Engine
+from nrl_models.engines.scores import final_scores
 from nrl_models.inputs.model_inputs import text_ids
 from nrl_models.logprobs import rollout_logprobs
 from nrl_models.logprobs.metrics import token_mult_prob_error

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.state_dict.kept_tensors import kept_by
-from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.scores import final_scores
 from nrl_models.logprobs import Sampling, token_mult_prob_error
 from tests.engine.families import BOUND, tiny_model
 from tests.engine.one_engine import OneEngine

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nrl_models import export_adapter
-from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.scores import final_scores
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling, token_mult_prob_error

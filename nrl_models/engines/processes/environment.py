@@ -19,7 +19,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens
-from nrl_models.engines.input_checks import plain_tokens, require_lengths, require_max_length
+from nrl_models.engines.input_checks import plain_tokens, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm.vllm_start import KV_CACHE_BYTES
 from nrl_models.errors import EngineError, EngineUnavailableError
@@ -42,6 +42,7 @@ class EnvironmentEngine(Engine):
     """
 
     name = "vllm"
+    sampled_per_score = 1
 
     def __init__(self, python: Path, keywords: dict[str, Any]) -> None:
         self.python, self.path = python, keywords["model"]
@@ -127,11 +128,10 @@ class EnvironmentEngine(Engine):
         seeds = [None if sampling.greedy else seed + index for index in range(len(prompts))]
         return self._checked.samples(self._samples(prompts, asked, seeds), prompts)
 
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
+    def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:
         """See `Engine.score`."""
         if not sampling.is_identity:
             raise EngineError(f"vLLM of {self.python} scores existing tokens at temperature 1 only, not at {sampling}")
-        require_lengths(self, sequences, 1)
         asked = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
         return [
             [math.nan, *self._checked.logprobs(found.get("prompt_logprobs"), f"samples[{number}]", len(tokens) - 1)]

@@ -19,7 +19,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import BUCKET_BYTES, Capabilities, NamedTensor, Sample, Tokens
-from nrl_models.engines.input_checks import plain_tokens, require_lengths, require_max_length
+from nrl_models.engines.input_checks import require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.transfer.transports import LOCAL, message_of
 from nrl_models.errors import EngineError, EngineUnavailableError
@@ -140,15 +140,13 @@ class WorkerEngine(Engine):
         )
         return self._checked.samples(self._checked.listed(answer.get("samples"), "samples", len(prompts)), prompts)
 
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
+    def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:
         """See `Engine.score`."""
-        require_lengths(self, sequences)
-        rows = plain_tokens(sequences)
-        asked = {"call": "score", "sequences": rows, "sampling": asdict(sampling), "last": last}
-        answer = self._checked.listed(self.worker.ask(asked).get("scores"), "scores", len(rows))
+        asked = {"call": "score", "sequences": sequences, "sampling": asdict(sampling), "last": last}
+        answer = self._checked.listed(self.worker.ask(asked).get("scores"), "scores", len(sequences))
         return [
             [math.nan, *self._checked.logprobs(found, f"scores[{number}]", len(tokens) - 1)]
-            for number, (found, tokens) in enumerate(zip(answer, rows, strict=True))
+            for number, (found, tokens) in enumerate(zip(answer, sequences, strict=True))
         ]
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:

@@ -85,8 +85,8 @@ class Sender:
         self._is_ready = False
 
     def forget(self) -> None:
-        """Send all weights next time: the engine has others than it was sent."""
-        self._last, self.last_version = None, None
+        """Send all weights next time, and announce updates again: the engine has other weights, or is another one."""
+        self._last, self.last_version, self._is_ready = None, None, False
 
     def prepare(self) -> None:
         """Announce the updates to the engine, unless already done.
@@ -112,7 +112,7 @@ class Sender:
                 weights.
         """
         last = self._last
-        self.forget()  # if anything fails from here on, the next update sends all weights
+        self._last, self.last_version = None, None  # if anything fails from here on, the next update sends all weights
         self.version += 1
         version = str(self.version) if version is None else version
         segments: list[Segment] = []

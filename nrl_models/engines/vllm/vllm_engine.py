@@ -50,6 +50,7 @@ class VLLMEngine(Engine):
     """
 
     name = "vllm"
+    sampled_per_score = 1
 
     def __init__(self, llm: Any, path: str | Path = "") -> None:
         self.llm, self.path = llm, str(path)
@@ -202,12 +203,12 @@ class VLLMEngine(Engine):
         outputs = self._run(prompts, requests, images)
         return samples_from(outputs, prompts, placeholder, has_images=images is not None)
 
-    def score(
+    def _score(
         self,
-        sequences: Sequence[Tokens],
+        sequences: list[list[int]],
         sampling: Sampling,
         *,
-        last: int | None = None,
+        last: int | None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> list[list[float]]:
         """See `Engine.score`. vLLM has to sample a token, so a sequence must leave room for one.
@@ -226,7 +227,6 @@ class VLLMEngine(Engine):
                 "engine without it with merged weights (nrl_models.export_adapter(model)), or score "
                 "with hf-generate"
             )
-        require_lengths(self, sequences, 1)
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         if not sampling.is_identity:
             self._call("nrl_process_logits", asdict(sampling))

@@ -34,8 +34,8 @@ class OwnClasses(HFEngine):
 
     nan = False
 
-    def score(self, *args: Any, **options: Any) -> list[list[float]]:
-        return [[math.nan if self.nan else value for value in row] for row in super().score(*args, **options)]
+    def _score(self, *args: Any, **options: Any) -> list[list[float]]:
+        return [[math.nan if self.nan else value for value in row] for row in super()._score(*args, **options)]
 
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities(), transformers_classes=True)

@@ -66,8 +66,8 @@ class AtTemperatureOne(HFEngine):
     def _generate(self, prompts: Any, sampling: Any, **options: Any) -> Any:
         return super()._generate(prompts, Sampling(), **options)
 
-    def score(self, sequences: Any, sampling: Any, **options: Any) -> Any:
-        return super().score(sequences, Sampling(), **options)
+    def _score(self, sequences: Any, sampling: Any, **options: Any) -> Any:
+        return super()._score(sequences, Sampling(), **options)
 
 
 def norm_epsilon(engine: HFEngine, trainer: HFEngine) -> None:

@@ -19,8 +19,8 @@ from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.refit import RefitChecker, check_refit
-from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.scores import final_scores
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 

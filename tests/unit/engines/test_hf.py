@@ -76,9 +76,9 @@ class Restless(HFEngine):
         disturb()
         return super()._generate(*args, **options)
 
-    def score(self, *args: Any, **options: Any) -> list[list[float]]:
+    def _score(self, *args: Any, **options: Any) -> list[list[float]]:
         disturb()
-        return super().score(*args, **options)
+        return super()._score(*args, **options)
 
     def _refit(self, *args: Any, **options: Any) -> dict[str, Any]:
         disturb()
@@ -147,6 +147,38 @@ def test_what_does_not_fit_is_refused_with_all_reasons(checkpoint: Path, engine:
     assert "sequence 2 is empty" in message
     assert "sequence 3 has token 700, and the vocabulary has 512" in message
     assert "sequence 4 has token -1" in message
+
+
+def test_iterators_are_refused(engine: HFEngine, prompts: list[list[int]]) -> None:
+    for given in (iter(prompts), map(list, prompts), {tuple(prompt) for prompt in prompts}):
+        with pytest.raises(EngineError, match="expects a list of token id lists"):
+            engine.generate(given, Sampling(), max_new_tokens=2)
+        with pytest.raises(EngineError, match="expects a list of token id lists"):
+            engine.score(given, Sampling())
+
+
+@pytest.mark.parametrize("name", ["model_inputs", "images"])
+def test_inputs_of_another_number_than_prompts(name: str, engine: HFEngine, prompts: list[list[int]]) -> None:
+    for entries in ([{}], [{}] * (len(prompts) + 1)):
+        message = f"{name} has {len(entries)} entries: expected a list of one for each of {len(prompts)}"
+        with pytest.raises(EngineError, match=message):
+            engine.generate(prompts, Sampling(), max_new_tokens=2, **{name: entries})
+        with pytest.raises(EngineError, match=message):
+            engine.score(prompts, Sampling(), **{name: entries})
+
+
+def test_closed_engines_refuse_calls(checkpoint: Path, prompts: list[list[int]]) -> None:
+    with HFEngine.start(checkpoint) as closed:
+        closed.score(prompts, Sampling())
+    for call in (
+        lambda: closed.score(prompts, Sampling()),
+        lambda: closed.generate(prompts, Sampling(), max_new_tokens=1),
+        lambda: closed.refit([]),
+        lambda: closed.module_calls([1, 2]),
+    ):
+        with pytest.raises(EngineError, match="hf-generate is closed: start another engine"):
+            call()
+    closed.close()
 
 
 def test_refit_replaces_every_weight(checkpoint: Path, trainer: HFEngine, prompts: list[list[int]]) -> None:

@@ -43,6 +43,15 @@ def test_scores(server: Server, trainer: HFEngine, prompts: list[list[int]]) -> 
         assert score[1:] == pytest.approx(expected[1:], abs=1e-4)
     with pytest.raises(EngineError, match="temperature 1 only"):
         engine.score(prompts, Sampling(0.5))
+    with pytest.raises(EngineError, match="expects a Sampling"):
+        engine.score(prompts, {"temperature": 1.0})
+
+
+def test_a_server_without_reasons(server: Server, prompts: list[list[int]]) -> None:
+    engine, served = server
+    served.change = lambda choice: choice | {"finish_reason": None}
+    samples = engine.generate(prompts, Sampling(), max_new_tokens=3)
+    assert {sample.finish_reason for sample in samples} == {"unfinished"}
 
 
 def test_what_the_server_tells(server: Server) -> None:

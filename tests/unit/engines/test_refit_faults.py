@@ -113,6 +113,23 @@ def test_a_refit_that_lacks_a_tensor_is_refused_unless_it_is_meant(
     engine.score(prompts, Sampling())
 
 
+def test_a_partial_refit_does_not_complete_another_one(
+    trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]
+) -> None:
+    engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
+    weights = list(trainer.model.state_dict_adapter.iter_export(trainer.model))
+    with pytest.raises(MixedWeightsError):
+        engine.refit(weights[1:])
+    with pytest.raises(MixedWeightsError, match=f"left {len(weights) - 1} tensors unwritten"):
+        engine.refit(weights[:1], partial=True)
+    with pytest.raises(MixedWeightsError):  # the first tensor is now of another version than the others
+        engine.refit(weights[1:], partial=True)
+    with pytest.raises(MixedWeightsError):
+        engine.score(prompts, Sampling())
+    assert engine.refit(weights).unwritten == ()
+    engine.score(prompts, Sampling())
+
+
 def test_a_refit_that_changed_nothing_leaves_the_version_before(
     trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]
 ) -> None:
