@@ -143,7 +143,7 @@ def _ids(
             continue
         if not row.numel():
             problems.append(f"sequence {number} is empty")
-        elif row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
+        elif row.ndim != 1 or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
             problems.append(f"sequence {number} is {tuple(row.shape)} of {row.dtype}: expected token ids, (length,)")
         elif (unknown := unknown_token(models, row)) is not None:
             problems.append(f"sequence {number} has {unknown}: pass sequences without padding")

@@ -56,7 +56,7 @@ def unknown_token(models: Iterable[nn.Module], ids: torch.Tensor) -> str | None:
         models: The models.
         ids: Token IDs, of any shape, at least one.
     """
-    lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # one wait for a GPU
+    lowest, highest = torch.stack(torch.aminmax(ids.long())).tolist()  # one wait for a GPU
     for model in models:
         size = _vocabulary(model)
         if size is not None and not 0 <= lowest <= highest < max(size, 1 + max(_placeholders(model), default=0)):

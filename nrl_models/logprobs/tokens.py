@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.documents.boundaries import columns_before, prompts_are_shared, starts_of
+from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.modules import innermost
 from nrl_models.common.value_checks import is_integer
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown
@@ -137,7 +138,8 @@ def token_logprobs(
     position_ids = positions_of_boundaries(input_ids, attention_mask, position_ids, inputs)
     padding = LeftPadding.of(attention_mask) if _aligns(models, inputs) else None
     if padding is not None:
-        grids = {"attention_mask": attention_mask, "position_ids": position_ids, "score": score} | inputs
+        grids = {"attention_mask": attention_mask, "position_ids": position_ids, "score": score}
+        grids |= {name: value for name, value in inputs.items() if name not in BOUNDARIES}  # which positions express
         moved = token_logprobs(
             model,
             padding.moved(input_ids),
@@ -188,7 +190,7 @@ def _aligns(models: Sequence[nn.Module], inputs: Mapping[str, Any]) -> bool:
     Not if padding on the right changes results. Models with images, videos or audio only if padding on the left does.
     """
     limits = {limit for part in models for limit in getattr(part, "limits", {})}
-    media = any(value is not None for name, value in inputs.items() if not name.startswith(("cu_seq", "max_length")))
+    media = any(value is not None for name, value in inputs.items() if name not in BOUNDARIES)
     return "left padding" in limits or ("right padding" not in limits and not media)
 
 

@@ -141,10 +141,11 @@ def policy_loss(
     require_values(logprobs.detach(), weights, **wrong)
     counted = weights > 0
     gain = torch.where(counted, advantages.to(difference)[:, None], 0.0)
-    ratio = _bounded(difference, gain).exp()
-    terms = -torch.minimum(ratio * gain, ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * gain)
+    factor = torch.ones_like(gain)
     if correction is not None:
-        terms = terms * torch.where(counted, correction.detach().to(terms), 0.0)
+        factor = torch.where(counted, correction.detach().to(gain), 0.0)
+    ratio = _bounded(difference, gain * factor).exp()
+    terms = -torch.minimum(ratio * gain, ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * gain) * factor
     if reference is not None:
         behind = behind.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         terms = terms + kl * (_bounded(behind, behind.new_tensor(kl)).expm1() - behind)

@@ -98,6 +98,13 @@ def test_boundaries_separate_sequences(llama: PreTrainedModel) -> None:
         found = token_logprobs(llama, IDS[:1], **given, **more)
         assert torch.equal(found.mask, expected.mask)
         assert torch.equal(found.logprobs, expected.logprobs)
+    padded = torch.cat([IDS.new_zeros(1, 2), IDS[:1]], 1)
+    mask = (torch.arange(11) >= 2)[None]
+    boundaries = torch.tensor([0, 2, 6, 11], dtype=torch.int32)
+    found = token_logprobs(
+        llama, padded, attention_mask=mask, **given | {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+    )
+    torch.testing.assert_close(found.logprobs[:, 2:], expected.logprobs)
     with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids disagree at token 4"):
         token_logprobs(llama, IDS[:1], position_ids=torch.arange(9)[None], **given)
 

@@ -125,6 +125,17 @@ def test_what_was_not_sampled_reaches_neither_loss_nor_gradient(nothing: float) 
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -1.0, 0.0], [1.0, 0.0, 0.0]]) / 3)
 
 
+@pytest.mark.parametrize("correction", [1e-3, 100.0, 1e6])
+def test_loss_is_finite_with_a_large_correction(correction: float) -> None:
+    logprobs = torch.tensor([[-1.0]], requires_grad=True)
+    loss = policy_loss(
+        logprobs, torch.tensor([[-90.0]]), -torch.ones(1), torch.ones(1, 1), correction=torch.full((1, 1), correction)
+    )
+    loss.backward()
+    assert 1e33 < loss.item() < math.inf
+    assert 0 < logprobs.grad.item() < math.inf
+
+
 @pytest.mark.parametrize("log_ratio", [-math.inf, -1e4, -1.0, 0.0, 1.0, 40.0, 80.0, 89.0, 100.0, 1e4, 1e6, math.inf])
 @pytest.mark.parametrize("advantage", [-1e4, -1.5, 0.0, 1.5])
 def test_loss_and_gradient_are_finite_for_any_log_ratio(log_ratio: float, advantage: float) -> None:
