@@ -306,7 +306,11 @@ ROWS: dict[str, Row] = {
         mixins={"Qwen3_5Model": "FreshPositions", "Qwen3_5GatedDeltaNet": "ByDocument"},
         config_values={"attn_output_gate": (True,)},
         mtp_form=MTPForm.PREFIXED,
-        since={"Qwen3_5ForTokenClassification": "5.9", "Qwen3_5TextForSequenceClassification": "5.9"},
+        since={
+            "Qwen3_5ForConditionalGeneration": "5.5.2",  # before, it was saved with a prefix three times
+            "Qwen3_5ForTokenClassification": "5.9",
+            "Qwen3_5TextForSequenceClassification": "5.9",
+        },
     ),
     "qwen3_5_moe": Row(
         "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
@@ -314,6 +318,7 @@ ROWS: dict[str, Row] = {
         mixins={"Qwen3_5MoeModel": "FreshPositions", "Qwen3_5MoeGatedDeltaNet": "ByDocument"},
         config_values={"attn_output_gate": (True,)},
         mtp_form=MTPForm.PREFIXED,
+        since={"Qwen3_5MoeForConditionalGeneration": "5.5.2"},
     ),
     "qwen3_vl": Row(
         "Qwen3VLForConditionalGeneration",

@@ -16,6 +16,7 @@ from checkpoints import edit_config, new_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import PreTrainedModel, Qwen3_5Config
+from versions import needs
 
 import nrl_models
 from nrl_models import AutoModelForCausalLM
@@ -87,6 +88,7 @@ def test_dtype_of_a_state_dict_is_that_of_its_first_tensor(half: str, llama: Pre
         assert model.dtype == expected.dtype
 
 
+@needs("Qwen3_5ForConditionalGeneration")
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("auto", ["AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel"])
 def test_dtype_in_a_part_of_the_configuration(auto: str, name: str, tmp_path: Path) -> None:
