@@ -12,8 +12,8 @@ from torch import nn
 
 from nrl_models.common.documents import masks
 from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.current_documents import documents_running, running
 from nrl_models.common.documents.layers import ByDocument
-from nrl_models.common.documents.running import documents_running, running
 from nrl_models.common.forward import routing
 from nrl_models.common.upstream import CACHE_NAMES, cache_in, cache_input, cache_name
 from nrl_models.parity.noise import logits_and_routing

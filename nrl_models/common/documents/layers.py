@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.utils import ModelOutput
 
 from nrl_models.common.documents.boundaries import Documents
-from nrl_models.common.documents.running import documents_running, running
+from nrl_models.common.documents.current_documents import documents_running, running
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import KEEPS_PADDING_OUT_OF_SINGLE_ROWS
 

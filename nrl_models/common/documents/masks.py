@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from nrl_models.common.documents.attention import attend
 from nrl_models.common.documents.boundaries import Documents
-from nrl_models.common.documents.running import documents_running
+from nrl_models.common.documents.current_documents import documents_running
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import mask_parts
 from nrl_models.common.upstream_torch import DisableTorchFunctionSubclass, tree_map

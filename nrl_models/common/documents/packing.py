@@ -19,8 +19,13 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.cached import cached
 from nrl_models.common.documents.boundaries import Documents, prompts_are_shared, starts_of
+from nrl_models.common.documents.current_documents import (
+    carry_documents,
+    documents_are_known,
+    running,
+    some_layer_ran_packed,
+)
 from nrl_models.common.documents.masks import attend_by_document
-from nrl_models.common.documents.running import carry_documents, documents_are_known, running, some_layer_ran_packed
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in
 

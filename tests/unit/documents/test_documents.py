@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.current_documents import documents_running
 from nrl_models.common.documents.packing import keep_documents_apart
-from nrl_models.common.documents.running import documents_running
 
 TWO_ROWS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
 ONE_DOCUMENT = torch.arange(6).expand(2, 6)

@@ -18,8 +18,8 @@ from transformers.utils import ModelOutput
 from nrl_models import registry
 from nrl_models.common.documents import layers
 from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.current_documents import documents_running, running
 from nrl_models.common.documents.layers import ByDocument, DecoderByDocument
-from nrl_models.common.documents.running import documents_running, running
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.upstream import cache_in
 from nrl_models.logprobs import token_logprobs

@@ -20,8 +20,8 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.common.documents import attention
 from nrl_models.common.documents.attention import attend
 from nrl_models.common.documents.boundaries import DocumentBatches, Documents
+from nrl_models.common.documents.current_documents import running
 from nrl_models.common.documents.masks import DocumentMask, attend_by_document
-from nrl_models.common.documents.running import running
 from nrl_models.common.upstream import mask_parts
 
 LENGTHS = ((7, 13, 10), (20, 10))

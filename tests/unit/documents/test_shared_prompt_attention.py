@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nrl_models.common.documents import attention, masks
 from nrl_models.common.documents.attention import attend
 from nrl_models.common.documents.boundaries import DocumentBatches, Documents, sharing_prompts
-from nrl_models.common.documents.running import running
+from nrl_models.common.documents.current_documents import running
 
 LENGTHS, PROMPTS = (9, 4, 6, 7, 3), (0, 5, 5, 0, 4)
 POSITIONS = torch.cat([torch.arange(start, start + size) for start, size in zip(PROMPTS, LENGTHS, strict=True)])[None]
