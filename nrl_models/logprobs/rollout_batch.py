@@ -154,7 +154,7 @@ def _ids(
 
 
 def _tensors(rows: Sequence[Any]) -> tuple[list[torch.Tensor], dict[int, Exception]]:
-    """Convert rows to tensors on the CPU, with one wait for a GPU. Also returns the error of each that is no numbers.
+    """Convert rows to tensors on the CPU, with one wait for a GPU. Also returns the errors of other rows.
 
     A tensor of one zero replaces such a row.
     """
