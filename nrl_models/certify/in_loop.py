@@ -39,6 +39,7 @@ from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.noise import limit, logits_noise
 from nrl_models.parity.parity_report import Unit
+from nrl_models.parity.worst import worst_of
 
 ZERO, SECOND = "learning rate 0", "second sync"
 NAMES = (ZERO, SECOND)
@@ -91,7 +92,7 @@ def controls(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
 
 
 def _at_zero(found: Controls, bound: float, where: str) -> CheckResult:
-    ratio = max(found.ratio, default=0.0)
+    ratio = worst_of(found.ratio, default=0.0)
     changed = sorted({name for names in found.changed[:-1] for name in names})
     problems = [] if ratio <= bound else [f"ratios of new and old probability differ from 1 by up to {ratio:.2e}"]
     problems += [f"{len(changed)} exported tensors changed: {listed(changed)}"] if changed else []
@@ -112,7 +113,7 @@ def _at_zero(found: Controls, bound: float, where: str) -> CheckResult:
 
 def _second_sync(found: Controls, where: str) -> CheckResult:
     problems = [f"sync {number + 1}: {text}" for number, texts in enumerate(found.problems) for text in texts]
-    worst = max(found.error, default=math.inf, key=lambda error: math.inf if math.isnan(error) else error)
+    worst = worst_of(found.error, default=math.inf)
     if found.error and not worst <= THRESHOLD:
         number = found.error.index(worst) + 1
         problems.append(f"sync {number}: token_mult_prob_error {worst:.7g} between engine and trainer")

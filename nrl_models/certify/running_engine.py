@@ -36,6 +36,7 @@ from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
 from nrl_models.parity.parity_report import Unit
+from nrl_models.parity.worst import worst_of
 
 NEW_TOKENS = 16
 """Number of sampled tokens per sequence."""
@@ -222,7 +223,7 @@ def images(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         yield CheckResult(name=name, status=Status.NOT_COVERED, summary=summary)
         return
     errors, tokens, bound, faults = _raw_images(subject) if known.raw_images else _image_tensors(subject)
-    worst = max(errors, default=0.0)
+    worst = worst_of(errors, default=0.0)
     failed = not worst <= bound
     status = Status.FAILED if failed else Status.NOT_DECIDED if not tokens or worst > THRESHOLD else Status.PASSED
     yield CheckResult(
@@ -262,7 +263,7 @@ def _raw_images(subject: CheckpointUnderTest) -> tuple[list[float], int, float, 
         new_tokens=NEW_TOKENS,
     )
     faults = [str(comparison.fault) for comparison in found if comparison.fault]
-    errors = [max(comparison.decode, comparison.prefill) for comparison in found]
+    errors = [comparison.worst for comparison in found]
     return errors, sum(comparison.new_tokens for comparison in found), found[0].bound, faults
 
 

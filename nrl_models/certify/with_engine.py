@@ -27,13 +27,14 @@ from nrl_models.consistency.cells import (
     Data,
     Settings,
 )
-from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport, last_if_nan
+from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.matrix import check_consistency
 from nrl_models.consistency.prompts import load_tokenizer
 from nrl_models.consistency.refit import check_refit, refit_settings
 from nrl_models.engines.digests import NO_DIGESTS
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.parity.parity_report import Unit
+from nrl_models.parity.worst import last_if_nan
 
 REFITS = ("refit from random weights", "refit after a training step")
 """Names of the checks of `check_refit`, in the order of its steps."""

@@ -39,6 +39,7 @@ from nrl_models.onboarding.estimate_step import Setting
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.noise import limit, logits_noise, logits_of
 from nrl_models.parity.parity_report import FIRST_DIVERGENCE, Level, ParityRow, Unit
+from nrl_models.parity.worst import last_if_nan, worst_of
 
 SEQUENCES = ((17, 0), (31, 1), (9, 2))
 """Lengths and seeds of the sequences that are padded and packed."""
@@ -131,7 +132,8 @@ def parity(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
 def _level(name: str, rows: list[ParityRow], divergences: list[str]) -> CheckResult:
     failed = [row for row in rows if not row.passed]
     shares = {row: share for row in rows if (share := row.share_of_bound) is not None}
-    worst = failed[0] if failed else max(shares, key=lambda row: shares[row], default=rows[0] if rows else None)
+    closest = max(shares, key=lambda row: last_if_nan(shares[row]), default=rows[0] if rows else None)
+    worst = failed[0] if failed else closest
     if worst is None:
         return CheckResult(name=name, status=Status.NOT_DECIDED, summary="nothing was compared", compared=0)
     summary = f"{len(rows) - len(failed)} of {len(rows)} comparisons passed; "
@@ -217,7 +219,7 @@ def _difference(name: str, expected: list[torch.Tensor], actual: list[torch.Tens
     """Compare log-probabilities of sequences, without their first tokens, which have none."""
     pairs = list(zip(expected, actual, strict=True))
     compared = sum(len(first) for first, _ in pairs)
-    largest = max(((first - second).abs().max().item() for first, second in pairs if len(first)), default=0.0)
+    largest = worst_of(((first - second).abs().max().item() for first, second in pairs if len(first)), default=0.0)
     return CheckResult(
         name=name,
         status=status_of(failed=not largest <= bound, compared=compared),

@@ -19,6 +19,7 @@ from nrl_models.consistency.measure import Comparison, Measurement
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.logprobs.metrics import ConsistencyMetrics, finite_or_none
 from nrl_models.parity.parity_report import Outcome, Unit
+from nrl_models.parity.worst import last_if_nan, worst_of
 
 MAX_OUTSIDE = 0.01
 """Share of sampled tokens that the trainer's top-k and top-p may exclude: at the edge, roundings decide."""
@@ -66,7 +67,7 @@ class CellResult:
     @property
     def noise(self) -> float:
         """The noise floor: `token_mult_prob_error` of one model under other roundings, in the lower precision."""
-        return max(repeat.metrics[Comparison.NOISE].token_mult_prob_error for repeat in self.repeats)
+        return worst_of(repeat.metrics[Comparison.NOISE].token_mult_prob_error for repeat in self.repeats)
 
     @property
     def bound(self) -> float:
@@ -77,7 +78,7 @@ class CellResult:
     def worst(self) -> tuple[Comparison, float]:
         """The comparison with the largest `token_mult_prob_error`, and that."""
         errors = {
-            name: max((metrics.token_mult_prob_error for metrics in repeats), key=last_if_nan)
+            name: worst_of(metrics.token_mult_prob_error for metrics in repeats)
             for name, repeats in self.comparisons.items()
         }
         name = max(errors, key=lambda name: last_if_nan(errors[name]))
@@ -100,7 +101,7 @@ class CellResult:
         """Why the cell does not pass; empty if it does."""
         problems = []
         for name, repeats in self.comparisons.items():
-            worst = max((metrics.token_mult_prob_error for metrics in repeats), key=last_if_nan)
+            worst = worst_of(metrics.token_mult_prob_error for metrics in repeats)
             if not worst <= self.bound:
                 above = f"above {self.threshold:g}"
                 if self.bound > self.threshold:
@@ -129,7 +130,7 @@ class CellResult:
 
     def to_json(self) -> dict[str, Any]:
         """The cell, its worst numbers, and every repeat's."""
-        worst = max(self.errors, key=last_if_nan)
+        worst = worst_of(self.errors)
         finite = all(map(math.isfinite, self.errors))
         strict = [metrics.token_mult_prob_error for metrics in self.comparisons.get(Comparison.STRICT, ())]
         return {
@@ -142,7 +143,7 @@ class CellResult:
             "token_mult_prob_error": finite_or_none(worst),
             "token_mult_prob_error_mean": finite_or_none(statistics.fmean(self.errors)),
             "token_mult_prob_error_deviation": statistics.pstdev(self.errors) if finite else None,
-            "token_mult_prob_error_strict": finite_or_none((worst + max(strict)) / 2) if strict else None,
+            "token_mult_prob_error_strict": finite_or_none((worst + worst_of(strict)) / 2) if strict else None,
             "noise_floor": finite_or_none(self.noise),
             "noise_dtype": dtype_name(self.repeats[0].noise_dtype),
             "threshold": self.threshold,
@@ -154,11 +155,6 @@ class CellResult:
                 for repeat in self.repeats
             ],
         }
-
-
-def last_if_nan(value: float) -> float:
-    """A key to sort by that puts NaN last."""
-    return math.inf if math.isnan(value) else value
 
 
 class MatrixRow(NamedTuple):
@@ -269,7 +265,7 @@ class ConsistencyReport:
                 if name in self.columns
             ]
             decode = found[Comparison.DECODE]
-            largest = f"{max(metrics.max for metrics in decode):.1e}"
+            largest = f"{worst_of(metrics.max for metrics in decode):.1e}"
             numbers += [_worst(decode, "worst_sequence"), largest, _shown(result.noise)]
             yield MatrixRow(_values(result.cell), tuple(numbers), Outcome.of(result.passed).shown, result)
         for cell, status in (self.running | self.skipped).items():
@@ -333,7 +329,7 @@ def _values(cell: Cell) -> tuple[str, ...]:
 
 
 def _worst(repeats: Sequence[ConsistencyMetrics], name: str) -> str:
-    return _shown(max(getattr(metrics, name) for metrics in repeats))
+    return _shown(worst_of(getattr(metrics, name) for metrics in repeats))
 
 
 def _shown(value: float) -> str:

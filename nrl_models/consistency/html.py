@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.consistency.consistency_report import CELL, ConsistencyReport, described, last_if_nan
+from nrl_models.consistency.consistency_report import CELL, ConsistencyReport, described
 from nrl_models.consistency.measure import Comparison, Measurement, order_by_error
 from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.parity.worst import last_if_nan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -31,6 +31,7 @@ from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
 from nrl_models.errors import ConsistencyError, EngineError
+from nrl_models.parity.worst import worst_of
 
 MAX_VERDICTS = 3
 """Maximum number of failing cells to judge. A verdict takes a few times as long as a measurement."""
@@ -211,7 +212,7 @@ def run_matrix(
             progress(report)
         failing = [result for result in report.results if not result.passed]
         if capsule is not None and failing:
-            worst = max(failing, key=lambda result: max(map(_badness, result.repeats)))
+            worst = max(failing, key=lambda result: worst_of(map(_badness, result.repeats)))
             report.running[worst.cell] = "writing the capsule"
             progress(report)
             found = judge.judged(worst.cell, max(worst.repeats, key=_badness), with_tensors=True)
@@ -257,7 +258,7 @@ def _witness_options(witness: str, settings: Settings, engine: Mapping[str, Any]
 
 
 def _badness(measurement: Measurement) -> float:
-    return max(
+    return worst_of(
         (metrics.nan + metrics.engine_infinite) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
         for name, metrics in measurement.metrics.items()
         if name in (Comparison.DECODE, Comparison.PREFILL, Comparison.SECOND)

@@ -35,6 +35,7 @@ from nrl_models.parity.precision import (
     compare_gradients_rounded,
     compare_logits_rounded,
 )
+from nrl_models.parity.worst import last_if_nan, worst_of
 
 MIN_COSINE = 0.9999
 
@@ -117,7 +118,7 @@ def compare_components(
             continue
         actual = run_layer(model.get_submodule(name), call)
         found = [compare_tensors(first, second, verbose=False) for first, second in zip(expected, actual, strict=True)]
-        max_diff = max(comparison.max_diff for comparison in found)
+        max_diff = worst_of(comparison.max_diff for comparison in found)
         cosine = min(comparison.cosine_similarity for comparison in found)
         scale = max([1.0, *(tensor.abs().max().item() for tensor in expected if tensor.is_floating_point())])
         allowed = TOLERANCE[dtype] * scale
@@ -225,7 +226,7 @@ def compare_gradients(
         for name, gradient in expected.items()
         if name in actual
     }
-    worst = max(differences, key=lambda name: differences[name][0] / differences[name][1], default="")
+    worst = max(differences, key=lambda name: last_if_nan(differences[name][0] / differences[name][1]), default="")
     difference, allowed = differences.get(worst, (math.inf, 0.0))
     return [
         ParityRow(

@@ -16,6 +16,7 @@ from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import Inputs
 from nrl_models.parity.compare import compare_tensors
 from nrl_models.parity.noise import TOLERANCE, limit, logits_noise, logits_of
+from nrl_models.parity.worst import worst_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,5 +215,5 @@ def tensor_difference(expected: Sequence[torch.Tensor], actual: Sequence[torch.T
         scale = max(1.0, finite.max().item()) if first.numel() else 1.0
         difference = compare_tensors(first, second, verbose=False).max_diff
         if difference > TOLERANCE[dtype] * scale:
-            worst = max(worst, difference)
+            worst = worst_of((worst, difference))
     return worst

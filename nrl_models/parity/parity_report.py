@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.parity.worst import last_if_nan
 
 
 class Outcome(StrEnum):
@@ -134,7 +135,7 @@ class ParityReport:
         line = f"{outcome}: {count - len(self.failed)} of {count} checks passed: {self.title}"
         shares = {row.check: share for row in self.rows if (share := row.share_of_bound) is not None}
         if self.passed and any(shares.values()):
-            worst = max(shares, key=lambda check: shares[check])
+            worst = max(shares, key=lambda check: last_if_nan(shares[check]))
             line += f". Closest to its bound: {worst}, at {shares[worst]:.0%}"
         if divergences := [row.measured for row in self.failed if row.check == FIRST_DIVERGENCE]:
             line += f". First divergence: {divergences[0]}"

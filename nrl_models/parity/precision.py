@@ -35,6 +35,7 @@ from nrl_models.parity.compare import compare_tensors
 from nrl_models.parity.components import Call, calls_of, component_classes, run_layer
 from nrl_models.parity.noise import gradients, logits_and_routing, logits_of, output_name
 from nrl_models.parity.parity_report import Level, ParityRow, Unit
+from nrl_models.parity.worst import last_if_nan, worst_of
 
 FLOOR = 1e-6
 """A relative error that always passes: of values that even the lower precision has exactly, or nearly."""
@@ -74,7 +75,7 @@ class Errors(NamedTuple):
     @property
     def excess(self) -> float:
         """Factor by which multiples exceed `LIMITS`; at most 1 passes."""
-        return max(self.rms / LIMITS.rms, self.largest / LIMITS.largest)
+        return worst_of((self.rms / LIMITS.rms, self.largest / LIMITS.largest))
 
 
 EXACT = Errors(0.0, 0.0)
@@ -143,7 +144,7 @@ class Found:
             self.same += 1
         elif strict:
             self.differs += (name,)
-        elif times.excess >= self.times.excess:
+        elif last_if_nan(times.excess) >= last_if_nan(self.times.excess):
             self.times, self.where = times, name
 
     def row(self, check: str, level: Level, strict: bool = False) -> ParityRow:
@@ -199,7 +200,7 @@ def compare_components_rounded(
             counterpart = truth.model.get_submodule(name)
             with _replaying(counterpart, routing):
                 exact = float_tensors(run_layer(counterpart, _in_fp32(call)))
-            times = max(_times(actual, expected, exact), key=lambda pair: pair.excess)
+            times = max(_times(actual, expected, exact), key=lambda pair: last_if_nan(pair.excess))
         key = type(original).__name__, strict
         found.setdefault(key, Found()).add(name, times, strict=strict)
     dtype = dtype_name(_dtype(reference))
@@ -264,14 +265,14 @@ def compare_gradients_rounded(
         with _replaying(exact_model, routing):
             exact = {name: gradient.flatten() for name, gradient in gradients(exact_model, inputs).items()}
         # Some gradients are zero but for rounding (a key's bias does not change a softmax).
-        smallest = 1e-3 * max(gradient.square().mean().sqrt().item() for gradient in exact.values())
+        smallest = 1e-3 * worst_of(gradient.square().mean().sqrt().item() for gradient in exact.values())
         errors = {
             name: (
                 Errors.of(actual[name].flatten(), exact[name]).rms,
                 Errors.of(expected[name].flatten(), exact[name]).rms,
             )
             for name in exact.keys() & actual.keys()
-            if exact[name].square().mean().sqrt().item() > smallest
+            if not exact[name].square().mean().sqrt().item() <= smallest  # a gradient with NaN is compared
         }
         usual = median([theirs for _, theirs in errors.values()] or [FLOOR])
         for name in differing:
@@ -279,7 +280,7 @@ def compare_gradients_rounded(
                 ours, theirs = errors[name]
                 floor = usual if exact[name].numel() < FEW_VALUES else FLOOR
                 multiples[name] = ours / max(theirs, floor)
-    worst, typical = max(multiples, key=multiples.__getitem__), median(multiples.values())
+    worst, typical = max(multiples, key=lambda name: last_if_nan(multiples[name])), median(multiples.values())
     measured = f"{typical:.2f} times, at worst {multiples[worst]:.2f} times" if differing else SAME_BITS
     return ParityRow(
         f"gradients, {dtype_name(_dtype(reference))}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from nrl_models.logprobs.sampling import Sampling
 
 FLOOR_FACTOR = 8.0
@@ -24,12 +26,13 @@ class Allowance:
     """A bound on `token_mult_prob_error`.
 
     Args:
-        floor: measured noise floor, at least 1; None if it cannot be measured.
+        floor: measured noise floor, at least 1; None, infinite or NaN if it cannot be measured.
         bar: bound before anything was observed, if there is no floor.
     """
 
     def __init__(self, floor: float | None, bar: float) -> None:
-        self.floor, self.bar = floor, bar
+        self.floor = floor if floor is not None and math.isfinite(floor) else None
+        self.bar = bar
         self._observed: list[float] = []
 
     def learn(self, error: float) -> None:

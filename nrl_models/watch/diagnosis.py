@@ -14,6 +14,7 @@ import torch
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.parity.worst import last_if_nan, worst_of
 from nrl_models.watch.finding import Cause, Finding, Severity
 from nrl_models.watch.measured import Measured
 from nrl_models.watch.probes import error, explains
@@ -253,7 +254,7 @@ def _other_sampling(evidence: DriftEvidence, wanted: torch.Tensor, found: float)
         for candidate in dict.fromkeys(candidates)
         if candidate != own
     }
-    best = min(errors, key=errors.__getitem__)
+    best = min(errors, key=lambda candidate: last_if_nan(errors[candidate]))
     return best if errors[best] - 1.0 < 0.1 * (found - 1.0) else None
 
 
@@ -265,16 +266,18 @@ def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Findi
         yield Finding(cause=Cause.PADDING, message=message)
     before = [step.excess for step in evidence.history]
     if before and evidence.steps_since_sync > 1 and sync.version > 0:
-        message = f"the error grew from {max(before):.3g} to {metrics.excess:.3g} with the weights of one sync"
+        message = f"the error grew from {worst_of(before):.3g} to {metrics.excess:.3g} with the weights of one sync"
         yield Finding(cause=Cause.ENGINE, message=message)
     if before and sync.same_weights:
-        message = f"the error grew from {max(before):.3g} to {metrics.excess:.3g} while the weights stayed the same"
+        message = (
+            f"the error grew from {worst_of(before):.3g} to {metrics.excess:.3g} while the weights stayed the same"
+        )
         yield Finding(cause=Cause.ENGINE, message=message)
     if metrics.grows:
         message = f"the error of the last quarter of positions is {metrics.growth:.3g} times that of the first"
         yield Finding(cause=Cause.CACHE, message=message)
     if before and sync.version > 0:
-        message = f"the error jumped from {max(before):.3g} to {metrics.excess:.3g} at sync {sync.version}"
+        message = f"the error jumped from {worst_of(before):.3g} to {metrics.excess:.3g} at sync {sync.version}"
         yield Finding(cause=Cause.MISSING_WEIGHTS, message=message)
 
 

@@ -19,15 +19,16 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, largest_error
+from nrl_models.consistency.vision.image_differences import differ, positions_differ, processed_differs
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
-from nrl_models.engines.vllm.vllm_images import ImageCalls
 from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.images import cast, image_token
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.noise import rounded_otherwise
+from nrl_models.parity.worst import worst_of
 
 TOLERANCE = 1e-3
 """By how much tensors that should be equal may differ in fp32, relative to their size: kernels round differently."""
@@ -90,7 +91,12 @@ class ImageComparison:
     @property
     def passed(self) -> bool:
         """Whether both errors are within the bound."""
-        return max(self.decode, self.prefill) <= self.bound
+        return self.worst <= self.bound
+
+    @property
+    def worst(self) -> float:
+        """The larger error; NaN counts as infinite."""
+        return worst_of((self.decode, self.prefill))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +179,13 @@ def compare_images(
         last = torch.tensor(prefill[-len(sample.tokens) :], dtype=torch.float64)
         scored.append(_Scored(prompt, tokens, sample, ids, own, ours, last))
     bound = threshold
-    if any(threshold < max(one.errors) < float("inf") for one in scored):
+    if any(threshold < worst_of(one.errors) < float("inf") for one in scored):
         bound = largest_error(threshold, noise_factor, _noise(trainer, scored, sampling))
     found = []
     for one in scored:
         against_decode, against_prefill = one.errors
         fault = None
-        if not max(one.errors) <= bound:
+        if not worst_of(one.errors) <= bound:
             fault = ImageFault.PROCESSOR if one.trainer is None else _fault(engine, trainer, one, sampling, bound)
         sizes = tuple(image.size for image in one.prompt.images)
         found.append(
@@ -209,7 +215,7 @@ def _noise(trainer: HFEngine, scored: Sequence[_Scored], sampling: Sampling) -> 
     Prompts are short. In a mixture of experts, a single token with other experts causes most of a prompt's error.
     """
     with rounded_otherwise(trainer.model):
-        return max(
+        return worst_of(
             token_mult_prob_error(
                 one.trainer, _trainer_scores(trainer, one.ids, one.sample, one.own, sampling, full_logits=True)
             )
@@ -277,11 +283,11 @@ def _fault(engine: VLLMEngine, trainer: HFEngine, scored: _Scored, sampling: Sam
     """Find the first difference of both sides, given equal token ids."""
     theirs, ids = engine.image_calls(scored.tokens, scored.prompt.images), scored.ids
     tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(trainer.model.dtype).eps)
-    if _processed_differs(theirs, scored.own, tolerance):
+    if processed_differs(theirs, scored.own, tolerance):
         return ImageFault.PROCESSOR
     ours = _text_call(trainer.model, ids, scored.own)
     here, there = ours.get("position_ids"), theirs.positions
-    if here is not None and there is not None and _positions_differ(here, there, len(ids)):
+    if here is not None and there is not None and positions_differ(here, there, len(ids)):
         return ImageFault.POSITIONS
     at_images = torch.tensor(ids) == image_token(trainer.model.config)
     expected = ours["inputs_embeds"][0][at_images]
@@ -292,7 +298,7 @@ def _fault(engine: VLLMEngine, trainer: HFEngine, scored: _Scored, sampling: Sam
     if features is not None and features.shape != expected.shape and theirs.embedded is not None:
         features = theirs.embedded[: len(ids)][at_images]
         expected = expected[:, : features.shape[-1]]
-    if features is None or _differ(expected, features, tolerance):
+    if features is None or differ(expected, features, tolerance):
         return ImageFault.TOWER
     return ImageFault.ATTENTION if _agrees_causally(trainer, scored, sampling, bound) else ImageFault.TEXT
 
@@ -310,31 +316,7 @@ def _agrees_causally(trainer: HFEngine, scored: _Scored, sampling: Sampling, bou
         scores = _trainer_scores(trainer, scored.ids, scored.sample, scored.own, sampling)
     finally:
         hook.remove()
-    return max(scored.errors_of(scores)) <= bound
-
-
-def _processed_differs(theirs: ImageCalls, own: Mapping[str, torch.Tensor], tolerance: float) -> bool:
-    """Return True if a tensor that both processors return under the same name differs."""
-    for name, value in own.items():
-        found = [call[name].float() for call in theirs.tensors if name in call]
-        if found and _differ(value.float().flatten(), torch.cat(found), tolerance):
-            return True
-    return False
-
-
-def _positions_differ(expected: torch.Tensor, found: torch.Tensor, length: int) -> bool:
-    """Return True if positions differ by more than a constant, which has no effect on rotary embeddings."""
-    expected = expected.reshape(-1, expected.shape[-1])
-    found = found.reshape(-1, found.shape[-1])[:, :length].to(expected)
-    expected = expected[-len(found) :]  # the first of four rows has text positions, which only masks use
-    return not bool((expected - expected[:, :1] == found - found[:, :1]).all())
-
-
-def _differ(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> bool:
-    if expected.shape != found.shape:
-        return True
-    expected, found = expected.double().cpu(), found.double()
-    return not bool((expected - found).norm() <= tolerance * expected.norm())
+    return worst_of(scored.errors_of(scores)) <= bound
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ class ImageReport:
             "images": [
                 {"file": str(file), "verdict": Outcome.of(comparison.passed)}
                 | {
-                    "value": finite_or_none(max(comparison.decode, comparison.prefill)),
+                    "value": finite_or_none(comparison.worst),
                     "unit": Unit.TOKEN_MULT_PROB_ERROR,
                 }
                 | {name: finite_or_none(value) for name, value in asdict(comparison).items()}

@@ -14,9 +14,11 @@ from training_loop import PROMPTS, Loop
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import DriftError, UnknownArgumentError
+from nrl_models.logprobs import Sampling
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mtp_weights import mtp_tensors
 from nrl_models.watch import Bars, Cause, Severity, Watch, step_metrics
+from nrl_models.watch.allowance import Allowance
 
 ROWS, LENGTH = 8, 64
 
@@ -189,3 +191,8 @@ def test_missing_arguments_are_errors() -> None:
     loop = Loop()
     with pytest.raises(ValueError, match="columns"):
         loop.watch.before_update(loop.sample(), torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("floor", [math.nan, math.inf])
+def test_floor_that_cannot_be_measured_does_not_raise_the_bound(floor: float) -> None:
+    assert Allowance(floor, 1.05).bound(Sampling()) == 1.05
