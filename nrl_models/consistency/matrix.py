@@ -14,11 +14,20 @@ import torch
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.own_folder import default_folder
-from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, is_secret, require_engine
+from nrl_models.common.trust.servers import (
+    ENGINES,
+    TRANSFORMERS_BACKEND,
+    VLLMS,
+    is_secret,
+    require_engine,
+    shown_argument,
+)
 from nrl_models.consistency.capsule.capsule_file import Limits
 from nrl_models.consistency.capsule.consistency_capsule import write_consistency
+from nrl_models.consistency.capsule.package_versions import versions
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.judge import Judge
@@ -32,6 +41,8 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
 from nrl_models.errors import ConsistencyError, EngineError
 from nrl_models.parity.worst import worst_of
+
+logger = get_logger(__name__)
 
 MAX_VERDICTS = 3
 """Maximum number of failing cells to judge. A verdict takes a few times as long as a measurement."""
@@ -69,7 +80,8 @@ def check_consistency(
         path: Directory of the checkpoint.
         engine: Name from `nrl_models.engines.ENGINES`.
         settings: Settings of the check.
-        out: Directory of the measurements. A run with the same settings resumes from it. Default: see `default_out`.
+        out: Directory of the measurements. A run with the same settings, engine, versions and device resumes from it.
+            Default: see `default_out`.
         dtype: Dtype of the engine; default: the checkpoint's.
         trainer_dtype: Dtype of the trainer; default: the engine's.
         device: Device of the trainer.
@@ -92,7 +104,7 @@ def check_consistency(
 
     Raises:
         EngineError: If the engine does not start.
-        ConsistencyError: If the check cannot run with these arguments.
+        ConsistencyError: If the check cannot run with these arguments, or `out` has measurements made otherwise.
         CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
     """
     require_engine(engine)
@@ -115,6 +127,8 @@ def check_consistency(
         "load_format": load_format,
         "dtype": str(dtype),
         "trainer_dtype": str(trainer_dtype or dtype),
+        "device": _described_device(device),
+        "versions": versions(),
         **({"second_trainer": second_trainer} if second_trainer else {}),
         "text": None if text_file is None else str(text_file.resolve()),
         **{key: value for key, value in asdict(settings).items() if key not in _MAY_CHANGE},
@@ -131,6 +145,12 @@ def check_consistency(
         store.delete_if_empty()
         raise
     with started:
+        if engine not in ENGINES and store.has_measurements:
+            logger.warning(
+                f"{store.folder} has measurements of {shown_argument(engine)}, which are reused. A server does not "
+                "report its version or a restart: discard them if it has changed (--fresh)"
+            )
+        store.note_engine(started.describe())
         if dummy:
             started.refit(model.state_dict_adapter.iter_export(model))
         options = _witness_options(witness, settings, keywords if engine == "vllm" else {})
@@ -148,6 +168,11 @@ def check_consistency(
                 capsule_limits=capsule_limits,
                 progress=progress,
             )
+
+
+def _described_device(device: str) -> str:
+    """Return the trainer's device, with the name of the GPU."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if torch.device(device).type == "cuda" else device
 
 
 def default_out(path: str | Path, decisive: Mapping[str, Any]) -> Path:

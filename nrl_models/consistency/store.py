@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,10 @@ CHANGED_CHECKPOINT = "checkpoint: measured on another checkpoint, or its files h
 PURPOSE = "measurements of nrl-models consistency"
 
 _CELL = r"\d+-\w+-\w+-\d+"
-_OWN = re.compile(rf"settings\.json|report\.json|verdict-{_CELL}\.json|{_CELL}-\d+\.safetensors")
+ENGINE = "engine"
+"""Name of the note that describes the engine."""
+
+_OWN = re.compile(rf"settings\.json|report\.json|engine\.json|verdict-{_CELL}\.json|{_CELL}-\d+\.safetensors")
 """Names of a store's files. Other files in its directory are never deleted."""
 
 
@@ -54,25 +57,41 @@ class Store:
         if fresh:
             for path in self._own_files():
                 path.unlink()
-        measured = any(path.suffix == ".safetensors" for path in self._own_files())
-        found = _read_json(file) if measured else wanted
-        different = [
-            CHANGED_CHECKPOINT if key == "checkpoint" else f"{key}: {found.get(key)!r} before, {wanted.get(key)!r} now"
-            for key in sorted(found.keys() | wanted.keys())
-            if found.get(key) != wanted.get(key)
-        ]
-        if different:
+        self._require_same(_read_json(file) if self.has_measurements else wanted, wanted)
+        write_whole(file, json.dumps(wanted, indent=1))
+
+    @property
+    def has_measurements(self) -> bool:
+        """Whether at least one repeat was measured."""
+        return any(path.suffix == ".safetensors" for path in self._own_files())
+
+    def note_engine(self, described: Mapping[str, Any]) -> None:
+        """Note the engine that measures from now on.
+
+        Args:
+            described: See `Engine.describe`.
+
+        Raises:
+            ConsistencyError: If the directory has measurements of an engine with another description.
+        """
+        wanted = json.loads(json.dumps(described, default=str))
+        if self.has_measurements:
+            self._require_same({ENGINE: self.load_note(ENGINE)}, {ENGINE: wanted})
+        self.save_note(ENGINE, wanted)
+
+    def _require_same(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        if different := list(_differences(found, wanted)):
             raise ConsistencyError(
-                f"{folder} holds measurements made with other settings:",
+                f"{self.folder} holds measurements made with other settings:",
                 *(f"  - {difference}" for difference in different),
                 "Choose another directory (--out), or discard them (--fresh).",
             )
-        write_whole(file, json.dumps(wanted, indent=1))
 
     def delete_if_empty(self) -> None:
         """Delete the directory if nothing was measured."""
-        if not any(path.suffix == ".safetensors" for path in self._own_files()):
-            (self.folder / SETTINGS).unlink(missing_ok=True)
+        if not self.has_measurements:
+            for name in (SETTINGS, f"{ENGINE}.json"):
+                (self.folder / name).unlink(missing_ok=True)
             release(self.folder)
 
     def _own_files(self) -> list[Path]:
@@ -103,6 +122,20 @@ class Store:
 
     def _file(self, cell: Cell, repeat: int) -> Path:
         return self.folder / f"{cell.key}-{repeat}.safetensors"
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield a line per setting that differs, also inside of versions and descriptions."""
+    for key in sorted(found.keys() | wanted.keys()):
+        before, now = found.get(key), wanted.get(key)
+        if before == now:
+            continue
+        if key == "checkpoint":
+            yield CHANGED_CHECKPOINT
+        elif isinstance(before, dict) and isinstance(now, dict):
+            yield from _differences(before, now, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}: {before!r} before, {now!r} now"
 
 
 def _read_json(file: Path) -> Any:

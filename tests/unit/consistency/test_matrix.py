@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from completions_server import serving
 from rich.console import Console
 from small_cell import SETTINGS
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -35,6 +36,7 @@ from nrl_models.consistency.store import Store
 from nrl_models.consistency.verdict import Party
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, EngineError
+from nrl_models.logprobs import Sampling
 from nrl_models.quirks import VerdictKind
 
 Run = Callable[..., ConsistencyReport]
@@ -124,6 +126,46 @@ def test_measurements_made_otherwise_are_not_mixed_in(checkpoint: Path, tmp_path
     # More cells or another threshold do not invalidate measurements.
     assert check_consistency(checkpoint, settings=replace(SETTINGS, batches=(2, 3), threshold=1.5), **options).passed
     assert check_consistency(checkpoint, settings=replace(SETTINGS, seed=1), fresh=True, **options).passed
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("versions", "versions.transformers: '[^']+' before, '99.0' now"),
+        ("device", "device: 'cpu' before, 'cpu:0' now"),
+        ("engine", "engine.vllm: None before, '99.0' now"),
+    ],
+)
+def test_upgrades_and_other_devices_do_not_reuse_measurements(
+    changed: str, message: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"engine": "hf-generate", "out": tmp_path, "dtype": torch.float32, "settings": SETTINGS}
+    assert check_consistency(checkpoint, **options).passed
+    described, installed = HFEngine.describe, matrix.versions()
+    if changed == "versions":
+        monkeypatch.setattr(matrix, "versions", lambda: installed | {"transformers": "99.0"})
+    elif changed == "engine":  # of another environment
+        monkeypatch.setattr(HFEngine, "describe", lambda self: described(self) | {"vllm": "99.0"})
+    else:
+        options["device"] = "cpu:0"
+    with pytest.raises(ConsistencyError, match=message):
+        check_consistency(checkpoint, **options)
+    assert check_consistency(checkpoint, fresh=True, **options).passed
+
+
+def test_measurements_of_a_server_are_reused_with_a_warning(
+    checkpoint: Path, engine: HFEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(SETTINGS, sampling=Sampling())
+    with serving(engine) as (address, served):
+        options = {"engine": address, "out": tmp_path, "dtype": torch.float32, "settings": settings}
+        assert check_consistency(checkpoint, **options).passed
+        assert "reused" not in caplog.text
+        assert check_consistency(checkpoint, **options).passed
+        assert f"measurements of {address}, which are reused" in caplog.text
+        served.models = ["other"]
+        with pytest.raises(ConsistencyError, match=r"engine.model: 'tiny' before, 'other' now"):
+            check_consistency(checkpoint, **options)
 
 
 def test_settings_of_which_nothing_was_measured_do_not_stop_the_next_run(checkpoint: Path, tmp_path: Path) -> None:
