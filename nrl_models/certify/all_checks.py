@@ -160,9 +160,9 @@ def certify(
     if unknown := sorted({*only, *skip} - {*NAMES}):
         raise UnknownArgumentError(f"unknown checks {', '.join(unknown)}: expected some of {', '.join(NAMES)}")
     options = Options(engine, engine_options or {}, dtype, device, full, seed, loop_mesh, layers)
-    subject = CheckpointUnderTest(path, options, Path())
+    subject = CheckpointUnderTest(path, options, Path(), fresh=fresh)
     hashes, installed = file_hashes(subject.folder), versions()
-    key = json_digest({"files": hashes, "versions": installed, "options": options.to_json()})
+    key = subject.key = json_digest({"files": hashes, "versions": installed, "options": options.to_json()})
     subject.out = out or default_folder("certify", subject.path, key)
     saved = _Saved(subject.out, key, fresh=fresh)
     subject.delete_plotted({*NAMES} - saved.results.keys())

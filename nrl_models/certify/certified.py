@@ -86,11 +86,15 @@ class CheckpointUnderTest:
         path: checkpoint directory, GGUF file or Hub repository.
         options: how it is certified.
         out: directory for measurements.
+        key: digest of everything that results depend on.
+        fresh: discard earlier measurements.
     """
 
     path: str | Path
     options: Options
     out: Path
+    key: str = ""
+    fresh: bool = False
 
     @cached_property
     def folder(self) -> Path:
@@ -196,6 +200,11 @@ class CheckpointUnderTest:
     def prompts(self) -> Prompts:
         """Prompts for the model."""
         return Prompts.of_checkpoint(self.folder, self.trainer.capabilities().vocabulary or 0)
+
+    @property
+    def measurements(self) -> Path:
+        """Directory for the measurements of the matrix. Another key has another directory."""
+        return self.out / f"measurements-{self.key[:8]}"
 
     def save_plotted(self, name: str, measurement: Measurement) -> None:
         """Save log-probabilities that a check compared, for the plots of the report.

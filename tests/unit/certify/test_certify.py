@@ -307,6 +307,28 @@ def test_wrong_log_probabilities_are_not_ready(
     assert results["log-probabilities"].status is results["decode against prefill"].status is Status.FAILED
 
 
+def test_measurements_of_a_correct_engine_do_not_certify_a_wrong_one(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"engine": "hf-generate", "dtype": torch.float32, "out": tmp_path / "out"}
+    options["only"] = ("files", *MATRIX)
+    assert by_name(certify(checkpoint, **options))["log-probabilities"].status is Status.PASSED
+    right = HFEngine.generate
+
+    def wrong(self: HFEngine, *args: Any, **more: Any) -> Any:
+        samples = right(self, *args, **more)
+        return [replace(sample, logprobs=tuple(value - 1.0 for value in sample.logprobs)) for sample in samples]
+
+    monkeypatch.setattr(HFEngine, "generate", wrong)
+    assert by_name(certify(checkpoint, fresh=True, **options))["log-probabilities"].status is Status.FAILED
+    monkeypatch.setattr(HFEngine, "generate", right)
+    assert by_name(certify(checkpoint, fresh=True, **options))["log-probabilities"].status is Status.PASSED
+    monkeypatch.setattr(HFEngine, "generate", wrong)
+    installed = all_checks.versions() | {"vllm": "99.0"}
+    monkeypatch.setattr(all_checks, "versions", lambda: installed)
+    assert by_name(certify(checkpoint, **options))["log-probabilities"].status is Status.FAILED
+
+
 def test_an_engine_that_does_not_start_decides_nothing(checkpoint: Path, tmp_path: Path) -> None:
     certificate = certify(
         checkpoint, engine="http://127.0.0.1:9", out=tmp_path / "out", only=("files", "log-probabilities")
