@@ -19,6 +19,7 @@ from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import NamedTensor, RefitReport, Sample
 from nrl_models.errors import UnknownArgumentError, shown
+from nrl_models.logprobs import TokenLogprobs
 from nrl_models.logprobs.microbatches import ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.allowance import Allowance
@@ -29,7 +30,7 @@ from nrl_models.watch.finding import Finding, Severity, raise_failures
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
-from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, engine_logprobs
+from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, whole_numbers
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
 from nrl_models.watch.syncs import Sync, SyncLog, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
@@ -215,7 +216,7 @@ class Watch:
     def before_update(
         self,
         samples: Sequence[Sample] | None = None,
-        trainer: torch.Tensor | None = None,
+        trainer: torch.Tensor | TokenLogprobs | None = None,
         *,
         engine: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
@@ -227,36 +228,34 @@ class Watch:
 
         Args:
             samples: the engine's samples. With them causes are tested by scoring the samples again.
-            trainer: the trainer's log-probabilities `(rows, length)`, by the weights that sampled.
+            trainer: the trainer's log-probabilities `(rows, length)`, by the weights that sampled; or the result of
+                `token_logprobs` or `rollout_logprobs`. Then only tokens of its mask are compared: not those that the
+                trainer's `top_k` and `top_p` exclude.
             engine: the engine's log-probabilities `(rows, length)`. Default: those of `samples`.
             mask: True for sampled tokens, `(rows, length)`. Default: the replies of `samples`, each row being prompt
-                and reply without padding on the left.
+                and reply without padding on the left; without samples, the mask of `trainer`.
             attention_mask: True for tokens that are not padding, `(rows, any length)`.
             tokens: token IDs of prompt and reply that the trainer computes with, without padding.
             versions: version of the weights that sampled each row.
 
         Raises:
             DriftError: something is wrong, and `fail`.
-            UnknownArgumentError: neither `samples` nor `engine` and `mask`; no `trainer`.
-            ValueError: the shapes differ.
+            UnknownArgumentError: neither `samples` nor `engine` and `mask`; no `trainer`; or a wrong type.
+            ValueError: the shapes or numbers of rows differ.
         """
-        if trainer is None or (samples is None and (engine is None or mask is None)):
-            raise UnknownArgumentError("expected trainer=, and samples= or both engine= and mask=")
-        rows = list(samples or ())
-        if engine is None or mask is None:
-            engine, mask = engine_logprobs(rows, trainer.shape[1])
+        versions = whole_numbers(versions)
+        step = RolloutStep.of(samples, trainer, engine, mask, attention_mask)
         if versions is not None:
-            mask = mask.cpu() & torch.tensor([version == self.version for version in versions])[:, None]
-        metrics = step_metrics(trainer, engine, mask, attention_mask)
+            step = step.of_version(versions, self.version)
+        metrics = step_metrics(step.trainer, step.engine, step.mask, attention_mask)
         self._step += 1
         self._steps_since_sync += 1
         self._changes.note_learning_rate()
-        self._prompts += [hash(sample.prompt) for sample in rows]
-        step = RolloutStep(rows, trainer, engine, mask, attention_mask)
+        self._prompts += [hash(sample.prompt) for sample in step.samples]
         event = self._event(
             EventKind.STEP,
             self._probes is not None,
-            other_tokens=None if tokens is None or not rows else step.other_tokens(tokens),
+            other_tokens=None if tokens is None or not step.samples else step.other_tokens(tokens),
             versions=tuple(versions or ()),
             oldest=self.version - self.max_staleness,
             newest=self.version,

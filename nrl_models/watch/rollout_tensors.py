@@ -13,7 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 from nrl_models.common.modules import innermost
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.common.state_dict.mtp import MTPNames
+from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.engine_types import Sample
+from nrl_models.errors import UnknownArgumentError, shown
+from nrl_models.logprobs import TokenLogprobs
 from nrl_models.watch.finding import Cause, Finding, Severity
 from nrl_models.watch.step_metrics import StepMetrics
 
@@ -37,6 +40,66 @@ class RolloutStep(NamedTuple):
     mask: torch.Tensor
     attention_mask: torch.Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[Sample] | None,
+        trainer: torch.Tensor | TokenLogprobs | None,
+        engine: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> RolloutStep:
+        """Check the arguments of `Watch.before_update`, and replace each one that is missing by its default.
+
+        Raises:
+            UnknownArgumentError: an argument is missing, or has a wrong type.
+            ValueError: the shapes differ.
+        """
+        rows, scored = list(samples or ()), None
+        if isinstance(trainer, TokenLogprobs):
+            trainer, scored = trainer.logprobs, trainer.mask
+        if trainer is None or (samples is None and (engine is None or (mask is None and scored is None))):
+            raise UnknownArgumentError("expected trainer=, and samples= or both engine= and mask=")
+        named = {"trainer": trainer, "engine": engine, "mask": mask, "attention_mask": attention_mask}
+        for name, value in named.items():
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise UnknownArgumentError(f"{name}={shown(value)}: expected a tensor (rows, length)")
+        for name, value in named.items():
+            if value is not None and value.ndim != 2:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}: expected (rows, length)")
+        if rows and len(rows) != len(trainer):
+            raise ValueError(f"trainer has {len(trainer)} rows, and there are {len(rows)} samples")
+        if samples is not None and (engine is None or mask is None):
+            of_samples, replied = engine_logprobs(rows, trainer.shape[1])
+            engine = of_samples if engine is None else engine
+            mask = replied if mask is None else mask
+        mask = scored if mask is None else mask
+        assert engine is not None
+        assert mask is not None
+        if not trainer.shape == engine.shape == mask.shape:
+            shapes = {"trainer": trainer, "engine": engine, "mask": mask}
+            found = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shapes.items())
+            raise ValueError(f"expected three tensors of one shape (rows, length), got {found}")
+        mask = mask.detach().bool().cpu()
+        if scored is not None:
+            mask = mask & scored.detach().cpu()
+        return cls(rows, trainer, engine, mask, attention_mask)
+
+    def of_version(self, versions: Sequence[int], version: int) -> RolloutStep:
+        """Leave out rows that other weights sampled.
+
+        Args:
+            versions: version of the weights that sampled each row.
+            version: version of the trainer's weights.
+
+        Raises:
+            ValueError: the number of versions is not that of rows.
+        """
+        if len(versions) != len(self.mask):
+            raise ValueError(f"there are {len(versions)} versions, and {len(self.mask)} rows")
+        is_current = torch.tensor([number == version for number in versions], dtype=torch.bool)
+        return self._replace(mask=self.mask & is_current[:, None])
+
     def worst(self) -> tuple[list[Sample], torch.Tensor | None, torch.Tensor | None]:
         """Return the samples with the largest differences, and the log-probabilities of their replies on both sides.
 
@@ -56,6 +119,20 @@ class RolloutStep(NamedTuple):
         pairs = zip(tokens, self.samples, strict=False)
         wrong = tuple(row for row, (own, sample) in enumerate(pairs) if tuple(own) != sample.sequence)
         return wrong, len(tokens), len(self.samples)
+
+
+def whole_numbers(versions: Iterable[int] | None) -> list[int] | None:
+    """Return versions as a list; None without.
+
+    Raises:
+        UnknownArgumentError: one is not a whole number.
+    """
+    if versions is None:
+        return None
+    numbers = versions.tolist() if isinstance(versions, torch.Tensor) else versions
+    if not isinstance(numbers, Iterable) or not all(map(is_integer, numbers := list(numbers))):
+        raise UnknownArgumentError(f"versions={shown(versions)}: expected a whole number for each row")
+    return [int(number) for number in numbers]
 
 
 def uncompared(metrics: StepMetrics) -> Iterable[Finding]:
