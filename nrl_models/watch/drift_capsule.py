@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.logs import get_logger
@@ -32,6 +33,7 @@ from nrl_models.consistency.capsule.trainer_tensors import (
     weight_digests,
 )
 from nrl_models.engines.engine_types import Sample
+from nrl_models.logprobs.microbatches import ranks_of
 from nrl_models.watch.diagnosis import DriftEvidence
 from nrl_models.watch.event import Event, evidence_from_json, evidence_to_json
 from nrl_models.watch.finding import Finding
@@ -55,7 +57,7 @@ class CapsuleWriter:
 
     Args:
         target: a file for the first failure, or a directory for one file per failure, at most `MOST_FILES`. A path
-            without a suffix is a directory.
+            without a suffix is a directory. With several ranks, names of files end in the rank.
         limits: size of a capsule.
 
     Attributes:
@@ -88,6 +90,8 @@ class CapsuleWriter:
         version = evidence.sync.version
         name = f"{event.kind}-{number}-version-{version}-{len(self.written) + 1}{SUFFIX}"
         file = self.target / name if is_folder else self.target
+        if ranks_of(None) > 1:
+            file = file.with_stem(f"{file.stem}-rank-{dist.get_rank()}")
         file.parent.mkdir(parents=True, exist_ok=True)
         contents = _contents(self.limits, event, evidence, found, f"{event.kind} {number}, version {version}", step)
         contents.write(file)
@@ -131,10 +135,12 @@ def _contents(
     if step is not None:
         _add_rows(contents, step)
     if running.model is not None:
-        contents.values["digests"] = (
-            dict(evidence.sync.sent) or measured_or_note(lambda: weight_digests(running.model))[0]
-        )
-        _add_model(contents, running, evidence)
+        contents.values["digests"] = dict(evidence.sync.sent)
+        if ranks_of(None) == 1:  # only failing ranks write a capsule, and a sharded model needs all of them
+            contents.values["digests"] = (
+                contents.values["digests"] or measured_or_note(lambda: weight_digests(running.model))[0]
+            )
+            _add_model(contents, running, evidence)
     return contents
 
 
@@ -183,7 +189,7 @@ def _add_model(contents: Contents, running: Running, evidence: DriftEvidence) ->
     elif running.samples:
         tokens = torch.tensor([running.samples[0].sequence])
     else:
-        return  # of several ranks, or without token ids
+        return  # without token ids
     add_routes(contents, model, running.engine, tokens)
     first = tokens[0].tolist()
     add_block(contents, model, module, first)

@@ -123,23 +123,31 @@ class Finding:
         }
 
 
-def raise_failures(failures: Sequence[Finding], step: int, version: int, model: Any, *, over_ranks: bool) -> None:
+def fails_elsewhere(failures: Sequence[Finding], model: Any) -> bool:
+    """Return whether any rank has failures. Every rank calls this.
+
+    Args:
+        failures: This rank's failures.
+        model: The model, or None.
+    """
+    device = torch.device("cpu") if model is None else next(model.parameters()).device
+    (most,) = largest([len(failures)], None, device)
+    return most > 0
+
+
+def raise_failures(failures: Sequence[Finding], step: int, version: int, *, elsewhere: bool) -> None:
     """Raise an error for failures; nothing happens without any.
 
     Args:
         failures: This rank's failures.
         step: Number of the step.
         version: Number of the weights' version.
-        model: The model, or None.
-        over_ranks: Whether every rank calls this. Then all raise if one has failures.
+        elsewhere: Whether another rank has failures.
 
     Raises:
         DriftError: If there are failures.
     """
-    if over_ranks:
-        device = torch.device("cpu") if model is None else next(model.parameters()).device
-        (elsewhere,) = largest([len(failures)], None, device)
-        if elsewhere and not failures:
-            raise DriftError(f"trainer and engine differ on another rank at step {step}: see its error", ())
     if failures:
         raise DriftError(f"trainer and engine differ at step {step}, version {version} of the weights", failures)
+    if elsewhere:
+        raise DriftError(f"trainer and engine differ on another rank at step {step}: see its error", ())

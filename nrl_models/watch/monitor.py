@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.common.value_checks import is_integer
 from nrl_models.consistency.capsule.capsule_file import Limits
@@ -26,16 +25,14 @@ from nrl_models.watch.allowance import Allowance
 from nrl_models.watch.diagnosis import DriftEvidence
 from nrl_models.watch.drift_capsule import CapsuleWriter
 from nrl_models.watch.event import Event, EventKind, StepReport, Transfer
-from nrl_models.watch.finding import Finding, Severity, raise_failures
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
+from nrl_models.watch.results import Results
 from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, whole_numbers
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
 from nrl_models.watch.syncs import Sync, SyncLog, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
-
-logger = get_logger(__name__)
 
 HISTORY = 64
 """Steps whose metrics are kept."""
@@ -83,6 +80,7 @@ class Watch:
 
     Raises:
         UnknownArgumentError: `probe_every` is negative, or probes have different lengths.
+        SaveError: `log` or `capsule` cannot be written.
     """
 
     def __init__(
@@ -111,15 +109,14 @@ class Watch:
         self.sampling, self.fail, self.probe_every = sampling or Sampling(), fail, probe_every
         self.max_staleness = max_staleness
         self.bars = bars or Bars()
-        self.findings: list[Finding] = []
-        self._failures: list[Finding] = []
         self.history: deque[StepMetrics] = deque(maxlen=HISTORY)
+        self._ranks = ranks_of(None)
         self._compute, self._changes = compute, TrainerChanges(optimizer, tokenizer)
-        self._recorder = Recorder(log)
-        self._capsule = None if capsule is None else CapsuleWriter(Path(capsule), capsule_limits or Limits())
+        writer = None if capsule is None else CapsuleWriter(Path(capsule), capsule_limits or Limits())
+        self._results = Results(Recorder(log), writer, self._ranks)
+        self.findings = self._results.findings
         self._syncs = SyncLog(() if model is None else draft_names(model))
         self._probes = None
-        self._ranks = ranks_of(None)
         can_probe = engine is not None and engine.capabilities().score and self._ranks == 1
         if model is not None and engine is not None and can_probe:
             self._probes = Probes(model, engine, probes, compute)
@@ -211,7 +208,7 @@ class Watch:
             if self._probe_error <= event.probe_bound:
                 self._allowed_in_probes.learn(self._probe_error)
                 self._agreed_at = self.version
-        self._finish(event, evidence, found, values)
+        self._results.add(event, evidence, found, values, step=self._step, fail=self.fail)
 
     def before_update(
         self,
@@ -267,7 +264,16 @@ class Watch:
             self._agreed_at = self.version
         report = StepReport(step=self._step, version=self.version, metrics=metrics, findings=tuple(found))
         self.history.append(metrics)
-        self._finish(event, evidence, found, metrics.values(), versions, step)
+        self._results.add(
+            event,
+            evidence,
+            found,
+            metrics.values(),
+            step=self._step,
+            fail=self.fail,
+            versions=versions,
+            rollouts=step,
+        )
         return report
 
     # Probes
@@ -317,33 +323,3 @@ class Watch:
             trainer=trainer,
             engine=engine,
         )
-
-    # Results
-
-    def _finish(
-        self,
-        event: Event,
-        evidence: DriftEvidence,
-        found: Sequence[Finding],
-        values: Mapping[str, float],
-        versions: Sequence[int] | None = None,
-        step: RolloutStep | None = None,
-    ) -> None:
-        """Log an event; raise its failures."""
-        known = {(finding.cause, finding.message) for finding in self.findings}
-        for finding in found:
-            if (finding.cause, finding.message) not in known:
-                logger.warning(f"step {self._step}, version {self.version}: {finding}")
-        self.findings += found
-        self._recorder.write(event.kind, self._step, self.version, values, found, versions)
-        failures = [finding for finding in found if finding.level is Severity.FAILURE]
-        if failures and self._capsule is not None:
-            self._capsule.write(event, evidence, found, self._step, step)
-        if not self.fail:
-            return
-        if self._ranks > 1:
-            self._failures += failures
-            if event.kind is EventKind.SYNC:
-                return  # raised by the next `before_update`: an error of one rank alone would leave the others waiting
-            failures, self._failures = self._failures, []
-        raise_failures(failures, self._step, self.version, self.model, over_ranks=self._ranks > 1)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from nrl_models.common.logs import get_logger
+from nrl_models.errors import one_line
 from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.watch.finding import Finding, Severity
+
+logger = get_logger(__name__)
 
 Log = str | Path | Callable[..., None]
 """A file for JSON lines, or a function of `(values, step)` with names and numbers."""
@@ -22,14 +27,15 @@ class Recorder:
 
     Args:
         log: a file, a function, or a list of them.
+
+    Attributes:
+        files: the files.
     """
 
     def __init__(self, log: Log | Sequence[Log]) -> None:
         logs: list[Log] = [log] if isinstance(log, (str, Path)) or callable(log) else list(log)
-        self._files = [Path(one) for one in logs if isinstance(one, (str, Path))]
+        self.files = [Path(one) for one in logs if isinstance(one, (str, Path))]
         self._functions = [one for one in logs if callable(one)]
-        for file in self._files:
-            file.parent.mkdir(parents=True, exist_ok=True)
 
     def write(
         self,
@@ -58,10 +64,26 @@ class Recorder:
         }
         if versions is not None:
             record["rows_by_version"] = {str(number): count for number, count in sorted(Counter(versions).items())}
-        for file in self._files:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
+        for file in self.files:
+            with warning_of_errors(f"log {file}"):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(record) + "\n")
         failures = sum(finding.level is Severity.FAILURE for finding in findings)
         numbers = {**values, "version": float(version), "failures": float(failures)}
         for function in self._functions:
-            function({PREFIX + name: value for name, value in numbers.items()}, step=step)
+            with warning_of_errors(f"log {getattr(function, '__name__', function)}"):
+                function({PREFIX + name: value for name, value in numbers.items()}, step=step)
+
+
+@contextmanager
+def warning_of_errors(what: str) -> Iterator[None]:
+    """Context manager that logs errors as a warning: writing neither ends a run nor hides a failure.
+
+    Args:
+        what: What is written.
+    """
+    try:
+        yield
+    except Exception as error:  # loggers and disks fail in many ways
+        logger.warning_once(f"the watch could not write its {what}: {one_line(error)}")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from jobs import watch_ranks
 from world import World
+
+from nrl_models.consistency.capsule.capsule_file import Contents
+from nrl_models.watch.drift_capsule import replay_watch
 
 STEPS = 4
 
@@ -37,3 +42,12 @@ def test_all_ranks_stop_if_the_sync_of_one_fails(two: World) -> None:
     assert set(second["findings"]) == {"missing weights"}
     assert second["names"] == (watch_ranks.NOT_WRITTEN,)
     assert "1 tensors arrived changed" in second["error"]
+
+
+def test_capsule_of_one_rank_does_not_wait_for_the_others(two: World, tmp_path: Path) -> None:
+    first, second = two.run(watch_ranks.failing_on_one_rank, tmp_path, 1, patience=40)
+    assert "another rank" in first["error"]
+    assert "at step 1, version 1 of the weights" in second["error"]
+    (file,) = tmp_path.iterdir()
+    assert file.name == "step-1-version-1-1-rank-1.safetensors"
+    assert replay_watch(Contents.read(file)).passed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,3 +82,22 @@ def watched(steps: int, faulty_rank: int | None, admits: bool = False) -> dict[s
         "updates": updates,
         "errors": [metrics.token_mult_prob_error for metrics in watch.history],
     }
+
+
+def failing_on_one_rank(capsule: Path, failing_rank: int) -> dict[str, Any]:
+    """Compare log-probabilities that differ on one rank only. Returns this rank's error.
+
+    Args:
+        capsule: Directory for capsules.
+        failing_rank: The rank.
+    """
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(fsdp=dist.get_world_size()))
+    watch = Watch(model, capsule=capsule)
+    watch.after_sync()  # without digests
+    trainer, error = -torch.ones(2, 8), ""
+    engine = trainer - float(dist.get_rank() == failing_rank)
+    try:
+        watch.before_update(trainer=trainer, engine=engine, mask=torch.ones(2, 8, dtype=torch.bool))
+    except DriftError as raised:
+        error = str(raised)
+    return {"error": error}
