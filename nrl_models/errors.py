@@ -263,6 +263,10 @@ class EngineUnavailableError(EngineError):
     """An inference engine's package is not installed, or its server cannot be reached."""
 
 
+class RefitUnsupportedError(EngineError):
+    """An inference engine does not accept new weights with its current options."""
+
+
 class MixedWeightsError(EngineError):
     """An inference engine has weights of two versions. It raises on every call until a complete refit succeeds."""
 

@@ -70,7 +70,9 @@ def served(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     if subject.options.engine != "vllm":
         yield CheckResult(name=SERVED, status=Status.NOT_APPLICABLE, summary="the engine serves no adapters")
         return
-    if reason := _not_possible(subject):
+    other = "vLLM in another environment (python=) serves no adapters here"
+    reason = _not_possible(subject) or (other if "python" in subject.options.engine_options else "")
+    if reason:
         yield CheckResult(name=SERVED, status=Status.NOT_COVERED, summary=reason)
         return
     subject.release_engine()
@@ -79,11 +81,13 @@ def served(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         adapted.save_pretrained(folder)
         try:
             engine = subject.start_engine(enable_lora=True, max_lora_rank=RANK)
-            assert isinstance(engine, VLLMEngine)
         except EngineError as error:  # vLLM has no LoRA for this model
             yield CheckResult(name=SERVED, status=Status.NOT_COVERED, summary=one_line(error))
             return
         with engine:
+            if not isinstance(engine, VLLMEngine):
+                yield CheckResult(name=SERVED, status=Status.NOT_COVERED, summary=f"{engine.name} serves no adapters")
+                return
             try:
                 engine.use_adapter(Path(folder))
             except EngineError as error:

@@ -32,6 +32,7 @@ from nrl_models.consistency.matrix import check_consistency
 from nrl_models.consistency.prompts import load_tokenizer
 from nrl_models.consistency.refit import check_refit, refit_settings
 from nrl_models.engines.digests import NO_DIGESTS
+from nrl_models.errors import RefitUnsupportedError, one_line
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.parity.parity_report import Unit
 from nrl_models.parity.worst import last_if_nan
@@ -90,15 +91,20 @@ def refits(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[Che
         if deadline is not None and time.monotonic() > deadline:
             raise OutOfTimeError(f"no time left: the budget ended before this step: {step}")
 
-    found = check_refit(
-        subject.folder,
-        engine=options.engine,
-        dtype=options.dtype,
-        device=options.device,
-        settings=refit_settings(subject.folder, options.engine),
-        engine_options=dict(options.engine_options),
-        note=note,
-    )
+    try:
+        found = check_refit(
+            subject.folder,
+            engine=options.engine,
+            dtype=options.dtype,
+            device=options.device,
+            settings=refit_settings(subject.folder, options.engine),
+            engine_options=dict(options.engine_options),
+            note=note,
+        )
+    except RefitUnsupportedError as error:
+        for name in REFITS:
+            yield CheckResult(name=name, status=Status.NOT_COVERED, summary=one_line(error))
+        return
     for name, step in zip(REFITS, found.steps, strict=False):
         problems = [*step.problems, *step.result.problems]
         verdict = step.result.verdict

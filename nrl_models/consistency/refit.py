@@ -36,7 +36,7 @@ from nrl_models.engines.digests import NO_DIGESTS, digested
 from nrl_models.engines.engine_types import NamedTensor, RefitReport
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
-from nrl_models.errors import ConsistencyError, EngineError, listed
+from nrl_models.errors import ConsistencyError, RefitUnsupportedError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.metrics import finite_or_none
@@ -112,7 +112,8 @@ def check_refit(
         note: Called with the name of each step.
 
     Raises:
-        EngineError: If the engine does not start, does not support new weights, or fails.
+        EngineError: If the engine does not start, or fails.
+        RefitUnsupportedError: If the engine does not support new weights.
         ConsistencyError: If the sequences are too long for the model.
         CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
     """
@@ -135,7 +136,7 @@ def check_refit(
         started = start_engine(engine, path, **keywords)
     with started:
         if not started.capabilities().refit:
-            raise EngineError(f"{engine} does not support new weights here, so there is nothing to check")
+            raise RefitUnsupportedError(f"{engine} does not support new weights here, so there is nothing to check")
         checker = RefitChecker(str(path), Meter(started, trainer, prompts, settings), device)
         note("refitting from random weights")
         checker.refit("from random weights", bucket_bytes=bucket_bytes)

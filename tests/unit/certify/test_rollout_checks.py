@@ -12,10 +12,21 @@ import torch
 from recipe_inputs import byte_tokenizer
 from versions import case_of
 
-from nrl_models.certify import CheckResult, Side, Status, layer_checks, lora, running_engine, with_engine
+from nrl_models.certify import (
+    CheckResult,
+    Side,
+    Status,
+    all_checks,
+    certified,
+    layer_checks,
+    lora,
+    running_engine,
+    with_engine,
+)
 from nrl_models.certify.certified import CheckpointUnderTest, Options
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import record_routing
+from nrl_models.consistency import refit
 from nrl_models.engines.engine_types import Capabilities, Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError, EngineUnavailableError
@@ -186,6 +197,55 @@ def test_a_dropped_adapter_fails(dense: CheckpointUnderTest) -> None:
     result = only(lora.merged(dense))
     assert (result.status, result.side) == (Status.FAILED, Side.ENGINE)
     assert "the engine computes without the adapter" in result.summary
+
+
+class OfEnvironment(HFEngine):
+    """Stands for vLLM in another environment, which takes neither weights nor adapters."""
+
+    closed = False
+
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities(), refit=False)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def started(dense: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch) -> list[OfEnvironment]:
+    """Engines that `start_engine` returned."""
+    engines: list[OfEnvironment] = []
+
+    def start(name: str, path: Path, **options: Any) -> OfEnvironment:
+        engines.append(OfEnvironment(HFEngine.start(path, dtype=torch.float32).model))
+        return engines[-1]
+
+    monkeypatch.setattr(certified, "start_engine", start)
+    monkeypatch.setattr(refit, "start_engine", start)
+    return engines
+
+
+def test_vllm_of_another_environment_serves_no_adapters(
+    dense: CheckpointUnderTest, started: list[OfEnvironment]
+) -> None:
+    dense.options = replace(dense.options, engine="vllm", engine_options={"python": "/venv"})
+    result = only(lora.served(dense))
+    assert result.status is Status.NOT_COVERED
+    assert "another environment" in result.summary
+    assert not started
+    dense.options = replace(dense.options, engine_options={})
+    assert only(lora.served(dense)).status is Status.NOT_COVERED
+    assert all(engine.closed for engine in started)
+
+
+def test_an_engine_without_refits_narrows_the_certificate(
+    dense: CheckpointUnderTest, started: list[OfEnvironment]
+) -> None:
+    (check,) = (check for check in all_checks.CHECKS if check.names == with_engine.REFITS)
+    results = [only(lora.merged(dense)), *all_checks._run(check, dense, None)]
+    assert [result.status for result in results] == [Status.NOT_COVERED] * 3
+    assert "does not support new weights here" in results[1].summary
+    assert started[-1].closed
 
 
 # Start
