@@ -132,7 +132,7 @@ class Certificate:
 
     def save(self, file: Path) -> None:
         """Write the certificate."""
-        write_whole(file, json.dumps(self.to_json(), indent=1) + "\n")
+        write_whole(file, _file_bytes(self.to_json()))
 
     @classmethod
     def load(cls, file: Path) -> Certificate:
@@ -153,10 +153,9 @@ class Certificate:
                 f"{file} has certificate format {visible(str(content.get('format')))}{reader}; the installed "
                 f"nrl_models {__version__} reads format {FORMAT}"
             )
-        text = file.read_text()
-        # The digest covers values. Compare the text as well, because white space and escapes can change without them.
+        # The digest covers values. Compare the bytes as well: white space and escapes can change without them.
         rest = {key: value for key, value in content.items() if key != "digest"}
-        if content.get("digest") != json_digest(rest) or text != json.dumps(content, indent=1) + "\n":
+        if content.get("digest") != json_digest(rest) or file.read_bytes() != _file_bytes(content):
             raise ConsistencyError(f"{file} has been changed since it was written: its digest does not match")
         return cls(
             name=content["name"],
@@ -225,6 +224,11 @@ def verify(
     ]
     validity = Validity.NARROWER if narrower else Validity.VALID
     return Verification(validity=validity, reasons=tuple(narrower), answer=certificate.answer)
+
+
+def _file_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return the contents of a certificate's file."""
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def json_digest(content: Mapping[str, Any]) -> str:

@@ -60,6 +60,7 @@ class Transfer:
         report: the engine's report; None if there is none.
         version: number of the weights that the engine reports.
         learning_rate: largest learning rate since the sync before.
+        partial: tensors that are not sent keep their values.
     """
 
     before: Sync
@@ -69,10 +70,12 @@ class Transfer:
     report: RefitReport | None = None
     version: int | None = None
     learning_rate: float | None = None
+    partial: bool = False
 
     def record_in(self, log: SyncLog) -> list[Finding]:
         """Record the sync, and return its findings."""
-        return list(log.add(self.sent, self.report, version=self.version, learning_rate=self.learning_rate))
+        values = {"version": self.version, "learning_rate": self.learning_rate, "partial": self.partial}
+        return list(log.add(self.sent, self.report, **values))
 
     def findings(self) -> list[Finding]:
         """Return the findings of the sync."""
@@ -91,6 +94,7 @@ class Transfer:
             "report": report,
             "version": self.version,
             "learning_rate": self.learning_rate,
+            **({"partial": True} if self.partial else {}),
         }
 
     @classmethod

@@ -15,7 +15,6 @@ from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.common.value_checks import is_integer
 from nrl_models.consistency.capsule.capsule_file import Limits
 from nrl_models.engines.base import Engine
-from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import NamedTensor, RefitReport, Sample
 from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.logprobs import TokenLogprobs
@@ -31,7 +30,7 @@ from nrl_models.watch.record import Log, Recorder
 from nrl_models.watch.results import Results
 from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, whole_numbers
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
-from nrl_models.watch.syncs import Sync, SyncLog, warn_without_digests
+from nrl_models.watch.syncs import Sync, SyncLog, digested_after_check, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
 
 HISTORY = 64
@@ -144,13 +143,19 @@ class Watch:
         return self._syncs.last
 
     def refit(
-        self, tensors: Iterable[NamedTensor] | None = None, *, digests: bool = True, **options: Any
+        self,
+        tensors: Iterable[NamedTensor] | None = None,
+        *,
+        digests: bool = True,
+        partial: bool = False,
+        **options: Any,
     ) -> RefitReport:
         """Refit the engine and compare received tensors with sent ones.
 
         Args:
             tensors: weights by Hub name. Default: all of the model's, adapters merged.
             digests: hash every tensor on both sides. Without, only the engine's report and probes show a fault.
+            partial: tensors that are not sent keep their values in the engine, which is not a failure.
             options: further options of `Engine.refit`.
 
         Raises:
@@ -164,13 +169,19 @@ class Watch:
         sent: dict[str, str] = {}
         if self.model is not None and tensors is None:
             tensors = export_adapter(self.model).iter_export(self.model)
-        given = tensors or ()
-        report = self.engine.refit(digested(given, sent) if digests else given, digests=digests, **options)
-        self.after_sync(sent, report)
+        assert tensors is not None
+        stream = digested_after_check(tensors, sent) if digests else tensors
+        report = self.engine.refit(stream, digests=digests, partial=partial, **options)
+        self.after_sync(sent, report, partial=partial)
         return report
 
     def after_sync(
-        self, sent: Mapping[str, str] | None = None, report: RefitReport | None = None, *, version: int | None = None
+        self,
+        sent: Mapping[str, str] | None = None,
+        report: RefitReport | None = None,
+        *,
+        version: int | None = None,
+        partial: bool = False,
     ) -> None:
         """Check a weight sync that the trainer made itself.
 
@@ -178,6 +189,7 @@ class Watch:
             sent: digest of each sent tensor by Hub name (`nrl_models.engines.digests.tensor_digest`).
             report: the engine's report, with digests of received tensors.
             version: number of the weights that the engine reports.
+            partial: tensors that are not sent keep their values in the engine, which is not a failure.
 
         Raises:
             DriftError: something is wrong, and `fail`. With several ranks, `before_update` raises it.
@@ -192,6 +204,7 @@ class Watch:
             report=report,
             version=version,
             learning_rate=self._changes.take_learning_rate(),
+            partial=partial,
         )
         of_transfer = transfer.record_in(self._syncs)
         warn_without_digests(self._syncs.last, probed=self._probes is not None and self.probe_every > 0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nrl_models.common.logs import get_logger
-from nrl_models.engines.digests import NO_DIGESTS
-from nrl_models.engines.engine_types import RefitReport
+from nrl_models.engines.digests import NO_DIGESTS, tensor_digest
+from nrl_models.engines.engine_types import NamedTensor, RefitReport
 from nrl_models.watch.finding import Cause, Finding, Severity
 
 logger = get_logger(__name__)
@@ -22,7 +22,7 @@ class Sync:
 
     Args:
         version: number of the weights: 1 for those of the first sync.
-        sent: digest of each sent tensor by Hub name; empty if unknown.
+        sent: digest of each tensor as last sent, by Hub name; empty if unknown. A partial sync keeps earlier tensors.
         arrived: digest of each tensor as the engine received it; empty if unknown.
         unwritten: tensors of the engine that were not written.
         changed: sent tensors whose digest differs from that of the sync before; None if either is unknown.
@@ -38,6 +38,28 @@ class Sync:
     def same_weights(self) -> bool:
         """Whether this sync is known to have sent the weights of the sync before."""
         return self.changed is not None and not self.changed
+
+
+def digested_after_check(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterable[NamedTensor]:
+    """Yield the tensors of a refit, and add the digest of each to `digests` when the next one is requested.
+
+    By then the engine has checked the tensor. Arguments that are not pairs of name and tensor are passed on, so that
+    the engine's error describes them.
+
+    Args:
+        tensors: Pairs of Hub name and tensor.
+        digests: Digests by name; filled.
+    """
+    if isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
+        return tensors
+
+    def stream() -> Iterator[NamedTensor]:
+        for pair in tensors:
+            yield pair
+            name, tensor = pair
+            digests[name] = tensor_digest(tensor)
+
+    return stream()
 
 
 def warn_without_digests(sync: Sync, *, probed: bool) -> None:
@@ -69,7 +91,13 @@ class SyncLog:
         self.frozen_syncs = 0
 
     def add(
-        self, sent: Mapping[str, str], report: RefitReport | None, *, version: int | None, learning_rate: float | None
+        self,
+        sent: Mapping[str, str],
+        report: RefitReport | None,
+        *,
+        version: int | None,
+        learning_rate: float | None,
+        partial: bool = False,
     ) -> Iterator[Finding]:
         """Record a sync, and yield what is wrong with it.
 
@@ -78,6 +106,7 @@ class SyncLog:
             report: the engine's report; None if there is none.
             version: number of the weights that the engine reports; None if it reports none.
             learning_rate: largest learning rate of the optimizer steps since the last sync; None if unknown.
+            partial: tensors that are not sent keep their values.
         """
         before = self.last
         is_known = bool(sent) and bool(before.sent)
@@ -86,41 +115,41 @@ class SyncLog:
         arrived = {} if report is None else report.digests
         self.last = Sync(
             version=before.version + 1 if version is None else version,
-            sent=sent,
+            sent={**before.sent, **sent} if partial and is_known else sent,
             arrived=arrived,
             unwritten=unwritten,
             changed=changed,
         )
-        yield from self._missing(before.sent.keys())
+        yield from self._missing(sent, () if partial else before.sent.keys(), () if partial else unwritten)
         if version is not None and version <= before.version:
             message = f"the engine reports version {version} after this sync, and {before.version} before it"
             yield Finding(cause=Cause.STALE_WEIGHTS, message=message)
         if changed and learning_rate == 0:
             message = f"{len(changed)} of {len(sent)} tensors changed since the last sync, at learning rate 0"
             yield Finding(cause=Cause.UNEXPECTED_UPDATE, message=message, names=tuple(sorted(changed)))
-        yield from self._frozen_draft()
+        yield from self._frozen_draft(sent.keys())
 
-    def _missing(self, earlier: Collection[str]) -> Iterator[Finding]:
-        sync = self.last
+    def _missing(
+        self, sent: Mapping[str, str], earlier: Collection[str], unwritten: Collection[str]
+    ) -> Iterator[Finding]:
+        arrived = self.last.arrived
         problems = {
-            "were not written in the engine": list(sync.unwritten),
-            "were sent before, and not in this sync": [name for name in earlier if sync.sent and name not in sync.sent],
+            "were not written in the engine": list(unwritten),
+            "were sent before, and not in this sync": [name for name in earlier if sent and name not in sent],
         }
-        if sync.sent and sync.arrived:
+        if sent and arrived:
             problems |= {
-                "were sent and did not arrive": [name for name in sync.sent if name not in sync.arrived],
-                "arrived changed": [
-                    name for name, digest in sync.sent.items() if sync.arrived.get(name, digest) != digest
-                ],
+                "were sent and did not arrive": [name for name in sent if name not in arrived],
+                "arrived changed": [name for name, digest in sent.items() if arrived.get(name, digest) != digest],
             }
         for problem, names in problems.items():
             if names:
                 message = f"{len(names)} tensors {problem}"
                 yield Finding(cause=Cause.MISSING_WEIGHTS, message=message, names=tuple(sorted(names)))
 
-    def _frozen_draft(self) -> Iterator[Finding]:
+    def _frozen_draft(self, sent: Collection[str]) -> Iterator[Finding]:
         changed = self.last.changed
-        names = self.draft_names & self.last.sent.keys()
+        names = self.draft_names.intersection(sent)
         if not names or not changed:
             return
         self.frozen_syncs = 0 if changed & names else self.frozen_syncs + 1

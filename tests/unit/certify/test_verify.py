@@ -71,6 +71,14 @@ def test_single_byte_changes_are_found(name: str, certified: tuple[Path, Path], 
     assert verify(tmp_path / "certificate.json", folder).validity is Validity.VALID
 
 
+@pytest.mark.parametrize("line_end", [b"\r", b"\r\n"])
+def test_other_line_ends_are_found(line_end: bytes, certified: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, certificate = certified
+    changed = tmp_path / "certificate.json"
+    changed.write_bytes(certificate.read_bytes().replace(b"\n", line_end))
+    assert verify(changed, folder).validity is Validity.VOID
+
+
 def test_added_and_removed_files_are_found(certified: tuple[Path, Path], tmp_path: Path) -> None:
     source, certificate = certified
     folder = shutil.copytree(source, tmp_path / "tiny")

@@ -1,0 +1,91 @@
+"""`Watch.refit`: invalid tensors raise the engine's errors, and partial refits are not failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_loop import Loop
+
+from nrl_models.consistency.capsule.capsule_file import Contents
+from nrl_models.errors import DriftError, EngineError
+from nrl_models.watch.drift_capsule import replay_watch
+
+NAME, OTHER = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def exported(loop: Loop) -> Tensors:
+    return {name: tensor.clone() for name, tensor in loop.model.state_dict_adapter.iter_export(loop.model)}
+
+
+INVALID: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "dict": (lambda tensors: tensors, "got a dict"),
+    "number": (lambda tensors: 3, "got a int"),
+    "tensor": (lambda tensors: tensors[NAME], "takes pairs of name and tensor"),
+    "names": (lambda tensors: list(tensors), "takes pairs of name and tensor"),
+    "no pairs": (lambda tensors: [(NAME,)], "takes pairs of name and tensor"),
+    "no tensor": (lambda tensors: [(NAME, [1.0])], "is a list: expected a torch.Tensor"),
+    "meta": (lambda tensors: [(NAME, tensors[NAME].to("meta"))], "is on meta"),
+    "sparse": (lambda tensors: [(NAME, tensors[NAME].to_sparse())], "has the layout"),
+    "empty": (lambda tensors: [], "a refit without tensors"),
+}
+
+
+@pytest.mark.parametrize("kind", INVALID)
+def test_invalid_tensors_raise_the_error_of_the_engine(kind: str) -> None:
+    loop = Loop()
+    make, message = INVALID[kind]
+    with pytest.raises(EngineError, match=message):
+        loop.watch.refit(make(exported(loop)))
+    assert loop.watch.version == 0
+    assert loop.watch.refit().version == 1
+
+
+def test_all_tensors_have_digests() -> None:
+    loop = Loop()
+    tensors = exported(loop)
+    loop.watch.refit(tensors.items())
+    assert loop.watch.last_sync.sent == loop.watch.last_sync.arrived
+    assert loop.watch.last_sync.sent.keys() == tensors.keys()
+
+
+def change(loop: Loop, *names: str) -> None:
+    with torch.no_grad():
+        for name in names:
+            loop.model.get_parameter(name).mul_(1.5)
+
+
+def test_partial_refit_is_not_a_failure() -> None:
+    loop = Loop()
+    loop.watch.refit()
+    change(loop, NAME)
+    loop.watch.refit([(NAME, exported(loop)[NAME])], partial=True)
+    assert loop.watch.findings == []
+    assert loop.watch.last_sync.changed == {NAME}
+    change(loop, OTHER)
+    loop.watch.refit()
+    assert loop.watch.findings == []
+    assert loop.watch.last_sync.changed == {OTHER}
+
+
+def test_partial_refit_that_omits_a_changed_tensor_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "capsule.safetensors"
+    loop = Loop(capsule=file)
+    loop.watch.refit()
+    change(loop, NAME, OTHER)
+    with pytest.raises(DriftError) as caught:
+        loop.watch.refit([(NAME, exported(loop)[NAME])], partial=True)
+    assert "first in model.layers.1.mlp" in str(caught.value)
+    assert replay_watch(Contents.read(file)).passed
+
+
+def test_tensor_of_a_partial_refit_that_arrives_changed_is_found() -> None:
+    loop = Loop(probe_every=0)
+    loop.watch.refit()
+    with pytest.raises(DriftError, match="2 tensors arrived changed"):
+        loop.watch.after_sync({NAME: "1", OTHER: "2"}, loop.watch.engine.refit(exported(loop).items()), partial=True)
