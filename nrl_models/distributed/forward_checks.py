@@ -138,7 +138,7 @@ def require_no_later_parameters(model: nn.Module) -> None:
 def require_same_batch(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> None:
     """Check that the ranks of each `ep` and each `tp` group have the same tensors. Every rank calls it.
 
-    Costs a sum over the inputs, and an exchange of two numbers in each group.
+    Costs a hash of the inputs, and an exchange of one number in each group.
 
     Raises:
         ShardingError: They differ; on every rank of the group, with the inputs that differ.
@@ -154,14 +154,14 @@ def _require_same_batch_in(group: DeviceMesh, name: str, inputs: Mapping[str, An
     if device.type != group.device_type:
         device = torch.device(group.device_type)
     shapes = zlib.crc32(repr([(key, value.shape, value.dtype) for key, value in tensors.items()]).encode())
-    digests = [_digest(value).to(device) for value in tensors.values()]
-    own = torch.stack([torch.tensor([shapes, 0], dtype=torch.float64, device=device), *digests]).sum(0)
+    digests = [torch.tensor(shapes, device=device), *(exact_digest(value).to(device) for value in tensors.values())]
+    own = exact_digest(torch.stack(digests))  # of one size on all ranks, which may have different numbers of tensors
     everyone = [torch.empty_like(own) for _ in range(group.size())]
     with reporting_dead_ranks(f"compare the batches of {name}"):
         dist.all_gather(everyone, own, group=group.get_group())
-    if _are_same(torch.stack(everyone)):
+    if bool((torch.stack(everyone) == everyone[0]).all()):
         return
-    facts = {key: [tuple(value.shape), *_digest(value).tolist()] for key, value in tensors.items()}
+    facts = {key: (tuple(value.shape), str(value.dtype), int(exact_digest(value))) for key, value in tensors.items()}
     (first, *others) = gather_over(group, facts)
     differing = [
         key
@@ -173,27 +173,25 @@ def _require_same_batch_in(group: DeviceMesh, name: str, inputs: Mapping[str, An
     raise ShardingError(f"the ranks of {name} got different batches", problems, [advice])
 
 
-_MODULUS = 2**40
-"""Bound of a digest: float64 holds sums of several exactly."""
+_CHUNK = 2**24
+"""Elements that `exact_digest` hashes at once. Bounds its memory to 256 MB."""
 
 
 def exact_digest(value: torch.Tensor) -> torch.Tensor:
-    """A sum of a tensor's integers that depends on their order, below 2**40; zero for floats."""
-    value = value.detach().flatten()
-    if value.is_floating_point() or value.is_complex():
-        return value.new_zeros((), dtype=torch.int64)
-    places = torch.arange(1, len(value) + 1, device=value.device)
-    return ((value.long() + 1) * (places * 2_654_435_761 % 1_000_003)).sum().remainder(_MODULUS)
+    """Hash the bits of a tensor and their order. Does not wait for the GPU.
 
+    Equal tensors have equal digests, also with NaN and infinite values.
 
-def _digest(value: torch.Tensor) -> torch.Tensor:
-    """`(2,)` float64: `exact_digest`, and a sum of floats."""
-    exact = exact_digest(value).double()
-    return torch.stack([exact, value.detach().double().sum() if value.is_floating_point() else torch.zeros_like(exact)])
-
-
-def _are_same(everyone: torch.Tensor) -> bool:
-    """Return True if digests `(ranks, 2)` agree. Floats may differ by rounding."""
-    exact, rounded = everyone.unbind(1)
-    is_close = (rounded - rounded[0]).abs() <= 1e-3 * (1 + rounded.abs().max())
-    return bool(((exact == exact[0]).all() & is_close.all()).item())
+    Returns:
+        Digest of shape `()`, int64.
+    """
+    value = value.detach().flatten().contiguous()
+    bits = value.view({1: torch.uint8, 2: torch.int16}.get(value.element_size(), torch.int32))
+    digest = torch.zeros((), dtype=torch.int64, device=value.device)
+    for start in range(0, len(bits), _CHUNK):
+        part = bits[start : start + _CHUNK]
+        hashes = torch.arange(start + 1, start + 1 + len(part), device=value.device)
+        hashes.mul_(0x1E3779B97F4A7C15).add_(part)
+        hashes.bitwise_xor_(hashes >> 32)
+        digest += hashes.mul_(hashes).sum()  # overflows wrap around
+    return digest

@@ -417,6 +417,14 @@ def test_different_batches_in_one_group_raise(two: World, dimension: str) -> Non
     assert set(run("length")[0]) >= {"input_ids", "labels"}
 
 
+@pytest.mark.parametrize("dimension", ["ep", "tp"])
+def test_different_floats_in_one_group_raise(two: World, dimension: str) -> None:
+    run = partial(two.run, partial(integrations.embeddings_must_be_equal, **{dimension: 2}))
+    assert run("") == [()] * 2  # the mask has infinite values
+    assert run("order") == [("inputs_embeds",)] * 2
+    assert run("mask") == [("attention_mask",)] * 2
+
+
 def test_different_batches_over_fsdp_are_as_they_should_be(two: World, four: World) -> None:
     assert two.run(partial(integrations.batches_must_be_equal, fsdp=2), "fsdp") == [()] * 2
     run = partial(four.run, partial(integrations.batches_must_be_equal, fsdp=2, tp=2))

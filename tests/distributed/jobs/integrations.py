@@ -109,6 +109,24 @@ def batches_must_be_equal(differ: str, **sizes: int) -> tuple[str, ...]:
     return ()
 
 
+def embeddings_must_be_equal(fault: str, **sizes: int) -> tuple[str, ...]:
+    """Give each rank embeddings and a mask of floats. Returns the inputs named in the error."""
+    case = case_of("MixtralForCausalLM")
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
+    labels = torch.arange(12).view(2, 6)
+    embeddings = torch.randn(2, 6, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = torch.full((2, 1, 6, 6), float("-inf")).triu(1)
+    if fault == "order" and dist.get_rank():
+        embeddings = embeddings.flip(0)
+    if fault == "mask" and dist.get_rank():
+        mask[0, 0, 5, 0] = float("-inf")
+    try:
+        model(inputs_embeds=embeddings, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+    except ShardingError as error:
+        return tuple(problem.subject for problem in error.problems)
+    return ()
+
+
 def compiled_layers_equal_one_process(architecture: str, **sizes: int) -> dict[str, float]:
     """Run `equals_one_process` with each decoder layer compiled separately."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
