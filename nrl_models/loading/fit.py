@@ -22,7 +22,7 @@ from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions
-from nrl_models.common.state_dict.matching import Match, is_wide_float, match
+from nrl_models.common.state_dict.matching import Match, is_wide_float, match, with_ties
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
 from nrl_models.common.state_dict.ties import have_same_values
 from nrl_models.common.views.hub_parts import equal_parts
@@ -94,7 +94,7 @@ class Fit:
 
     def info(self) -> dict[str, Any]:
         """What `output_loading_info` returns, with transformers' keys."""
-        misfits = {name for key in self.mismatched for name in self.names.parameters(key)}
+        misfits = _misfits(self.adapter, self.names, self.mismatched)
         return {
             "missing_keys": set(self.found.missing) - self.found.copies.keys() - misfits,
             "unexpected_keys": set(self.skipped),
@@ -165,7 +165,7 @@ def fit_checkpoint(
     if tolerance.new_head:
         require_head(model, new_head)
     mismatched = _accepted_mismatches(names, files, tolerance, new_head)
-    misfits = {name for key in mismatched for name in names.parameters(key)}
+    misfits = _misfits(adapter, names, mismatched)
 
     def why_unexpected(key: str) -> str | None:
         if key in mismatched:
@@ -237,6 +237,11 @@ def _accepted_mismatches(
         and files.tensors[key].shape != target.shape
         and (tolerance.mismatched or all(name in new_head for name in target.parameters))
     }
+
+
+def _misfits(adapter: StateDictAdapter, names: CheckpointNames, mismatched: Iterable[str]) -> set[str]:
+    """The own tensors that keys of another shape would fill, and the ones that are tied to them."""
+    return with_ties({name for key in mismatched for name in names.parameters(key)}, adapter.tied)
 
 
 def _former_buffers(model: nn.Module) -> list[str]:

@@ -77,6 +77,7 @@ def match(
         if name not in misfits:
             result.problems += _coverage(name, own[name], sources, given, absent)
     _resolve_ties(result, tied)
+    misfits = with_ties(misfits, tied)
     for name in own:
         if name not in result.sources and name not in result.copies and name not in misfits:
             result.missing.append(name)
@@ -125,6 +126,12 @@ def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
 def is_wide_float(dtype: torch.dtype) -> bool:
     """Return True for floating-point dtypes that can be cast to the compute dtype. Others need scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def with_ties(names: Collection[str], tied: Mapping[str, str]) -> set[str]:
+    """Return `names`, and the names of own tensors that are tied to one of them."""
+    kept = {tied.get(name, name) for name in names}
+    return kept.union(names, (name for name, other in tied.items() if other in kept))
 
 
 def _resolve_ties(result: Match, tied: Mapping[str, str]) -> None:

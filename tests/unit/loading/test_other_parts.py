@@ -21,7 +21,7 @@ from nrl_models import (
     UnknownArgumentError,
     registry,
 )
-from nrl_models.errors import ConfigurationError, StateDictError
+from nrl_models.errors import ConfigurationError, ProblemKind, StateDictError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
@@ -156,6 +156,22 @@ def test_mismatched_sizes(llama: Path) -> None:
     edit_weights(llama, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
         AutoModelForCausalLM.from_pretrained(llama, vocab_size=600, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "Gemma3ForCausalLM", "BertLMHeadModel"])
+def test_mismatched_sizes_of_tied_embeddings(architecture: str, tmp_path: Path) -> None:
+    model = FamilyCase(registry.model_class(architecture)).model()
+    model.save_pretrained(tmp_path)
+    size = model.config.vocab_size + 8
+    with pytest.raises(CheckpointError) as raised:
+        type(model).from_pretrained(tmp_path, vocab_size=size)
+    assert {problem.kind for problem in raised.value.problems} == {ProblemKind.SHAPE}
+    resized, info = type(model).from_pretrained(
+        tmp_path, vocab_size=size, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert info["missing_keys"] == set()
+    assert resized.get_output_embeddings().weight is resized.get_input_embeddings().weight
+    assert len(resized.get_input_embeddings().weight) == size
 
 
 # State dicts
