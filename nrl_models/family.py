@@ -24,8 +24,10 @@ from nrl_models.common.dtypes import warn_of_rounding
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
 from nrl_models.common.forward.rewriting import adopt_rewrites, rewritten
 from nrl_models.common.forward.soft_cap import drops_soft_cap
+from nrl_models.common.modules import peft_modules
 from nrl_models.common.projections import groups_of
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
+from nrl_models.common.state_dict.own_tensors import TO_FILES, require_no_peft
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
 from nrl_models.common.trust.adapter_files import require_safe_adapter
@@ -304,10 +306,13 @@ class FamilyModel(Upstream):
             options: Passed on to transformers' `save_pretrained` (`push_to_hub`, `is_main_process`, ...).
 
         Raises:
-            StateDictError: If `state_dict` does not fit the model.
+            StateDictError: If `state_dict` does not fit the model, or is None for a model with PEFT adapters. Adapters of
+                transformers' `add_adapter` are saved.
             CheckpointError: If configuration and model disagree about tied embeddings.
         """
         adapter = getattr(self, "_hf_peft_config_loaded", False)  # transformers then writes the adapter only
+        if state_dict is None and not adapter:
+            require_no_peft(any(peft_modules(self)), TO_FILES)
         if self.sharding is not None and state_dict is None and not adapter:
             saving.save_pretrained(
                 self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from nrl_models.common.state_dict.blocks import check_reads, check_writes
 from nrl_models.common.state_dict.kept_tensors import keep, kept_by
 from nrl_models.common.upstream import BUILDING
 from nrl_models.common.upstream_conversions import loaded_conversions, set_loaded_conversions
-from nrl_models.common.upstream_torch import FLATTENED, FSDP1_NAME, module_wrappers
+from nrl_models.common.upstream_torch import FLATTENED, FSDP1_NAME, is_traceable_wrapper_subclass, module_wrappers
 from nrl_models.common.views.view import HFTensor, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
@@ -115,18 +116,84 @@ def assemble(
     return own
 
 
-def require_no_peft(has_peft: bool) -> None:
-    """Raise if the model has PEFT adapters, because the exported weights would lack them."""
+TO_ENGINE = (
+    "engines get merged weights from nrl_models.export_adapter(model).iter_export(model)",
+    "or vLLM's LoRA gets the adapter: model.save_pretrained(folder), then VLLMEngine.use_adapter(folder)",
+)
+"""How to export a model with adapters."""
+
+TO_FILES = (
+    "save the adapter: PeftModel.save_pretrained(folder), or the tensors of peft.get_peft_model_state_dict(model)",
+    "or save merged weights: PeftModel.merge_and_unload().save_pretrained(folder)",
+)
+"""How to save a model with adapters."""
+
+
+def require_no_peft(has_peft: bool, advice: Sequence[str] = TO_ENGINE) -> None:
+    """Raise if the model has PEFT adapters, because its own weights lack them.
+
+    Args:
+        has_peft: Whether it has adapters.
+        advice: `TO_ENGINE` or `TO_FILES`.
+    """
     if has_peft:
         problem = Problem(ProblemKind.UNEXPECTED, "PEFT's adapters", "are in the model, separate from its weights")
+        verb = "saved" if advice is TO_FILES else "exported"
+        raise StateDictError(f"the {verb} weights would lack the adapters", [problem], advice)
+
+
+def require_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
+    """Raise if weights of a model are quantized, or on meta: their values are offloaded, or were never loaded.
+
+    Args:
+        model: The model.
+        own: Its own tensors.
+    """
+    require_unquantized(quantized_weights(model))
+    if problems := [Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
         advice = [
-            "engines get merged weights from nrl_models.export_adapter(model).iter_export(model)",
-            "or vLLM's LoRA gets the adapter: model.save_pretrained(folder), then VLLMEngine.use_adapter(folder)",
+            "load the model without offloading (device_map), or save it with save_pretrained and load the copy",
+            "from_config(device='meta') gives shapes only: load a checkpoint with from_pretrained",
         ]
-        raise StateDictError("the exported weights would lack the adapters", [problem], advice)
+        raise StateDictError("tensors to export have no values in memory", problems, advice)
 
 
-def as_built(model: PreTrainedModel) -> PreTrainedModel:
+def quantized_weights(model: nn.Module) -> dict[str, str]:
+    """Return weights that are stored quantized under the name of the unquantized weight, and their format.
+
+    Weights in other formats have other names (`weight_packed`, `qweight`), or are floats with scales (FP8).
+    """
+    found = {
+        own_name(f"{prefix}.weight"): f"{type(module).__module__}.{type(module).__qualname__}"
+        for prefix, module in model.named_modules()
+        if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "_packed_params")
+    }
+    integers = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter.data, DTensor):
+            found[own_name(name)] = type(parameter).__name__
+        elif not (parameter.is_floating_point() or parameter.is_complex()):
+            integers[own_name(name)] = f"{type(parameter).__name__} of {parameter.dtype}"
+    if integers:
+        built = as_built(without_wrappers(model, peft=True))
+        floats = {name for name, parameter in built.named_parameters() if parameter.is_floating_point()}
+        found |= {name: kind for name, kind in integers.items() if name in floats}
+    return found
+
+
+def require_unquantized(quantized: Mapping[str, str]) -> None:
+    """Raise if weights are quantized, because engines would receive their storage in place of weights.
+
+    Args:
+        quantized: See `quantized_weights`.
+    """
+    if quantized:
+        problems = [Problem(ProblemKind.DTYPE, name, f"is quantized ({kind})") for name, kind in quantized.items()]
+        advice = ["export a model that is loaded without quantization, or start the engine on the saved checkpoint"]
+        raise StateDictError("quantized weights cannot be exported", problems, advice)
+
+
+def as_built(model: Any) -> PreTrainedModel:
     """A model like one that FSDP1 has flattened, on meta: with the names and shapes that it was built with."""
     with BUILDING, torch.device("meta"):
         built = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
