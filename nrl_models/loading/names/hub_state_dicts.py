@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,17 +102,29 @@ def _convert(
         return
     given = {own_names.get(inner, inner): state_dict[key] for key, inner in inside.items()}
     given = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    kept = kept_by(model)
-    for name in given.keys() & kept.keys():
-        value = given[name].to(kept[name].spec.dtype)
-        keep(model, {name: KeptTensor(kept[name].spec, (value,), is_mtp=kept[name].is_mtp)})
+    kept = {name: tensor for name, tensor in kept_by(model).items() if name in given}
+    problems = list(_kept_problems(kept, given))
     loaded = {name: value for name, value in given.items() if name not in kept}
     if not stored_names.keys() >= loaded.keys():
-        loaded = _as_own_tensors(model, loaded, missing)
+        loaded = _as_own_tensors(model, loaded, missing, problems)
+    elif problems:
+        raise StateDictError("state dict does not fit the model", problems)
+    copies = {name: given[name].detach().to("cpu", tensor.spec.dtype, copy=True) for name, tensor in kept.items()}
+    keep(model, {name: replace(tensor, stored=(copies[name],), compute=None) for name, tensor in kept.items()})
     for key, inner in inside.items():
         if own_names.get(inner, inner) in given:
             del state_dict[key]
     state_dict.update({f"{prefix}{stored_names.get(name, name)}": value for name, value in loaded.items()})
+
+
+def _kept_problems(kept: Mapping[str, KeptTensor], given: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
+    """Yield a problem for each tensor that cannot replace the kept tensor of its name."""
+    for name, tensor in kept.items():
+        if (shape := tuple(given[name].shape)) != tensor.spec.shape:
+            detail = f"has shape {shape}, the model expects {tensor.spec.shape}"
+            yield Problem(ProblemKind.SHAPE, name, detail)
+        elif given[name].is_meta:
+            yield Problem(ProblemKind.MISSING, name, "is on meta, without values")
 
 
 def _adapter_parts(model: Any) -> set[str]:
@@ -123,11 +136,19 @@ def _adapter_parts(model: Any) -> set[str]:
     }
 
 
-def _as_own_tensors(model: Any, given: Mapping[str, torch.Tensor], missing: list[str]) -> dict[str, torch.Tensor]:
-    """Convert tensors under checkpoint names to a model's own. Tensors without a target are returned unchanged."""
+def _as_own_tensors(
+    model: Any, given: Mapping[str, torch.Tensor], missing: list[str], problems: Sequence[Problem]
+) -> dict[str, torch.Tensor]:
+    """Convert tensors under checkpoint names to a model's own. Tensors without a target are returned unchanged.
+
+    Args:
+        model, missing: See `accept_hub_names`.
+        given: Tensors by name.
+        problems: Problems of other tensors, which are raised together with those of `given`.
+    """
     adapter, plain = model.state_dict_adapter, without_wrappers(model)
     find = CheckpointNames(plain, adapter, given).found
-    if all(find[key] is None for key in given if key not in adapter.own):
+    if not problems and all(find[key] is None for key in given if key not in adapter.own):
         return dict(given)
     found = match(
         {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in given.items()},
@@ -138,7 +159,7 @@ def _as_own_tensors(model: Any, given: Mapping[str, torch.Tensor], missing: list
         may_miss=lambda name: True,
         why_unexpected=lambda key: None,
     )
-    problems = [problem for problem in found.problems if problem.kind is not ProblemKind.PARTIAL]
+    problems = [*problems, *(problem for problem in found.problems if problem.kind is not ProblemKind.PARTIAL)]
     if problems:
         raise StateDictError("state dict does not fit the model", problems)
     result = {key: tensor for key, tensor in given.items() if find[key] is None}

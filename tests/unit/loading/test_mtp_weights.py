@@ -224,6 +224,24 @@ def test_an_adapter_of_a_model_that_lost_them_is_refused(published: tuple[Path, 
     assert not mtp.keys() & {name for name, _, _ in model.state_dict_adapter.export_plan()}
 
 
+def test_state_dict_with_hub_names_replaces_them(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, mtp = published
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    name = next(iter(mtp))
+    before = {key: kept.read().clone() for key, kept in kept_by(model).items()}
+    tensors = stored(folder)
+    loaded = tensors | {name: torch.full_like(mtp[name], 3.0)}
+    for wrong in ({name: torch.zeros(7)}, {name: mtp[name].to("meta")}, {"model.norm.weight": torch.zeros(3)}):
+        with pytest.raises(StateDictError, match=f"{next(iter(wrong))}: "):
+            model.load_state_dict(loaded | wrong)
+        assert_same({key: kept.read() for key, kept in kept_by(model).items()}, before)
+    with pytest.raises(StateDictError, match=r"\(2 problems\)"):
+        model.load_state_dict(tensors | {name: torch.zeros(7), "model.norm.weight": torch.zeros(3)})
+    model.load_state_dict(loaded)
+    loaded[name].fill_(9.0)
+    assert torch.equal(kept_by(model)[name].read(), torch.full_like(mtp[name], 3.0))
+
+
 # Bugs that the generated test must find
 
 
