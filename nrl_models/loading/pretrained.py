@@ -37,7 +37,7 @@ from nrl_models.loading.quantized import is_known_method, is_read_plain, load_qu
 from nrl_models.loading.read_config import IMPLEMENTATIONS, config_for, generation_config
 from nrl_models.loading.sharded import load_sharded
 from nrl_models.loading.skeleton import build_skeleton, checked_dtype, construction, resolve_dtype
-from nrl_models.loading.source import Source
+from nrl_models.loading.source import Source, outside_inference_mode
 from nrl_models.loading.weights import load_weights
 
 logger = get_logger(__name__)
@@ -194,5 +194,5 @@ def from_config(model_class: type[ModelT], config: PreTrainedConfig, **keywords:
     options |= {name: named[name] for name in IMPLEMENTATIONS if name in named}
     if named.get("dtype") not in (None, "auto"):
         options["dtype"] = config.dtype = checked_dtype(named["dtype"])
-    with BUILDING, device, blaming(config, f"build {model_class.__name__}"):
+    with outside_inference_mode(), BUILDING, device, blaming(config, f"build {model_class.__name__}"):
         return model_class._from_config(config, **options)

@@ -76,9 +76,13 @@ def test_building_does_not_change_how_others_build(llama_checkpoint: Path) -> No
     assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
-def test_a_model_loaded_in_inference_mode_trains(llama_checkpoint: Path) -> None:
+@pytest.mark.parametrize("is_new", [False, True], ids=["loaded", "new"])
+def test_a_model_made_in_inference_mode_trains(is_new: bool, llama_checkpoint: Path) -> None:
     with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+        if is_new:
+            model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(llama_checkpoint))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
         assert torch.is_inference_mode_enabled()
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids).loss.backward()
