@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -55,6 +55,7 @@ __all__ = [
     "function_mode_stack",
     "functorch_transforms_are_active",
     "is_any_autocast_enabled",
+    "is_traceable_wrapper_subclass",
     "local_scalar_dense",
     "module_wrappers",
     "name_inside",

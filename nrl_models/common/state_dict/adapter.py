@@ -51,6 +51,7 @@ class StateDictAdapter(LayoutTables):
         self.kept: dict[str, TensorSpec] = kept_specs(model)
         self._has_peft = any(peft_modules(model))
         self._computed = own_tensors.computed_weights(model)
+        self._quantized = own_tensors.quantized_weights(model)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.own)} parameters, {len(self.hub)} checkpoint tensors)"
@@ -229,18 +230,21 @@ class StateDictAdapter(LayoutTables):
 
         Tensors that are not a view of a single parameter (see `HFTensor`) are left out; use `to_hf` for them. For a
         sharded model, the tensors are DTensors over this rank's shards, without those that no placement can describe.
+        Raises StateDictError if the model does not match the adapter, or has weights that are quantized or on meta.
         """
         inner = innermost(model)
         exported = self.retied(inner).exported(layout)
         if (sharding := getattr(inner, "sharding", None)) is not None:
             return sharding.hf_views(inner, exported)
         own = self.own_tensors(model)
+        own_tensors.require_values(inner, own)
         return {name: tensor.read(own) for name, tensor in exported.items() if self.is_zero_copy(tensor)}
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Return name, shape and dtype of each tensor of `iter_export`, in order. Raises the same errors."""
+        """Return name, shape and dtype of each tensor of `iter_export`, in order. Also for a model on meta."""
         own_tensors.require_no_peft(self._has_peft)
         own_tensors.require_stored(self._computed)
+        own_tensors.require_unquantized(self._quantized)
         exported = self.exported(layout)
         plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
         return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
@@ -270,8 +274,8 @@ class StateDictAdapter(LayoutTables):
             layout: Names and shapes to yield.
 
         Raises:
-            StateDictError: If the model does not match the adapter, has PEFT adapters, or computes weights from other
-                tensors (parametrizations, pruning).
+            StateDictError: If the model does not match the adapter, has PEFT adapters, computes weights from other
+                tensors (parametrizations, pruning), or has weights that are quantized or on meta (also offloaded ones).
         """
         own_tensors.require_no_peft(self._has_peft or any(peft_modules(model)))
         yield from self._export(model, max_bytes, layout)
@@ -291,6 +295,7 @@ class StateDictAdapter(LayoutTables):
             yield from sharding.iter_export(inner, exported, max_bytes)
         else:
             own = self.own_tensors(model)
+            own_tensors.require_values(inner, own)
             values = self._values(inner, own)
             is_temporary = values is not own or any(isinstance(tensor, DTensor) for tensor in own.values())
             values = own_tensors.Gathered(values) if is_temporary else own
@@ -337,6 +342,7 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
         adapter, made_with = _kept[model]
         is_same = layouts.has_own_tensors(model, adapter.own) and adapter.tied == tied_names(model)
         is_same = is_same and adapter.kept == kept_specs(model) and adapter._has_peft == any(peft_modules(model))
+        is_same = is_same and adapter._quantized == own_tensors.quantized_weights(model)
         if is_same and made_with is conversions:
             return adapter
     _kept[model] = StateDictAdapter(model), conversions
