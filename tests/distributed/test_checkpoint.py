@@ -121,6 +121,16 @@ def test_quantized_optimizer_state_is_refused(two: World, tmp_path: Path, sizes:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_saving_into_a_file_raises_a_save_error(two: World, tmp_path: Path, wait: bool) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    first, second = two.run(partial(checkpoint.saves_into_a_file, fsdp=2), str(file), wait)
+    assert first[0] == "SaveError"
+    assert first[1].startswith(f"cannot save into {file}: File exists")
+    assert second[0] == "ShardingError"
+
+
 def test_an_optimizer_of_other_groups_is_refused(two: World, tmp_path: Path) -> None:
     two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
     for kind, text in refused(two, partial(checkpoint.resume_with_one_group, fsdp=2), str(tmp_path / "c")):

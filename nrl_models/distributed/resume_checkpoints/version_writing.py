@@ -70,7 +70,7 @@ def write_version(folder: Path, contents: VersionContents, ranks: Ranks) -> Path
             attempt(_finish, stage, contents.config, replace(contents.manifest, files=files))
 
     with ExitStack() as stack:
-        with agreed(ranks, what):
+        with agreed(ranks, what), reporting_disk(folder):
             if is_first(ranks):
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(folder))

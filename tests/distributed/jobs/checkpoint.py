@@ -23,7 +23,7 @@ from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.distributed.resume_checkpoints import manifest, version_writing
 from nrl_models.distributed.resume_checkpoints import resume as resuming
-from nrl_models.errors import CheckpointError
+from nrl_models.errors import CheckpointError, SaveError, ShardingError
 
 
 def train_and_save(folder: str, architecture: str, **sizes: int) -> list[float]:
@@ -34,6 +34,14 @@ def train_and_save(folder: str, architecture: str, **sizes: int) -> list[float]:
     losses = train(model, optimizer, case, range(2))
     save_checkpoint(folder, model, optimizer, {"step": 2})
     return losses + train(model, optimizer, case, range(2, 4))
+
+
+def saves_into_a_file(file: str, wait: bool, **sizes: int) -> tuple[str, str]:
+    """Save into the path of a file. Returns the error's type and text."""
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()).train(), mesh_of(**sizes))
+    with pytest.raises((SaveError, ShardingError)) as raised:
+        save_checkpoint(file, model, wait=wait).wait()
+    return raised.type.__name__, str(raised.value)
 
 
 def resume(folder: str, architecture: str, combine: bool = True, **sizes: int) -> list[float]:
