@@ -32,7 +32,14 @@ from nrl_models.common.checkpoint.publication.durable import sync
 from nrl_models.common.checkpoint.publication.locks import TEMPORARY
 from nrl_models.errors import SaveError
 
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_SHARD = "a shard"
+
+_WEIGHTS = {
+    _SHARD: re.compile(r"model(?:\.(?P<variant>.+))?-\d{5}-of-\d{5}\.safetensors"),
+    WEIGHTS_NAME: re.compile(r"model(?:\.(?P<variant>.+))?\.safetensors"),
+    INDEX_NAME: re.compile(r"model\.safetensors\.index(?:\.(?P<variant>.+))?\.json"),
+}
+"""Names of weight files, with transformers' `variant`: `model.fp16.safetensors`. The first match counts."""
 
 TOKENIZER_NAMES = frozenset(
     {
@@ -53,9 +60,6 @@ TOKENIZER_NAMES = frozenset(
 """Names that files of tokenizers have. A checkpoint with some of them replaces all of them."""
 
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
-
-_ENTRIES = {WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, INDEX_NAME}
-"""Where a reader begins to read weights."""
 
 _OURS = ".nrl-"
 _MOVING = f"{_OURS}moving"
@@ -113,7 +117,7 @@ def _finish(target: Path, record: Mapping[str, Any], retired: Path) -> None:
     files = sorted(record["files"], key=_rank)
     stale = record["replaces"].keys() - set(files)
     (published / _MOVING).unlink(missing_ok=True)
-    if not _ENTRIES.isdisjoint(files):
+    if any(_rank(name) > _rank(CONFIG_NAME) for name in files):
         for name in sorted({*files, *stale}, key=_rank, reverse=True):
             if _rank(name) and not _is_moved(published / name, target / name):
                 (target / name).unlink(missing_ok=True)
@@ -134,7 +138,16 @@ def _retire(target: Path, retired: Path) -> None:
 def _rank(name: str) -> int:
     """Return the order of a file: unrelated files (0), configurations with the model's last, then weights."""
     order = ("", CONFIG_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, INDEX_NAME)
+    name = _kind_and_variant(name)[0] or name
     return order.index(name) + 1 if name in order else int("/" not in name and name.endswith("config.json"))
+
+
+def _kind_and_variant(name: str) -> tuple[str, str]:
+    """Return the name of a weight file without its variant (`_SHARD` for shards), and the variant. Empty for others."""
+    for kind, pattern in _WEIGHTS.items():
+        if (match := pattern.fullmatch(name)) is not None:
+            return kind, match["variant"] or ""
+    return "", ""
 
 
 def _make_whole(stage: Path, target: Path) -> dict[str, Any]:
@@ -162,8 +175,9 @@ def _make_whole(stage: Path, target: Path) -> dict[str, Any]:
 
 def _is_stale(name: str, files: list[str]) -> bool:
     """Return True if a file belongs to the replaced checkpoint, and would be read as part of the new one."""
-    if _SHARD.fullmatch(name) or name in (WEIGHTS_NAME, INDEX_NAME):
-        return WEIGHTS_NAME in files or INDEX_NAME in files
+    kind, variant = _kind_and_variant(name)
+    if kind:
+        return any((entry, variant) in map(_kind_and_variant, files) for entry in (WEIGHTS_NAME, INDEX_NAME))
     return name in TOKENIZER_NAMES and not TOKENIZER_NAMES.isdisjoint(files)
 
 
