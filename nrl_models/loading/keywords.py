@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from nrl_models.common.backend import BackendConfig
+from nrl_models.common.dtypes import dtype_name, named_dtype
 from nrl_models.common.logs import get_logger
 from nrl_models.errors import UnknownArgumentError, did_you_mean, shown
 
@@ -24,6 +25,23 @@ ALIASES = {"torch_dtype": "dtype", "backend_config": "backend"}
 
 ALWAYS = ("low_cpu_mem_usage",)
 """Keywords without effect, because the behavior is always on. transformers also ignores them."""
+
+NEUTRAL = {
+    "weights_only": True,
+    "from_tf": False,
+    "from_flax": False,
+    "force_download": False,
+    "use_kernels": False,
+    "proxies": None,
+    "code_revision": None,
+    "generation_config": None,
+    "tp_plan": None,
+    "tp_size": None,
+    "device_mesh": None,
+    "distributed_config": None,
+    "fusion_config": None,
+}
+"""transformers' keywords that have no effect with None or their default value. Other values raise."""
 
 _NEVER = {
     "weights_only": "only safetensors are read, which hold nothing but tensors",
@@ -107,12 +125,25 @@ def _wrong_renaming(pattern: object, target: object) -> str:
     return "" if isinstance(target, str) else f"key_mapping[{pattern!r}]={target!r}: expected the name to replace it by"
 
 
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return True for a keyword of `NEUTRAL` with a value that has no effect."""
+    return name in NEUTRAL and (value is None or value is NEUTRAL[name])
+
+
+def _are_same(option: str, first: Any, second: Any) -> bool:
+    """Return True if two values of an option are equal: for a dtype also a name and the dtype itself."""
+    if option == "dtype" and None not in (first, second):
+        return dtype_name(named_dtype(first)) == dtype_name(named_dtype(second))
+    return bool(first == second)
+
+
 def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Rename aliases to the options' names, and drop keywords without effect.
 
     Raises:
         UnknownArgumentError: If a keyword is not supported, or two names of an option have different values. Lists all.
     """
+    keywords = {name: value for name, value in keywords.items() if not _is_neutral(name, value)}
     wrong = [f"{name}: {_NEVER[name]}" for name in keywords if name in _NEVER]
     if keywords.get("use_safetensors") is False:
         wrong.append(
@@ -131,7 +162,7 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
         if name in ALWAYS or name in _FROM_AUTO or name == "use_safetensors":
             continue
         own = ALIASES.get(name, name)
-        if own in found and found[own] != value:
+        if own in found and not _are_same(own, found[own], value):
             wrong.append(f"{name}={value!r}: {own} is also passed, with the value {found[own]!r}")
         found[own] = value
     if wrong:

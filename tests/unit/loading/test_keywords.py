@@ -92,6 +92,12 @@ def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytes
     ]
 
 
+def test_keywords_of_transformers_with_their_default_value_have_no_effect(llama_checkpoint: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, **of_keywords.NEUTRAL)
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, **dict.fromkeys(of_keywords.NEUTRAL))
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16, torch_dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
     ("keywords", "error", "said"),
     [
@@ -121,6 +127,9 @@ def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytes
         ({"use_safetensors": False}, UnknownArgumentError, "use_safetensors=False: .* Only safetensors are supported"),
         ({"model_type": "mistral"}, UnknownArgumentError, "model_type: not a configuration value"),
         ({"sub_configs": {}, "base_model_tp_plan": {}}, UnknownArgumentError, "sub_configs, base_model_tp_plan: "),
+        ({"tp_plan": "auto", "device_mesh": None}, UnknownArgumentError, "tp_plan: transformers' own sharded loading"),
+        ({"proxies": {"http": "x"}, "from_tf": False}, UnknownArgumentError, "unknown keyword proxies"),
+        ({"weights_only": False}, UnknownArgumentError, "weights_only: only safetensors are read"),
         ({"from_tf": True, "use_safetensors": False}, UnknownArgumentError, "from_tf: .*; use_safetensors=False"),
         ({"key_mapping": {"(": "x"}}, UnknownArgumentError, r"key_mapping: '\(' is not a regular expression"),
         ({"key_mapping": {"a": 5}}, UnknownArgumentError, r"key_mapping\['a'\]=5: expected the name"),
