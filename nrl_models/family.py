@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.backend import Combine, should_combine
-from nrl_models.common.checkpoint.writing import staged
+from nrl_models.common.checkpoint.writing import checked_file_size, folder_to_write, staged
 from nrl_models.common.documents.packing import (
     WrapsReplacedForward,
     inner_models_keep_documents_apart,
@@ -306,10 +306,12 @@ class FamilyModel(Upstream):
             options: Passed on to transformers' `save_pretrained` (`push_to_hub`, `is_main_process`, ...).
 
         Raises:
-            StateDictError: If `state_dict` does not fit the model, or is None for a model with PEFT adapters. Adapters of
-                transformers' `add_adapter` are saved.
+            StateDictError: If `state_dict` does not fit the model, or is None and the model has PEFT adapters. Adapters
+                of transformers' `add_adapter` are saved.
             CheckpointError: If configuration and model disagree about tied embeddings.
+            UnknownArgumentError: If `save_directory` is not a path, or `max_shard_size` is not a size.
         """
+        save_directory, max_shard_size = folder_to_write(save_directory), checked_file_size(max_shard_size)
         adapter = getattr(self, "_hf_peft_config_loaded", False)  # transformers then writes the adapter only
         if state_dict is None and not adapter:
             require_no_peft(any(peft_modules(self)), TO_FILES)
@@ -328,7 +330,7 @@ class FamilyModel(Upstream):
         if not options.get("is_main_process", True):
             return  # before 5.15, transformers writes the weights all the same
         if options.get("push_to_hub"):
-            options.setdefault("repo_id", Path(save_directory).name)
+            options.setdefault("repo_id", save_directory.name)
         with staged(save_directory) as stage, ties_as_read(self):
             super().save_pretrained(
                 stage, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=adapter, **options

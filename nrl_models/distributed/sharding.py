@@ -133,7 +133,7 @@ class Sharding:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
         gather = self.gatherer(model, pool_of(model, _device_of(model)))
-        yield from gather(exported, max_bytes or DEFAULT_BUCKET)
+        yield from gather(exported, DEFAULT_BUCKET if max_bytes is None else max_bytes)
 
     def gatherer(self, model: nn.Module, pool: BufferPool | None = None) -> Gatherer:
         """Gathers tensors of the model, see `nrl_models.distributed.shards.gathered`; for several calls.

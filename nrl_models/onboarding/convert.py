@@ -5,18 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from huggingface_hub import split_torch_state_dict_into_shards
-
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import plain
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
-from nrl_models.common.checkpoint.writing import staged
+from nrl_models.common.checkpoint.writing import checked_file_size, folder_to_write, staged
 from nrl_models.common.gguf.gguf_tables import load_tokenizer
 from nrl_models.common.trust.inside import files_inside
 from nrl_models.common.trust.own_folder import MARKER
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 """Weight files, which are not copied: they would have the old weights, or other weights."""
@@ -55,13 +53,8 @@ def convert(
             checkpoint and `overwrite` is False.
         UnknownArgumentError: If the dtype or size is invalid.
     """
-    try:
-        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise UnknownArgumentError(
-            f"max_shard_size={max_shard_size!r}: expected a size such as '5GB'. {error}"
-        ) from error
-    folder, target = resolve_folder(source), Path(target)
+    checked_file_size(max_shard_size)
+    folder, target = resolve_folder(source), folder_to_write(target)
     if plain(folder).resolve() == target.resolve():
         detail = "is the checkpoint itself"
         raise CheckpointError(

@@ -8,13 +8,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
 from nrl_models.common.checkpoint.publication.durable import sync, sync_tree
 from nrl_models.common.checkpoint.publication.locks import TEMPORARY, locked, remove_dead, temporary
 from nrl_models.common.checkpoint.publication.publishing import publish
 from nrl_models.common.garbage import no_collections
-from nrl_models.errors import SaveError
+from nrl_models.errors import SaveError, UnknownArgumentError, shown
+
+
+def folder_to_write(folder: str | os.PathLike[str]) -> Path:
+    """Return the path of a directory to save into, with `~` expanded.
+
+    Raises:
+        UnknownArgumentError: If it is neither a string nor a path, or names an unknown user's home directory.
+    """
+    if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
+        raise UnknownArgumentError(f"{shown(folder)}: expected a directory to save into, as a string or a path")
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise UnknownArgumentError(f"{shown(str(folder))}: {error}") from error
+
+
+def checked_file_size(size: int | str) -> int | str:
+    """Return a maximum file size.
+
+    Raises:
+        UnknownArgumentError: If it is neither a number of bytes nor a string such as "5GB".
+    """
+    try:
+        if not isinstance(size, int | str) or isinstance(size, bool):
+            raise ValueError("It is neither a number of bytes nor a string.")
+        split_torch_state_dict_into_shards({}, max_shard_size=size)
+    except ValueError as error:
+        raise UnknownArgumentError(f"max_shard_size={shown(size)}: expected a size such as '5GB'. {error}") from error
+    return size
+
 
 _stages: set[Path] = set()
 """Directories that are being written into in this process."""

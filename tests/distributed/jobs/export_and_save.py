@@ -50,6 +50,9 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
             model.state_dict_adapter.to_hf(gathered, layout=layout), adapter.to_hf(whole.state_dict(), layout=layout)
         )
     assert list(gathered) == list(whole.state_dict())
+    separate = list(model.state_dict_adapter.iter_export(model, max_bytes=0))
+    assert len({tensor.untyped_storage().data_ptr() for _, tensor in separate}) == len(separate)
+    del separate
     for name, parameter in model.named_parameters():
         assert torch.equal(share_of(parameter, gathered[name]), local(parameter)), name
     model.save_pretrained(folder, max_shard_size="700KB")

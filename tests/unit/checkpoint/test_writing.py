@@ -17,7 +17,7 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
 
-from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError
+from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError, UnknownArgumentError
 from nrl_models.common.projections import own_storage
 from nrl_models.errors import SaveError
 from nrl_models.families.llama.model import LlamaForCausalLM
@@ -284,6 +284,44 @@ def test_a_variant_is_saved_beside_the_weights(
     assert files_of(target) == files | {"model.new.safetensors"}
     assert which(target, models) == 0
     assert_same(load_file(target / "model.new.safetensors"), hf_tensors(models[1]))
+
+
+@pytest.mark.parametrize("sizes", [("5GB", "100KB"), ("100KB", "5GB"), ("100KB", "300KB")])
+def test_saving_a_variant_again_replaces_its_files(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, sizes: tuple[str, str]
+) -> None:
+    target = tmp_path / "target"
+    models[0].save_pretrained(target)
+    models[0].save_pretrained(tmp_path / "expected", variant="new", max_shard_size=sizes[1])
+    for model, size in zip(models, sizes, strict=True):
+        model.save_pretrained(target, variant="new", max_shard_size=size)
+    assert files_of(target) == files_of(tmp_path / "expected") | {WEIGHTS}
+    loaded = LlamaForCausalLM.from_pretrained(target, variant="new")
+    assert_same(hf_tensors(loaded), hf_tensors(models[1]))
+    assert_same(load_file(target / WEIGHTS), hf_tensors(models[0]))
+
+
+@pytest.mark.parametrize("size", ["1XB", "", None, 1.5, True])
+def test_invalid_file_size(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, size: Any) -> None:
+    with pytest.raises(UnknownArgumentError, match=r"max_shard_size=.*expected a size such as '5GB'"):
+        models[0].save_pretrained(tmp_path / "saved", max_shard_size=size)
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"saved", "~nobody-has-this-name/saved"])
+def test_invalid_folder(models: tuple[LlamaForCausalLM, LlamaForCausalLM], folder: Any) -> None:
+    with pytest.raises(UnknownArgumentError):
+        models[0].save_pretrained(folder)
+
+
+def test_home_directory_is_expanded(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    models[0].save_pretrained("~/saved")
+    assert (tmp_path / "saved" / WEIGHTS).is_file()
+    assert not (tmp_path / "~").exists()
 
 
 # Saved contents
