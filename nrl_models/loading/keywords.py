@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from nrl_models.common.backend import BackendConfig
-from nrl_models.common.dtypes import dtype_name, named_dtype
+from nrl_models.common.dtypes import named_dtype
 from nrl_models.common.logs import get_logger
 from nrl_models.errors import UnknownArgumentError, did_you_mean, shown
 
@@ -133,7 +133,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _are_same(option: str, first: Any, second: Any) -> bool:
     """Return True if two values of an option are equal: for a dtype also a name and the dtype itself."""
     if option == "dtype" and None not in (first, second):
-        return dtype_name(named_dtype(first)) == dtype_name(named_dtype(second))
+        return bool(named_dtype(first) == named_dtype(second))
     return bool(first == second)
 
 

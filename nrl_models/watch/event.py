@@ -74,8 +74,10 @@ class Transfer:
 
     def record_in(self, log: SyncLog) -> list[Finding]:
         """Record the sync, and return its findings."""
-        values = {"version": self.version, "learning_rate": self.learning_rate, "partial": self.partial}
-        return list(log.add(self.sent, self.report, **values))
+        found = log.add(
+            self.sent, self.report, version=self.version, learning_rate=self.learning_rate, partial=self.partial
+        )
+        return list(found)
 
     def findings(self) -> list[Finding]:
         """Return the findings of the sync."""
