@@ -306,11 +306,9 @@ ROWS: dict[str, Row] = {
         mixins={"Qwen3_5Model": "FreshPositions", "Qwen3_5GatedDeltaNet": "ByDocument"},
         config_values={"attn_output_gate": (True,)},
         mtp_form=MTPForm.PREFIXED,
-        since={
-            "Qwen3_5ForConditionalGeneration": "5.5.2",  # before, it was saved with a prefix three times
-            "Qwen3_5ForTokenClassification": "5.9",
-            "Qwen3_5TextForSequenceClassification": "5.9",
-        },
+        # Up to 5.5.1, transformers saved classes with images under a prefix three times.
+        since=dict.fromkeys(("Qwen3_5ForTokenClassification", "Qwen3_5TextForSequenceClassification"), "5.9")
+        | {"Qwen3_5ForConditionalGeneration": "5.5.2"},
     ),
     "qwen3_5_moe": Row(
         "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
