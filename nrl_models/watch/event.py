@@ -74,10 +74,8 @@ class Transfer:
 
     def record_in(self, log: SyncLog) -> list[Finding]:
         """Record the sync, and return its findings."""
-        found = log.add(
-            self.sent, self.report, version=self.version, learning_rate=self.learning_rate, partial=self.partial
-        )
-        return list(found)
+        rate = self.learning_rate
+        return list(log.add(self.sent, self.report, version=self.version, learning_rate=rate, partial=self.partial))
 
     def findings(self) -> list[Finding]:
         """Return the findings of the sync."""

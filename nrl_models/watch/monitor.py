@@ -27,11 +27,11 @@ from nrl_models.watch.event import Event, EventKind, StepReport, Transfer
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
-from nrl_models.watch.results import Results
 from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, whole_numbers
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
 from nrl_models.watch.syncs import Sync, SyncLog, digested_after_check, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
+from nrl_models.watch.watch_results import WatchResults
 
 HISTORY = 64
 """Steps whose metrics are kept."""
@@ -112,7 +112,7 @@ class Watch:
         self._ranks = ranks_of(None)
         self._compute, self._changes = compute, TrainerChanges(optimizer, tokenizer)
         writer = None if capsule is None else CapsuleWriter(Path(capsule), capsule_limits or Limits())
-        self._results = Results(Recorder(log), writer, self._ranks)
+        self._results = WatchResults(Recorder(log), writer, self._ranks)
         self.findings = self._results.findings
         self._syncs = SyncLog(() if model is None else draft_names(model))
         self._probes = None

@@ -81,7 +81,7 @@ def warning_of_errors(what: str) -> Iterator[None]:
     """Context manager that logs errors as a warning: writing neither ends a run nor hides a failure.
 
     Args:
-        what: Name of the file's content.
+        what: Name of the log or capsule, for the warning.
     """
     try:
         yield

@@ -57,7 +57,8 @@ class RolloutStep(NamedTuple):
         """
         rows, scored = list(samples or ()), None
         if isinstance(trainer, TokenLogprobs):
-            scored, trainer = trainer.mask, trainer.logprobs
+            scored = trainer.mask
+            trainer = trainer.logprobs
         if trainer is None or (samples is None and (engine is None or (mask is None and scored is None))):
             raise UnknownArgumentError("expected trainer=, and samples= or both engine= and mask=")
         named = {"trainer": trainer, "engine": engine, "mask": mask, "attention_mask": attention_mask}

@@ -18,7 +18,7 @@ from nrl_models.watch.rollout_tensors import RolloutStep
 logger = get_logger(__name__)
 
 
-class Results:
+class WatchResults:
     """The findings of a run.
 
     Args:
