@@ -133,7 +133,8 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _are_same(option: str, first: Any, second: Any) -> bool:
     """Return True if two values of an option are equal: for a dtype also a name and the dtype itself."""
     if option == "dtype" and None not in (first, second):
-        return bool(named_dtype(first) == named_dtype(second))
+        names = {str(named_dtype(value)).removeprefix("torch.") for value in (first, second)}
+        return len(names) == 1
     return bool(first == second)
 
 
