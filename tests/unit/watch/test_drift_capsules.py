@@ -78,7 +78,7 @@ def tensor_not_sent(loop: Loop) -> None:
 
     loop.tensors = tensors
     refit = loop.engine.refit
-    loop.engine.refit = lambda sent, **options: refit(sent, partial=True, **options)
+    loop.engine.refit = lambda sent, **options: refit(sent, **options | {"partial": True})
 
 
 def without_adapters(loop: Loop) -> None:
