@@ -51,7 +51,8 @@ class StateDictAdapter(LayoutTables):
         self.kept: dict[str, TensorSpec] = kept_specs(model)
         self._has_peft = any(peft_modules(model))
         self._computed = own_tensors.computed_weights(model)
-        self._quantized = own_tensors.quantized_weights(model)
+        self._stored = own_tensors.stored_formats(model)
+        self._quantized = own_tensors.quantized_weights(model, self._stored)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.own)} parameters, {len(self.hub)} checkpoint tensors)"
@@ -342,7 +343,7 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
         adapter, made_with = _kept[model]
         is_same = layouts.has_own_tensors(model, adapter.own) and adapter.tied == tied_names(model)
         is_same = is_same and adapter.kept == kept_specs(model) and adapter._has_peft == any(peft_modules(model))
-        is_same = is_same and adapter._quantized == own_tensors.quantized_weights(model)
+        is_same = is_same and adapter._stored == own_tensors.stored_formats(model)
         if is_same and made_with is conversions:
             return adapter
     _kept[model] = StateDictAdapter(model), conversions

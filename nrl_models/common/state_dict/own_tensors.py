@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -149,7 +149,7 @@ def require_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         model: The model.
         own: Its own tensors.
     """
-    require_unquantized(quantized_weights(model))
+    require_unquantized(quantized_weights(model, stored_formats(model)))
     if problems := [Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
         advice = [
             "load the model without offloading (device_map), or save it with save_pretrained and load the copy",
@@ -158,12 +158,21 @@ def require_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         raise StateDictError("tensors to export have no values in memory", problems, advice)
 
 
-def quantized_weights(model: nn.Module) -> dict[str, str]:
-    """Return weights that are stored quantized under the name of the unquantized weight, and their format.
+class StoredFormats(NamedTuple):
+    """Weights of a model that are not stored as plain floats, by name, with their formats.
 
-    Weights in other formats have other names (`weight_packed`, `qweight`), or are floats with scales (FP8).
+    Attributes:
+        packed: Packed modules of torch, and tensor subclasses.
+        integers: Parameters of integers.
     """
-    found = {
+
+    packed: dict[str, str]
+    integers: dict[str, str]
+
+
+def stored_formats(model: nn.Module) -> StoredFormats:
+    """Return the weights that are not stored as plain floats. Builds nothing, so adapters compare it."""
+    packed = {
         own_name(f"{prefix}.weight"): f"{type(module).__module__}.{type(module).__qualname__}"
         for prefix, module in model.named_modules()
         if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "_packed_params")
@@ -171,14 +180,22 @@ def quantized_weights(model: nn.Module) -> dict[str, str]:
     integers = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter.data, DTensor):
-            found[own_name(name)] = type(parameter).__name__
+            packed[own_name(name)] = type(parameter).__name__
         elif not (parameter.is_floating_point() or parameter.is_complex()):
             integers[own_name(name)] = f"{type(parameter).__name__} of {parameter.dtype}"
-    if integers:
-        built = as_built(without_wrappers(model, peft=True))
-        floats = {name for name, parameter in built.named_parameters() if parameter.is_floating_point()}
-        found |= {name: kind for name, kind in integers.items() if name in floats}
-    return found
+    return StoredFormats(packed, integers)
+
+
+def quantized_weights(model: nn.Module, stored: StoredFormats) -> dict[str, str]:
+    """Return weights that are stored quantized under the name of the unquantized weight, and their format.
+
+    Weights in other formats have other names (`weight_packed`, `qweight`), or are floats with scales (FP8).
+    """
+    if not stored.integers:
+        return stored.packed
+    built = as_built(without_wrappers(model, peft=True))
+    floats = {name for name, parameter in built.named_parameters() if parameter.is_floating_point()}
+    return stored.packed | {name: kind for name, kind in stored.integers.items() if name in floats}
 
 
 def require_unquantized(quantized: Mapping[str, str]) -> None:
