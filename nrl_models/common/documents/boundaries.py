@@ -224,23 +224,21 @@ class DocumentBatches:
     @classmethod
     def of(cls, documents: Documents) -> DocumentBatches:
         """Sort documents into batches. Their tensors are on the CPU."""
-        lengths, totals = list(chain(*documents.lengths)), documents.lengths_with_prompts
+        lengths = list(chain(*documents.lengths))
         starts = [0, *accumulate(lengths)]
         spans = [(0, 0)] * len(lengths) if documents.prompts is None else documents.prompts.spans
-        order = sorted(range(len(lengths)), key=lambda number: (totals[number] - lengths[number], -lengths[number]))
+        prompts = [end - start for start, end in spans]
         batches: list[list[int]] = []
-        for number in order:
-            first = batches[-1][0] if batches else number
-            prompts_agree = totals[number] - lengths[number] == totals[first] - lengths[first]
-            if batches and prompts_agree and lengths[number] >= LEAST_FILL * lengths[first]:
-                batches[-1].append(number)
-            else:
-                batches.append([number])
+        for number in sorted(range(len(lengths)), key=lambda number: (prompts[number], -lengths[number])):
+            first = batches[-1][0] if batches else None
+            if first is None or prompts[number] != prompts[first] or lengths[number] < LEAST_FILL * lengths[first]:
+                batches.append([])
+            batches[-1].append(number)
         queries, keys, places, sizes = [], [], torch.empty(starts[-1], dtype=torch.long), []
         place = 0
         for batch in batches:
             longest = lengths[batch[0]]
-            sizes.append((len(batch), longest, totals[batch[0]] - longest))
+            sizes.append((len(batch), longest, prompts[batch[0]]))
             for number in batch:
                 own = (torch.arange(longest) + starts[number]).clamp(max=starts[number + 1] - 1)
                 queries.append(own)
