@@ -13,7 +13,6 @@ weights.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch import nn
 from nrl_models.common.projections import declared_groups
 from nrl_models.engines.engine_types import LOGITS, ModuleCall
 from nrl_models.logprobs.head import output_embedding
+from nrl_models.parity.worst import last_if_nan
 from nrl_models.quirks import Pattern
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -185,7 +185,7 @@ def relative_error(expected: torch.Tensor, actual: Sequence[torch.Tensor]) -> fl
     for wanted, form in _comparable(expected, actual):
         difference = (form - wanted).abs().max().item()
         scale = max(expected.abs().nan_to_num(posinf=0.0).max().item(), 1e-6)
-        errors.append(math.inf if math.isnan(difference) else difference / scale)
+        errors.append(last_if_nan(difference / scale))
     return min(errors, default=None)
 
 

@@ -19,6 +19,7 @@ from nrl_models.errors import EngineError
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.parity_report import Unit
+from nrl_models.parity.worst import last_if_nan
 
 PROMPT_TOKENS = 8
 """Number of prompt tokens for the check of the length limit."""
@@ -134,7 +135,7 @@ def diagnose_decode_vs_prefill(
     ]
     result.measured = {"threshold": threshold, "sequences": [found.to_json() for found in sequences]}
     errors = (found.token_mult_prob_error for found in sequences)
-    result.value = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=None)
+    result.value = max(errors, key=last_if_nan, default=None)
     result.bound, result.unit = threshold, Unit.TOKEN_MULT_PROB_ERROR
     return result.finish(f"decoding and prefill differ for prompts {bad}, threshold {threshold:g}" if bad else "")
 
