@@ -141,9 +141,7 @@ def policy_loss(
     require_values(logprobs.detach(), weights, **wrong)
     counted = weights > 0
     gain = torch.where(counted, advantages.to(difference)[:, None], 0.0)
-    factor = torch.ones_like(gain)
-    if correction is not None:
-        factor = torch.where(counted, correction.detach().to(gain), 0.0)
+    factor = 1.0 if correction is None else torch.where(counted, correction.detach().to(gain), 0.0)
     ratio = _bounded(difference, gain * factor).exp()
     terms = -torch.minimum(ratio * gain, ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * gain) * factor
     if reference is not None:

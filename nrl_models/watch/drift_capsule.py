@@ -135,11 +135,12 @@ def _contents(
     if step is not None:
         _add_rows(contents, step)
     if running.model is not None:
-        contents.values["digests"] = dict(evidence.sync.sent)
-        if ranks_of(None) == 1:  # only failing ranks write a capsule, and a sharded model needs all of them
-            contents.values["digests"] = (
-                contents.values["digests"] or measured_or_note(lambda: weight_digests(running.model))[0]
-            )
+        alone = ranks_of(None) == 1  # only failing ranks write a capsule, and a sharded model needs all of them
+        digests = dict(evidence.sync.sent)
+        if alone and not digests:
+            digests = measured_or_note(lambda: weight_digests(running.model))[0]
+        contents.values["digests"] = digests
+        if alone:
             _add_model(contents, running, evidence)
     return contents
 
