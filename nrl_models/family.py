@@ -308,7 +308,7 @@ class FamilyModel(Upstream):
         Raises:
             StateDictError: If `state_dict` does not fit the model, or is None and the model has PEFT adapters. Adapters
                 of transformers' `add_adapter` are saved.
-            CheckpointError: If configuration and model disagree about tied embeddings.
+            CheckpointError: If configuration and model disagree about shapes or tied embeddings.
             UnknownArgumentError: If `save_directory` is not a path, or `max_shard_size` is not a size.
         """
         save_directory, max_shard_size = folder_to_write(save_directory), checked_file_size(max_shard_size)

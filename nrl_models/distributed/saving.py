@@ -22,7 +22,7 @@ from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.ties import ties_as_read
-from nrl_models.common.state_dict.to_checkpoint import check_ties, checkpoint_layout
+from nrl_models.common.state_dict.to_checkpoint import check_shapes, check_ties, checkpoint_layout
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import Ranks, agree, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.sharding import sharding_of
@@ -52,7 +52,7 @@ def save_pretrained(
 
     Raises:
         UnknownArgumentError: If there are `options`.
-        CheckpointError: If configuration and model disagree about tied embeddings.
+        CheckpointError: If configuration and model disagree about shapes or tied embeddings.
         ShardingError: If another rank failed. The failed rank raises its own error.
     """
     if options := {name: value for name, value in options.items() if name not in _IMPLIED}:
@@ -61,6 +61,7 @@ def save_pretrained(
         )
     sharding = sharding_of(model)
     adapter, mesh, gather = sharding.adapter.retied(model), sharding.mesh, sharding.gatherer(model)
+    check_shapes(model, adapter)
     check_ties(model, adapter)
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
     kept = kept_by(model)  # the first rank's, which writes them

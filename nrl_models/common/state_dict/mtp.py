@@ -35,6 +35,9 @@ COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers",
 JOINT = "eh_proj.weight"
 """The projection that every MTP layer begins with that is numbered like a decoder layer."""
 
+MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""Ends of the names of an MTP layer's copies of the model's embeddings."""
+
 _NUMBERED = re.compile(r"(?P<layers>.*layers\\\.)\d+(\\\.)?(\.\*)?")
 """Form of transformers' patterns for a complete layer with a fixed number, from one published model."""
 

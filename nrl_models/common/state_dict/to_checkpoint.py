@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -17,7 +18,8 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions, under_published_names
-from nrl_models.common.state_dict.own_tensors import Gathered, read_all
+from nrl_models.common.state_dict.mtp import MTP_COPIES, MTPNames
+from nrl_models.common.state_dict.own_tensors import Gathered, as_built, read_all
 from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
 from nrl_models.common.upstream_conversions import loaded_conversions
 from nrl_models.common.views.view import HFTensor
@@ -39,10 +41,11 @@ def to_checkpoint(
         original_format: See `checkpoint_layout`.
 
     Raises:
-        CheckpointError: If configuration and model disagree on tied weights, or tensors have no values.
+        CheckpointError: If configuration and model disagree on shapes or tied weights, or tensors have no values.
         StateDictError: If `state_dict` is not this model's.
     """
     adapter = adapter_of(model)
+    check_shapes(model, adapter)
     if state_dict is None:
         state_dict = _values(model, adapter)
         check_ties(model, adapter, state_dict)
@@ -96,6 +99,57 @@ def _values(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, torc
             ["load a checkpoint into it: from_config(device='meta') gives shapes only"],
         )
     return own
+
+
+def check_shapes(model: PreTrainedModel, adapter: StateDictAdapter) -> None:
+    """Check that a model's tensors have the shapes of its configuration, so that the saved model can be loaded.
+
+    They differ if only one of the two was changed: by `resize_token_embeddings` of a model with more sizes than
+    `vocab_size`, or by hand. Weights of multi-token prediction (MTP) have numbers after the last layer and copies of
+    the embeddings.
+
+    Args:
+        model: The model.
+        adapter: The model's adapter.
+
+    Raises:
+        CheckpointError: If they differ.
+    """
+    if getattr(model, "stages", None) is not None or is_flattened(model):
+        return
+    built = as_built(without_wrappers(model, peft=True))
+    shapes = dict(chain(built.named_parameters(), built.named_buffers()))
+    problems = [
+        Problem(ProblemKind.SHAPE, name, f"has {tuple(spec.shape)}, its configuration gives {tuple(shape)}")
+        for name, spec in adapter.own.items()
+        if name in shapes
+        and (shape := shapes[name].shape) != spec.shape
+        and shapes[name].is_floating_point() == spec.dtype.is_floating_point  # else quantized
+    ]
+    problems += _mtp_problems(model)
+    if problems:
+        advice = "change the configuration or these tensors, so that both describe the same model"
+        raise CheckpointError(f"{class_name(model)} and its configuration have different sizes", problems, [advice])
+
+
+def _mtp_problems(model: PreTrainedModel) -> list[Problem]:
+    """Return problems of kept MTP weights that do not belong to the model's layers and embeddings."""
+    kept = kept_by(model, mtp_only=True)
+    if not kept:
+        return []
+    names = MTPNames(model)
+    found = set(names.among(kept))
+    problems = [
+        Problem(ProblemKind.UNEXPECTED, name, f"is not of MTP layer {names.first} or one of those after it")
+        for name in kept
+        if name not in found
+    ]
+    embeddings = without_wrappers(model).get_input_embeddings().weight.shape
+    return problems + [
+        Problem(ProblemKind.SHAPE, name, f"has {tuple(shape)}, and the embeddings that it copies {tuple(embeddings)}")
+        for name, tensor in kept.items()
+        if name.endswith(MTP_COPIES) and (shape := tensor.spec.shape) != embeddings
+    ]
 
 
 def check_ties(

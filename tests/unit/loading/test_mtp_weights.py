@@ -265,6 +265,30 @@ def test_the_generated_test_finds(bug: str, monkeypatch: pytest.MonkeyPatch, tmp
         generated(FamilyCase(registry.model_class(NUMBERED)), tmp_path)
 
 
+# Saving a changed model
+
+
+def test_copies_of_embeddings_of_another_size_are_refused(numbered: Path, tmp_path: Path) -> None:
+    norm = next(name for name in stored(numbered) if name.endswith("shared_head.norm.weight"))
+    copy_name = norm.replace("shared_head.norm", "embed_tokens")
+    edit_weights(numbered, lambda tensors: tensors.update({copy_name: torch.zeros(512, 256, dtype=torch.bfloat16)}))
+    model = AutoModelForCausalLM.from_pretrained(numbered)
+    model.save_pretrained(tmp_path / "same")
+    model.resize_token_embeddings(520)
+    with pytest.raises(CheckpointError) as caught:
+        model.save_pretrained(tmp_path / "resized")
+    assert [problem.subject for problem in caught.value.problems] == [copy_name]
+
+
+def test_numbers_that_no_longer_follow_the_decoder_are_refused(numbered: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(numbered)
+    model.model.layers = model.model.layers[:-1]
+    model.config.num_hidden_layers -= 1
+    with pytest.raises(CheckpointError) as caught:
+        model.save_pretrained(tmp_path / "saved")
+    assert {problem.subject for problem in caught.value.problems} >= set(kept_by(model))
+
+
 # Names
 
 

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from versions import since
 
-from nrl_models import AutoModelForCausalLM, StateDictError
+from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError, registry
 from nrl_models.common.projections import report
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
+from nrl_models.testing.case import FamilyCase
 
 ATTENTION = "model.layers.0.self_attn"
 PARTS = [f"{ATTENTION}.{part}_proj.weight" for part in "qkv"]
@@ -224,3 +225,37 @@ def test_a_state_dict_that_is_not_the_models_is_refused(same: PreTrainedModel, t
     with pytest.raises(StateDictError) as caught:
         to_checkpoint(same, {"other": tensors[PARTS[0]], "model.norm.weight": torch.ones(2)})
     assert problems(caught.value) == {("unexpected", "other"), ("shape", "model.norm.weight")}
+
+
+# Shapes
+
+
+def test_shapes_that_the_configuration_does_not_give_are_refused(same: PreTrainedModel, tmp_path: Path) -> None:
+    embeddings = same.get_input_embeddings()
+    embeddings.weight = nn.Parameter(torch.cat([embeddings.weight.detach(), torch.zeros(8, 256)]))
+    for save in (to_checkpoint, lambda model: model.save_pretrained(tmp_path / "saved")):
+        with pytest.raises(CheckpointError, match="its configuration gives") as caught:
+            save(same)
+        assert problems(caught.value) == {("shape", "model.embed_tokens.weight")}
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("DeepseekV4ForCausalLM", "model.layers.0.mlp.gate.tid2eid"), ("BltForCausalLM", None)],
+)
+def test_a_resize_that_leaves_other_sizes_is_refused(architecture: str, name: str | None, tmp_path: Path) -> None:
+    model = registry.model_class(architecture).from_config(FamilyCase(registry.model_class(architecture)).config)
+    model.save_pretrained(tmp_path / "before")
+    model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + 8)
+    with pytest.raises(CheckpointError) as caught:
+        model.save_pretrained(tmp_path / "after")
+    assert {kind for kind, _ in problems(caught.value)} == {"shape"}
+    assert name is None or ("shape", name) in problems(caught.value)
+
+
+def test_a_resize_that_changes_every_size_is_saved(same: PreTrainedModel, tmp_path: Path) -> None:
+    same.resize_token_embeddings(520)
+    same.save_pretrained(tmp_path)
+    assert_same(stored(tmp_path), to_checkpoint(same))
+    assert len(AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight) == 520
