@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.documents import masks
+from nrl_models.common.documents import masks, packing
 from nrl_models.common.documents.boundaries import Documents
 from nrl_models.common.documents.current_documents import documents_running, running
 from nrl_models.common.documents.layers import ByDocument
@@ -59,6 +59,10 @@ def _stale_cache(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwa
 def _keeps_documents_apart(case: FamilyCase) -> bool:
     is_limited = "packed sequences" in case.model_class.limits
     return not is_limited and not case.architecture.endswith("SequenceClassification")
+
+
+def _hidden_by_a_mask(documents_of: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]) -> Any:
+    return documents_of(model, inputs) if inputs.get("attention_mask") is None else None
 
 
 def _keeps_state(case: FamilyCase) -> bool:
@@ -122,11 +126,9 @@ MUTANTS = (
     ),
     Mutant(
         "packed documents see each other",
-        "a mask of ones, or a cache, that hides where documents begin",
+        "a mask of ones that hides where documents begin",
         in_code(
-            _keeps_documents_apart,
-            lambda case: [(case.model_class, "forward", inspect.unwrap(case.model_class.forward))],  # no wrapper
-            probed=True,
+            _keeps_documents_apart, lambda case: [wrapped(packing, "_documents_of", _hidden_by_a_mask)], probed=True
         ),
         PACKED,
     ),

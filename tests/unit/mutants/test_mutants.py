@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from typer.testing import CliRunner
 
@@ -75,7 +76,7 @@ def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
             if tried.killer(mutant, likely):
                 return
             inert.append(mutant.bug.is_inert(tried.case, tried._expected))
-    if all(inert) and recorded()[STAND_FOR_ALL[0]].transformers != version("transformers"):
+    if all(inert) and Version(version("transformers")) < Version(recorded()[STAND_FOR_ALL[0]].transformers):
         pytest.skip("nothing comes of it in models of this transformers")
     pytest.fail(f"of {', '.join(STAND_FOR_ALL)} none in which {', '.join(mutant.killers)} finds it")
 
