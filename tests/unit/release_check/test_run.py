@@ -87,6 +87,15 @@ def test_newest_is_what_is_newer(checkout: Path, released: None) -> None:
     assert not errors
 
 
+def test_nothing_newer(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daily workflow succeeds on a day without releases."""
+    monkeypatch.setattr(run, "tested_versions", lambda _: dict.fromkeys(PACKAGES, Version("6.0")))
+    result = CliRunner().invoke(app, ["newest", "--checkout", str(checkout), "--out", str(checkout / "out")])
+    assert result.exit_code == 0
+    assert "no package has a release newer" in result.output
+    assert (checkout / "out" / "report.json").is_file()
+
+
 def test_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     result = CliRunner().invoke(app, ["newest", "--out", str(tmp_path / "out")])
