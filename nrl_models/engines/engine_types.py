@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,19 @@ class Sample:
             name: F.pad(value, (0, len(self.tokens))) if value.shape == of_tokens else value
             for name, value in self.model_inputs.items()
         }
+
+
+def prompt_seeds(seed: int, count: int) -> list[int]:
+    """Return seeds of 31 bits, one for each prompt.
+
+    They are hashes. With `seed + index`, samples of consecutive seeds would share random numbers.
+
+    Args:
+        seed: Seed of the batch.
+        count: Number of prompts.
+    """
+    digests = (hashlib.sha256(f"{seed},{index}".encode()).digest() for index in range(count))
+    return [int.from_bytes(digest[:4], "big") >> 1 for digest in digests]
 
 
 @dataclass(frozen=True, slots=True)

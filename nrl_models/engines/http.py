@@ -29,7 +29,15 @@ from nrl_models.common.state_dict.buckets import on_host
 from nrl_models.common.value_checks import is_number
 from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
-from nrl_models.engines.engine_types import BUCKET_BYTES, VLLM_TEMPERATURES, Capabilities, NamedTensor, Sample, Tokens
+from nrl_models.engines.engine_types import (
+    BUCKET_BYTES,
+    VLLM_TEMPERATURES,
+    Capabilities,
+    NamedTensor,
+    Sample,
+    Tokens,
+    prompt_seeds,
+)
 from nrl_models.engines.http_connection import TIMEOUT, ServerConnection
 from nrl_models.engines.http_probes import INVALID, NEUTRAL, ServerProbes
 from nrl_models.engines.input_checks import require_max_length
@@ -170,10 +178,13 @@ class HTTPEngine(Engine):
     def request_samples(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """Sample without probes. All prompts are sent in one request."""
+        """Sample without probes.
+
+        A server gives every prompt of a request the same seed, so equal prompts would get equal completions. Therefore
+        each prompt is a separate request, except in greedy decoding.
+        """
         body: dict[str, Any] = NEUTRAL | {
             "model": self.model,
-            "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -181,10 +192,17 @@ class HTTPEngine(Engine):
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            "seed": seed,
         }
         body |= {"ignore_eos": True} if ignore_end else {"ignore_eos": False, "stop_token_ids": self.ends}
-        choices = self._connection.complete(body, sum(map(len, prompts)) + len(prompts) * max_new_tokens)
+        if sampling.greedy:
+            body["prompt"] = [list(prompt) for prompt in prompts]
+            choices = self._connection.complete(body, sum(map(len, prompts)) + len(prompts) * max_new_tokens)
+        else:
+            seeds = prompt_seeds(seed, len(prompts))
+            bodies = [
+                body | {"prompt": [list(prompt)], "seed": own} for prompt, own in zip(prompts, seeds, strict=True)
+            ]
+            choices = self._connection.complete_each(bodies, max(map(len, prompts), default=0) + max_new_tokens)
         samples = []
         for number, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
             at = f"choices[{number}]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,6 +20,11 @@ TIMEOUT = 600.0
 
 ANSWER_BYTES = 2**24
 """Maximum size of an answer, in addition to `BYTES_PER_TOKEN` for each token."""
+
+CONNECTIONS = 256
+"""Maximum number of requests at the same time. Others wait."""
+
+COMPLETIONS = "/v1/completions"
 
 BYTES_PER_TOKEN = 2**10
 """Maximum size of a token in an answer: its id, text and log-probability take a few hundred bytes."""
@@ -76,8 +82,11 @@ class ServerConnection:
             EngineUnavailableError: If the server cannot be reached.
             EngineError: If it does not answer in time, answers too much, or answers with an error or something else.
         """
+        return self._content(path, self.send(method, path, body, tokens))
+
+    def _content(self, path: str, answer: _Answer) -> dict[str, Any]:
+        """Return the JSON object of an answer. Raises EngineError for an error or something else."""
         check = self.checked
-        answer = self.send(method, path, body, tokens)
         text = answer.body.decode(errors="replace")
         if 300 <= answer.status < 400:
             place = shown_argument(hidden(answer.location, check.secrets))
@@ -95,12 +104,18 @@ class ServerConnection:
 
     def send(self, method: str, path: str, body: dict[str, Any] | None, tokens: int = 0) -> _Answer:
         """Send a request and return the answer, whatever its status."""
+        return self._send_all(method, path, [body], tokens)[0]
+
+    def _send_all(
+        self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], tokens: int = 0
+    ) -> list[_Answer]:
+        """Send requests at the same time, and return the answers in order. The first error cancels the others."""
         check, limit = self.checked, ANSWER_BYTES + BYTES_PER_TOKEN * tokens
-        content = None if body is None else json.dumps(body).encode()
+        contents = [None if body is None else json.dumps(body).encode() for body in bodies]
         try:
             # In a separate thread, because the caller may run in an event loop, as notebooks do.
             with start_blocking_portal() as portal:
-                return portal.call(self._ask, method, path, content, limit)
+                return portal.call(self._ask_all, method, path, contents, limit)
         except TimeoutError as error:
             raise EngineError(
                 f"{self.address} did not answer within {self.timeout:g} s. Use shorter or fewer sequences, or a longer "
@@ -110,22 +125,44 @@ class ServerConnection:
             message = str(error) or type(error).__name__
             raise EngineUnavailableError(str(check.error(f"cannot be reached, or has died: {message}"))) from error
 
-    async def _ask(self, method: str, path: str, content: bytes | None, limit: int) -> _Answer:
-        """Send a request and return the answer. The timeout covers everything up to the last byte."""
+    async def _ask_all(self, method: str, path: str, contents: Sequence[bytes | None], limit: int) -> list[_Answer]:
+        """Send requests and return the answers. The timeout covers everything up to the last byte of all."""
+        answers: dict[int, _Answer] = {}
+        errors: list[Exception] = []
+        limits = httpx2.Limits(max_connections=CONNECTIONS)
         with anyio.fail_after(self.timeout):
             async with (
-                httpx2.AsyncClient(timeout=None, follow_redirects=False) as client,
-                client.stream(method, self.address + path, content=content, headers=self._headers) as answer,
+                httpx2.AsyncClient(timeout=None, follow_redirects=False, limits=limits) as client,
+                anyio.create_task_group() as tasks,
             ):
-                body = bytearray()
-                async for piece in answer.aiter_raw():  # never unpacked, so that a few bytes cannot become many
-                    body += piece
-                    if len(body) > limit:
-                        raise EngineError(
-                            f"{self.address}{path} answered with more than {limit:,} bytes, more than the request can "
-                            "need: it is not a completions server, or it is broken"
-                        )
-                return _Answer(answer.status_code, answer.headers.get("location", ""), bytes(body))
+
+                async def ask(number: int, content: bytes | None) -> None:
+                    try:
+                        answers[number] = await self._ask(client, method, path, content, limit)
+                    except Exception as error:
+                        errors.append(error)
+                        tasks.cancel_scope.cancel()
+
+                for number, content in enumerate(contents):
+                    tasks.start_soon(ask, number, content)
+        if errors:
+            raise errors[0]
+        return [answers[number] for number in range(len(contents))]
+
+    async def _ask(
+        self, client: httpx2.AsyncClient, method: str, path: str, content: bytes | None, limit: int
+    ) -> _Answer:
+        """Send a request and return the answer."""
+        async with client.stream(method, self.address + path, content=content, headers=self._headers) as answer:
+            body = bytearray()
+            async for piece in answer.aiter_raw():  # never unpacked, so that a few bytes cannot become many
+                body += piece
+                if len(body) > limit:
+                    raise EngineError(
+                        f"{self.address}{path} answered with more than {limit:,} bytes, more than the request can "
+                        "need: it is not a completions server, or it is broken"
+                    )
+            return _Answer(answer.status_code, answer.headers.get("location", ""), bytes(body))
 
     def served_models(self) -> dict[str, int | None]:
         """Return the served models by name, each with its maximum length if the server reports it."""
@@ -145,8 +182,21 @@ class ServerConnection:
             body: The request.
             tokens: Number of tokens in the answer, which determines its maximum size.
         """
-        check, expected = self.checked, len(body["prompt"])
-        answer = self.request("POST", "/v1/completions", body, tokens)
+        return self._choices(self.request("POST", COMPLETIONS, body, tokens), len(body["prompt"]))
+
+    def complete_each(self, bodies: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+        """Send requests with one prompt each at the same time, and return their completions in order.
+
+        Args:
+            bodies: The requests.
+            tokens: Maximum number of tokens in one answer.
+        """
+        answers = [self._content(COMPLETIONS, answer) for answer in self._send_all("POST", COMPLETIONS, bodies, tokens)]
+        return [choice for answer in answers for choice in self._choices(answer, 1)]
+
+    def _choices(self, answer: dict[str, Any], expected: int) -> list[dict[str, Any]]:
+        """Return the completions of an answer in the order of the prompts."""
+        check = self.checked
         listed = check.listed(answer.get("choices"), "choices")
         choices = [check.mapping(choice, f"choices[{number}]") for number, choice in enumerate(listed)]
         if len(choices) != expected:

@@ -22,4 +22,4 @@ def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
 def final_scores(engine: Engine, tokens: torch.Tensor, count: int, sampling: Sampling, **options: Any) -> torch.Tensor:
     """Score the last `count` tokens of `tokens` `(batch, seq_len)`. Returns fp64 `(batch, count)`."""
     scores = engine.score(tokens.tolist(), sampling, last=count, **options)
-    return torch.tensor([row[-count:] for row in scores], dtype=torch.float64)
+    return torch.tensor([row[len(row) - count :] for row in scores], dtype=torch.float64)

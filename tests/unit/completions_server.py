@@ -47,13 +47,17 @@ class Served:
         prompts = body["prompt"]
         read = self.defaults | {name: value for name, value in body.items() if name not in self.ignored}
         sampling = Sampling(read.get("temperature", 1.0), read.get("top_k", 0), read.get("top_p", 1.0))
-        samples = self.engine.generate(
-            prompts,
-            sampling,
-            max_new_tokens=body["max_tokens"],
-            seed=body.get("seed", 0),
-            ignore_end=body.get("ignore_eos", False),
-        )
+        samples = [
+            sample
+            for prompt in prompts
+            for sample in self.engine.generate(
+                [prompt],
+                sampling,
+                max_new_tokens=body["max_tokens"],
+                seed=body.get("seed", 0),  # of every prompt, as in vLLM
+                ignore_end=body.get("ignore_eos", False),
+            )
+        ]
         if (reported := self.reported(sampling)) != sampling:
             rows = self.engine.score([sample.sequence for sample in samples], reported)
             samples = [

@@ -18,7 +18,7 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
-from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens
+from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens, prompt_seeds
 from nrl_models.engines.input_checks import plain_tokens, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm.vllm_start import KV_CACHE_BYTES
@@ -125,7 +125,7 @@ class EnvironmentEngine(Engine):
         if not ignore_end:
             folder = resolve_folder(self.path)
             asked["stop_token_ids"] = list(end_tokens(folder, read_config(folder)))
-        seeds = [None if sampling.greedy else seed + index for index in range(len(prompts))]
+        seeds = [None] * len(prompts) if sampling.greedy else prompt_seeds(seed, len(prompts))
         return self._checked.samples(self._samples(prompts, asked, seeds), prompts)
 
     def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:

@@ -18,7 +18,7 @@ from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
-from nrl_models.engines.engine_types import BUCKET_BYTES, Capabilities, NamedTensor, Sample, Tokens
+from nrl_models.engines.engine_types import BUCKET_BYTES, Capabilities, NamedTensor, Sample, Tokens, prompt_seeds
 from nrl_models.engines.input_checks import require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.transfer.transports import LOCAL, message_of
@@ -134,7 +134,7 @@ class WorkerEngine(Engine):
                 "prompts": [list(prompt) for prompt in prompts],
                 "sampling": asdict(sampling),
                 "max_new_tokens": max_new_tokens,
-                "seeds": [seed + index for index in range(len(prompts))],
+                "seeds": prompt_seeds(seed, len(prompts)),
                 "ends": [] if ignore_end else self.ends,
             }
         )

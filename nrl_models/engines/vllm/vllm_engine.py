@@ -27,6 +27,7 @@ from nrl_models.engines.engine_types import (
     NamedTensor,
     Sample,
     Tokens,
+    prompt_seeds,
 )
 from nrl_models.engines.input_checks import require_lengths
 from nrl_models.engines.transfer.transports import LOCAL, Transport, message_of
@@ -194,10 +195,10 @@ class VLLMEngine(Engine):
                 max_tokens=max_new_tokens,
                 logprobs=0,
                 ignore_eos=ignore_end,
-                seed=None if shared else seed + index,
+                seed=None if shared else own_seed,
                 stop_token_ids=[*([] if ignore_end else self._ends), *([] if placeholder is None else [placeholder])],
             )
-            for index in range(len(prompts))
+            for own_seed in prompt_seeds(seed, len(prompts))
         ]
         self._call("nrl_seed", seed)
         outputs = self._run(prompts, requests, images)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from nrl_models.engines import ModuleCall, Sample, start_engine, tensor_digest
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.scores import final_scores
 from nrl_models.errors import CheckpointError, EngineError
 from nrl_models.logprobs import Sampling
 
@@ -261,3 +262,8 @@ def test_digests_see_values_dtype_and_shape_but_not_strides() -> None:
     others = [tensor + 1e-7, tensor.reshape(6, 4), tensor.view(torch.int32), tensor.flip(0)]
     assert digest not in {tensor_digest(other) for other in others}
     assert tensor_digest(torch.zeros(0)) != tensor_digest(torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_final_scores(count: int, engine: HFEngine) -> None:
+    assert final_scores(engine, torch.tensor([[1, 2, 3]]), count, Sampling()).shape == (1, count)

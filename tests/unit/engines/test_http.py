@@ -11,6 +11,7 @@ import torch
 from completions_server import Served, serving
 
 from nrl_models.engines import start_engine
+from nrl_models.engines.engine_types import prompt_seeds
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.http import HTTPEngine
 from nrl_models.errors import EngineError
@@ -30,10 +31,24 @@ def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Server]
 def test_generation(server: Server, trainer: HFEngine, prompts: list[list[int]], sampling: Sampling) -> None:
     engine, served = server
     samples = engine.generate(prompts, sampling, max_new_tokens=9, seed=4)
-    assert samples == served.engine.generate(prompts, sampling, max_new_tokens=9, seed=4)
+    seeds = prompt_seeds(4, len(prompts))
+    alone = [
+        served.engine.generate([prompt], sampling, max_new_tokens=9, seed=seed)[0]
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    assert [sample.tokens for sample in samples] == [sample.tokens for sample in alone]
     scores = trainer.score([sample.sequence for sample in samples], sampling)
     for sample, score in zip(samples, scores, strict=True):
         assert score[len(sample.prompt) :] == pytest.approx(sample.logprobs, abs=1e-4)
+
+
+def test_equal_prompts_get_different_completions(server: Server) -> None:
+    engine, _ = server
+    samples = engine.generate([[1, 2, 3]] * 4, Sampling(), max_new_tokens=6, seed=1)
+    assert len({sample.tokens for sample in samples}) == 4
+    assert samples == engine.generate([[1, 2, 3]] * 4, Sampling(), max_new_tokens=6, seed=1)
+    later = engine.generate([[1, 2, 3]] * 4, Sampling(), max_new_tokens=6, seed=2)
+    assert not {sample.tokens for sample in samples} & {sample.tokens for sample in later}
 
 
 def test_scores(server: Server, trainer: HFEngine, prompts: list[list[int]]) -> None:
