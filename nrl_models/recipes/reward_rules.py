@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.recipes.rows import Row
@@ -29,7 +29,10 @@ def last_number(row: Row, reply: str, ended: bool, *, answer: str = "answer") ->
         answer: Column with the right answer. GSM8K's answers end with the number.
     """
     given, right = _NUMBER.findall(reply), _NUMBER.findall(_answer(row, answer))
-    return float(bool(ended and given and right) and _value(given[-1]) == _value(right[-1]))
+    if not (ended and given and right):
+        return 0.0
+    value = _value(given[-1])
+    return float(value is not None and value == _value(right[-1]))
 
 
 def _answer(row: Row, column: str) -> str:
@@ -39,8 +42,12 @@ def _answer(row: Row, column: str) -> str:
     return str(row[column])
 
 
-def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", "").replace("\u2212", "-"))
+def _value(number: str) -> Decimal | None:
+    """Return the value; None if its exponent is too large, which a completion may contain."""
+    try:
+        return Decimal(number.replace(",", "").replace("\u2212", "-"))
+    except InvalidOperation:
+        return None
 
 
 def boxed(row: Row, reply: str, ended: bool, *, answer: str = "answer") -> float:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
+from nrl_models.common.checkpoint.json_reading import MOST_BYTES, open_regular, parse_object
 from nrl_models.errors import NRLModelsError, Problem, ProblemKind, RecipeError, shown
 
 Row = Mapping[str, Any]
@@ -123,12 +123,12 @@ def _filled(given: Any, row: Row) -> Any:
 
 def _lines(file: Path) -> Iterator[Row]:
     try:
-        data = read_bytes(file)
+        with open_regular(file) as handle:
+            for number, line in enumerate(iter(lambda: handle.readline(MOST_BYTES + 1), b""), 1):
+                if line.strip():
+                    yield parse_object(line, f"line {number}", file)
     except OSError as error:
         raise _refused(str(file), f"cannot be read: {error}") from error
-    for number, line in enumerate(data.splitlines(), 1):
-        if line.strip():
-            yield parse_object(line, f"line {number}", file)
 
 
 def _refused(path: str, detail: str, *advice: str) -> RecipeError:

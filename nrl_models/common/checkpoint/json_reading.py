@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 
@@ -38,10 +38,19 @@ def read_bytes(file: Path) -> bytes:
     Raises:
         OSError: If the file does not exist, is not regular, or cannot be read.
     """
+    with open_regular(file) as handle:
+        return handle.read(MOST_BYTES + 1)
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: If the file does not exist, is not regular, or cannot be opened.
+    """
     if file.exists() and not file.is_file():  # reading a pipe would wait for a writer
         raise OSError("not a regular file")
-    with open(file, "rb") as handle:
-        return handle.read(MOST_BYTES + 1)
+    return open(file, "rb")
 
 
 def parse_object(data: bytes, name: str, place: object, kind: ProblemKind = ProblemKind.FILE) -> dict[str, Any]:

@@ -39,6 +39,17 @@ def test_rows_of_a_file(rows_file: Path) -> None:
     assert found[0] == ROWS[0]
 
 
+def test_a_file_may_be_larger_than_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nrl_models.recipes.rows.MOST_BYTES", 100)
+    monkeypatch.setattr("nrl_models.common.checkpoint.json_reading.MOST_BYTES", 100)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"number": number}) + "\n" for number in range(1000)))
+    assert [row["number"] for row in rows(str(file))] == list(range(1000))
+    file.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "a" * 200}) + "\n")
+    with pytest.raises(NRLModelsError, match="line 2: has more than 100 bytes"):
+        rows(str(file))
+
+
 def test_columns_are_filled(rows_file: Path) -> None:
     columns = {
         "prompt": "Q: $question", "same": "$messages", "price": "$$5",
@@ -220,6 +231,8 @@ def test_rows_come_in_another_order_each_time_round() -> None:
         ("12", "12 eggs.", True, 1.0),
         ("12", "1,2", True, 0.0),  # two numbers
         ("1e401", "1e400", True, 0.0),
+        ("3", "1e99999999999999999999", True, 0.0),  # larger than any Decimal
+        ("5e-99999999999999999999", "5e-99999999999999999999", True, 0.0),
     ],
 )
 def test_last_number(answer: str, reply: str, ended: bool, worth: float) -> None:
