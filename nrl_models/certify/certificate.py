@@ -20,7 +20,7 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.servers import shown_argument
 from nrl_models.consistency.capsule.package_versions import versions
-from nrl_models.errors import CheckpointError, ConsistencyError, visible
+from nrl_models.errors import CheckpointError, ConsistencyError, one_line, visible
 
 FORMAT = 3
 """Version of the file format."""
@@ -157,17 +157,21 @@ class Certificate:
         rest = {key: value for key, value in content.items() if key != "digest"}
         if content.get("digest") != json_digest(rest) or file.read_bytes() != _file_bytes(content):
             raise ConsistencyError(f"{file} has been changed since it was written: its digest does not match")
-        return cls(
-            name=content["name"],
-            answer=Answer(content["answer"]),
-            created=content["created"],
-            files=content["files"],
-            options=content["options"],
-            versions=content["versions"],
-            hardware=content["hardware"],
-            results=tuple(map(CheckResult.from_json, content["checks"])),
-            not_covered=tuple(content["not_covered"]),
-        )
+        try:  # anybody can write a digest
+            required = {name: content["options"][name] for name in ("engine", "full")}
+            return cls(
+                name=str(content["name"]),
+                answer=Answer(content["answer"]),
+                created=content["created"],
+                files=dict(content["files"]),
+                options={**content["options"], **required},
+                versions=dict(content["versions"]),
+                hardware=dict(content["hardware"]),
+                results=tuple(map(CheckResult.from_json, content["checks"])),
+                not_covered=tuple(content["not_covered"]),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ConsistencyError(f"{file} is not a certificate ({one_line(error)})") from error
 
 
 def verify(

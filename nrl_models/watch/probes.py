@@ -68,10 +68,10 @@ class Probes:
 
     def score(self, version: int) -> float:
         """Score the sequences on both sides and return `token_mult_prob_error`."""
-        self.trainer[version] = self.of_trainer()
-        self.engine_scores[version] = self.of_engine()
-        for scores in (self.trainer, self.engine_scores):
-            for old in sorted(scores)[:-KEPT_VERSIONS]:
+        for scores, found in ((self.trainer, self.of_trainer()), (self.engine_scores, self.of_engine())):
+            scores.pop(version, None)  # so that the order is that of the calls: a restarted engine counts from 1 again
+            scores[version] = found
+            for old in list(scores)[:-KEPT_VERSIONS]:
                 del scores[old]
         return error(self.trainer[version], self.engine_scores[version])
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import new_model
@@ -48,6 +50,30 @@ def test_another_format_names_the_version_that_reads_it(certified: tuple[Path, P
     assert found.validity is Validity.VOID
     (reason,) = found.reasons
     assert "has certificate format 99, which nrl_models 7.0 reads; the installed nrl_models" in reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: [content.pop(name) for name in set(content) - {"format"}],
+        lambda content: content.update(answer="perhaps"),
+        lambda content: content.update(options={}),
+        lambda content: content.update(files=3),
+        lambda content: content.update(checks=[{"name": "files"}]),
+    ],
+)
+def test_other_content_with_a_right_digest_is_void(
+    change: Callable[[dict[str, Any]], object], certified: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, certificate = certified
+    content = json.loads(certificate.read_text())
+    change(content)
+    content["digest"] = certificate_module.json_digest({k: v for k, v in content.items() if k != "digest"})
+    other = tmp_path / "certificate.json"
+    other.write_bytes(certificate_module._file_bytes(content))
+    found = verify(other, folder, engine="vllm", full=True)
+    assert found.validity is Validity.VOID
+    assert "is not a certificate" in found.reasons[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "certificate.json"])

@@ -159,6 +159,14 @@ def test_every_event_is_logged(tmp_path: Path) -> None:
     assert seen[3][1]["watch/failures"] == 1.0
 
 
+def test_an_engine_that_counts_from_one_again_is_stale() -> None:
+    loop = Loop()
+    loop.watch.fail = False
+    for version in [*range(1, 11), 1]:
+        loop.watch.after_sync(version=version)
+    assert "the engine reports version 1 after this sync, and 10 before it" in str(loop.watch.findings)
+
+
 def test_probes_run_only_as_often_as_requested() -> None:
     loop = Loop(probe_every=3)
     scored: list[int] = []
