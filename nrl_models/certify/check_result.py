@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.parity.parity_report import Unit
 
 

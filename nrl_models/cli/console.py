@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.errors import DriftError, NRLModelsError, visible
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ def show(result: RenderableType) -> None:
 
 
 def write_json(file: Path | None, content: Any) -> None:
-    """Write the file of `--json`, if the option was used."""
-    text = json.dumps(content, indent=2)
+    """Write the file of `--json`, if the option was used. NaN and infinite values are null."""
+    text = json.dumps(finite_or_none(content), indent=2, allow_nan=False)
     if file == STANDARD_OUTPUT:
         typer.echo(text)
     elif file is not None:

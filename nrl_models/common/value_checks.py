@@ -1,9 +1,10 @@
-"""Checks of numbers that callers pass."""
+"""Checks of numbers that callers pass, and numbers that JSON can hold."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,3 +18,12 @@ def is_number(value: Any, least: float = -sys.float_info.max, most: float = sys.
 def is_integer(value: Any, least: float = 0, most: float = math.inf) -> bool:
     """Return True for a whole number in the bounds, both included. Booleans are not numbers."""
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return a value that JSON can hold: floats that are NaN or infinite become None, also inside dicts and lists."""
+    if isinstance(value, Mapping):
+        return {name: finite_or_none(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_none(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

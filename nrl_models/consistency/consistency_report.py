@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.consistency.cells import NOISE_FACTOR, Cell, Settings, largest_error
 from nrl_models.consistency.measure import Comparison, Measurement
 from nrl_models.consistency.verdict import Verdict
-from nrl_models.logprobs.metrics import ConsistencyMetrics, finite_or_none
+from nrl_models.logprobs.metrics import ConsistencyMetrics
 from nrl_models.parity.parity_report import Outcome, Unit
 from nrl_models.parity.worst import last_if_nan, worst_of
 

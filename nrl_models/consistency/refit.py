@@ -22,6 +22,7 @@ from nrl_models.common.config.positions import rope_switch
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.servers import require_engine
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.consistency import Data, Mode
 from nrl_models.consistency.cells import THRESHOLD, Settings
 from nrl_models.consistency.consistency_report import CellResult
@@ -39,7 +40,6 @@ from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_
 from nrl_models.errors import ConsistencyError, RefitUnsupportedError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
-from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.parity.parity_report import Outcome, Unit
 
 Tensors = Iterable[NamedTensor]
@@ -315,7 +315,7 @@ class RefitChecker:
                     "bound": step.result.bound,
                     "unit": Unit.TOKEN_MULT_PROB_ERROR,
                     "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
-                    "before": step.before,
+                    "before": finite_or_none(step.before),
                     "problems": [*step.problems, *step.result.problems],
                     "notes": step.result.notes,
                     "report": asdict(replace(step.report, digests={})) | {"digests": len(step.report.digests)},

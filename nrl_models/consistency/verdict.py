@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.consistency.divergence import Divergence
-from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.quirks import CATALOG, Evidence, Pattern, VerdictKind
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.parity.parity_report import Outcome, Unit
 
 

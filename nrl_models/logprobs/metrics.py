@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.value_checks import finite_or_none
+
 
 def _chosen(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     _require_one_shape(trainer, engine, mask)
@@ -118,12 +120,8 @@ class ConsistencyMetrics:
 
     def to_json(self) -> dict[str, Any]:
         """By name, with numbers that JSON lacks as None."""
-        return {name: finite_or_none(value) for name, value in asdict(self).items()}
-
-
-def finite_or_none(value: Any) -> Any:
-    """A value that JSON can hold: None for a float that is NaN or infinite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        values: dict[str, Any] = finite_or_none(asdict(self))
+        return values
 
 
 def consistency_metrics(

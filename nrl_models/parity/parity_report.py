@@ -10,7 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from nrl_models.logprobs.metrics import finite_or_none
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.parity.worst import last_if_nan
 
 

@@ -73,7 +73,7 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with numbers that JSON lacks as None."""
-        from nrl_models.logprobs.metrics import finite_or_none
+        from nrl_models.common.value_checks import finite_or_none
 
         return {
             "passed": self.passed,

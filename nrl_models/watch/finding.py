@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.errors import DriftError, listed
-from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.logprobs.microbatches import largest
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nrl_models.common.logs import get_logger
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.errors import one_line
-from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.watch.finding import Finding, Severity
 
 logger = get_logger(__name__)

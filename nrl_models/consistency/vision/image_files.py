@@ -11,8 +11,8 @@ from PIL import Image
 from rich.markup import escape
 from rich.table import Table
 
+from nrl_models.common.value_checks import finite_or_none
 from nrl_models.consistency.vision.image_check import ImageComparison, ImagePrompt
-from nrl_models.logprobs.metrics import finite_or_none
 from nrl_models.parity.parity_report import Outcome, Unit
 
 
