@@ -13,7 +13,7 @@ from nrl_models.cli.console import STANDARD_OUTPUT, output
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_gguf, is_local
 from nrl_models.common.mesh_sizes import parse_mesh
-from nrl_models.common.trust.servers import is_secret, require_engine
+from nrl_models.common.trust.servers import VLLMS, is_secret, require_engine
 from nrl_models.errors import CheckpointError, EngineError, ShardingError, did_you_mean, visible
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 INT, FLOAT, TEXT, FILE, DIR, DTYPE, DEVICE = "INT", "FLOAT", "TEXT", "FILE", "DIR", "DTYPE", "DEVICE"
 """Metavars in help texts."""
 
-ENGINE, TRAINER, MATRIX, SAMPLING = "Engine", "Trainer", "Matrix (options are repeatable)", "Sampling"
+ENGINE, TRAINER, MATRIX, SAMPLING = "Engine", "Trainer", "Matrix", "Sampling"
 BOUNDS, INPUT, OUTPUT = "Bounds", "Input", "Output"
 """Panels in help texts."""
 
@@ -178,6 +178,23 @@ def engine_argument(text: str, *flags: str, panel: str = ENGINE) -> Any:
     return typer.Option(*flags, parser=engine_name, metavar="NAME", help=text, rich_help_panel=panel)
 
 
+def vllm_argument(reason: str, *, or_server: bool = False) -> Any:
+    """Return a typer option for the name of an engine that must be vLLM.
+
+    Args:
+        reason: Why other engines are not supported, for the error.
+        or_server: Whether the URL of a server is also supported.
+    """
+    supported = " or ".join((", ".join(VLLMS), "a server URL (http://HOST:PORT)") if or_server else VLLMS)
+
+    def parse(name: str) -> str:
+        if engine_name(name) in VLLMS or (or_server and name.startswith(("http://", "https://"))):
+            return name
+        raise typer.BadParameter(f"{name} {reason}: expected {supported} (`make engine` installs vLLM)")
+
+    return typer.Option("--engine", parser=parse, metavar="NAME", help=f"{supported}.", rich_help_panel=ENGINE)
+
+
 def engine_name(name: str) -> str:
     """Parse the name of an engine, or the URL of a server."""
     try:
@@ -209,7 +226,8 @@ def ignored_keys(context: typer.Context, keys: list[str] | None) -> list[str] | 
 
 
 CheckpointPath = Annotated[
-    Path, typer.Argument(parser=checkpoint_path, metavar="PATH", help="Checkpoint directory or hub repository.")
+    Path,
+    typer.Argument(parser=checkpoint_path, metavar="PATH", help="Checkpoint directory, GGUF file or Hub repository."),
 ]
 IgnoredConfigKeys = Annotated[
     list[str] | None,
@@ -259,7 +277,11 @@ TrainerDtype = Annotated[
 ]
 Threshold = Annotated[
     float,
-    typer.Option(metavar=FLOAT, help="Largest token_mult_prob_error that passes.", rich_help_panel=BOUNDS),
+    typer.Option(
+        metavar=FLOAT,
+        help="Largest token_mult_prob_error that passes, unless the noise floor explains more.",
+        rich_help_panel=BOUNDS,
+    ),
 ]
 
 

@@ -24,9 +24,9 @@ from nrl_models.cli.arguments import (
     JsonFile,
     input_size,
     torch_dtype,
+    vllm_argument,
 )
 from nrl_models.cli.console import Command, CommandGroup, show, show_report, write_json
-from nrl_models.common.trust.servers import VLLMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,11 +44,11 @@ app = typer.Typer(
 
 
 def _show(result: Diagnosis, json_file: Path | None) -> None:
-    """Print a diagnosis and write its JSON. Exit with status 1 if it failed and is not informative."""
+    """Print a diagnosis and write its JSON. Exit with status 1 if it failed."""
     for line in result.lines:
         show(line)
     write_json(json_file, result.to_json())
-    if not (result.passed or result.informative):
+    if not result.passed:
         raise typer.Exit(1)
 
 
@@ -86,14 +86,14 @@ def _prompts(source: Prompts, length: int, count: int, seed: int = 0) -> list[li
 @app.command(cls=Command)
 def max_model_len(
     path: CheckpointPath,
-    engine: EngineName = "vllm",
-    limit: Annotated[int, input_size("max_model_len to start the engine with.", least=2)] = 20,
+    engine: Annotated[str, vllm_argument("does not enforce a length limit", or_server=True)] = "vllm",
+    limit: Annotated[int, input_size("max_model_len to start the engine with. Ignored for a server.", least=2)] = 20,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """1: the engine respects max_model_len."""
+    """Check that the engine respects max_model_len (NeMo RL's diagnostic 1)."""
     from nrl_models.diagnostics.engine_checks import PROMPT_TOKENS, diagnose_max_model_len
 
     prompt = _prompts(_prompt_source(path), PROMPT_TOKENS, 1)[0]
@@ -133,7 +133,7 @@ def decode_vs_prefill(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """2: decoding gives the same log-probabilities as prefill."""
+    """Check that decoding and prefill give the same log-probabilities (NeMo RL's diagnostic 2)."""
     from nrl_models.diagnostics.engine_checks import diagnose_decode_vs_prefill
     from nrl_models.diagnostics.lengths import fitting_lengths
     from nrl_models.engines.start import longest_sequence
@@ -167,7 +167,8 @@ def embeddings(
         typer.Option(
             "--reinitialize",
             metavar=DIR,
-            help="Write the checkpoint to DIR with untrained rows reinitialized.",
+            help="Write the checkpoint to DIR with near-zero and constant rows reinitialized. Duplicated and clustered "
+            "rows stay.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -177,7 +178,7 @@ def embeddings(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """3: find embedding rows that were never trained. Needs no engine."""
+    """Find embedding rows that look untrained (NeMo RL's diagnostic 3). Needs no engine."""
     from nrl_models.common.checkpoint.resolve_folder import resolve_folder
     from nrl_models.consistency.prompts import load_tokenizer
     from nrl_models.diagnostics.embeddings import diagnose_embeddings
@@ -197,7 +198,7 @@ def embeddings(
 @app.command(cls=Command)
 def precision(
     path: CheckpointPath,
-    engine: EngineName = "vllm",
+    engine: Annotated[str, vllm_argument("has no compiled modes that can be selected")] = "vllm",
     prompts: Annotated[int, input_size("Number of prompts.")] = 4,
     length: Annotated[
         int | None,
@@ -215,16 +216,11 @@ def precision(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """4: compiled modes give the log-probabilities of eager mode. Informative: exits with 0 if it fails."""
-    from nrl_models.diagnostics.engine_checks import VLLM, diagnose_precision
+    """Check that compiled modes give the log-probabilities of eager mode (NeMo RL's diagnostic 4)."""
+    from nrl_models.diagnostics.engine_checks import diagnose_precision
     from nrl_models.diagnostics.lengths import fitting_lengths
     from nrl_models.engines.start import longest_sequence
-    from nrl_models.errors import EngineError
 
-    if engine not in VLLMS:
-        raise EngineError(
-            f"{engine} has no compiled modes that can be selected, so there is nothing to compare. Use {VLLM}."
-        )
     size, new = fitting_lengths(longest_sequence(path, engine), length, new_tokens, usual=(64, 64))
 
     def start(mode: dict[str, Any]) -> Any:
@@ -238,29 +234,29 @@ def precision(
 @app.command(cls=Command)
 def prefix_caching(
     path: CheckpointPath,
-    engine: EngineName = "vllm",
+    engine: Annotated[str, vllm_argument("runs without prefix caching")] = "vllm",
     engine_python: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="ENVIRONMENT",
-            help="Run the vLLM of this environment (a directory or an interpreter). Repeatable.",
+            help="Run the vLLM of another Python environment instead: its directory or interpreter. Repeatable.",
             rich_help_panel=ENGINE,
         ),
     ] = None,
     count: Annotated[
         int | None,
-        input_size("The prompt counts up to this number. \\[default: 3000, or what fits]"),
+        input_size("The prompt lists the numbers from 1 to this one. \\[default: 3000, or what fits]"),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size("Tokens to generate, twice. \\[default: 2048, or what fits]"),
+        input_size("Tokens to generate in each of two turns. \\[default: 2048, or what fits]"),
     ] = None,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """5: prefix caching gives no NaN when a completion becomes part of the next prompt."""
+    """Check that prefix caching gives no NaN when a completion becomes part of the next prompt (diagnostic 5)."""
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
     from nrl_models.diagnostics.versions import diagnose_versions
@@ -276,7 +272,7 @@ def prefix_caching(
     if (count is None and reached < USUAL_COUNT) or (new_tokens is None and new < USUAL_NEW_TOKENS):
         show(f"The model is limited to {longest:,} tokens: counting to {reached:,}, generating {new:,} tokens.")
     options: dict[str, Any] = _limit(engine, len(prompt) + 2 * new)
-    options |= {"enable_prefix_caching": True} if engine in VLLMS else {}
+    options |= {"enable_prefix_caching": True}
     decode: Callable[..., str] | None = None if source.tokenizer is None else source.text
 
     def diagnose(**environment: Any) -> Diagnosis:

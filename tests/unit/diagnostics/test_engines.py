@@ -24,9 +24,11 @@ from nrl_models.diagnostics.engine_checks import (
     diagnose_prefix_caching,
 )
 from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
+from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, EngineError
+from tests.unit.printed import unframed
 
 PROMPT = list(range(20, 44))
 
@@ -93,7 +95,6 @@ def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
 
     result = diagnose_precision(start, "tiny", [PROMPT, PROMPT[:9]], new_tokens=6, modes=modes)
     assert not result.passed
-    assert result.informative
     close = {comparison["comparison"]: comparison["close"] for comparison in result.measured["comparisons"]}
     assert close == {
         "Eager and cuda graph mode lps (prompt lps)": True,
@@ -146,27 +147,30 @@ def test_the_command_prints_the_guides_lines(llama_checkpoint: Path, tmp_path: P
     assert json.loads(file.read_text())["verdict"] == "pass"
 
 
-def test_the_command_says_what_the_engine_cannot_do(llama_checkpoint: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["diagnose", "max-model-len", str(llama_checkpoint), "--engine", "hf-generate", "--dtype", "float32"]
-    )
-    assert result.exit_code == 2
-    assert "no length limit" in result.output + result.stderr
+@pytest.mark.parametrize("passed", [True, False])
+def test_precision_exits_with_1_if_it_fails(
+    passed: bool, llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diagnosis = Diagnosis("precision", "tiny").finish("" if passed else "6 of 6 comparisons differ; see above")
+    monkeypatch.setattr("nrl_models.diagnostics.engine_checks.diagnose_precision", lambda *args, **kwargs: diagnosis)
+    result = CliRunner().invoke(app, ["diagnose", "precision", str(llama_checkpoint)])
+    assert result.exit_code == (0 if passed else 1), result.output
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "reason"),
     [
-        ("max-model-len", ("enforces its max_model_len", "--engine vllm", "http://HOST:PORT")),
-        ("precision", ("no compiled modes", "--engine vllm")),
-        ("prefix-caching", ("keeps the keys and values of earlier prompts", "--engine vllm", "--engine-python")),
+        ("max-model-len", "does not enforce a length limit: expected vllm, vllm-transformers or a server URL"),
+        ("precision", "no compiled modes that can be selected: expected vllm or vllm-transformers"),
+        ("prefix-caching", "runs without prefix caching: expected vllm or vllm-transformers"),
     ],
 )
-def test_what_a_diagnostic_needs_is_said(llama_checkpoint: Path, name: str, words: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(app, ["diagnose", name, str(llama_checkpoint), "--engine", "hf-generate"])
-    assert result.exit_code == 2
-    for word in (*words, "make engine"):
-        assert word in " ".join((result.output + result.stderr).split())
+def test_unsupported_engine_is_rejected_before_it_starts(llama_checkpoint: Path, name: str, reason: str) -> None:
+    for engine in ("hf-generate", "mlx", "megatron"):
+        result = CliRunner().invoke(app, ["diagnose", name, str(llama_checkpoint), "--engine", engine])
+        assert result.exit_code == 2
+        for words in (f"{engine} ", reason, "make engine"):
+            assert words in unframed(result.output)
 
 
 @pytest.mark.parametrize(
