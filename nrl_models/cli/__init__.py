@@ -42,7 +42,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Load Hugging Face models for RL post-training, and verify that trainer and engine compute the same.",
+    help="Load Hugging Face models for RL post-training, and verify that trainer and engine compute the same "
+    "log-probabilities.",
 )
 for panel, commands in PANELS.items():
     for command in commands:

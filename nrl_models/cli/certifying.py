@@ -13,17 +13,18 @@ import typer
 from nrl_models.cli.arguments import (
     BOUNDS,
     DIR,
+    ENGINE,
     INT,
     MATRIX,
     OUTPUT,
     CheckpointPath,
     Device,
-    Dtype,
     EngineOptions,
     IgnoredConfigKeys,
     JsonFile,
     OptionalEngineName,
     check_device,
+    dtype_argument,
     input_file,
     mesh_sizes,
     output_file,
@@ -37,6 +38,15 @@ if TYPE_CHECKING:
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 REPORT = "report.html"
+
+CHECK_NAMES = (
+    *("files", "tokenizer", "values", "embeddings", "padding", "packing", "saved files", "draft layers"),
+    *("router replay", "sharding", "weights", "layers", "logits", "gradients", "engine start", "routed experts"),
+    *("images", "prefix caching", "longest length", "LoRA merged into weights", "LoRA served by the engine"),
+    *("refit from random weights", "refit after a training step", "log-probabilities", "decode against prefill"),
+    *("learning rate 0", "second sync"),
+)
+"""Names of all checks, for the help text. `nrl_models.certify.all_checks.NAMES` needs torch."""
 
 NOT_DECIDED = 3
 """Exit status of the answer "not decided"."""
@@ -52,7 +62,9 @@ def duration(text: str) -> float:
 def certify(
     path: CheckpointPath,
     engine: OptionalEngineName = None,
-    dtype: Dtype = None,
+    dtype: Annotated[
+        str | None, dtype_argument("Compute dtype of engine and trainer. \\[default: the checkpoint's]", panel=ENGINE)
+    ] = None,
     engine_option: EngineOptions = None,
     device: Device = "cpu",
     budget: Annotated[
@@ -66,18 +78,38 @@ def certify(
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Check the 36 cells of NeMo RL's guide, instead of 8.", rich_help_panel=MATRIX),
+        typer.Option("--full", help="Check the 36 cells of NeMo RL's guide instead of 8.", rich_help_panel=MATRIX),
     ] = False,
-    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check. Repeatable.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Skip this check. Repeatable.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHECK",
+            help="Run only this check. Repeatable. Because the other checks do not run, the answer is not ready or not "
+            f"decided. Quote names with spaces: {', '.join(CHECK_NAMES)}.",
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHECK",
+            help="Do not run this check. Repeatable. The answer is not ready or not decided. See --only for names.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
     verify: Annotated[
         Path | None,
         input_file("Run no checks: verify that this certificate is intact and describes PATH.", metavar="CERTIFICATE"),
     ] = None,
-    public_key: Annotated[Path | None, input_file("With --verify: require a signature of this key.")] = None,
+    public_key: Annotated[
+        Path | None, input_file("With --verify: require a signature by this public key (PEM).")
+    ] = None,
     length: Annotated[
-        int, typer.Option(metavar=INT, min=0, help="With --verify: require a check of sequences of this many tokens.")
+        int,
+        typer.Option(
+            metavar=INT,
+            min=0,
+            help="With --verify: require that trainer and engine agreed on a sequence of at least this many tokens.",
+        ),
     ] = 0,
     sign: Annotated[
         Path | None,
@@ -87,14 +119,17 @@ def certify(
         str | None,
         typer.Option(
             metavar="MESH",
-            help="Also run a training loop at learning rate 0 over this mesh, e.g. fsdp=2; or in one process: none.",
+            help="Also check a training loop of three steps (learning rates 0, 0 and 0.01). MESH: none for one "
+            "process, or fsdp=2, tp=2, ... \\[default: no training loop]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,
     layers: Annotated[
         int | None,
         typer.Option(
-            metavar=INT, min=1, help="Check only this many of the first layers, if the model does not fit in memory."
+            metavar=INT,
+            min=1,
+            help="Check only this many first layers, if the model does not fit in memory. \\[default: all]",
         ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
@@ -102,7 +137,7 @@ def certify(
         Path | None,
         typer.Option(
             metavar=DIR,
-            help="Results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST]",
+            help="Directory for results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST]",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -111,9 +146,10 @@ def certify(
     markdown: Annotated[Path | None, output_file("Write Markdown for a model card.")] = None,
     badge: Annotated[Path | None, output_file("Write an SVG badge.")] = None,
 ) -> None:
-    """Is this model ready for RL? Run all checks, and write a certificate.
+    """Run all checks of a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
 
-    Exit status: 0 ready, 1 not ready, 3 not decided. Interrupted runs resume when you repeat the command.
+    Exit status: 0 ready, 1 not ready, 2 could not run, 3 not decided. With --verify: 0 if the certificate is intact
+    and describes PATH, whatever its answer; otherwise 1. Interrupted runs resume when you repeat the command.
     """
     if verify is not None:
         _verify(verify, path, json_file, engine=engine, full=full, length=length, public_key=public_key)

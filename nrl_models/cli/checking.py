@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from nrl_models.cli.arguments import (
+    BOUNDS,
     DEVICE,
     ENGINE,
     FLOAT,
@@ -19,7 +20,6 @@ from nrl_models.cli.arguments import (
     EngineOptions,
     IgnoredConfigKeys,
     JsonFile,
-    Threshold,
     TrainerDtype,
     Verbose,
     check_device,
@@ -50,7 +50,11 @@ def parity(
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for the inputs.")] = 42,
     second_trainer: Annotated[
         Literal["megatron"] | None,
-        typer.Option(metavar="NAME", help="Compare another trainer at the same levels: megatron."),
+        typer.Option(
+            metavar="NAME",
+            help="Also compare this trainer's model with the one of nrl_models, at the same levels. The only value is "
+            "megatron (Megatron-Core).",
+        ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
     verbose: Verbose = False,
@@ -89,12 +93,20 @@ def refit_check(
         input_size("Length of the scored sequences. \\[default: 100, or the model's limit]", least=8),
     ] = None,
     batch: Annotated[int, input_size("Number of scored sequences.")] = 4,
-    threshold: Threshold = 1.05,
+    threshold: Annotated[
+        float,
+        typer.Option(
+            metavar=FLOAT,
+            help="Upper limit of the bound on token_mult_prob_error. The bound itself follows from the dtype and the "
+            "first refit's error.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = 1.05,
     bucket_mb: Annotated[
         float | None,
         typer.Option(
             metavar=FLOAT,
-            help="Largest bucket in MB. \\[default: all tensors at once]",
+            help="Send the weights in buckets of at most this many MB. \\[default: all tensors at once]",
             min=1e-6,
             max=1e9,
             rich_help_panel=ENGINE,
@@ -104,7 +116,10 @@ def refit_check(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check that new weights reach an engine: from random weights, and again after a training step."""
+    """Check that new weights reach an engine. It starts with random weights and gets the trainer's weights twice.
+
+    The second time is after a training step. Each time, the command compares the log-probabilities of both sides.
+    """
     from nrl_models.consistency.refit import check_refit, refit_settings
 
     check_device(device)

@@ -53,25 +53,33 @@ def consistency(
     engine: EngineName = "vllm",
     length: Annotated[
         list[int] | None,
-        typer.Option(metavar=INT, help="Sequence length in tokens. \\[default: 100 1000]", rich_help_panel=MATRIX),
+        typer.Option(
+            metavar=INT, help="Sequence length in tokens. Repeatable. \\[default: 100 1000]", rich_help_panel=MATRIX
+        ),
     ] = None,
     data: Annotated[
         list[Data] | None,
-        typer.Option(metavar="KIND", help="Prompts: real, dummy. \\[default: both]", rich_help_panel=MATRIX),
+        typer.Option(
+            metavar="KIND",
+            help="Prompts: real (text) or dummy (random token IDs). Repeatable. \\[default: both]",
+            rich_help_panel=MATRIX,
+        ),
     ] = None,
     mode: Annotated[
         list[Mode] | None,
-        typer.Option(metavar="MODE", help="Decoding: greedy, sampling. \\[default: both]", rich_help_panel=MATRIX),
+        typer.Option(
+            metavar="MODE", help="Decoding: greedy or sampling. Repeatable. \\[default: both]", rich_help_panel=MATRIX
+        ),
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(metavar=INT, help="Batch size. \\[default: 8]", rich_help_panel=MATRIX),
+        typer.Option(metavar=INT, help="Batch size. Repeatable. \\[default: 8]", rich_help_panel=MATRIX),
     ] = None,
     full: Annotated[
         bool,
         typer.Option(
             "--full",
-            help="The 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32.",
+            help="Check the 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32.",
             rich_help_panel=MATRIX,
         ),
     ] = False,
@@ -82,7 +90,13 @@ def consistency(
         ),
     ] = 1,
     new_tokens: Annotated[
-        int, typer.Option(metavar=INT, help="Most tokens to generate per sequence.", min=1, rich_help_panel=SAMPLING)
+        int,
+        typer.Option(
+            metavar=INT,
+            help="Maximum number of tokens to generate per sequence, at most half of its length.",
+            min=1,
+            rich_help_panel=SAMPLING,
+        ),
     ] = 128,
     temperature: Annotated[
         float, typer.Option(metavar=FLOAT, help="Sampling temperature.", rich_help_panel=SAMPLING)
@@ -92,7 +106,8 @@ def consistency(
     strict: Annotated[
         bool,
         typer.Option(
-            help="Also let the trainer sample and the engine score, and average both errors.", rich_help_panel=SAMPLING
+            help="Also let the trainer sample and the engine score. A cell fails if either error exceeds the bound.",
+            rich_help_panel=SAMPLING,
         ),
     ] = False,
     seed: Annotated[
@@ -103,7 +118,8 @@ def consistency(
         float,
         typer.Option(
             metavar=FLOAT,
-            help="Also pass errors up to this multiple of the noise floor, which rounding alone causes.",
+            help="A cell also passes if its error is at most 1 + FLOAT * (noise floor - 1). The noise floor is the "
+            "error that rounding alone causes. 0 turns this off.",
             min=0.0,
             rich_help_panel=BOUNDS,
         ),
@@ -121,20 +137,26 @@ def consistency(
     witness: Annotated[
         str | None,
         engine_argument(
-            "Third engine for failing cells, to tell which side is wrong: mlx, vllm-transformers.", panel=ENGINE
+            "Also score failing cells with this engine, and report the side it agrees with: mlx or vllm-transformers.",
+            panel=ENGINE,
         ),
     ] = None,
     trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
     second_trainer: Annotated[
-        str | None, engine_argument("Compare another trainer with the engine: megatron.", panel=TRAINER)
+        Literal["megatron"] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also compare this trainer with the engine in every cell. The only value is megatron (Megatron-Core).",
+            rich_help_panel=TRAINER,
+        ),
     ] = None,
     text: Annotated[
         Path | None, input_file("Text for real prompts. \\[default: Python's reference manual]", panel=INPUT)
     ] = None,
     images: Annotated[
         list[Path] | None,
-        input_file("Compare a prompt with this image instead of the matrix. Repeatable.", panel=INPUT),
+        input_file("Image file. Compare a prompt with this image, and do not run the matrix. Repeatable.", panel=INPUT),
     ] = None,
     image_prompt: Annotated[
         str | None,
@@ -147,7 +169,7 @@ def consistency(
         Path | None,
         typer.Option(
             metavar=DIR,
-            help="Measurements and report.html. \\[default: consistency/MODEL-DIGEST]",
+            help="Directory for measurements and report.html. \\[default: consistency/MODEL-DIGEST]",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -177,7 +199,8 @@ def consistency(
     """Compare log-probabilities of the trainer and an inference engine, over a matrix of settings or on images.
 
     The default 8 cells take about 10 minutes for a model of 135M parameters on 2 cores; --full takes hours.
-    Interrupted runs resume when you repeat the command.
+    Exit status: 0 all cells passed, 1 a cell failed, 2 could not run. Interrupted runs resume when you repeat the
+    command.
     """
     from nrl_models.consistency.capsule.capsule_file import Limits
     from nrl_models.consistency.cells import (

@@ -14,15 +14,27 @@ from nrl_models.cli.console import show
 def new(
     source: Annotated[
         Path,
-        typer.Argument(parser=local_config_path, metavar="PATH_OR_CONFIG", help="Checkpoint directory or config.json."),
+        typer.Argument(
+            parser=local_config_path, metavar="PATH_OR_CONFIG", help="Local checkpoint directory or config.json."
+        ),
     ],
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Package name. \\[default: the model_type]")] = None,
-    out_of_tree: Annotated[Path | None, typer.Option(metavar=DIR, help="Write an installable package to DIR.")] = None,
+    out_of_tree: Annotated[
+        Path | None,
+        typer.Option(
+            metavar=DIR, help="Write an installable package to DIR. \\[default: write into this checkout of nrl_models]"
+        ),
+    ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="With --out-of-tree: also onboard a registered architecture.")
+        bool,
+        typer.Option("--again", help="With --out-of-tree: also accept an architecture that is already registered."),
     ] = False,
 ) -> None:
-    """Onboard a new architecture: detect fusable projections, generate the family, test it, list open decisions."""
+    """Onboard a new architecture: detect fusable projections, generate the family, test it, list open decisions.
+
+    Without --out-of-tree, it writes the package, its coverage page and its record of configuration keys into this
+    checkout of nrl_models. The generated tests need pytest (extra test).
+    """
     from rich.table import Table
 
     from nrl_models.onboarding.new import new_family

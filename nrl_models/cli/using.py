@@ -49,7 +49,8 @@ def demo(
 ) -> None:
     """Train a small Llama with transformers, load it with nrl_models, and run every check on it.
 
-    Ends with the certificate of the model, unless --real or --break is passed.
+    Ends with the certificate of the model, unless --real or --break is passed. Exit status: 0 if all checks passed and
+    the model is ready, otherwise 1.
     """
     from nrl_models.certify import Answer
     from nrl_models.cli.demo import certify_demo, next_commands, run_demo, run_real_demo
@@ -163,7 +164,7 @@ def plan(
 ) -> None:
     """Estimate memory and traffic per rank of training with AdamW. Needs no weights.
 
-    Suggests changes if the model does not fit, with the memory that each needs.
+    If the model does not fit, exits with 1 and suggests changes, with the memory that each needs.
     """
     from nrl_models.onboarding.plan_table import PlanReport
 
@@ -198,7 +199,11 @@ def plan(
 def quirks(
     path: Annotated[
         Path | None,
-        typer.Argument(parser=config_path, metavar="PATH", help="Checkpoint or config.json. Omit to list all quirks."),
+        typer.Argument(
+            parser=config_path,
+            metavar="PATH",
+            help="Checkpoint directory, GGUF file, Hub repository or config.json. Omit to list all quirks.",
+        ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,

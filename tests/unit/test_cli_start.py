@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import nrl_models
 from nrl_models.cli import app
+from nrl_models.cli.certifying import CHECK_NAMES
 from tests.unit.printed import unframed
 
 runner = CliRunner()
@@ -79,6 +80,12 @@ def test_help_has_no_line_breaks_inside_of_paragraphs(monkeypatch: pytest.Monkey
 
 def test_short_help_of_a_command() -> None:
     assert "Usage" in runner.invoke(app, ["diagnose", "embeddings", "-h"]).output
+
+
+def test_certify_help_lists_every_check() -> None:
+    from nrl_models.certify.all_checks import NAMES
+
+    assert CHECK_NAMES == NAMES
 
 
 def test_version() -> None:
