@@ -117,15 +117,19 @@ def test_readme_figures_match_generated_pages() -> None:
     _, vllm, images, mlx = (counts(part) for part in (ROOT / "docs/engine-coverage.md").read_text().split("\n## "))
     failing = vllm.compared - vllm.agreeing
     assert (
-        f"of {vllm.compared + vllm.not_run} architectures and variants, {vllm.agreeing} agree after each of two "
-        f"refits, {failing} disagree or cannot be refitted, and {vllm.not_run} could not be run on a CPU"
+        f"Of {vllm.shared} architectures and variants that vLLM also supports, {vllm.compared + vllm.not_run} were "
+        f"tested: {vllm.agreeing} agree after each of two refits, {failing} disagree or cannot be refitted, and "
+        f"{vllm.not_run} could not be run on a CPU (the engine fails for {vllm.engine_failures}, and "
+        f"{vllm.not_run - vllm.engine_failures} lack a tiny model)"
     ) in text
     assert (
-        f"Of {images.compared + images.not_run} architectures with images, {images.agreeing} agree, "
+        f"Of {images.compared + images.not_run} architectures [with images](docs/engine-coverage.md#vllm-with-images), "
+        f"{images.agreeing} agree, "
         f"{images.compared - images.agreeing} disagree and {images.not_run} could not be run"
     ) in text
     assert (
-        f"of {mlx.compared + mlx.not_run}, {mlx.agreeing} agree to 1.00001, "
+        f"Of {mlx.shared} architectures and variants that MLX-LM also supports, {mlx.compared + mlx.not_run} were "
+        f"tested: {mlx.agreeing} agree to 1.00001, "
         f"{mlx.compared - mlx.agreeing} disagree and {mlx.not_run} could not be run"
     ) in text
 
@@ -161,13 +165,22 @@ class Counts(NamedTuple):
     agreeing: int
     compared: int
     not_run: int
+    engine_failures: int
+    """Part of `not_run`."""
+    shared: int
+    """Architectures and variants that registry and engine share, tested or not."""
 
 
 def counts(section: str) -> Counts:
     """Read the counts of a section. Zeros if it does not exist."""
     outcomes = [(int(count), words) for count, words in re.findall(r"^- (\d+) (.+)$", section, re.MULTILINE)]
     not_run = sum(count for count, words in outcomes if words.startswith("cannot be run"))
-    return Counts(outcomes[0][0] if outcomes else 0, sum(count for count, _ in outcomes) - not_run, not_run)
+    failures, shared = (
+        int(match[1]) if (match := re.search(pattern, section)) else 0
+        for pattern in (r"the engine fails for (\d+)", r"(\d+) architectures and variants")
+    )
+    agreeing = outcomes[0][0] if outcomes else 0
+    return Counts(agreeing, sum(count for count, _ in outcomes) - not_run, not_run, failures, shared)
 
 
 def test_from_nemo_snippets_run(here: Path) -> None:
