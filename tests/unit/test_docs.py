@@ -153,10 +153,10 @@ def test_quickstart_snippet_runs(here: Path) -> None:
     (block,) = blocks("docs/quickstart.md", "python")
     exec(block, found)
     assert found["model"].dtype == torch.float32
-    for text in ("nrl_models.adapters.trl.send_hub_tensors", "nrl_models.adapters.automodel.register"):
-        module, _, function = text.rpartition(".")
-        assert text in (ROOT / "docs/quickstart.md").read_text()
-        assert callable(getattr(import_module(module), function))
+    page = (ROOT / "docs/quickstart.md").read_text()
+    for trainer, function in (("trl", "send_hub_tensors"), ("automodel", "register")):
+        assert f"`from nrl_models.adapters import {trainer}`, then `{trainer}.{function}(" in page
+        assert callable(getattr(import_module(f"nrl_models.adapters.{trainer}"), function))
 
 
 class Counts(NamedTuple):
