@@ -25,17 +25,18 @@ The machine needs torch, transformers, accelerate, safetensors, einops and huggi
 
 | option | default | meaning |
 |---|---|---|
-| `ONLY="load refit"` | all | run these sections again, keep the outcomes of the others |
+| `ONLY="load refit"` | all | run these sections again, and keep the outcomes of the others. Sections: NAMES |
 | `LIMIT=600` | 570 | seconds after which the run stops; the next run resumes it |
 | `PEAK=989` | by the GPU's name | dense bf16 peak in TFLOPS, for MFU |
-| `OUT=folder` | this page, and `gpu.json` in `benchmarks/results` | folder for `gpu.json`, `gpu.md` and `gpu.log` |
+| `OUT=folder` | `docs/gpu.md` and `benchmarks/results/gpu.json` | another folder for `gpu.json`, `gpu.md` and `gpu.log` |
 | `GPU_PYTHON=python3` | `.venv/bin/python`, or else `python3` | interpreter that has torch |
 | `GPU_WHEELS=folder` | `build/gpu-wheels` | wheels of packages that the machine lacks |
 | `FRESH=1` | | discard the outcomes of an interrupted run |
 
-Each section runs in a subprocess. A case that fails is recorded with its error, and the others continue; the exit
-status is then 1. Outcomes are saved as they are measured. Without a GPU, `make gpu` says so and runs nothing.
-"""
+Each section runs in a subprocess. If a case fails, its error is recorded and the other cases run. Each outcome is
+saved when its case ends. Exit status: 0 if all cases passed, 1 if a case failed or did not run, 2 if there is no GPU or
+a package is missing (nothing runs then).
+""".replace("NAMES", ", ".join(f"`{section.name}`" for section in SECTIONS))
 
 UNMEASURED = "**Not yet measured.** No run on a GPU has been committed. These sections will be here:"
 

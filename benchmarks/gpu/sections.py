@@ -40,17 +40,21 @@ SECTIONS = (
         "Parity, level 3",
         "level_three",
         180,
-        "Logits of a checkpoint loaded here and by transformers, in fp32 and bf16, for one family of each pattern at a "
-        "tiny size, and for larger shapes with random weights. [Parity](parity.md) has the bounds.",
+        "Logits of the same checkpoint, loaded with nrl_models and with transformers, in fp32 and bf16. The models are "
+        "one family of each architecture pattern at a tiny size, and larger shapes, all with random weights. "
+        "For bf16 logits, the bound is on the error from fp32: in root mean square at most 1.25 times transformers' "
+        "own, and at the maximum 2 times. [Parity](parity.md) explains the bounds.",
     ),
     Section(
         "training",
         "Training step",
         "training",
         120,
-        "Forward, backward and AdamW in bf16, without compilation. MFU counts six operations per token and active "
-        "parameter, and causal attention, and divides by the GPU's dense bf16 peak. The share of matmul speed divides "
-        "by the fastest matmul of the same process. Contenders take turns. `transformers, again` is the null ratio.",
+        "Forward, backward and AdamW in bf16, without compilation. `combined` is nrl_models with `combine=True`, "
+        "`separate` without. Models are measured in turns. MFU is the share of the GPU's dense bf16 peak. It counts six "
+        "operations per token and active parameter, and causal attention. The share of matmul speed is the same relative to the "
+        "fastest matmul that the process measured. `transformers, again` repeats the baseline; its ratio shows the "
+        "measurement noise.",
     ),
     Section(
         "rl",
@@ -60,8 +64,9 @@ SECTIONS = (
         "Forward and backward of a clipped policy loss on rollouts whose lengths have a long tail. With shared "
         "prompts, groups of 8 rollouts begin with the same 512 tokens. `TRL's math` pads the batch, computes logits of "
         "completions with transformers' class, and calls TRL's `selective_log_softmax`, or the same formula if TRL is "
-        "not installed. All ways must have the same loss and gradient norm. "
-        "`Liger` runs if it is installed. Ratios are medians over turns; `again` is the null ratio.",
+        "not installed. Losses may differ by at most 0.01 in bf16 (1e-5 in fp32), and gradient norms by 5% (0.1%). "
+        "`Liger` runs if it is installed. Ratios are medians over turns. `TRL's math, again` repeats the baseline; its "
+        "ratio shows the measurement noise.",
     ),
     Section(
         "projections",
@@ -69,7 +74,8 @@ SECTIONS = (
         "projections",
         90,
         "Time of `combine=True` relative to `combine=False` and to transformers, with random weights in bf16. "
-        "Below 1, fusing is faster. The last column is the null ratio: transformers against itself.",
+        "Below 1, fusing is faster. The last column, `null ratio`, compares transformers with itself: it shows the "
+        "measurement noise.",
     ),
     Section(
         "logprobs",
@@ -77,7 +83,7 @@ SECTIONS = (
         "vocabulary",
         90,
         "Extra memory and time of one pass from hidden states, relative to a log-softmax over all logits in fp32. "
-        "`full logits again` is the null ratio.",
+        "`full logits again` repeats the baseline; its ratio shows the measurement noise.",
     ),
     Section(
         "load",
@@ -85,23 +91,26 @@ SECTIONS = (
         "loading",
         90,
         "Loading a bf16 checkpoint from a warm page cache to the device, relative to transformers and to a bare read "
-        "of the same bytes with pinned copies. `transformers, again` is the null ratio.",
+        "of the same bytes with pinned copies. `transformers, again` repeats the baseline; its ratio shows the "
+        "measurement noise.",
     ),
     Section(
         "refit",
         "Refit",
         "export",
         60,
-        "Streaming every weight to a consumer with separate memory, whole and in buckets, relative to one copy of as "
-        "many bytes and to one copy of each tensor, on the device and to pinned memory of the host.",
+        "`iter_export` sends every weight to a consumer, which copies it into its own memory: on the device, or in "
+        "pinned memory of the host. Time is relative to one copy of as many bytes, and to one copy of each tensor. `one copy, "
+        "again` repeats the baseline.",
     ),
     Section(
         "determinism",
         "Deterministic reruns",
         "reruns",
         90,
-        "The same steps twice from the same seed. With `torch.use_deterministic_algorithms(True)` losses and tensors "
-        "must be bitwise equal. The rows `default` report the same without that setting.",
+        "The same steps run twice from the same seed. The rows `deterministic` use "
+        "`torch.use_deterministic_algorithms(True)`: losses and tensors must be equal bit for bit. The rows `default` "
+        "show the difference without this setting.",
         {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     ),
     Section(
@@ -109,7 +118,7 @@ SECTIONS = (
         "Generated tests",
         "generated_tests",
         240,
-        "The generated tests of `make test` on the device, for one family of each pattern.",
+        "The generated tests of `make test` run on the device, for one family of each architecture pattern.",
         {"NVIDIA_TF32_OVERRIDE": "0"},  # some convolutions use TF32 by default, which the fp32 bounds exclude
     ),
 )

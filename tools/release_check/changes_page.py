@@ -37,24 +37,25 @@ def page(
         "<!-- Written by `python -m tools.release_check.replay`; edit tools/release_check/judgments.json instead. -->",
         "# Changes of transformers",
         "",
-        f"This page lists changes of transformers from {replayed[0]} to {replayed[-1]}: numbers, names, dtypes and "
-        f"files of {len(recorded)} classes, on the releases under [Recorded releases](#recorded-releases). Every "
-        "release ran on the same tiny checkpoints and inputs. "
+        f"This page lists changes in the results of transformers from {replayed[0]} to {replayed[-1]}, for "
+        f"{len(recorded)} classes: computed numbers, tensor names, dtypes and saved files. Every release under "
+        "[Recorded releases](#recorded-releases) ran on the same tiny checkpoints and inputs. "
         "[Replay earlier releases](release-check.md#replay-earlier-releases) describes the command.",
         "",
         f"- {len(groups)} changes: {', '.join(f'{count} {kind}' for kind, count in sorted(counts.items())) or 'none'}",
         f"- reported regressions found: {share(result.recall)} "
-        f"({len(result.found)} of {visible}; {len(result.unseen)} others are not visible here)",
+        f"({len(result.found)} of {visible}; {len(result.unseen)} others cannot be found by this replay: they need a "
+        "GPU, or start and end outside these releases)",
         f"- false alarms: {share(result.false_alarm_rate)} ({result.false_alarms} of {result.alarms})",
         "",
-        "The checks were written after these reports. The first share therefore shows that they reproduce known "
-        "regressions, and does not predict how many unknown ones they find. A change without a judgment counts as a "
-        "false alarm only if no function that the class uses differs.",
+        "The checks were written after these reports. So the share of regressions found does not predict how many "
+        "unknown regressions they find. A change counts as a false alarm if its judgment says so, or if it has no "
+        "judgment and no function that the class uses differs.",
         "",
         "## Changes",
         "",
-        "A change appears under the first release in which it was recorded. Functions differ between the two "
-        "compared releases; the first is the most likely cause.",
+        "A change appears under the first release in which it was recorded. The column `upstream` lists functions that "
+        "differ between the two compared releases, the most likely cause first.",
         "",
         "| release | compared with | classes | change | upstream | judgment |",
         "|---|---|---|---|---|---|",
@@ -93,7 +94,7 @@ def _row(group: ChangeGroup, judgments: Mapping[str, Mapping[str, str]]) -> str:
 
 def _reported_row(one: Reported, result: Score) -> str:
     name, _, url = one.thread.rpartition(" ")
-    state = "found" if one.thread in result.found else "missed" if one.thread in result.missed else "not visible here"
+    state = "found" if one.thread in result.found else "missed" if one.thread in result.missed else "cannot be found"
     return _cells(f"[{name}]({url})", str(one.introduced), str(one.fixed or "-"), state)
 
 
