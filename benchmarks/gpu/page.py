@@ -28,7 +28,7 @@ The machine needs torch, transformers, accelerate, safetensors, einops and huggi
 | `ONLY="load refit"` | all | run these sections again, and keep the outcomes of the others. Sections: NAMES |
 | `LIMIT=600` | 570 | seconds after which the run stops; the next run resumes it |
 | `PEAK=989` | by the GPU's name | dense bf16 peak in TFLOPS, for MFU |
-| `OUT=folder` | `docs/gpu.md` and `benchmarks/results/gpu.json` | another folder for `gpu.json`, `gpu.md` and `gpu.log` |
+| `OUT=folder` | `docs`, and `benchmarks/results` for `gpu.json` | folder for `gpu.md`, `gpu.json` and `gpu.log` |
 | `GPU_PYTHON=python3` | `.venv/bin/python`, or else `python3` | interpreter that has torch |
 | `GPU_WHEELS=folder` | `build/gpu-wheels` | wheels of packages that the machine lacks |
 | `FRESH=1` | | discard the outcomes of an interrupted run |

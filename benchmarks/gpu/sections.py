@@ -51,10 +51,10 @@ SECTIONS = (
         "training",
         120,
         "Forward, backward and AdamW in bf16, without compilation. `combined` is nrl_models with `combine=True`, "
-        "`separate` without. Models are measured in turns. MFU is the share of the GPU's dense bf16 peak. It counts six "
-        "operations per token and active parameter, and causal attention. The share of matmul speed is the same relative to the "
-        "fastest matmul that the process measured. `transformers, again` repeats the baseline; its ratio shows the "
-        "measurement noise.",
+        "`separate` without. Models are measured in turns. MFU is the share of the GPU's dense bf16 peak. It counts "
+        "six operations per token and active parameter, and causal attention. The share of matmul speed is the same "
+        "relative to the fastest matmul that the process measured. `transformers, again` repeats the baseline; its "
+        "ratio shows the measurement noise.",
     ),
     Section(
         "rl",
@@ -100,8 +100,8 @@ SECTIONS = (
         "export",
         60,
         "`iter_export` sends every weight to a consumer, which copies it into its own memory: on the device, or in "
-        "pinned memory of the host. Time is relative to one copy of as many bytes, and to one copy of each tensor. `one copy, "
-        "again` repeats the baseline.",
+        "pinned memory of the host. Time is relative to one copy of as many bytes, and to one copy of each tensor. "
+        "`one copy, again` repeats the baseline.",
     ),
     Section(
         "determinism",
