@@ -349,7 +349,7 @@ OTHER_OPTIONS = {
 OTHER_NAMES = {
     *("CombinedGateUpMLP", "CombinedProjectionStateDictAdapter", "CombinedQKVAttentionMixin", "GroupedExperts"),
     *("HFCheckpointingMixin", "MoEConfig", "MoEFSDPSyncMixin"),  # NeMo AutoModel
-    *("NovaMixer", "NovaModel", "NovaNorm"),  # the invented model of docs/add-a-family.md
+    *("NovaMixer", "NovaModel", "NovaNorm", "PackedMixer"),  # the invented model of docs/add-a-family.md
     *("IPCTrainerInitInfo", "NCCLTrainerInitInfo"),  # vLLM
     "FsdpWeightSource",  # SkyRL
     "PretrainedConfig",  # transformers
