@@ -119,7 +119,7 @@ def certify_demo(folder: str | Path, *, skip: Collection[str] = ()) -> Certifica
         ConsistencyError: If the directory to write has files of another program.
     """
     folder = Path(folder)
-    with status("certifying the checkpoint: are new weights and log-probabilities those of the trainer?") as note:
+    with status("certifying the checkpoint: sending new weights to an engine, and comparing log-probabilities") as note:
         certificate = certify(
             folder / "checkpoint",
             engine="hf-generate",
