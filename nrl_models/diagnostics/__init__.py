@@ -5,6 +5,6 @@
 | 1 | `max-model-len` | the engine enforces its maximum length |
 | 2 | `decode-vs-prefill` | decoding has the same log-probabilities as a prefill |
 | 3 | `embeddings` | no embedding row is untrained: zero, constant, duplicated, or part of a cluster |
-| 4 | `precision` | compiled modes have the same log-probabilities as eager mode |
+| 4 | `precision` | compiled modes have the same log-probabilities as eager mode; informative |
 | 5 | `prefix-caching` | no NaN if an answer is part of the next prompt |
 """

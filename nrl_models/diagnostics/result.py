@@ -19,6 +19,7 @@ class Diagnosis:
         outcome: Whether it passed.
         lines: Lines to print.
         measured: Measurements for JSON.
+        informative: Whether a failure is only informative, and not an error.
         value: The measured number; None if the diagnostic has none.
         bound: The largest `value` that passes.
         unit: Unit of both.
@@ -29,6 +30,7 @@ class Diagnosis:
     outcome: Outcome = Outcome.PASS
     lines: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
+    informative: bool = False
     value: float | None = None
     bound: float | None = None
     unit: Unit | None = None
@@ -53,6 +55,7 @@ class Diagnosis:
         return {
             "diagnostic": self.name,
             "verdict": self.outcome,
+            "informative": self.informative,
             "value": finite_or_none(self.value),
             "bound": self.bound,
             "unit": self.unit,

@@ -147,14 +147,12 @@ def test_the_command_prints_the_guides_lines(llama_checkpoint: Path, tmp_path: P
     assert json.loads(file.read_text())["verdict"] == "pass"
 
 
-@pytest.mark.parametrize("passed", [True, False])
-def test_precision_exits_with_1_if_it_fails(
-    passed: bool, llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    diagnosis = Diagnosis("precision", "tiny").finish("" if passed else "6 of 6 comparisons differ; see above")
+def test_precision_exits_with_0_also_if_modes_differ(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnosis = Diagnosis("precision", "tiny", informative=True).finish("6 of 6 comparisons differ; see above")
     monkeypatch.setattr("nrl_models.diagnostics.engine_checks.diagnose_precision", lambda *args, **kwargs: diagnosis)
     result = CliRunner().invoke(app, ["diagnose", "precision", str(llama_checkpoint)])
-    assert result.exit_code == (0 if passed else 1), result.output
+    assert result.exit_code == 0, result.output
+    assert "6 of 6 comparisons differ" in result.output
 
 
 @pytest.mark.parametrize(
