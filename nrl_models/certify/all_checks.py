@@ -19,6 +19,7 @@ from nrl_models.certify.first_layers import write_first_layers
 from nrl_models.certify.sides import side_of_error
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.own_folder import MARKER, claim, default_folder
+from nrl_models.common.trust.servers import is_server
 from nrl_models.consistency.capsule.package_versions import versions
 from nrl_models.errors import (
     ConsistencyError,
@@ -218,6 +219,8 @@ def _run_all(
         if check.names == in_loop.NAMES and subject.options.in_loop is None:
             continue
         done = [saved.results[name] for name in (*check.names, *check.extra) if name in saved.results]
+        if check.needs_engine and is_server(subject.options.engine):
+            done = []  # the server may have been started again, with other options or weights
         # Checks that were left out run again: there may be an engine or more time now.
         undone = [result for result in done if result.status in (Status.LEFT_OUT, Status.NOT_COVERED)]
         if len(done) < len(check.names) or undone:

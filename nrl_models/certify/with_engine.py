@@ -16,6 +16,7 @@ from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, Status
 from nrl_models.certify.sides import side_of_verdict
 from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.trust.servers import is_server
 from nrl_models.consistency.cells import (
     BATCHES,
     DATA,
@@ -176,7 +177,7 @@ def _matrix(subject: CheckpointUnderTest, deadline: float | None) -> Consistency
             engine=options.engine,
             settings=settings,
             out=subject.measurements,
-            fresh=subject.fresh,
+            fresh=subject.fresh or is_server(options.engine),
             dtype=options.dtype,
             device=options.device,
             engine_options=dict(options.engine_options),

@@ -13,7 +13,7 @@ from nrl_models.cli.console import STANDARD_OUTPUT, output
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_gguf, is_local
 from nrl_models.common.mesh_sizes import parse_mesh
-from nrl_models.common.trust.servers import VLLMS, is_secret, require_engine
+from nrl_models.common.trust.servers import VLLMS, is_secret, is_server, require_engine
 from nrl_models.errors import CheckpointError, EngineError, ShardingError, did_you_mean, visible
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def vllm_argument(reason: str, *, or_server: bool = False) -> Any:
     supported = " or ".join((", ".join(VLLMS), "a server URL (http://HOST:PORT)") if or_server else VLLMS)
 
     def parse(name: str) -> str:
-        if engine_name(name) in VLLMS or (or_server and name.startswith(("http://", "https://"))):
+        if engine_name(name) in VLLMS or (or_server and is_server(name)):
             return name
         raise typer.BadParameter(f"{name} {reason}: expected {supported} (`make engine` installs vLLM)")
 

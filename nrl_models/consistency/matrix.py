@@ -18,10 +18,10 @@ from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.own_folder import default_folder
 from nrl_models.common.trust.servers import (
-    ENGINES,
     TRANSFORMERS_BACKEND,
     VLLMS,
     is_secret,
+    is_server,
     require_engine,
     shown_argument,
 )
@@ -145,7 +145,7 @@ def check_consistency(
         store.delete_if_empty()
         raise
     with started:
-        if engine not in ENGINES and store.has_measurements:
+        if is_server(engine) and store.has_measurements:
             logger.warning(
                 f"{store.folder} has measurements of {shown_argument(engine)}, which are reused. A server does not "
                 "report its version or a restart: discard them if it has changed (--fresh)"

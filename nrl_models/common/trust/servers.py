@@ -65,13 +65,18 @@ def server_address(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
 
 
+def is_server(engine: object) -> bool:
+    """Return True if an engine's name is the address of a server."""
+    return isinstance(engine, str) and engine.startswith(("http://", "https://"))
+
+
 def require_engine(name: str) -> None:
     """Check that `name` is an engine's name, or an address without a user and password.
 
     Raises:
         EngineError: If it is neither.
     """
-    if isinstance(name, str) and name.startswith(("http://", "https://")):
+    if is_server(name):
         server_address(name)
     elif not isinstance(name, str) or name not in ENGINES:
         shown = (

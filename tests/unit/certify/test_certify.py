@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoints import new_model
+from completions_server import serving
 from recipe_inputs import byte_tokenizer
 from transformers import LlamaConfig
 from typer.testing import CliRunner
@@ -151,6 +152,20 @@ def test_an_interrupted_run_resumes(checkpoint: Path, tmp_path: Path, monkeypatc
     asked.clear()
     certify(checkpoint, progress=lambda name, results: asked.append(name), **options)
     assert asked == ["files", "tokenizer", "embeddings", ""]
+
+
+def test_checks_of_a_server_run_again(checkpoint: Path, tmp_path: Path) -> None:
+    """A server may have been started again with other options, which nothing in its answers shows."""
+    asked: list[str] = []
+    options: dict[str, Any] = {"out": tmp_path / "out", "only": ("files", *MATRIX), "dtype": torch.float32}
+    with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
+        options["engine"] = address
+        first = certify(checkpoint, **options)
+        served.change = lambda choice: choice | {"logprobs": {**choice["logprobs"], "token_logprobs": None}}
+        second = certify(checkpoint, progress=lambda name, results: asked.append(name), **options)
+    assert "files" not in asked
+    assert ", ".join(MATRIX) in asked
+    assert by_name(first)["log-probabilities"].summary != by_name(second)["log-probabilities"].summary
 
 
 def test_cells_for_which_there_is_no_time_are_listed_and_measured_later(
