@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.checkpoint.json_reading import MOST_BYTES, open_regular, parse_object
-from nrl_models.errors import NRLModelsError, Problem, ProblemKind, RecipeError, shown
+from nrl_models.errors import NRLModelsError, Problem, ProblemKind, RecipeError, one_line, shown
 
 Row = Mapping[str, Any]
 
@@ -54,12 +54,18 @@ def rows(
             advice = f"remove {', '.join(given)}: {' '.join(f'data.{key}=null' for key in given)}"
             raise _refused(path, f"is a file, which has no {', '.join(given)}", advice)
         found: Any = list(_lines(Path(path).expanduser()))
+    elif Path(path).expanduser().is_file():
+        advice = "write one JSON object per line into a file with the suffix .jsonl"
+        raise _refused(path, "is a file without the suffix .jsonl", advice)
     else:
         try:
             from datasets import load_dataset
         except ImportError as error:
             raise _refused(path, "is not a .jsonl file, and data sets of the hub need: pip install datasets") from error
-        found = load_dataset(path, name, split=split or "train", revision=revision)
+        try:
+            found = load_dataset(path, name, split=split or "train", revision=revision)
+        except (OSError, ValueError) as error:  # its errors for names, files, splits and the network
+            raise _refused(path, f"cannot be loaded by datasets: {one_line(error)}") from error
     if not len(found):
         raise _refused(path, "has no rows")
     if columns:

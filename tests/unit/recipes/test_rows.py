@@ -80,6 +80,20 @@ def test_files_that_cannot_be_used(tmp_path: Path, content: str, options: dict[s
         rows(str(file), **options)
 
 
+def test_a_file_with_another_suffix_is_no_data_set(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text("{}")
+    with pytest.raises(RecipeError, match=r"is a file without the suffix .jsonl"):
+        rows(str(file))
+
+
+def test_a_directory_without_data(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "code.py").write_text("")
+    with pytest.raises(RecipeError, match="cannot be loaded by datasets"):
+        rows(str(tmp_path))
+
+
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         rows("nowhere.jsonl")
