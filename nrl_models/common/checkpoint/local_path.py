@@ -59,8 +59,8 @@ def is_local(path_or_id: str | Path) -> bool:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return True if a path has the name of a GGUF file."""
-    return Path(path).suffix.lower() == ".gguf"
+    """Return True if a path has the name of a GGUF file and is not a directory."""
+    return Path(path).suffix.lower() == ".gguf" and not os.path.isdir(path)
 
 
 def find_gguf(folder: Path, name: str | None = None) -> Path | None:

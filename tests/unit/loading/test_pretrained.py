@@ -392,6 +392,13 @@ def test_integers_without_a_quantization_are_refused(folder: Path) -> None:
     assert (folder / WEIGHTS).exists()
 
 
+def test_a_directory_with_the_suffix_of_a_gguf_file(llama: PreTrainedModel, tmp_path: Path) -> None:
+    llama.save_pretrained(tmp_path / "llama.gguf")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "llama.gguf").state_dict(), llama.state_dict())
+    (tmp_path / "llama.gguf" / "backup.gguf").mkdir()
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "llama.gguf").state_dict(), llama.state_dict())
+
+
 # Concurrent loads
 
 
