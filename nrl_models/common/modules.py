@@ -35,6 +35,14 @@ def predicts_words(model: nn.Module) -> bool:
     return any(part.get_output_embeddings() is not None for part in parts)
 
 
+def input_embeddings(model: nn.Module) -> Any:
+    """Return a model's input embeddings; None if it has none, or several (CLIP)."""
+    try:
+        return getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:
+        return None
+
+
 # Wrappers
 
 

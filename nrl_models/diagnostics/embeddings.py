@@ -29,6 +29,7 @@ from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.gguf.gguf_files import open_files
+from nrl_models.common.modules import class_name, input_embeddings
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.diagnostics.embedding_rows import (
     IDENTICAL,
@@ -158,7 +159,7 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tup
     """
     model = auto_class_for(folder).from_config(read_config(folder), device="meta")
     adapter = StateDictAdapter(model)
-    modules = {"Input": model.get_input_embeddings(), "Output": model.get_output_embeddings()}
+    modules = {"Input": input_embeddings(model), "Output": model.get_output_embeddings()}
     names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
     result: dict[str, tuple[str, StoredTensor]] = {}
     for kind, module in modules.items():
@@ -174,10 +175,10 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tup
                 result[kind] = (stored, files.tensors[stored])
                 break
     if "Input" not in result:
-        raise CheckpointError(
-            f"{folder} holds no input embeddings",
-            [Problem(ProblemKind.MISSING, names[id(modules["Input"])] + ".weight", "is in none of the files")],
-        )
+        missing = "the input embeddings", f"are not one module of {class_name(model)}"
+        if modules["Input"] is not None:
+            missing = f"{names[id(modules['Input'])]}.weight", "is in none of the files"
+        raise CheckpointError(f"{folder} holds no input embeddings", [Problem(ProblemKind.MISSING, *missing)])
     tied = "Output" not in result or result["Output"][0] == result["Input"][0]
     return result, tied and modules["Output"] is not None
 

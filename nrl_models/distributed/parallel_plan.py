@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import own_modules, own_parameters
+from nrl_models.common.modules import input_embeddings, own_modules, own_parameters
 from nrl_models.distributed.mesh import size_of
 from nrl_models.distributed.pipeline.schedules import Schedule
 from nrl_models.distributed.tensor.styles import (
@@ -76,7 +76,7 @@ def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     """
     plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(getattr(model, "tensor_parallel", {}))
     names = {module: name for name, module in own_modules(model)}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = input_embeddings(model), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
         plan[names[embedding]] = DIVIDED_EMBEDDING.name
     if isinstance(head, nn.Linear) and head in names:
@@ -114,12 +114,12 @@ def expert_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
 
 def is_vocabulary(model: PreTrainedModel, module: nn.Module) -> bool:
     """Return True if `module` is the model's embedding or head."""
-    return module is model.get_input_embeddings() or module is model.get_output_embeddings()
+    return module is input_embeddings(model) or module is model.get_output_embeddings()
 
 
 def vocabulary_is_divided(model: PreTrainedModel, mesh: DeviceMesh) -> bool:
     """Return True if `tp` shards the vocabulary, which requires that it can shard both embedding and head."""
-    both: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    both: list[Any] = [input_embeddings(model), model.get_output_embeddings()]
     return all(module is None or module.weight.shape[0] % size_of(mesh, "tp") == 0 for module in both)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.documents.packing import checked_positions, token_positions
-from nrl_models.common.modules import innermost
+from nrl_models.common.modules import innermost, input_embeddings
 from nrl_models.common.upstream import computes_positions
 from nrl_models.errors import UnknownArgumentError, shown, suggestion
 
@@ -77,10 +77,7 @@ def require_known_tokens(models: Iterable[nn.Module], ids: torch.Tensor) -> None
 
 def _vocabulary(model: nn.Module) -> int | None:
     """Return the number of input embeddings; None if they are not an `nn.Embedding`."""
-    try:
-        embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
-    except NotImplementedError:
-        return None
+    embedding = input_embeddings(model)
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 

@@ -17,6 +17,7 @@ from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.walk import values_of_layers
 from nrl_models.common.gguf.gguf_files import open_files
+from nrl_models.common.modules import input_embeddings
 from nrl_models.common.projections import declared_groups
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.family import FamilyModel
@@ -118,7 +119,7 @@ def inspect(path: str | Path) -> Inspection:
 
 def _embedding_rows(model: PreTrainedModel, files: CheckpointFiles) -> int | None:
     """Return the number of rows of the stored tensor with the last two parts of the embedding weight's name."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)
+    weight = getattr(input_embeddings(model), "weight", None)
     names = [".".join(name.split(".")[-2:]) for name, parameter in model.named_parameters() if parameter is weight]
     stored = [tensor for key, tensor in files.tensors.items() if names and key.endswith(names[0])]
     return int(stored[0].shape[0]) if len(stored) == 1 else None

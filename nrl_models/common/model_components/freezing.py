@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.logs import get_logger
 from nrl_models.common.model_components.routers import routers_of
+from nrl_models.common.modules import input_embeddings
 from nrl_models.errors import UnknownArgumentError, did_you_mean, listed
 
 logger = get_logger(__name__)
@@ -242,7 +243,7 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
     towers = {modality: _towers(model, modality) for modality in ("image", "audio")}
     in_towers = {module for found in towers.values() for tower in found for module in tower.modules()}
     embeddings = [
-        model.get_input_embeddings(),
+        input_embeddings(model),
         *(module for module in decoder.modules() if isinstance(module, nn.Embedding) and module not in in_towers),
     ]
     heads = [model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))]

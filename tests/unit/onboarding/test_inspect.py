@@ -2,13 +2,21 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, CLIPConfig, CLIPModel
 from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.modules import input_embeddings
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.to_checkpoint import check_ties
+from nrl_models.diagnostics.embeddings import find_embeddings
+from nrl_models.distributed.parallel_plan import declared_tensor_plan
+from nrl_models.errors import CheckpointError
 from nrl_models.onboarding.inspect import inspect, kinds_of
 from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.tiny import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -59,3 +67,16 @@ def test_unregistered_falls_back(tmp_path: Path) -> None:
     assert found.family is None
     assert found.groups == {}
     assert found.flags == ()
+
+
+@pytest.mark.filterwarnings("ignore:CLIPModel is not registered")
+def test_model_without_input_embeddings(tmp_path: Path) -> None:
+    model = CLIPModel(tiny_config(CLIPConfig, None, CLIPModel))
+    model.save_pretrained(tmp_path)
+    assert input_embeddings(model) is None
+    result = inspect(tmp_path)
+    assert (result.architecture, result.embedding_rows) == ("CLIPModel", None)
+    check_ties(model, StateDictAdapter(model))
+    assert "embed" not in str(declared_tensor_plan(model))
+    with pytest.raises(CheckpointError, match="the input embeddings: are not one module of CLIPModel"):
+        find_embeddings(tmp_path, CheckpointFiles(tmp_path))
