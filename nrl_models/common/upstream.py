@@ -166,10 +166,10 @@ def has_quantizer(settings: Mapping[str, Any]) -> bool:
         return True
 
 
-def requests_dequantization(quantization_config: Any) -> bool:
-    """Return True if a CompressedTensorsConfig, or its dictionary, requests dequantized weights.
+def requests_dequantization(quantization_config: Any, quant_method: str | None) -> bool:
+    """Return True if transformers' object for a method, or its dictionary, requests dequantized weights.
 
-    `dequantize` has replaced `run_compressed`, which has the opposite meaning.
+    In compressed-tensors, `dequantize` has replaced `run_compressed`, which has the opposite meaning.
     """
     names = ("quant_method", "dequantize", "run_compressed")
     if isinstance(quantization_config, Mapping):
@@ -177,7 +177,7 @@ def requests_dequantization(quantization_config: Any) -> bool:
     else:
         settings = {name: getattr(quantization_config, name, None) for name in names}
     method = settings.get("quant_method")
-    if getattr(method, "value", method) != "compressed-tensors":
+    if getattr(method, "value", method) != quant_method:
         return False
     return bool(settings.get("dequantize")) or settings.get("run_compressed") is False
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
 
 from nrl_models.common.checkpoint.dequantized import METHODS, DequantizedFiles, quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
@@ -57,14 +58,30 @@ def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
         return False
     # A transformers object, or the mapping from `config.json`.
     method, requested = settings_of(part.quantization_config).get("quant_method"), options.quantization_config
+    dequantizes = requested is None or requests_dequantization(requested, method)
     if is_compressed(config):
-        if requested is not None and not requests_dequantization(requested):
+        if not dequantizes:
             detail = f"is {type(requested).__name__}, and {method} checkpoints are dequantized on load"
             problem = Problem(ProblemKind.DTYPE, "quantization_config", detail)
             advice = "leave it out, or pass CompressedTensorsConfig(dequantize=True)"
             raise CheckpointError(f"cannot load {config.name_or_path}", [problem], [advice])
         return True
-    return requested is None and method in METHODS
+    return method in METHODS and (dequantizes or _cannot_stay_quantized(config, options, method))
+
+
+def _cannot_stay_quantized(config: PreTrainedConfig, options: LoadOptions, method: str) -> bool:
+    """Return True if transformers dequantizes a checkpoint against the request, because this machine has no kernels.
+
+    Raises:
+        ConfigurationError: If transformers does not support the quantization.
+    """
+    requested = settings_of(options.quantization_config)
+    if requested.get("quant_method") != method:
+        return False
+    with blaming(config, "quantize the model"):
+        quantizer = AutoHfQuantizer.from_config(copy.deepcopy(options.quantization_config), pre_quantized=True)
+        quantizer.validate_environment(device_map=options.destination(), weights_only=True)
+    return bool(quantizer.quantization_config.dequantize)
 
 
 def plain_files(folder: Path, quantized_as: Any, variant: str | None) -> CheckpointFiles:
@@ -89,28 +106,12 @@ def require_plain_gguf(file: Path, options: LoadOptions) -> None:
         CheckpointError: If `quantization_config` requests another format.
     """
     asked = options.quantization_config
-    if asked is None:
+    if asked is None or requests_dequantization(asked, "gguf"):
         return
-    settings = settings_of(asked)
-    method = settings.get("quant_method")
-    if method == "gguf" and settings.get("dequantize"):
-        return
+    method = settings_of(asked).get("quant_method")
     detail = f"requests {getattr(method, 'value', method)}, but a GGUF file is dequantized on load"
     advice = "leave it out; to quantize those weights, first write them with `nrl-models convert`, then load the result"
     raise CheckpointError(f"cannot load {file}", [Problem(ProblemKind.DTYPE, "quantization_config", detail)], [advice])
-
-
-def _files(model: PreTrainedModel, opened: CheckpointFiles, options: LoadOptions, stored_as: Any) -> CheckpointFiles:
-    """Open the files for tensors that transformers does not load, quantized or dequantized like the model.
-
-    Args:
-        model, options: The loaded model and its options.
-        opened: The files in their stored form.
-        stored_as: The checkpoint's `quantization_config`, if it has one.
-    """
-    if getattr(model, "hf_quantizer", None) is None and settings_of(stored_as or {}).get("quant_method") in METHODS:
-        return DequantizedFiles(opened.folder, stored_as, options.variant, opened)
-    return opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +180,6 @@ def load_quantized(
         asked = ("device_map", "offload_folder", "max_memory", "offload_buffers")
         keywords |= {name: getattr(options, name) for name in asked}
     keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant", "ignore_mismatched_sizes")}
-    part = quantized_part(config)
-    stored_as = copy.deepcopy(part.quantization_config) if part is not None else None
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     try:
         # Never load a pickle, which transformers would use if there are no safetensors.
@@ -195,12 +194,11 @@ def load_quantized(
         "unexpected_keys": ProblemKind.UNEXPECTED,
         "mismatched_keys": ProblemKind.SHAPE,
     }
-    files = _files(model, opened, options, stored_as)
     names = MTPNames(model)
-    of_mtp = names.among(files.tensors)  # transformers reports them under other names, experts stacked
+    of_mtp = names.among(opened.tensors)  # transformers reports them under other names, experts stacked
     if tolerance.new_head:
         require_head(model, new_head_names(model, model.state_dict(keep_vars=True)))
-    accepted = _accepted(model, info, files, options, tolerance)
+    accepted = _accepted(model, info, opened, options, tolerance)
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantized checkpoints")
         for name, kind in kinds.items()
@@ -214,11 +212,11 @@ def load_quantized(
     if accepted.missing or accepted.mismatched:
         initialized = sorted({*accepted.missing, *(name for name, *_ in accepted.mismatched)})
         logger.warning(f"{folder} does not hold all of {class_name(model)}: initialized {', '.join(initialized)}.")
-    note_not_loaded(model, files, accepted.of_head, accepted.of_towers)
+    note_not_loaded(model, opened, accepted.of_head, accepted.of_towers)
     if getattr(model, "hf_quantizer", None) is None:
         set_loaded_conversions(model, None)  # dequantized: saving must not quantize it again
     join(model)
-    note_mtp(model, files, of_mtp, options.mtp)
+    note_mtp(model, opened, of_mtp, options.mtp)
     if keeps(model, options.mtp) and not is_off("mtp-weights"):
-        keep(model, kept_from(files, of_mtp, model.dtype, is_mtp=True))
+        keep(model, kept_from(opened, of_mtp, model.dtype, is_mtp=True))
     return model.eval(), info

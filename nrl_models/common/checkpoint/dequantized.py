@@ -117,24 +117,14 @@ class DequantizedFiles(ComputedFiles):
         folder: See `CheckpointFiles`.
         quantized_as: The configuration's `quantization_config`.
         variant: See `CheckpointFiles`.
-        opened: The same files, if they are already open. Their headers are not read again.
 
     Raises:
         CheckpointError: See `CheckpointFiles`. Also if values lack scales or scales lack values, their numbers do not
             match, or a dtype is not quantized. Lists all problems.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        quantized_as: Any,
-        variant: str | None = None,
-        opened: CheckpointFiles | None = None,
-    ) -> None:
-        if opened is None:
-            super().__init__(folder, variant)
-        else:
-            self._share(opened)
+    def __init__(self, folder: str | Path, quantized_as: Any, variant: str | None = None) -> None:
+        super().__init__(folder, variant)
         self._quantized: dict[str, Quantized] = {}
         method = settings_of(quantized_as)["quant_method"]
         problems = self._pair_mxfp4() if method == "mxfp4" else self._pair_fp8(settings_of(quantized_as))

@@ -153,12 +153,6 @@ class CheckpointFiles:
             return None
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
-    def _share(self, opened: CheckpointFiles) -> None:
-        """Use the files that another instance has open, instead of opening them."""
-        vars(self).update(vars(opened))
-        self.tensors = dict(opened.tensors)
-        self._opened = opened  # which closes them when it is deleted
-
     def close(self) -> None:
         """Close the files. Tensors that `read` returned keep the pages they show."""
         _close(self._handles)

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, new_model, problems, stored
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     FineGrainedFP8Config,
     Gemma3Config,
     GptOssConfig,
+    LlamaConfig,
+    Mxfp4Config,
     PreTrainedModel,
 )
 from versions import since
@@ -295,6 +299,30 @@ def test_mtp_weights_of_what_transformers_dequantizes_are_plain_too(deepseek: Pr
     assert_same({key: tensor.read() for key, tensor in kept_by(again).items()}, expected)
 
 
+@pytest.mark.parametrize(
+    "requested", [FineGrainedFP8Config(dequantize=True), FineGrainedFP8Config()], ids=["yes", "no"]
+)
+def test_requested_dequantization_of_incomplete_blocks(requested: FineGrainedFP8Config, tmp_path: Path) -> None:
+    """Without a GPU, transformers also dequantizes if the request is to keep the weights in FP8."""
+    if not requested.dequantize and torch.cuda.is_available():
+        pytest.skip("a GPU keeps the weights in FP8")
+    reference = new_model(tiny_config(LlamaConfig, {"intermediate_size": 200}), dtype=torch.bfloat16)
+    reference.save_pretrained(tmp_path)
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("proj.weight")]:
+            tensors[key], tensors[f"{key}_scale_inv"] = to_fp8(tensors[key].float())
+
+    edit_weights(tmp_path, quantize)
+    method = {"quant_method": "fp8", "weight_block_size": [*BLOCK], "activation_scheme": "dynamic"}
+    edit_config(tmp_path, quantization_config=method)
+    models = [
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config)
+        for config in (None, requested)
+    ]
+    assert_same(models[1].state_dict(), models[0].state_dict())
+
+
 def drop(key: str) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors.pop(key)
 
@@ -375,6 +403,20 @@ def test_mxfp4_is_read_into_the_experts(
     saved = stored(tmp_path / "plain")
     assert not any(key.endswith(("_blocks", "_scales")) for key in saved)
     assert_same({key: saved[key] for key in experts}, {key: tensor.to(dtype) for key, tensor in experts.items()})
+
+
+def test_requested_dequantization_of_mxfp4_with_a_mesh(mxfp4: tuple[Path, dict[str, Any]]) -> None:
+    folder, experts = mxfp4
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, mesh=mesh, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+        )
+        saved = dict(model.state_dict_adapter.iter_export(model))
+        assert_same({key: saved[key] for key in experts}, experts)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
