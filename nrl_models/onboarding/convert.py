@@ -5,6 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import transformers
+from transformers import PreTrainedConfig
+
+from nrl_models import registry
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import plain
@@ -14,7 +18,9 @@ from nrl_models.common.checkpoint.writing import checked_file_size, folder_to_wr
 from nrl_models.common.gguf.gguf_tables import load_tokenizer
 from nrl_models.common.trust.inside import files_inside
 from nrl_models.common.trust.own_folder import MARKER
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.common.upstream import architectures_of
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArchitectureError
+from nrl_models.loading.read_config import part_for, read_config
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 """Weight files, which are not copied: they would have the old weights, or other weights."""
@@ -51,10 +57,13 @@ def convert(
     Raises:
         CheckpointError: If `source` does not load, has links that leave it, or is `target`. Also if `target` has a
             checkpoint and `overwrite` is False.
+        UnknownArchitectureError: If no auto class loads the architecture that `source` names.
         UnknownArgumentError: If the dtype or size is invalid.
     """
     checked_file_size(max_shard_size)
     folder, target = resolve_folder(source), folder_to_write(target)
+    auto_class = auto_class_for(folder)
+    _require_same_architecture(read_config(folder), folder)
     if plain(folder).resolve() == target.resolve():
         detail = "is the checkpoint itself"
         raise CheckpointError(
@@ -67,7 +76,7 @@ def convert(
         raise CheckpointError(f"cannot write {target}", [Problem(ProblemKind.FILE, str(target), detail)], advice)
     others = {} if is_gguf(folder) else files_inside(folder, shutil.ignore_patterns(*LEFT_BEHIND), [target])
     # Linears run separately, because nothing is computed: tensors are copied from file to file.
-    model = auto_class_for(folder).from_pretrained(folder, dtype=dtype, combine=False)
+    model = auto_class.from_pretrained(folder, dtype=dtype, combine=False)
     saved = {CONFIG_NAME} | ({GENERATION_NAME} if model.can_generate() else set())
     with staged(target) as stage:
         model.save_pretrained(stage, max_shard_size=max_shard_size)
@@ -80,6 +89,24 @@ def convert(
     written = CheckpointFiles(target)
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
     return f"{len(written.tensors):,} tensors, {written.nbytes / 1e9:.3f} GB, {' and '.join(kinds)}"
+
+
+def _require_same_architecture(config: PreTrainedConfig, folder: Path) -> None:
+    """Raise if a checkpoint names a class of transformers that no auto class of this package loads.
+
+    Another class for its configuration would be loaded, which lacks some of its tensors. Names that are not those of
+    transformers' classes for this configuration are aliases, or models that share a class.
+    """
+    known = (*registry.architectures(), *architectures_of(config.model_type))
+    named = config.architectures or []
+    others = [name for name in named if (found := getattr(transformers, name, None)) and part_for(found, config)]
+    if others and not any(name in known for name in named):
+        convertible = [name for name in architectures_of(config.model_type) if hasattr(transformers, name)]
+        raise UnknownArchitectureError(
+            f"{folder} is a {others[0]}, which cannot be converted, because no auto class of nrl_models loads it. Of "
+            f"model_type {config.model_type!r}, {', '.join(convertible) or 'nothing'} can be converted. Use "
+            f"transformers: {others[0]}.from_pretrained(path, dtype=...).save_pretrained(directory)."
+        )
 
 
 def _checkpoint_files(folder: Path) -> list[str]:

@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoints import INDEX, WEIGHTS, assert_same, edit_config, new_model, problems, stored, weight_map
 from transformers import LlamaConfig, PersimmonConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
 
-from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, CheckpointError, UnknownArgumentError
+from nrl_models import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CheckpointError,
+    UnknownArchitectureError,
+    UnknownArgumentError,
+)
 from nrl_models.onboarding.convert import convert
 from nrl_models.testing.tiny import tiny_config
 
@@ -232,4 +239,16 @@ def test_what_does_not_load_is_not_converted(values: dict[str, Any], kind: str, 
     with pytest.raises(CheckpointError) as caught:
         convert(folder, tmp_path / "out")
     assert {found for found, _ in problems(caught.value)} == {kind}
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["BertForMaskedLM", "LlamaForQuestionAnswering", "T5EncoderModel", "T5ForConditionalGeneration"]
+)
+def test_architecture_that_no_auto_class_loads(name: str, tmp_path: Path) -> None:
+    model_class = getattr(transformers, name)
+    config = tiny_config(model_class.config_class, None, model_class)
+    model_class(config).save_pretrained(tmp_path / "source")
+    with pytest.raises(UnknownArchitectureError, match=rf"is a {name}, which cannot be converted.*\w+Model can be"):
+        convert(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
