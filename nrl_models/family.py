@@ -29,7 +29,7 @@ from nrl_models.common.projections import groups_of
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.own_tensors import TO_FILES, require_no_peft
 from nrl_models.common.state_dict.ties import ties_as_read
-from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
+from nrl_models.common.state_dict.to_checkpoint import quantizer_returns, to_checkpoint
 from nrl_models.common.trust.adapter_files import require_safe_adapter
 from nrl_models.common.upstream import have_peft_name_references, require_peft
 from nrl_models.distributed import saving
@@ -306,8 +306,8 @@ class FamilyModel(Upstream):
             options: Passed on to transformers' `save_pretrained` (`push_to_hub`, `is_main_process`, ...).
 
         Raises:
-            StateDictError: If `state_dict` does not fit the model, or is None and the model has PEFT adapters. Adapters
-                of transformers' `add_adapter` are saved.
+            StateDictError: If `state_dict` does not fit the model or the model stays quantized, or it is None and the
+                model has PEFT adapters. Adapters of transformers' `add_adapter` are saved.
             CheckpointError: If configuration and model disagree about shapes or tied embeddings.
             UnknownArgumentError: If `save_directory` is not a path, or `max_shard_size` is not a size.
         """
@@ -331,7 +331,8 @@ class FamilyModel(Upstream):
             return  # before 5.15, transformers writes the weights all the same
         if options.get("push_to_hub"):
             options.setdefault("repo_id", save_directory.name)
-        with staged(save_directory) as stage, ties_as_read(self):
+        own_format: Any = {"has_adapter": adapter, "original_format": save_original_format}
+        with staged(save_directory) as stage, ties_as_read(self), quantizer_returns(self, state_dict, **own_format):
             super().save_pretrained(
                 stage, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=adapter, **options
             )

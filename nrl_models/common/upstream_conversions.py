@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     revert_weight_conversion,
 )
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 __all__ = [
     "Chunk",
@@ -34,6 +35,7 @@ __all__ = [
     "WeightRenaming",
     "as_meant",
     "build_glob_alternation",
+    "conversions_to_revert",
     "describe_conversion",
     "dot_natural_key",
     "get_checkpoint_conversion_mapping",
@@ -42,6 +44,7 @@ __all__ = [
     "loaded_conversions",
     "patterns_of",
     "register_checkpoint_conversion_mapping",
+    "remove_tied_weights_from_state_dict",
     "revert_weight_conversion",
     "set_loaded_conversions",
 ]
@@ -63,6 +66,27 @@ def loaded_conversions(model: nn.Module) -> list[Any] | None:
 def set_loaded_conversions(model: nn.Module, conversions: Sequence[Any] | None) -> None:
     """Note the conversions that a model was loaded with, which transformers reverts when it saves."""
     cast(Any, model)._weight_conversions = conversions
+
+
+def conversions_to_revert(model: Any) -> list[Any] | None:
+    """Return the conversions to revert when a model that stays quantized is saved; None if none were noted.
+
+    Leaves out conversions that only read a quantizer's format (bitsandbytes, torchao). They cannot be reverted, and the
+    quantizer's state dict already has that format.
+    """
+    loaded = loaded_conversions(model)
+    if loaded is None:
+        return None
+    quantizers = [describe_conversion(conversion) for conversion in model.hf_quantizer.get_weight_conversions()]
+    return [each for each in loaded if describe_conversion(each) not in quantizers or _can_revert(each)]
+
+
+def _can_revert(conversion: Any) -> bool:
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
 
 
 class Renaming:

@@ -32,7 +32,7 @@ from nrl_models.common.upstream_conversions import (
     revert_weight_conversion,
 )
 from nrl_models.common.views.traced_tensor import TracedTensor
-from nrl_models.common.views.view import HFTensor, View
+from nrl_models.common.views.view import HFTensor, Piece, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,24 @@ def under_published_names(model: PreTrainedModel, table: Mapping[str, HFTensor])
     bare = {name: new.removeprefix(base_prefix(model)) for name, new in renamed.items()}
     names = {bare[name]: name for name in published}
     return {(new := names.get(bare[name], name)): replace(tensor, name=new) for name, tensor in table.items()}
+
+
+def note_mapped_names(model: nn.Module, names: Mapping[tuple[Piece, ...], str]) -> None:
+    """Record the names of a checkpoint that was loaded with `key_mapping`, by the pieces of their tensors.
+
+    transformers reverts the expressions on all names that match, even if loading did not rename them. Saved files have
+    the recorded names. Exports have the hub's.
+    """
+    cast(Any, model)._mapped_names = dict(names)
+
+
+def under_mapped_names(model: nn.Module, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+    """Return the tensors of a layout under the names recorded by `note_mapped_names`."""
+    names: Mapping[tuple[Piece, ...], str] = getattr(model, "_mapped_names", {})
+    return {
+        (new := names.get(tensor.pieces, name)): replace(tensor, name=new) if names else tensor
+        for name, tensor in table.items()
+    }
 
 
 def base_prefix(model: PreTrainedModel) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import has_offloaded_params
@@ -13,17 +15,29 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.modules import class_name, is_flattened, own_name, without_wrappers
+from nrl_models.common.modules import class_name, input_embeddings, is_flattened, own_name, without_wrappers
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.kept_tensors import kept_by
-from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions, under_published_names
+from nrl_models.common.state_dict.layouts import (
+    are_alike,
+    convert_layout,
+    hub_conversions,
+    under_mapped_names,
+    under_published_names,
+)
 from nrl_models.common.state_dict.mtp import MTP_COPIES, MTPNames
 from nrl_models.common.state_dict.own_tensors import Gathered, as_built, read_all
 from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
-from nrl_models.common.upstream_conversions import loaded_conversions
+from nrl_models.common.upstream_conversions import (
+    conversions_to_revert,
+    loaded_conversions,
+    remove_tied_weights_from_state_dict,
+    revert_weight_conversion,
+    set_loaded_conversions,
+)
 from nrl_models.common.views.view import HFTensor
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, StateDictError
 
 
 @no_collections()
@@ -33,7 +47,8 @@ def to_checkpoint(
     """Return the tensors that transformers would save for `model`, see `checkpoint_layout`.
 
     Also returns checkpoint tensors that the model keeps (`FamilyModel.keeps_unused`, weights of multi-token
-    prediction), under the checkpoint's names in any format.
+    prediction), under the checkpoint's names in any format. Returns nothing for a model that stays quantized, whose
+    quantizer returns the tensors, see `quantizer_returns`.
 
     Args:
         model: The model.
@@ -42,8 +57,13 @@ def to_checkpoint(
 
     Raises:
         CheckpointError: If configuration and model disagree on shapes or tied weights, or tensors have no values.
-        StateDictError: If `state_dict` is not this model's.
+        StateDictError: If `state_dict` is not this model's, or the model stays quantized.
     """
+    is_quantized = getattr(model, "hf_quantizer", None) is not None
+    if is_quantized and state_dict is not None:
+        problem = Problem(ProblemKind.UNEXPECTED, "state_dict", "was passed, and the quantizer reads the model's")
+        advice = "leave out state_dict; to save other values, load them into the model first (load_state_dict)"
+        raise StateDictError(f"{class_name(model)} stays quantized and saves its own tensors", [problem], [advice])
     adapter = adapter_of(model)
     check_shapes(model, adapter)
     if state_dict is None:
@@ -56,10 +76,56 @@ def to_checkpoint(
         # For a tied tensor, either name is sufficient.
         tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}
         state_dict = {**tied, **state_dict}
+    if is_quantized:
+        return {}
     table = checkpoint_layout(model, adapter, original_format=original_format)
     tensors = read_all(table, state_dict) | {name: kept.read() for name, kept in kept_by(model).items()}
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
     return {name: own_storage(tensor) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def quantizer_returns(
+    model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None, *, has_adapter: bool, original_format: bool
+) -> Iterator[None]:
+    """Make transformers' `save_pretrained` write the right tensors of a model that stays quantized.
+
+    It replaces the tensors that it gets by those of the model's quantizer, with names in memory. Inside this context,
+    the quantizer returns them with the names that transformers saves, and the tensors that the model keeps. No effect
+    on an unquantized model.
+
+    Args:
+        model: The model.
+        state_dict: The adapter's tensors, if only an adapter is saved. None for the model's.
+        has_adapter: Whether transformers only saves an adapter.
+        original_format: See `checkpoint_layout`.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        yield
+        return
+    collect = quantizer.get_state_dict_and_metadata
+
+    def tensors_and_metadata(*args: Any) -> tuple[Any, dict[str, Any]]:
+        tensors, metadata = collect(*args)
+        if has_adapter:
+            return tensors if state_dict is None else state_dict, metadata
+        tensors = dict(model.state_dict() if tensors is None else tensors)
+        for name in model._keys_to_ignore_on_save or ():
+            tensors.pop(name, None)
+        tensors = _fetched(model, remove_tied_weights_from_state_dict(tensors, model))
+        if original_format:
+            twin = copy.copy(model)
+            set_loaded_conversions(twin, conversions_to_revert(model))
+            tensors = revert_weight_conversion(twin, tensors)
+        tensors |= {name: kept.read() for name, kept in kept_by(model).items()}
+        return {name: own_storage(tensor) for name, tensor in tensors.items()}, metadata
+
+    quantizer.get_state_dict_and_metadata = tensors_and_metadata
+    try:
+        yield
+    finally:
+        del quantizer.get_state_dict_and_metadata
 
 
 def checkpoint_layout(
@@ -83,12 +149,17 @@ def checkpoint_layout(
     else:
         in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}
         table = under_published_names(model, convert_layout(model, in_memory, adapter.own, loaded_with))
+        table = under_mapped_names(model, table)
     return {name: tensor for name, tensor in table.items() if not left_out.intersection(tensor.parameters)}
 
 
 def _values(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, torch.Tensor]:
     """Return the model's own tensors. Loads offloaded ones (accelerate), and gathers sharded ones (`fully_shard`)."""
-    own = dict(Gathered(adapter.own_tensors(model)))
+    return _fetched(model, dict(Gathered(adapter.own_tensors(model))))
+
+
+def _fetched(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model with values in place of those that accelerate has offloaded."""
     if any("_hf_hook" in vars(module) and has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
         own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
@@ -177,7 +248,7 @@ def check_ties(
     problems = _apart(apart)
     plain = without_wrappers(model)
     head = getattr(plain.get_output_embeddings(), "weight", None)
-    embeddings = getattr(plain.get_input_embeddings(), "weight", None)
+    embeddings = getattr(input_embeddings(plain), "weight", None)
     if not declared and head is not None and embeddings is not None and are_one_memory(head, embeddings):
         detail = "share the input embeddings' storage, untied"
         problems.append(Problem(ProblemKind.TIED, "the output embeddings", detail))

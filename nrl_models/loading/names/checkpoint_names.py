@@ -35,6 +35,7 @@ class CheckpointNames:
         renamed: Name of each key after transformers' renamings.
         published: Keys for which transformers would save other names, except names in memory, older names, and names
             without the base model's prefix. See `note_published_names`.
+        mapped: With `key_mapping`, the keys by their tensors' pieces. See `note_mapped_names`.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class CheckpointNames:
         self.found = {key: self._resolve(mapped.get(key, key), name) for key, name in renamed.items()}
         self.renamed = renamed
         self.published = [] if key_mapping else self._published(model, adapter, renamed)
+        tensors = self.found.items() if key_mapping else ()
+        self.mapped = {tensor.pieces: key for key, tensor in tensors if tensor is not None}
 
     def parameters(self, key: str) -> tuple[str, ...]:
         """Return the model's own tensors that a key fills completely or partly; empty if it is unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,24 @@ def test_a_key_mapping_renames_and_is_undone_by_saving(folder: Path, llama: PreT
     assert any(name.startswith("decoder.blocks") for name in saved[0])
     with pytest.raises(CheckpointError, match=r"unexpected: decoder\.blocks"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_key_mapping_of_some_names(mixtral_checkpoint: Path, tmp_path: Path) -> None:
+    """Reverting the expression would also rename other names: those of the router."""
+    shutil.copytree(mixtral_checkpoint, tmp_path / "source")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace(".block_sparse_moe.experts.", ".ffn.experts.")] = tensors.pop(name)
+
+    edit_weights(tmp_path / "source", rename)
+    mapping = {r"\.ffn\.": ".mlp."}
+    for name, auto in (("theirs", HFAuto), ("ours", AutoModelForCausalLM)):
+        model = auto.from_pretrained(tmp_path / "source", key_mapping=mapping)
+        model.save_pretrained(tmp_path / name)
+    assert_same(stored(tmp_path / "ours"), stored(tmp_path / "source"))
+    assert stored(tmp_path / "theirs").keys() != stored(tmp_path / "source").keys()
+    assert dict(model.state_dict_adapter.iter_export(model)).keys() == stored(mixtral_checkpoint).keys()
 
 
 def test_what_is_told_of_a_load(llama_checkpoint: Path, folder: Path) -> None:

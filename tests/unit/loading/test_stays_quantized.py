@@ -1,0 +1,95 @@
+"""Models that stay quantized are saved with transformers' names, and with the tensors that transformers drops."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import assert_same, edit_weights, stored
+from transformers import BitsAndBytesConfig, TorchAoConfig
+
+from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, StateDictError, registry
+from nrl_models.common.state_dict.kept_tensors import kept_by
+from nrl_models.family import FamilyModel
+from nrl_models.onboarding.convert import convert
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mtp_weights import mtp_tensors
+
+pytestmark = pytest.mark.integrations
+
+MTP = "Glm4MoeForCausalLM"
+
+
+def quantization(method: str) -> Any:
+    if method == "bitsandbytes":
+        pytest.importorskip("bitsandbytes")
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    return TorchAoConfig(pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig())
+
+
+def load(auto: Any, folder: Path, method: str) -> Any:
+    return auto.from_pretrained(folder, quantization_config=copy.deepcopy(quantization(method)), dtype=torch.float32)
+
+
+def with_mtp(folder: Path) -> Path:
+    reference = FamilyCase(registry.model_class(MTP)).reference()
+    reference.save_pretrained(folder)
+    edit_weights(folder, lambda tensors: tensors.update(mtp_tensors(reference)))
+    return folder
+
+
+def assert_saved(model: FamilyModel, theirs: Any, folder: Path, **options: Any) -> None:
+    """Check that a model saves the tensors of transformers' model, and those that it keeps."""
+    for name, saved in (("ours", model), ("theirs", theirs)):
+        saved.save_pretrained(folder / name, **options)
+    kept = {name: tensor.read() for name, tensor in kept_by(model).items()}
+    assert_same(stored(folder / "ours"), stored(folder / "theirs") | kept)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MixtralForCausalLM", "Qwen2_5_VLForConditionalGeneration"]
+)
+def test_saves_the_names_of_transformers(architecture: str, method: str, tmp_path: Path) -> None:
+    name = "AutoModelForCausalLM" if architecture.endswith("CausalLM") else "AutoModelForImageTextToText"
+    ours = AutoModelForCausalLM if architecture.endswith("CausalLM") else AutoModelForImageTextToText
+    FamilyCase(registry.model_class(architecture)).reference().save_pretrained(tmp_path / "source")
+    models = [load(auto, tmp_path / "source", method) for auto in (ours, getattr(transformers, name))]
+    assert_saved(*models, tmp_path)
+    assert_saved(*models, tmp_path / "memory", save_original_format=False)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
+def test_saves_mtp_weights(method: str, tmp_path: Path) -> None:
+    folder = with_mtp(tmp_path / "source")
+    autos = (AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    model, theirs = (load(auto, folder, method) for auto in autos)
+    assert kept_by(model)
+    assert_saved(model, theirs, tmp_path)
+    convert(tmp_path / "ours", tmp_path / "converted")
+    assert_same(stored(tmp_path / "converted"), stored(tmp_path / "ours"))
+
+
+def test_state_dict_of_a_quantized_model_raises(llama_checkpoint: Path, tmp_path: Path) -> None:
+    model = load(AutoModelForCausalLM, llama_checkpoint, "bitsandbytes")
+    with pytest.raises(StateDictError, match="stays quantized and saves its own tensors"):
+        model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict())
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.usefixtures("accepts_installed_peft")
+def test_adapter_with_a_state_dict(llama_checkpoint: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = load(AutoModelForCausalLM, llama_checkpoint, "bitsandbytes")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    changed = {
+        name: torch.ones_like(tensor) if "lora_" in name else tensor for name, tensor in model.state_dict().items()
+    }
+    model.save_pretrained(tmp_path, state_dict=changed)
+    saved = stored(tmp_path)
+    assert saved
+    assert all((tensor == 1).all() for tensor in saved.values())
