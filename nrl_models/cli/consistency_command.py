@@ -189,10 +189,7 @@ def consistency(
     capsule_tokens: Annotated[
         int,
         typer.Option(
-            metavar=INT,
-            help="Longest sequence whose activations are in the capsule.",
-            min=1,
-            rich_help_panel=OUTPUT,
+            metavar=INT, help="Longest sequence whose activations are in the capsule.", min=1, rich_help_panel=OUTPUT
         ),
     ] = 1024,
 ) -> None:
@@ -203,15 +200,7 @@ def consistency(
     command.
     """
     from nrl_models.consistency.capsule.capsule_file import Limits
-    from nrl_models.consistency.cells import (
-        BATCHES,
-        DATA,
-        GUIDE_BATCHES,
-        GUIDE_LENGTHS,
-        LENGTHS,
-        MODES,
-        Settings,
-    )
+    from nrl_models.consistency.cells import BATCHES, DATA, GUIDE_BATCHES, GUIDE_LENGTHS, LENGTHS, MODES, Settings
     from nrl_models.consistency.html import write_html
     from nrl_models.consistency.matrix import check_consistency
     from nrl_models.consistency.prompts import load_tokenizer
