@@ -62,8 +62,6 @@ def convert(
     """
     checked_file_size(max_shard_size)
     folder, target = resolve_folder(source), folder_to_write(target)
-    auto_class = auto_class_for(folder)
-    _require_same_architecture(read_config(folder), folder)
     if plain(folder).resolve() == target.resolve():
         detail = "is the checkpoint itself"
         raise CheckpointError(
@@ -75,6 +73,8 @@ def convert(
         advice = ["pass --overwrite (overwrite=True) to replace it, or another directory"]
         raise CheckpointError(f"cannot write {target}", [Problem(ProblemKind.FILE, str(target), detail)], advice)
     others = {} if is_gguf(folder) else files_inside(folder, shutil.ignore_patterns(*LEFT_BEHIND), [target])
+    auto_class = auto_class_for(folder)
+    _require_same_architecture(read_config(folder), folder)
     # Linears run separately, because nothing is computed: tensors are copied from file to file.
     model = auto_class.from_pretrained(folder, dtype=dtype, combine=False)
     saved = {CONFIG_NAME} | ({GENERATION_NAME} if model.can_generate() else set())
