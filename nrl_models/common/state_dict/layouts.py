@@ -145,10 +145,9 @@ def note_mapped_names(model: nn.Module, names: Mapping[tuple[Piece, ...], str]) 
 def under_mapped_names(model: nn.Module, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
     """Return the tensors of a layout under the names recorded by `note_mapped_names`."""
     names: Mapping[tuple[Piece, ...], str] = getattr(model, "_mapped_names", {})
-    return {
-        (new := names.get(tensor.pieces, name)): replace(tensor, name=new) if names else tensor
-        for name, tensor in table.items()
-    }
+    if not names:
+        return dict(table)
+    return {(new := names.get(tensor.pieces, name)): replace(tensor, name=new) for name, tensor in table.items()}
 
 
 def base_prefix(model: PreTrainedModel) -> str:

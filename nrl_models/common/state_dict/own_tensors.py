@@ -210,10 +210,15 @@ def require_unquantized(quantized: Mapping[str, str]) -> None:
         raise StateDictError("quantized weights cannot be exported", problems, advice)
 
 
-def as_built(model: Any) -> PreTrainedModel:
-    """A model like one that FSDP1 has flattened, on meta: with the names and shapes that it was built with."""
+def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return a model on meta with the names and shapes that the configuration of `model` gives.
+
+    Args:
+        model: The model, for example one that FSDP1 has flattened.
+        dtype: Its dtype. Default: that of `model`. Meanwhile, transformers makes it torch's default dtype.
+    """
     with BUILDING, torch.device("meta"):
-        built = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+        built = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype or model.dtype)
     set_loaded_conversions(built, loaded_conversions(model))
     layouts.note_published_names(built, layouts.published_names(model))
     keep(built, kept_by(model))

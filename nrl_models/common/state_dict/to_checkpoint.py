@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import has_offloaded_params
@@ -20,6 +22,7 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import (
+    TensorSpec,
     are_alike,
     convert_layout,
     hub_conversions,
@@ -66,6 +69,9 @@ def to_checkpoint(
         raise StateDictError(f"{class_name(model)} stays quantized and saves its own tensors", [problem], [advice])
     adapter = adapter_of(model)
     check_shapes(model, adapter)
+    if is_quantized:
+        check_ties(model, adapter)
+        return {}
     if state_dict is None:
         state_dict = _values(model, adapter)
         check_ties(model, adapter, state_dict)
@@ -76,8 +82,6 @@ def to_checkpoint(
         # For a tied tensor, either name is sufficient.
         tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}
         state_dict = {**tied, **state_dict}
-    if is_quantized:
-        return {}
     table = checkpoint_layout(model, adapter, original_format=original_format)
     tensors = read_all(table, state_dict) | {name: kept.read() for name, kept in kept_by(model).items()}
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
@@ -125,7 +129,7 @@ def quantizer_returns(
     try:
         yield
     finally:
-        del quantizer.get_state_dict_and_metadata
+        vars(quantizer).pop("get_state_dict_and_metadata", None)
 
 
 def checkpoint_layout(
@@ -188,19 +192,35 @@ def check_shapes(model: PreTrainedModel, adapter: StateDictAdapter) -> None:
     """
     if getattr(model, "stages", None) is not None or is_flattened(model):
         return
-    built = as_built(without_wrappers(model, peft=True))
+    problems = _mtp_problems(model)
+    state = model.config.to_json_string(use_diff=False), adapter.own
+    if _consistent.get(model) != state:
+        problems = _shape_problems(model, adapter) + problems
+    if problems:
+        advice = "change the configuration or these tensors, so that both describe the same model"
+        raise CheckpointError(f"{class_name(model)} and its configuration have different sizes", problems, [advice])
+    _consistent[model] = state
+
+
+_consistent: WeakKeyDictionary[PreTrainedModel, tuple[str, Mapping[str, TensorSpec]]] = WeakKeyDictionary()
+"""The configuration and the own tensors of each model when they last agreed. Building a large model takes seconds."""
+
+
+def _shape_problems(model: PreTrainedModel, adapter: StateDictAdapter) -> list[Problem]:
+    """Return problems of tensors whose shapes are not those of a new model with the same configuration."""
+    plain = without_wrappers(model, peft=True)
+    _, *others = inspect.signature(type(plain)).parameters.values()
+    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in others):
+        return []  # a subclass that cannot be built from a configuration alone
+    built = as_built(plain, torch.get_default_dtype())
     shapes = dict(chain(built.named_parameters(), built.named_buffers()))
-    problems = [
+    return [
         Problem(ProblemKind.SHAPE, name, f"has {tuple(spec.shape)}, its configuration gives {tuple(shape)}")
         for name, spec in adapter.own.items()
         if name in shapes
         and (shape := shapes[name].shape) != spec.shape
         and shapes[name].is_floating_point() == spec.dtype.is_floating_point  # else quantized
     ]
-    problems += _mtp_problems(model)
-    if problems:
-        advice = "change the configuration or these tensors, so that both describe the same model"
-        raise CheckpointError(f"{class_name(model)} and its configuration have different sizes", problems, [advice])
 
 
 def _mtp_problems(model: PreTrainedModel) -> list[Problem]:
@@ -215,7 +235,7 @@ def _mtp_problems(model: PreTrainedModel) -> list[Problem]:
         for name in kept
         if name not in found
     ]
-    embeddings = without_wrappers(model).get_input_embeddings().weight.shape
+    embeddings = input_embeddings(without_wrappers(model)).weight.shape
     return problems + [
         Problem(ProblemKind.SHAPE, name, f"has {tuple(shape)}, and the embeddings that it copies {tuple(embeddings)}")
         for name, tensor in kept.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def quantization(method: str) -> Any:
 
 
 def load(auto: Any, folder: Path, method: str) -> Any:
-    return auto.from_pretrained(folder, quantization_config=copy.deepcopy(quantization(method)), dtype=torch.float32)
+    return auto.from_pretrained(folder, quantization_config=quantization(method), dtype=torch.float32)
 
 
 def with_mtp(folder: Path) -> Path:
