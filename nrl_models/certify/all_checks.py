@@ -219,11 +219,11 @@ def _run_all(
         if check.names == in_loop.NAMES and subject.options.in_loop is None:
             continue
         done = [saved.results[name] for name in (*check.names, *check.extra) if name in saved.results]
-        if check.needs_engine and is_server(subject.options.engine):
-            done = []  # the server may have been started again, with other options or weights
         # Checks that were left out run again: there may be an engine or more time now.
         undone = [result for result in done if result.status in (Status.LEFT_OUT, Status.NOT_COVERED)]
-        if len(done) < len(check.names) or undone:
+        # A server may have been started again, with other options or weights.
+        is_stale = check.needs_engine and is_server(subject.options.engine) and _is_selected(check, only, skip)
+        if len(done) < len(check.names) or undone or is_stale:
             reason = _reason_to_leave_out(check, subject, only, skip, deadline, load_seconds)
             if check.needs_engine and not is_started:
                 reason = "the engine does not start"
@@ -250,6 +250,11 @@ def _run_all(
     return results
 
 
+def _is_selected(check: Check, only: Collection[str], skip: Collection[str]) -> bool:
+    names = set(check.names)
+    return (not only or not names.isdisjoint(only)) and names.isdisjoint(skip)
+
+
 def _reason_to_leave_out(
     check: Check,
     subject: CheckpointUnderTest,
@@ -259,7 +264,7 @@ def _reason_to_leave_out(
     load_seconds: float,
 ) -> str:
     options = subject.options
-    if (only and not set(check.names) & set(only)) or set(check.names) & set(skip):
+    if not _is_selected(check, only, skip):
         return "not selected"
     if check.needs_engine and options.engine is None:
         return "no engine: pass --engine"

@@ -20,7 +20,7 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.servers import shown_argument
 from nrl_models.consistency.capsule.package_versions import versions
-from nrl_models.errors import CheckpointError, ConsistencyError, one_line, visible
+from nrl_models.errors import CheckpointError, ConsistencyError, one_line, shown, visible
 
 FORMAT = 3
 """Version of the file format."""
@@ -158,13 +158,13 @@ class Certificate:
         if content.get("digest") != json_digest(rest) or file.read_bytes() != _file_bytes(content):
             raise ConsistencyError(f"{file} has been changed since it was written: its digest does not match")
         try:  # anybody can write a digest
-            required = {name: content["options"][name] for name in ("engine", "full")}
+            _require_types(content)
             return cls(
                 name=str(content["name"]),
                 answer=Answer(content["answer"]),
                 created=content["created"],
                 files=dict(content["files"]),
-                options={**content["options"], **required},
+                options=dict(content["options"]),
                 versions=dict(content["versions"]),
                 hardware=dict(content["hardware"]),
                 results=tuple(map(CheckResult.from_json, content["checks"])),
@@ -172,6 +172,24 @@ class Certificate:
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ConsistencyError(f"{file} is not a certificate ({one_line(error)})") from error
+
+
+def _require_types(content: Mapping[str, Any]) -> None:
+    """Raise KeyError or TypeError for values that `verify` or a report cannot use."""
+    options = content["options"]
+    expected: list[tuple[Any, Any]] = [
+        *((content[name], str) for name in ("name", "created")),
+        *((content[name], dict) for name in ("files", "versions", "hardware")),
+        *((content[name], list) for name in ("checks", "not_covered")),
+        (options["engine"], (str, type(None))),
+        (options["full"], bool),
+        (options.get("layers"), (int, type(None))),
+        *((check[name], str) for check in content["checks"] for name in ("name", "summary")),
+        *((check["length"], int) for check in content["checks"]),
+    ]
+    for value, types in expected:
+        if not isinstance(value, types):
+            raise TypeError(f"{shown(value)} has the wrong type")
 
 
 def verify(

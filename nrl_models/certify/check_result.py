@@ -86,7 +86,8 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name. Numbers that are not finite are None."""
-        return {key: finite_or_none(value) for key, value in asdict(self).items()}
+        values: dict[str, Any] = finite_or_none(asdict(self))
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CheckResult:

@@ -104,7 +104,7 @@ def refits(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[Che
         )
     except RefitUnsupportedError as error:
         for name in REFITS:
-            yield CheckResult(name=name, status=Status.NOT_DECIDED, summary=one_line(error))
+            yield CheckResult(name=name, status=Status.LEFT_OUT, summary=one_line(error))
         return
     for name, step in zip(REFITS, found.steps, strict=False):
         problems = [*step.problems, *step.result.problems]

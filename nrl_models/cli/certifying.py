@@ -84,15 +84,15 @@ def certify(
         list[str] | None,
         typer.Option(
             metavar="CHECK",
-            help="Run only this check. Repeatable. Because the other checks do not run, the answer is not ready or not "
-            f"decided. Quote names with spaces: {', '.join(CHECK_NAMES)}.",
+            help="Run only this check. Repeatable. Others keep the results of an earlier run into --out. Without "
+            f"one, the answer is not ready or not decided. Quote names with spaces: {', '.join(CHECK_NAMES)}.",
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(
             metavar="CHECK",
-            help="Do not run this check. Repeatable. The answer is not ready or not decided. See --only for names.",
+            help="Do not run this check. Repeatable. See --only.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,

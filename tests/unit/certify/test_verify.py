@@ -60,6 +60,9 @@ def test_another_format_names_the_version_that_reads_it(certified: tuple[Path, P
         lambda content: content.update(options={}),
         lambda content: content.update(files=3),
         lambda content: content.update(checks=[{"name": "files"}]),
+        lambda content: content["checks"][0].update(length="x"),
+        lambda content: content.update(not_covered="abc"),
+        lambda content: content["options"].update(layers="x"),
     ],
 )
 def test_other_content_with_a_right_digest_is_void(
