@@ -27,6 +27,7 @@ from nrl_models.cli.arguments import (
     vllm_argument,
 )
 from nrl_models.cli.console import Command, CommandGroup, show, show_report, write_json
+from nrl_models.common.trust.servers import is_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ def _limit(engine: str, tokens: int) -> dict[str, int]:
     """Return the length limit to start an engine with: the longest sequence, with room to score it."""
     from nrl_models.engines.start import room_to_score
 
-    return {} if engine.startswith("http") else {"max_length": tokens + room_to_score(engine)}
+    return {} if is_server(engine) else {"max_length": tokens + room_to_score(engine)}
 
 
 def _prompt_source(path: Path) -> Prompts:
@@ -98,7 +99,7 @@ def max_model_len(
 
     prompt = _prompts(_prompt_source(path), PROMPT_TOKENS, 1)[0]
     # The limit of a server is set when it is started.
-    asked = {} if engine.startswith("http") else {"max_length": limit}
+    asked = {} if is_server(engine) else {"max_length": limit}
     with _engine(path, engine, dtype, engine_option, **asked) as started:
         result = diagnose_max_model_len(started, str(path), prompt)
     _show(result, json_file)

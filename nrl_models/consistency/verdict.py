@@ -164,10 +164,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """By name, with numbers that JSON lacks as None."""
-        errors = {
-            party: {name: finite_or_none(value) for name, value in error._asdict().items()}
-            for party, error in self.errors.items()
-        }
+        errors = {party: finite_or_none(error._asdict()) for party, error in self.errors.items()}
         return asdict(self) | {"errors": errors, "summary": self.summary}
 
     @classmethod

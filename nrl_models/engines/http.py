@@ -38,7 +38,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
     prompt_seeds,
 )
-from nrl_models.engines.http_connection import TIMEOUT, ServerConnection
+from nrl_models.engines.http_connection import COMPLETIONS, TIMEOUT, ServerConnection
 from nrl_models.engines.http_probes import INVALID, NEUTRAL, ServerProbes
 from nrl_models.engines.input_checks import require_max_length
 from nrl_models.engines.transfer.clients import ServerClient
@@ -205,7 +205,7 @@ class HTTPEngine(Engine):
             choices = self._connection.complete_each(bodies, max(map(len, prompts), default=0) + max_new_tokens)
         samples = []
         for number, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
-            at = f"choices[{number}]"
+            at = f"choices[{number}]" if sampling.greedy else f"prompt {number}: choices[0]"
             tokens = self._connection.token_ids(choice, at)
             logprobs = self._connection.token_logprobs(choice, at)
             if logprobs is None or len(logprobs) != len(tokens):
@@ -222,7 +222,7 @@ class HTTPEngine(Engine):
     def send_probe(self, prompt: Sequence[int], **parameters: Any) -> int:
         """Request one token with some sampling parameters, and return the status of the answer."""
         body = {"model": self.model, "prompt": [list(prompt)], "max_tokens": 1, "temperature": 1.0, **parameters}
-        return self._connection.send("POST", "/v1/completions", body).status
+        return self._connection.send("POST", COMPLETIONS, body).status
 
     def _require_version(self) -> None:
         """Check that the server still has the weights of the last refit. Without a refit, there is nothing to check.

@@ -21,7 +21,7 @@ TIMEOUT = 600.0
 ANSWER_BYTES = 2**24
 """Maximum size of an answer, in addition to `BYTES_PER_TOKEN` for each token."""
 
-CONNECTIONS = 256
+CONNECTIONS = 128
 """Maximum number of requests at the same time. Others wait."""
 
 COMPLETIONS = "/v1/completions"
@@ -109,7 +109,10 @@ class ServerConnection:
     def _send_all(
         self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], tokens: int = 0
     ) -> list[_Answer]:
-        """Send requests at the same time, and return the answers in order. The first error cancels the others."""
+        """Send requests at the same time, and return the answers in order, whatever their status.
+
+        The first request that fails or has no complete answer cancels the others.
+        """
         check, limit = self.checked, ANSWER_BYTES + BYTES_PER_TOKEN * tokens
         contents = [None if body is None else json.dumps(body).encode() for body in bodies]
         try:

@@ -100,7 +100,8 @@ class ParityRow:
 
     def to_json(self) -> dict[str, Any]:
         """The check by the names of its fields. Numbers that are not finite are None."""
-        return {name: finite_or_none(value) for name, value in asdict(self).items()}
+        values: dict[str, Any] = finite_or_none(asdict(self))
+        return values
 
 
 @dataclass(slots=True)

@@ -88,7 +88,7 @@ class Run:
                 }
                 for verdict in self.verdicts
             ],
-            "steps": [{name: finite_or_none(value) for name, value in step.items()} for step in self.steps],
+            "steps": finite_or_none(self.steps),
         }
 
 

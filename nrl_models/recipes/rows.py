@@ -60,11 +60,12 @@ def rows(
     else:
         try:
             from datasets import load_dataset
+            from datasets.exceptions import DatasetsError
         except ImportError as error:
             raise _refused(path, "is not a .jsonl file, and data sets of the hub need: pip install datasets") from error
         try:
             found = load_dataset(path, name, split=split or "train", revision=revision)
-        except (OSError, ValueError) as error:  # its errors for names, files, splits and the network
+        except (DatasetsError, OSError, ValueError, RuntimeError) as error:
             raise _refused(path, f"cannot be loaded by datasets: {one_line(error)}") from error
     if not len(found):
         raise _refused(path, "has no rows")

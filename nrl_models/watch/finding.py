@@ -118,7 +118,7 @@ class Finding:
             "level": self.level,
             "message": self.message,
             "names": list(self.names),
-            "values": {name: finite_or_none(value) for name, value in self.values.items()},
+            "values": finite_or_none(self.values),
             "advice": ADVICE[self.cause],
         }
 

@@ -59,7 +59,7 @@ class Recorder:
             "event": event,
             "step": step,
             "version": version,
-            **{name: finite_or_none(value) for name, value in values.items()},
+            **finite_or_none(values),
             "findings": [finding.to_json() for finding in findings],
         }
         if versions is not None:

@@ -83,7 +83,7 @@ class ImageReport:
                     "value": finite_or_none(comparison.worst),
                     "unit": Unit.TOKEN_MULT_PROB_ERROR,
                 }
-                | {name: finite_or_none(value) for name, value in asdict(comparison).items()}
+                | finite_or_none(asdict(comparison))
                 for file, comparison in zip(self.files, self.comparisons, strict=True)
             ],
         }

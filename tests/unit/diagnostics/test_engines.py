@@ -95,6 +95,7 @@ def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
 
     result = diagnose_precision(start, "tiny", [PROMPT, PROMPT[:9]], new_tokens=6, modes=modes)
     assert not result.passed
+    assert result.informative
     close = {comparison["comparison"]: comparison["close"] for comparison in result.measured["comparisons"]}
     assert close == {
         "Eager and cuda graph mode lps (prompt lps)": True,
