@@ -19,7 +19,7 @@ from nrl_models.errors import RemoteCodeError, UnknownArchitectureError, did_you
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
-from nrl_models.loading.read_config import own_code_failed, part_for, read_config
+from nrl_models.loading.read_config import class_of_transformers, own_code_failed, part_for, read_config
 from nrl_models.loading.shared_classes import shared_class_note, shared_classes
 from nrl_models.loading.source import Source, with_source
 
@@ -291,10 +291,8 @@ def _class_names(classes: Sequence[type]) -> list[str]:
 
 def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
     """Return True if transformers' class of this name has another configuration class than those in `config`."""
-    upstream = getattr(transformers, architecture, None)
-    if upstream is None:
-        return False
-    return part_for(upstream, config) is None
+    upstream = class_of_transformers(architecture)
+    return upstream is not None and part_for(upstream, config) is None
 
 
 def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) -> str:

@@ -160,13 +160,13 @@ class Certificate:
         try:  # anybody can write a digest
             _require_types(content)
             return cls(
-                name=str(content["name"]),
+                name=content["name"],
                 answer=Answer(content["answer"]),
                 created=content["created"],
-                files=dict(content["files"]),
-                options=dict(content["options"]),
-                versions=dict(content["versions"]),
-                hardware=dict(content["hardware"]),
+                files=content["files"],
+                options=content["options"],
+                versions=content["versions"],
+                hardware=content["hardware"],
                 results=tuple(map(CheckResult.from_json, content["checks"])),
                 not_covered=tuple(content["not_covered"]),
             )

@@ -20,7 +20,7 @@ from nrl_models.common.trust.inside import files_inside
 from nrl_models.common.trust.own_folder import MARKER
 from nrl_models.common.upstream import architectures_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArchitectureError
-from nrl_models.loading.read_config import part_for, read_config
+from nrl_models.loading.read_config import class_of_transformers, part_for, read_config
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 """Weight files, which are not copied: they would have the old weights, or other weights."""
@@ -99,7 +99,7 @@ def _require_same_architecture(config: PreTrainedConfig, folder: Path) -> None:
     """
     known = (*registry.architectures(), *architectures_of(config.model_type))
     named = config.architectures or []
-    others = [name for name in named if (found := getattr(transformers, name, None)) and part_for(found, config)]
+    others = [name for name in named if (found := class_of_transformers(name)) and part_for(found, config)]
     if others and not any(name in known for name in named):
         convertible = [name for name in architectures_of(config.model_type) if hasattr(transformers, name)]
         raise UnknownArchitectureError(
