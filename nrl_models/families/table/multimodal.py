@@ -75,14 +75,6 @@ ROWS: dict[str, Row] = {
     "exaone4_5": Row("Exaone4_5_ForConditionalGeneration", {"Exaone4_5_MLP": GATE_UP}, since="5.8"),
     "florence2": Row("Florence2ForConditionalGeneration", {}, READS_APART),
     "fuyu": Row("FuyuForCausalLM"),
-    "gemma4_unified": Row(
-        "Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration",
-        {"Gemma4UnifiedTextAttention": QKV, "Gemma4UnifiedTextMLP": GATE_UP},
-        {f"Gemma4UnifiedForConditionalGeneration: {name}": reason for name, reason in OTHER_MASKS.items()},
-        tiny={"audio_config": {}},
-        repairs={"Gemma4UnifiedForConditionalGeneration": "token types"},
-        since="5.10",
-    ),
     "git": Row(
         "GitForCausalLM", {"GitVisionAttention": QKV, "GitSelfAttention": "query key value"}, OTHER_MASKS, since="5.23"
     ),
@@ -298,7 +290,6 @@ ROWS: dict[str, Row] = {
         ignored=("num_image_tokens",),  # set on the text model's part, which has no images
         since="5.10",
     ),
-    "phi4_multimodal": Row("Phi4MultimodalForCausalLM", {"Phi4MultimodalVisionAttention": QKV}),
     "qwen3_5": Row(
         "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5ForSequenceClassification "
         "Qwen3_5ForTokenClassification Qwen3_5TextForSequenceClassification",

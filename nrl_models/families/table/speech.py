@@ -1,6 +1,6 @@
 """Models that accept audio, with or without images and video, and an audio tower that other models use."""
 
-from nrl_models.families.limits import NEEDS_AUDIO, lacks
+from nrl_models.families.limits import NEEDS_AUDIO, OTHER_MASKS, lacks
 from nrl_models.families.table.row import GATE_UP, QKV, Row
 
 ROWS: dict[str, Row] = {
@@ -8,6 +8,14 @@ ROWS: dict[str, Row] = {
         "Cosmos3OmniForConditionalGeneration", mixins={"Cosmos3OmniModel": "FreshPositions"}, since="5.11"
     ),
     "fun_asr_nano": Row("FunAsrNanoForConditionalGeneration", {"FunAsrNanoAttention": QKV}, since="5.17"),
+    "gemma4_unified": Row(
+        "Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration",
+        {"Gemma4UnifiedTextAttention": QKV, "Gemma4UnifiedTextMLP": GATE_UP},
+        {f"Gemma4UnifiedForConditionalGeneration: {name}": reason for name, reason in OTHER_MASKS.items()},
+        tiny={"audio_config": {}},
+        repairs={"Gemma4UnifiedForConditionalGeneration": "token types"},
+        since="5.10",
+    ),
     "glmasr": Row("GlmAsrForConditionalGeneration"),
     "granite_speech": Row(
         "GraniteSpeechForConditionalGeneration",
@@ -39,6 +47,7 @@ ROWS: dict[str, Row] = {
     ),
     "omniasr": Row("OmniASRForConditionalGeneration", {"OmniASRAttention": QKV}, since="5.24"),
     "parakeet": Row("", {"ParakeetEncoderAttention": QKV}),
+    "phi4_multimodal": Row("Phi4MultimodalForCausalLM", {"Phi4MultimodalVisionAttention": QKV}),
     "qwen2_5_omni": Row(
         "Qwen2_5OmniThinkerForConditionalGeneration",
         {
