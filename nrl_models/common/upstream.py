@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -59,7 +58,6 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from nrl_models.errors import PackageVersionError
 
 __all__ = [
-    "BUILDING",
     "CACHE_NAMES",
     "CHECKPOINT_FUNCTIONS",
     "KEEPS_PADDING_OUT_OF_SINGLE_ROWS",
@@ -94,14 +92,6 @@ computed_device_map: Callable[..., dict[str, Any]] = _get_device_map
 with_variant: Callable[[str, str | None], str] = _add_variant
 device_in_context: Callable[[], torch.device | None] = get_torch_context_manager_or_global_device
 """Returns the device of an enclosing `torch.device(...)` or of `torch.set_default_device`; None if there is none."""
-
-
-BUILDING = threading.RLock()
-"""Held while transformers builds or loads a model.
-
-transformers sets torch's default dtype and replaces functions of torch during that time. All threads share both, so two
-simultaneous loads would restore each other's values.
-"""
 
 
 # Arguments of upstream's functions, which change their names and their order

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.dequantized import quantized_part
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import (
@@ -18,10 +19,11 @@ from nrl_models.common.checkpoint.given_tensors import GivenTensors
 from nrl_models.common.checkpoint.limits import limited_build
 from nrl_models.common.checkpoint.local_path import GENERATION_NAME, is_gguf
 from nrl_models.common.config.at_fault import blaming
+from nrl_models.common.config.generation import add_settings_of_config
 from nrl_models.common.config.validate import check_config
 from nrl_models.common.gguf.gguf_files import GGUFFiles
 from nrl_models.common.logs import get_logger
-from nrl_models.common.upstream import BUILDING, device_in_context
+from nrl_models.common.upstream import device_in_context
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import (
     CheckpointError,
@@ -113,6 +115,8 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             )
         if generation is not None:
             model.generation_config = generation
+        elif folder is not None and model.can_generate():
+            add_settings_of_config(model.generation_config, folder)
         with agreed(options.mesh, "read one checkpoint"):
             _require_unchanged(source, files.seen)
         model.eval()

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
+from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.dequantized import METHODS, DequantizedFiles, quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.compressed import compressed_files
@@ -21,7 +22,7 @@ from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import BUILDING, has_quantizer, requests_dequantization
+from nrl_models.common.upstream import has_quantizer, requests_dequantization
 from nrl_models.common.upstream_conversions import set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.fit import EXACT, Tolerance

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.pinned import pinned_copies
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
@@ -31,7 +32,7 @@ from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.layouts import note_mapped_names, note_published_names
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import BUILDING, mark_initialized
+from nrl_models.common.upstream import mark_initialized
 from nrl_models.common.upstream_conversions import set_loaded_conversions
 from nrl_models.common.views.view import HFTensor
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.modules import innermost, is_flattened, own_name, without_wrappers
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.blocks import check_reads, check_writes
 from nrl_models.common.state_dict.kept_tensors import keep, kept_by
-from nrl_models.common.upstream import BUILDING
 from nrl_models.common.upstream_conversions import loaded_conversions, set_loaded_conversions
 from nrl_models.common.upstream_torch import FLATTENED, FSDP1_NAME, is_traceable_wrapper_subclass, module_wrappers
 from nrl_models.common.views.view import HFTensor, place_of

@@ -19,10 +19,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.modules import is_base_model
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
-from nrl_models.common.upstream import BUILDING, architectures_of
+from nrl_models.common.upstream import architectures_of
 from nrl_models.common.upstream_conversions import Renaming, get_model_conversion_mapping
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
 from nrl_models.loading.shared_classes import shared_classes, takes_config

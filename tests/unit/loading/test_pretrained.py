@@ -113,6 +113,27 @@ def test_the_generation_configuration_comes_along(folder: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.max_new_tokens is None
 
 
+def test_generation_settings_in_a_configuration_of_transformers_4(folder: Path, tmp_path: Path) -> None:
+    settings = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "repetition_penalty": 1.3,
+        "max_length": 33,
+        "eos_token_id": [2, 7],
+    }
+    (folder / "generation_config.json").unlink()
+    edit_config(folder, **settings)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected, loaded = HFLlama.from_pretrained(folder).generation_config.to_dict(), model.generation_config.to_dict()
+    stated = {name: value for name, value in expected.items() if value is not None}
+    assert loaded == loaded | stated | settings
+    model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").generation_config.to_dict()
+    assert saved == saved | settings
+    other_end = AutoModelForCausalLM.from_pretrained(folder, eos_token_id=5).generation_config
+    assert (other_end.eos_token_id, other_end.repetition_penalty) == (5, 1.3)
+
+
 def test_a_subfolder(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint.parent, subfolder=llama_checkpoint.name)
     assert_same_model(model, llama)

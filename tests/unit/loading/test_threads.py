@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,6 +82,32 @@ def test_threads_load_build_and_save(
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(run, range(THREADS)))
     assert process_state() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_process_forked_during_a_load_can_load(llama_config: LlamaConfig, tmp_path: Path) -> None:
+    llama_config.num_hidden_layers = 1
+    AutoModelForCausalLM.from_config(llama_config, dtype=torch.float32).save_pretrained(tmp_path)
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        statuses = []
+        for _ in range(6):
+            if (child := os.fork()) == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that waits forever
+                signal.alarm(60)
+                AutoModelForCausalLM.from_pretrained(tmp_path)
+                os._exit(0 if torch.get_default_dtype() == torch.float32 else 1)
+            statuses.append(os.waitpid(child, 0)[1])
+        stop.set()
+        loading.result()
+    assert statuses == [0] * 6
 
 
 def test_limits_of_a_build_are_those_of_one_thread() -> None:
