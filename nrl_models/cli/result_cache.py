@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import nrl_models
 from nrl_models.cli.console import output
 from nrl_models.common.checkpoint.local_path import cache_directory
-from nrl_models.common.garbage import no_collections
+from nrl_models.common.process_state import no_collections
 
 HEAVY = frozenset({"torch", "transformers"})
 """Modules that a stored result spares."""

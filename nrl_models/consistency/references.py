@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.modules import owner_of
+from nrl_models.common.process_state import BUILDING
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import start_engine

@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
-from nrl_models.common.garbage import no_collections
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
+from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.dequantized import quantized_part
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import (
@@ -23,6 +22,7 @@ from nrl_models.common.config.generation import add_settings_of_config
 from nrl_models.common.config.validate import check_config
 from nrl_models.common.gguf.gguf_files import GGUFFiles
 from nrl_models.common.logs import get_logger
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.upstream import device_in_context
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import (

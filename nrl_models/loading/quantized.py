@@ -11,13 +11,13 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.dequantized import METHODS, DequantizedFiles, quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.compressed import compressed_files
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames

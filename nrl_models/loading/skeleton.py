@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import named_dtype
 from nrl_models.common.modules import owner_of
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.common.upstream import mark_initialized
 from nrl_models.errors import UnknownArgumentError

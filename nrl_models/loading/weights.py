@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.pinned import pinned_copies
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
@@ -27,6 +26,7 @@ from nrl_models.common.modules import (
     install,
     owner_of,
 )
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.layouts import note_mapped_names, note_published_names

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.garbage import no_collections
+from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict.tables import LayoutTables
 from nrl_models.common.views.traced_tensor import TracedTensor
 from nrl_models.common.views.view import HFTensor, Piece

@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.dequantized import quantized_part
 from nrl_models.common.checkpoint.files import require_readable
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.forward.soft_cap import reference_attention
 from nrl_models.common.gguf.gguf_tables import upstream_source
 from nrl_models.common.modules import is_base_model
+from nrl_models.common.process_state import BUILDING
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.loading.quantized import is_compressed, plain_files

@@ -31,7 +31,7 @@ from nrl_models.common.checkpoint.named_weights import KEY, is_index, leaves, na
 from nrl_models.common.checkpoint.page_maps import ByteRange, joined, map_file, map_runs
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor, stored_tensors
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.common.garbage import no_collections
+from nrl_models.common.process_state import no_collections
 from nrl_models.common.upstream import with_variant
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from nrl_models.common.checkpoint.publication.durable import sync, sync_tree
 from nrl_models.common.checkpoint.publication.locks import TEMPORARY, locked, remove_dead, temporary
 from nrl_models.common.checkpoint.publication.publishing import publish
-from nrl_models.common.garbage import no_collections
+from nrl_models.common.process_state import no_collections
 from nrl_models.errors import SaveError, UnknownArgumentError, shown
 
 

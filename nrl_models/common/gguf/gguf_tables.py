@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.checkpoint.limits import check_limits, limited_build
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.gguf.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
 from nrl_models.common.gguf.gguf_metadata import with_all_metadata
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.upstream import gguf_reading
 from nrl_models.errors import ConfigurationError, NRLModelsError, Problem, ProblemKind, listed, one_line
 

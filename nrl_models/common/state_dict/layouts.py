@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from nrl_models.common.garbage import no_collections
 from nrl_models.common.modules import named_tensors, own_modules, without_wrappers
+from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.upstream_conversions import (
     PrefixChange,

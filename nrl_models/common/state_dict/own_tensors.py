@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.modules import innermost, is_flattened, own_name, without_wrappers
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.blocks import check_reads, check_writes
 from nrl_models.common.state_dict.kept_tensors import keep, kept_by

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.garbage import no_collections
 from nrl_models.common.modules import is_flattened, without_wrappers
+from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.ties import tied_names

@@ -16,8 +16,8 @@ from accelerate.utils import has_offloaded_params
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
-from nrl_models.common.garbage import no_collections
 from nrl_models.common.modules import class_name, input_embeddings, is_flattened, own_name, without_wrappers
+from nrl_models.common.process_state import no_collections
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.kept_tensors import kept_by

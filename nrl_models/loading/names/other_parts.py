@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from nrl_models.common.build_lock import BUILDING
 from nrl_models.common.modules import is_base_model
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
 from nrl_models.common.upstream import architectures_of

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from nrl_models.common.garbage import no_collections
+from nrl_models.common.process_state import no_collections
 
 
 def test_collections_are_off_inside_and_on_again_after_errors() -> None:
