@@ -14,22 +14,14 @@ import torch
 from nrl_models.certify import in_loop, layer_checks, lora, running_engine, with_engine, without_engine
 from nrl_models.certify.certificate import Certificate, json_digest
 from nrl_models.certify.certified import CheckpointUnderTest, Options, file_hashes, hardware
-from nrl_models.certify.check_result import CheckResult, Side, Status, answer_of
+from nrl_models.certify.check_result import LOGPROBS, OTHER_CELLS, CheckResult, Side, Status, answer_of
 from nrl_models.certify.first_layers import write_first_layers
-from nrl_models.certify.sides import side_of_error
+from nrl_models.certify.sides import shows_fault, side_of_error
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.common.trust.own_folder import MARKER, claim, default_folder
+from nrl_models.common.trust.own_folder import claim, default_folder, why_not_claimed
 from nrl_models.common.trust.servers import is_server
 from nrl_models.consistency.capsule.package_versions import versions
-from nrl_models.errors import (
-    ConsistencyError,
-    EngineError,
-    EngineUnavailableError,
-    NRLModelsError,
-    StateDictError,
-    UnknownArgumentError,
-    one_line,
-)
+from nrl_models.errors import ConsistencyError, NRLModelsError, UnknownArgumentError, one_line
 
 PURPOSE = "results of nrl-models certify"
 RESULTS = "results.jsonl"
@@ -89,12 +81,12 @@ CHECKS = (
     Check((lora.SERVED,), _no_deadline(lora.served), 8, 10.0, needs_engine=True, copies=3),
     Check(with_engine.REFITS, with_engine.refits, 20, 30.0, needs_engine=True, copies=4),
     Check(
-        ("log-probabilities", "decode against prefill"),
+        (LOGPROBS, "decode against prefill"),
         with_engine.log_probabilities,
         20,
         40.0,
         needs_engine=True,
-        extra=(with_engine.OTHER_CELLS,),
+        extra=(OTHER_CELLS,),
         copies=2,
     ),
     Check(in_loop.NAMES, _no_deadline(in_loop.controls), 12, 20.0, copies=4),
@@ -153,13 +145,14 @@ def certify(
         progress: called with the name of each check before it runs, and the results so far.
 
     Raises:
-        UnknownArgumentError: an unknown name in `only` or `skip`.
+        UnknownArgumentError: an unknown name in `only` or `skip`, or see `require_loop`.
         ConsistencyError: `out` has other files.
         CheckpointError: the checkpoint does not exist, or `layers` cannot be selected from its files.
         ConfigurationError: the model has no more than `layers` layers.
     """
     if unknown := sorted({*only, *skip} - {*NAMES}):
         raise UnknownArgumentError(f"unknown checks {', '.join(unknown)}: expected some of {', '.join(NAMES)}")
+    in_loop.require_loop(loop_mesh, only)
     options = Options(engine, engine_options or {}, dtype, device, full, seed, loop_mesh, layers)
     subject = CheckpointUnderTest(path, options, Path(), fresh=fresh)
     hashes, installed = file_hashes(subject.folder), versions()
@@ -286,14 +279,13 @@ def _run(check: Check, subject: CheckpointUnderTest, deadline: float | None) -> 
     except with_engine.OutOfTimeError as error:
         found += _unreached(check, found, Status.LEFT_OUT, str(error))
     except (NRLModelsError, OSError) as error:
-        is_failure = isinstance(error, StateDictError) or check.names == ("files",)
-        is_failure |= isinstance(error, EngineError) and not isinstance(error, EngineUnavailableError)
+        is_failure = shows_fault(error) or check.names == ("files",)
         side = side_of_error(error)
         if check.names != ("files",) and side is not Side.ENGINE:
             side = Side.MODEL  # the files have loaded
         status = Status.FAILED if is_failure else Status.NOT_DECIDED
         found += _unreached(check, found, status, one_line(error), side if is_failure else None)
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except Exception as error:
         found += _unreached(check, found, Status.NOT_DECIDED, one_line(error))
     seconds = round((time.monotonic() - started) / max(len(found), 1), 3)
     return [replace(result, seconds=seconds) for result in found]
@@ -322,9 +314,7 @@ class _Saved:
 
     def __init__(self, folder: Path, key: str, *, fresh: bool) -> None:
         if not claim(folder, PURPOSE):
-            raise ConsistencyError(
-                f"{folder} is not empty, and has no file {MARKER} of this command: choose another directory (--out)"
-            )
+            raise ConsistencyError(why_not_claimed(folder))
         self.file, self.key = folder / RESULTS, key
         self.results: dict[str, CheckResult] = {}
         if not fresh and self.file.is_file():

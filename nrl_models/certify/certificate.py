@@ -13,7 +13,7 @@ from typing import Any
 
 from nrl_models import __version__
 from nrl_models.certify.certified import file_hashes
-from nrl_models.certify.check_result import Answer, CheckResult, Side, Status
+from nrl_models.certify.check_result import LOGPROBS, OTHER_CELLS, Answer, CheckResult, Side, Status
 from nrl_models.certify.signing import signature_problem
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
@@ -24,6 +24,8 @@ from nrl_models.errors import CheckpointError, ConsistencyError, one_line, shown
 
 FORMAT = 3
 """Version of the file format."""
+
+_DECIDED = (Status.PASSED, Status.FAILED)
 
 
 class Validity(StrEnum):
@@ -113,6 +115,18 @@ class Certificate:
     def longest(self) -> int:
         """Length of the longest sequence that trainer and engine agree on, in tokens; 0 if there is none."""
         return max((result.length for result in self.with_status(Status.PASSED)), default=0)
+
+    @property
+    def compared_with(self) -> str | None:
+        """The engine whose log-probabilities were compared with the trainer's; None if no comparison was decided."""
+        compared = any(result.name == LOGPROBS and result.status in _DECIDED for result in self.results)
+        return self.options["engine"] if compared else None
+
+    @property
+    def has_full_matrix(self) -> bool:
+        """Whether the 36 cells of NeMo RL's guide were compared."""
+        complete = all(result.name != OTHER_CELLS for result in self.with_status(Status.NOT_COVERED))
+        return self.options["full"] and complete and self.compared_with is not None
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate with its digest, which covers everything else."""
@@ -229,15 +243,15 @@ def verify(
         return Verification(validity=Validity.VOID, reasons=tuple(sorted(changed)))
     narrower = []
     requested = None if engine is None else shown_argument(engine)
-    if requested is not None and certificate.options["engine"] != requested:
-        narrower.append(f"engine: {certificate.options['engine'] or 'none'} was checked, not {requested}")
+    if requested is not None and certificate.compared_with != requested:
+        narrower.append(f"engine: {certificate.compared_with or 'none'} was checked, not {requested}")
     if length > certificate.longest:
         narrower.append(f"length: {certificate.longest:,} tokens were checked, not {length:,}")
     if certificate.options.get("layers") is not None:
         count = certificate.options["layers"]
         narrower.append(f"layers: only {layers_in_words(count)} {'was' if count == 1 else 'were'} checked")
-    if full and not certificate.options["full"]:
-        narrower.append("matrix: 8 cells were checked, not the guide's 36")
+    if full and not certificate.has_full_matrix:
+        narrower.append("matrix: not all of the guide's 36 cells were checked (log-probabilities)")
     installed = versions()
     narrower += [
         f"{package}: {version} was checked, {installed.get(package, 'none')} is installed"

@@ -10,6 +10,12 @@ from typing import Any
 from nrl_models.common.value_checks import finite_or_none
 from nrl_models.parity.parity_report import Unit
 
+LOGPROBS = "log-probabilities"
+"""Name of the check over a matrix of lengths, prompts, decoding modes and batch sizes."""
+
+OTHER_CELLS = "log-probabilities of the other cells"
+"""Name of the result that lists cells for which there was no time."""
+
 
 class Status(StrEnum):
     """The outcome of a check."""

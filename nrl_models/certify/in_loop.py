@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -21,17 +22,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessException
 
 from nrl_models.auto import auto_class_for
 from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, status_of
+from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.consistency.cells import THRESHOLD
 from nrl_models.consistency.refit import refit_problems
 from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import listed
+from nrl_models.errors import ConsistencyError, NRLModelsError, UnknownArgumentError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for, text_ids
 from nrl_models.logprobs import token_logprobs
@@ -49,6 +52,9 @@ LEARNING_RATE = 1e-2
 BATCH, LENGTH = 4, 48
 RATES = (0.0, 0.0, LEARNING_RATE)
 PATIENCE = timedelta(minutes=5)
+
+ERROR = "error.pickle"
+"""File in which a rank leaves its error for the parent process."""
 
 
 @dataclass
@@ -70,6 +76,22 @@ class Controls:
     problems: list[list[str]] = field(default_factory=list)
     error: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
+
+
+def require_loop(mesh: Mapping[str, int] | None, only: Collection[str]) -> None:
+    """Raise if the loop cannot run over `mesh`, or if a check of the loop is selected and no loop is requested.
+
+    Raises:
+        UnknownArgumentError: See above.
+    """
+    if mesh is not None and mesh.get("pp", 1) > 1:
+        raise UnknownArgumentError(
+            f"--in-loop (loop_mesh): pp={mesh['pp']}, expected some of fsdp, ep and tp: the loop has no pipeline stages"
+        )
+    if mesh is None and (selected := [name for name in NAMES if name in only]):
+        raise UnknownArgumentError(
+            f"--only (only): {', '.join(selected)} needs a training loop: pass --in-loop as well, e.g. --in-loop none"
+        )
 
 
 def controls(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
@@ -204,12 +226,23 @@ def _sync(
 
 
 def _in_processes(subject: CheckpointUnderTest, mesh: Mapping[str, int], ranks: int) -> Controls:
-    """Run the loop in one process per rank. Returns the first rank's measurements."""
+    """Run the loop in one process per rank. Returns the first rank's measurements.
+
+    Raises:
+        NRLModelsError: If a rank raised it.
+        ConsistencyError: If a rank raised another error, or was killed.
+    """
     options = subject.options
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            _rank, (ranks, folder, subject.folder, dict(mesh), options.dtype, options.seed), nprocs=ranks
-        )
+        try:
+            torch.multiprocessing.spawn(
+                _rank, (ranks, folder, subject.folder, dict(mesh), options.dtype, options.seed), nprocs=ranks
+            )
+        except ProcessException as error:
+            if (raised := Path(folder) / ERROR).exists():
+                raise pickle.loads(raised.read_bytes()) from error
+            last = str(error).strip().splitlines()[-1]
+            raise ConsistencyError(f"rank {error.error_index} of {ranks} ended early: {last}") from error
         return Controls(**json.loads((Path(folder) / "controls.json").read_text()))
 
 
@@ -219,8 +252,12 @@ def _rank(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=ranks, timeout=PATIENCE)
     devices = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    with _receiver(folder, dtype) if rank == 0 else nullcontext() as engine:
-        found = run_loop(folder, dtype, "cpu", seed, engine=engine, mesh=devices)
+    try:
+        with _receiver(folder, dtype) if rank == 0 else nullcontext() as engine:
+            found = run_loop(folder, dtype, "cpu", seed, engine=engine, mesh=devices)
+    except NRLModelsError as error:
+        write_whole(Path(out) / ERROR, pickle.dumps(error))
+        raise
     if rank == 0:
         (Path(out) / "controls.json").write_text(json.dumps(asdict(found)))
     dist.destroy_process_group()

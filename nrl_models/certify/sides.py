@@ -12,13 +12,25 @@ from nrl_models.errors import (
     CheckpointError,
     ConfigurationError,
     EngineError,
+    EngineUnavailableError,
     Problem,
     ProblemKind,
+    ShardingError,
     StateDictError,
     UnknownArchitectureError,
 )
 
 _LAYER = re.compile(r"\.\d+\.")
+
+
+def shows_fault(error: BaseException) -> bool:
+    """Return True if an error shows a fault of the checkpoint or the engine.
+
+    An engine that is not available, and a mesh that does not fit the model, show none.
+    """
+    if isinstance(error, EngineUnavailableError | ShardingError):
+        return False
+    return isinstance(error, StateDictError | EngineError)
 
 
 def side_of_error(error: BaseException) -> Side | None:

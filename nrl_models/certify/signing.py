@@ -24,7 +24,7 @@ def sign(file: Path, key: Path) -> Path:
     Raises:
         ConsistencyError: `cryptography` is not installed, or the key is not such a key.
     """
-    private = _load(key, private=True)
+    private = load_key(key, private=True)
     signature = file.with_name(file.name + SUFFIX)
     write_whole(signature, base64.b64encode(private.sign(file.read_bytes())).decode() + "\n")
     return signature
@@ -40,7 +40,7 @@ def signature_problem(file: Path, public_key: Path) -> str:
     Raises:
         ConsistencyError: `cryptography` is not installed, or the key is not such a key.
     """
-    public = _load(public_key, private=False)
+    public = load_key(public_key, private=False)
     from cryptography.exceptions import InvalidSignature
 
     signature = file.with_name(file.name + SUFFIX)
@@ -53,7 +53,12 @@ def signature_problem(file: Path, public_key: Path) -> str:
     return ""
 
 
-def _load(file: Path, *, private: bool) -> Any:
+def load_key(file: Path, *, private: bool) -> Any:
+    """Read a private or public Ed25519 key in PEM format.
+
+    Raises:
+        ConsistencyError: `cryptography` is not installed, or the file has no such key.
+    """
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key

@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from nrl_models.certify.certified import CheckpointUnderTest
-from nrl_models.certify.check_result import CheckResult, Side, Status
+from nrl_models.certify.check_result import LOGPROBS, OTHER_CELLS, CheckResult, Side, Status
 from nrl_models.certify.sides import side_of_verdict
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.trust.servers import is_server
@@ -40,10 +40,6 @@ from nrl_models.parity.worst import last_if_nan
 
 REFITS = ("refit from random weights", "refit after a training step")
 """Names of the checks of `check_refit`, in the order of its steps."""
-
-
-OTHER_CELLS = "log-probabilities of the other cells"
-"""Name of the result that lists cells for which there was no time."""
 
 
 class OutOfTimeError(BaseException):
@@ -131,7 +127,7 @@ def log_probabilities(subject: CheckpointUnderTest, deadline: float | None) -> I
     if report.error:
         problems.append(report.error)
         side = side or Side.ENGINE
-    yield of_cells(subject, "log-probabilities", report.results, problems, verdict.summary if verdict else "", side)
+    yield of_cells(subject, LOGPROBS, report.results, problems, verdict.summary if verdict else "", side)
     yield _decode_against_prefill(report.results)
     if count < total:
         cells = ", ".join(map(str, report.settings.cells()[count:]))

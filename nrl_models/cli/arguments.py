@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, overload
 
@@ -163,6 +164,25 @@ def input_size(text: str, *, least: int = 1) -> Any:
     return typer.Option(metavar=INT, help=text, min=least, rich_help_panel=INPUT)
 
 
+def number(text: str, *, panel: str | None = None, least: float | None = None, most: float | None = None) -> Any:
+    """Return a typer option for a finite number, with this help text.
+
+    Args:
+        text: The help text.
+        panel: The option's group in help texts.
+        least: The smallest value.
+        most: The largest value.
+    """
+    return typer.Option(metavar=FLOAT, help=text, callback=finite, rich_help_panel=panel, min=least, max=most)
+
+
+def finite(value: float | None) -> float | None:
+    """Raise if `value` is infinite or NaN: every comparison with NaN is false, so no limit would hold."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
 def input_file(text: str, *, panel: str | None = None, metavar: str = FILE) -> Any:
     """Return a typer option for an existing file, with this help text."""
     return typer.Option(exists=True, dir_okay=False, metavar=metavar, help=text, rich_help_panel=panel)
@@ -215,6 +235,20 @@ def engine_option(text: str) -> EngineOption:
         return EngineOption(key, json.loads(value))
     except ValueError:
         return EngineOption(key, {"True": True, "False": False, "None": None}.get(value, value))
+
+
+def require_only(context: typer.Context, applicable: Collection[str], option: str) -> None:
+    """Raise if the user passed a parameter that has no effect together with `option`.
+
+    Args:
+        context: Context of the command.
+        applicable: Names of the parameters that have an effect.
+        option: The option, for the error.
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in applicable and source is not None and source.name != "DEFAULT":
+            raise typer.BadParameter(f"{parameter.opts[0]} does not apply to {option}")
 
 
 def ignored_keys(context: typer.Context, keys: list[str] | None) -> list[str] | None:
@@ -277,11 +311,7 @@ TrainerDtype = Annotated[
 ]
 Threshold = Annotated[
     float,
-    typer.Option(
-        metavar=FLOAT,
-        help="Largest token_mult_prob_error that passes, unless the noise floor explains more.",
-        rich_help_panel=BOUNDS,
-    ),
+    number("Largest token_mult_prob_error that passes, unless the noise floor explains more.", panel=BOUNDS),
 ]
 
 

@@ -28,6 +28,7 @@ from nrl_models.cli.arguments import (
     input_file,
     mesh_sizes,
     output_file,
+    require_only,
     torch_dtype,
 )
 from nrl_models.cli.console import show, status, write_json
@@ -48,6 +49,9 @@ CHECK_NAMES = (
 )
 """Names of all checks, for the help text. `nrl_models.certify.all_checks.NAMES` needs torch."""
 
+APPLIES_TO_VERIFY = ("path", "verify", "engine", "full", "length", "public_key", "ignore_config_key", "json_file")
+"""Parameters that have an effect with `--verify`."""
+
 NOT_DECIDED = 3
 """Exit status of the answer "not decided"."""
 
@@ -60,6 +64,7 @@ def duration(text: str) -> float:
 
 
 def certify(
+    context: typer.Context,
     path: CheckpointPath,
     engine: OptionalEngineName = None,
     dtype: Annotated[
@@ -152,6 +157,7 @@ def certify(
     and describes PATH, whatever its answer; otherwise 1. Interrupted runs resume when you repeat the command.
     """
     if verify is not None:
+        require_only(context, APPLIES_TO_VERIFY, "--verify")
         _verify(verify, path, json_file, engine=engine, full=full, length=length, public_key=public_key)
         return
     if public_key is not None or length:
@@ -161,11 +167,14 @@ def certify(
     from nrl_models.certify.report import badge as as_badge
     from nrl_models.certify.report import markdown as as_markdown
     from nrl_models.certify.report import write_html
+    from nrl_models.certify.signing import load_key
     from nrl_models.certify.signing import sign as sign_file
     from nrl_models.common.checkpoint.writing import write_whole
     from nrl_models.common.mesh_sizes import parse_mesh
 
     check_device(device)
+    if sign is not None:
+        load_key(sign, private=True)  # a wrong key is reported before the checks run
     deadline = None if budget is None else time.monotonic() + budget
     with status("hashing files") as note:
         certificate = run(

@@ -11,7 +11,6 @@ from nrl_models.cli.arguments import (
     BOUNDS,
     DEVICE,
     ENGINE,
-    FLOAT,
     INT,
     CheckpointPath,
     Device,
@@ -24,6 +23,7 @@ from nrl_models.cli.arguments import (
     Verbose,
     check_device,
     input_size,
+    number,
     torch_dtype,
 )
 from nrl_models.cli.console import show, show_checks, show_report, status
@@ -95,21 +95,19 @@ def refit_check(
     batch: Annotated[int, input_size("Number of scored sequences.")] = 4,
     threshold: Annotated[
         float,
-        typer.Option(
-            metavar=FLOAT,
-            help="Upper limit of the bound on token_mult_prob_error. The bound itself follows from the dtype and the "
+        number(
+            "Upper limit of the bound on token_mult_prob_error. The bound itself follows from the dtype and the "
             "first refit's error.",
-            rich_help_panel=BOUNDS,
+            panel=BOUNDS,
         ),
     ] = 1.05,
     bucket_mb: Annotated[
         float | None,
-        typer.Option(
-            metavar=FLOAT,
-            help="Send the weights in buckets of at most this many MB. \\[default: all tensors at once]",
-            min=1e-6,
-            max=1e9,
-            rich_help_panel=ENGINE,
+        number(
+            "Send the weights in buckets of at most this many MB. \\[default: all tensors at once]",
+            panel=ENGINE,
+            least=1e-6,
+            most=1e9,
         ),
     ] = None,
     engine_option: EngineOptions = None,

@@ -15,7 +15,6 @@ from nrl_models.cli.arguments import (
     BOUNDS,
     DIR,
     ENGINE,
-    FLOAT,
     INPUT,
     INT,
     MATRIX,
@@ -36,6 +35,7 @@ from nrl_models.cli.arguments import (
     check_device,
     engine_argument,
     input_file,
+    number,
     output_file,
     torch_dtype,
 )
@@ -98,11 +98,9 @@ def consistency(
             rich_help_panel=SAMPLING,
         ),
     ] = 128,
-    temperature: Annotated[
-        float, typer.Option(metavar=FLOAT, help="Sampling temperature.", rich_help_panel=SAMPLING)
-    ] = 0.8,
+    temperature: Annotated[float, number("Sampling temperature.", panel=SAMPLING)] = 0.8,
     top_k: Annotated[int, typer.Option(metavar=INT, help="Top-k; 0 disables it.", rich_help_panel=SAMPLING)] = 0,
-    top_p: Annotated[float, typer.Option(metavar=FLOAT, help="Top-p; 1 disables it.", rich_help_panel=SAMPLING)] = 0.95,
+    top_p: Annotated[float, number("Top-p; 1 disables it.", panel=SAMPLING)] = 0.95,
     strict: Annotated[
         bool,
         typer.Option(
@@ -116,12 +114,11 @@ def consistency(
     threshold: Threshold = 1.05,
     noise_factor: Annotated[
         float,
-        typer.Option(
-            metavar=FLOAT,
-            help="A cell also passes if its error is at most 1 + FLOAT * (noise floor - 1). The noise floor is the "
+        number(
+            "A cell also passes if its error is at most 1 + FLOAT * (noise floor - 1). The noise floor is the "
             "error that rounding alone causes. 0 turns this off.",
-            min=0.0,
-            rich_help_panel=BOUNDS,
+            panel=BOUNDS,
+            least=0.0,
         ),
     ] = 1.5,
     dtype: Dtype = None,
@@ -183,9 +180,7 @@ def consistency(
     capsule: Annotated[
         Path | None, output_file("Write the evidence of the worst failing cell to a file for nrl-models replay.")
     ] = None,
-    capsule_mb: Annotated[
-        float, typer.Option(metavar=FLOAT, help="Largest size of the capsule in MB.", min=0.1, rich_help_panel=OUTPUT)
-    ] = 16.0,
+    capsule_mb: Annotated[float, number("Largest size of the capsule in MB.", panel=OUTPUT, least=0.1)] = 16.0,
     capsule_tokens: Annotated[
         int,
         typer.Option(

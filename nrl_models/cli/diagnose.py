@@ -11,7 +11,6 @@ from nrl_models.cli.arguments import (
     BOUNDS,
     DIR,
     ENGINE,
-    FLOAT,
     INPUT,
     INT,
     OUTPUT,
@@ -23,6 +22,7 @@ from nrl_models.cli.arguments import (
     IgnoredConfigKeys,
     JsonFile,
     input_size,
+    number,
     torch_dtype,
     vllm_argument,
 )
@@ -120,11 +120,7 @@ def decode_vs_prefill(
     ] = None,
     threshold: Annotated[
         float,
-        typer.Option(
-            metavar=FLOAT,
-            help="Largest mean of exp(|decode - prefill|) that passes.",
-            rich_help_panel=BOUNDS,
-        ),
+        number("Largest mean of exp(|decode - prefill|) that passes.", panel=BOUNDS),
     ] = 1.05,
     seed: Annotated[
         int, typer.Option(metavar=INT, help="Random seed for prompts and sampling.", rich_help_panel=INPUT)
@@ -151,17 +147,11 @@ def embeddings(
     path: CheckpointPath,
     near_zero_threshold: Annotated[
         float,
-        typer.Option(
-            metavar=FLOAT, help="A row is near zero if its absolute maximum is below this.", rich_help_panel=BOUNDS
-        ),
+        number("A row is near zero if its absolute maximum is below this.", panel=BOUNDS),
     ] = 1e-10,
     identical_threshold: Annotated[
         float,
-        typer.Option(
-            metavar=FLOAT,
-            help="The values of a row are identical if their standard deviation is below this.",
-            rich_help_panel=BOUNDS,
-        ),
+        number("The values of a row are identical if their standard deviation is below this.", panel=BOUNDS),
     ] = 1e-8,
     reinitialize: Annotated[
         Path | None,
@@ -173,6 +163,10 @@ def embeddings(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="With --reinitialize: replace the checkpoint in DIR.", rich_help_panel=OUTPUT),
+    ] = False,
     seed: Annotated[
         int, typer.Option(metavar=INT, help="Random seed for reinitialized rows.", rich_help_panel=OUTPUT)
     ] = 0,
@@ -190,6 +184,7 @@ def embeddings(
         near_zero=near_zero_threshold,
         identical=identical_threshold,
         reinitialize=reinitialize,
+        overwrite=overwrite,
         seed=seed,
         tokenizer=load_tokenizer(folder),
     )
@@ -209,9 +204,7 @@ def precision(
         int | None,
         input_size("Tokens that eager mode generates per prompt. \\[default: 64, or what fits]"),
     ] = None,
-    tolerance: Annotated[
-        float, typer.Option(metavar=FLOAT, help="Absolute and relative tolerance.", rich_help_panel=BOUNDS)
-    ] = 1e-3,
+    tolerance: Annotated[float, number("Absolute and relative tolerance.", panel=BOUNDS)] = 1e-3,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,

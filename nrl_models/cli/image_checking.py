@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from nrl_models.cli.arguments import require_only
 from nrl_models.cli.console import show_report, status
 
 if TYPE_CHECKING:
@@ -35,10 +36,7 @@ def check_image_files(
     Raises:
         typer.BadParameter: Another engine, or an option that does not apply to images.
     """
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in APPLIES and source is not None and source.name != "DEFAULT":
-            raise typer.BadParameter(f"{parameter.opts[0]} does not apply to --images")
+    require_only(context, APPLIES, "--images")
     path, engine = context.params["path"], context.params["engine"]
     if engine != "vllm" or "python" in options["engine_options"]:
         raise typer.BadParameter("--images needs --engine vllm in this environment, without --engine-option python")

@@ -11,7 +11,6 @@ import typer
 
 from nrl_models.cli.arguments import (
     DIR,
-    FLOAT,
     INT,
     CheckpointPath,
     IgnoredConfigKeys,
@@ -21,6 +20,7 @@ from nrl_models.cli.arguments import (
     dtype_argument,
     dtype_or_auto,
     mesh_sizes,
+    number,
     saved_to,
     torch_dtype,
 )
@@ -137,7 +137,7 @@ def plan(
         typer.Option(
             parser=mesh_sizes,
             metavar="SIZES",
-            help="Sizes of mesh dimensions: fsdp, ep and tp, e.g. fsdp=16,tp=8; or pp alone.",
+            help="Sizes of mesh dimensions: pp, fsdp, ep and tp, e.g. fsdp=16,tp=8.",
         ),
     ],
     seq_len: Annotated[
@@ -158,7 +158,7 @@ def plan(
         dtype_argument("Compute dtype."),
     ] = "bfloat16",
     checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing.")] = True,
-    memory: Annotated[float, typer.Option(metavar=FLOAT, help="Memory per device in GiB.", min=0.0)] = 80.0,
+    memory: Annotated[float, number("Memory per device in GiB.", least=0.0)] = 80.0,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:

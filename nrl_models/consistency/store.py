@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from nrl_models.common.checkpoint.json_reading import read_bytes
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.common.trust.own_folder import MARKER, claim, release
+from nrl_models.common.trust.own_folder import claim, release, why_not_claimed
 from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError, one_line
 
@@ -50,10 +50,7 @@ class Store:
         wanted = json.loads(json.dumps(settings))
         file = folder / SETTINGS
         if not claim(folder, PURPOSE):
-            raise ConsistencyError(
-                f"{folder} is not empty, and has no file {MARKER} that marks a directory of measurements: choose "
-                "another directory (--out)"
-            )
+            raise ConsistencyError(why_not_claimed(folder))
         if fresh:
             for path in self._own_files():
                 path.unlink()

@@ -22,11 +22,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.common.checkpoint.generations import RECORD, plain
+from nrl_models.common.checkpoint.generations import RECORD
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
-from nrl_models.common.checkpoint.writing import staged
+from nrl_models.common.checkpoint.writing import require_replaceable, staged
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.modules import class_name, input_embeddings
@@ -85,6 +85,7 @@ def diagnose_embeddings(
     near_zero: float = NEAR_ZERO,
     identical: float = IDENTICAL,
     reinitialize: Path | None = None,
+    overwrite: bool = False,
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Diagnosis:
@@ -98,13 +99,17 @@ def diagnose_embeddings(
             reinitialized from a normal distribution with the standard deviation of the healthy rows. None writes
             nothing. Duplicates and clusters are kept, because in output embeddings they make sure that their tokens are
             never predicted.
+        overwrite: Whether to replace a checkpoint in `reinitialize`.
         seed: Random seed of the new rows.
         tokenizer: Tokenizer to show the rows' tokens.
 
     Raises:
-        CheckpointError: If the files have no embeddings, or are damaged.
+        CheckpointError: If the files have no embeddings, or are damaged. Also if `reinitialize` is the checkpoint
+            itself, or has a checkpoint and `overwrite` is False.
     """
     folder = resolve_folder(path)
+    if reinitialize is not None:
+        require_replaceable(folder, reinitialize, overwrite=overwrite)
     if reinitialize is not None and is_gguf(folder):
         problem = Problem(ProblemKind.FORMAT, folder.name, "is a GGUF file, and rows are reinitialized in safetensors")
         raise CheckpointError("cannot reinitialize", [problem], ["write it with `nrl-models convert` first"])
@@ -310,14 +315,8 @@ def write_reinitialized(folder: Path, target: Path, summaries: Sequence[Embeddin
         Number of reinitialized rows.
 
     Raises:
-        CheckpointError: If `target` is the checkpoint itself, or no row is healthy.
+        CheckpointError: If no row is healthy.
     """
-    if target.exists() and target.resolve() == plain(folder).resolve():
-        raise CheckpointError(
-            "cannot reinitialize in place",
-            [Problem(ProblemKind.FILE, str(target), "is the checkpoint itself")],
-            ["give another directory"],
-        )
     without_healthy = [
         summary.key for summary in summaries if summary.untrained.degenerate and summary.healthy_std == 0.0
     ]

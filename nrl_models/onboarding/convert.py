@@ -11,23 +11,25 @@ from transformers import PreTrainedConfig
 from nrl_models import registry
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.common.checkpoint.generations import plain
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
-from nrl_models.common.checkpoint.writing import checked_file_size, folder_to_write, staged
+from nrl_models.common.checkpoint.writing import (
+    WEIGHT_FILES,
+    checked_file_size,
+    folder_to_write,
+    require_replaceable,
+    staged,
+)
 from nrl_models.common.gguf.gguf_tables import load_tokenizer
 from nrl_models.common.trust.inside import files_inside
 from nrl_models.common.trust.own_folder import MARKER
 from nrl_models.common.upstream import architectures_of
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArchitectureError
+from nrl_models.errors import UnknownArchitectureError
 from nrl_models.loading.read_config import class_of_transformers, part_for, read_config
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
-"""Weight files, which are not copied: they would have the old weights, or other weights."""
-
-LEFT_BEHIND = (*WEIGHTS, "*.index.json", ".git", ".cache", MARKER, ".nrl-*", ".*.nrl-saving-*")
-"""Other files that are not copied: indices of missing files, records of a repository, and temporary files of saves that
-are running or were killed."""
+LEFT_BEHIND = (*WEIGHT_FILES, "*.index.json", ".git", ".cache", MARKER, ".nrl-*", ".*.nrl-saving-*")
+"""Files that are not copied: weights, which would be the old ones or others, indices of missing files, records of a
+repository, and temporary files of saves that are running or were killed."""
 
 
 def convert(
@@ -62,16 +64,7 @@ def convert(
     """
     checked_file_size(max_shard_size)
     folder, target = resolve_folder(source), folder_to_write(target)
-    if plain(folder).resolve() == target.resolve():
-        detail = "is the checkpoint itself"
-        raise CheckpointError(
-            "cannot convert in place", [Problem(ProblemKind.FILE, str(target), detail)], ["pass another directory"]
-        )
-    if not overwrite and (existing := _checkpoint_files(target)):
-        more = f" and {len(existing) - 2} more files" if len(existing) > 3 else ""
-        detail = f"holds a checkpoint: {', '.join(existing[: 2 if more else 3])}{more}"
-        advice = ["pass --overwrite (overwrite=True) to replace it, or another directory"]
-        raise CheckpointError(f"cannot write {target}", [Problem(ProblemKind.FILE, str(target), detail)], advice)
+    require_replaceable(folder, target, overwrite=overwrite)
     others = {} if is_gguf(folder) else files_inside(folder, shutil.ignore_patterns(*LEFT_BEHIND), [target])
     auto_class = auto_class_for(folder)
     _require_same_architecture(read_config(folder), folder)
@@ -107,12 +100,6 @@ def _require_same_architecture(config: PreTrainedConfig, folder: Path) -> None:
             f"model_type {config.model_type!r}, {', '.join(convertible) or 'nothing'} can be converted. Use "
             f"transformers: {others[0]}.from_pretrained(path, dtype=...).save_pretrained(directory)."
         )
-
-
-def _checkpoint_files(folder: Path) -> list[str]:
-    """Names of files in `folder` that a conversion would replace: the configuration, weights and their index."""
-    patterns = (CONFIG_NAME, *WEIGHTS, "*.index.json")
-    return sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
 
 
 def _save_tokenizer(file: Path, target: Path) -> None:

@@ -126,7 +126,7 @@ def test_errors_have_no_traceback(command: list[str], tmp_path: Path) -> None:
 def test_convert_refuses_its_own_source(checkpoint: Path) -> None:
     result = runner.invoke(app, ["convert", str(checkpoint), str(checkpoint)])
     assert result.exit_code == 2
-    assert "cannot convert in place" in result.output
+    assert "is the checkpoint itself, which cannot be written in place" in result.output
 
 
 # inspect
@@ -159,6 +159,23 @@ def test_a_path_with_brackets_is_printed_as_it_is(checkpoint: Path, tmp_path: Pa
 # Errors
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["diagnose", "embeddings", "--near-zero-threshold", "nan"],
+        ["diagnose", "embeddings", "--identical-threshold", "inf"],
+        ["diagnose", "decode-vs-prefill", "--threshold", "nan"],
+        ["plan", "--mesh", "fsdp=2", "--memory", "inf"],
+        ["refit-check", "--threshold", "nan"],
+    ],
+    ids=lambda arguments: arguments[-2],
+)
+def test_bounds_are_finite(arguments: list[str], checkpoint: Path) -> None:
+    result = runner.invoke(app, [*arguments, str(checkpoint)])
+    assert result.exit_code == 2
+    assert f"{arguments[-1]} is not a finite number" in unframed(result.output)
+
+
 @pytest.mark.parametrize("command", ["inspect", "parity", "convert"])
 def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
     arguments = [command, str(tmp_path / "nowhere"), *([str(tmp_path / "out")] if command == "convert" else [])]
@@ -173,6 +190,7 @@ def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
     [
         (["--dtype", "int8"], "unknown dtype 'int8': expected one of float32 (fp32), bfloat16 (bf16)"),
         (["--max-shard-size", "huge"], "max_shard_size='huge': expected a size such as '5GB'"),
+        (["--max-shard-size", "-5MB"], "max_shard_size='-5MB': expected a size such as '5GB'"),
     ],
 )
 def test_convert_refuses_what_it_does_not_know(

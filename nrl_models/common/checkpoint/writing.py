@@ -11,11 +11,16 @@ from pathlib import Path
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
+from nrl_models.common.checkpoint.generations import plain
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME
 from nrl_models.common.checkpoint.publication.durable import sync, sync_tree
 from nrl_models.common.checkpoint.publication.locks import TEMPORARY, locked, remove_dead, temporary
 from nrl_models.common.checkpoint.publication.publishing import publish
 from nrl_models.common.process_state import no_collections
-from nrl_models.errors import SaveError, UnknownArgumentError, shown
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, SaveError, UnknownArgumentError, shown
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
+"""Patterns of weight files, in any framework's format."""
 
 
 def folder_to_write(folder: str | os.PathLike[str]) -> Path:
@@ -41,10 +46,35 @@ def checked_file_size(size: int | str) -> int | str:
     try:
         if not isinstance(size, int | str) or isinstance(size, bool):
             raise ValueError("It is neither a number of bytes nor a string.")
+        if str(size).lstrip().startswith("-"):
+            raise ValueError("It is negative.")
         split_torch_state_dict_into_shards({}, max_shard_size=size)
     except ValueError as error:
         raise UnknownArgumentError(f"max_shard_size={shown(size)}: expected a size such as '5GB'. {error}") from error
     return size
+
+
+def require_replaceable(source: Path, target: Path, *, overwrite: bool) -> None:
+    """Raise if writing a checkpoint to `target` would lose one.
+
+    Args:
+        source: Directory or GGUF file that is read.
+        target: Directory to write.
+        overwrite: Whether a checkpoint in `target` may be replaced.
+
+    Raises:
+        CheckpointError: If `target` is the source, or has a checkpoint and `overwrite` is False.
+    """
+    if target.exists() and plain(source).resolve() == target.resolve():
+        problem = Problem(ProblemKind.FILE, str(target), "is the checkpoint itself, which cannot be written in place")
+        raise CheckpointError(f"cannot write {target}", [problem], ["pass another directory"])
+    patterns = (CONFIG_NAME, *WEIGHT_FILES, "*.index.json")
+    existing = sorted({path.name for pattern in patterns for path in target.glob(pattern)})
+    if existing and not overwrite:
+        more = f" and {len(existing) - 2} more files" if len(existing) > 3 else ""
+        detail = f"holds a checkpoint: {', '.join(existing[: 2 if more else 3])}{more}"
+        advice = ["pass --overwrite (overwrite=True) to replace it, or another directory"]
+        raise CheckpointError(f"cannot write {target}", [Problem(ProblemKind.FILE, str(target), detail)], advice)
 
 
 _stages: set[Path] = set()

@@ -32,6 +32,15 @@ def claim(folder: Path, purpose: str) -> bool:
     return True
 
 
+def why_not_claimed(folder: Path) -> str:
+    """Return the message for a directory that `claim` left unchanged."""
+    if folder.is_dir():
+        reason = f"is not empty, and has no file {MARKER} that marks a directory of this command"
+    else:
+        reason = "is a file, expected a directory"
+    return f"{folder} {reason}: choose another directory (--out)"
+
+
 def default_folder(command: str, checkpoint: str | Path, digest: str) -> Path:
     """Return `COMMAND/NAME-DIGEST` in the current directory. Creates `COMMAND`, which git ignores.
 

@@ -32,6 +32,7 @@ from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, UnknownArgumentError
 from nrl_models.testing.tiny import tiny_config
+from tests.unit.printed import unframed
 
 pytestmark = pytest.mark.xdist_group("certify")  # the tests share the reports below
 
@@ -431,6 +432,9 @@ def test_the_command(checkpoint: Path, here: Path) -> None:
     result = CliRunner().invoke(app, ["certify", str(checkpoint), "--verify", certificate, "--engine", "vllm"])
     assert result.exit_code == 1
     assert "engine: none was checked, not vllm" in result.stdout
+    result = CliRunner().invoke(app, ["certify", str(checkpoint), "--verify", certificate, "--badge", "b.svg"])
+    assert result.exit_code == 2
+    assert "--badge does not apply to --verify" in unframed(result.output)
 
 
 def test_report_has_advice_only_for_checks_that_did_not_pass(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from nrl_models.certify.certified import CheckpointUnderTest, Options
 from nrl_models.cli import app
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import UnknownArgumentError
 
 Plant = Callable[[pytest.MonkeyPatch, Path], object]
 
@@ -108,6 +109,22 @@ def test_two_processes(mesh: dict[str, int], tiny: Path) -> None:
     assert zero.status is second.status is Status.PASSED, (zero, second)
     (dimension,) = mesh
     assert zero.summary.endswith(f"over {dimension}=2")
+
+
+@pytest.mark.long
+def test_error_of_a_rank_is_the_result_of_the_check(tiny: Path) -> None:
+    certificate = certify(tiny, out=tiny.parent / "out", only=(in_loop.ZERO,), loop_mesh={"ep": 2})
+    zero = next(result for result in certificate.results if result.name == in_loop.ZERO)
+    assert zero.status is Status.NOT_DECIDED
+    assert zero.summary.startswith("ShardingError: ")
+    assert "experts" in zero.summary
+
+
+def test_impossible_loop_is_refused_before_any_check(tiny: Path) -> None:
+    for mesh, only, text in [({"pp": 2}, (), "pp=2"), (None, (in_loop.ZERO,), "needs a training loop")]:
+        with pytest.raises(UnknownArgumentError, match=text):
+            certify(tiny, out=tiny.parent / "out", only=only, loop_mesh=mesh)
+    assert not (tiny.parent / "out").exists()
 
 
 def test_the_loop_is_run_on_request(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,16 @@ def test_other_keys_raise(certified: tuple[Path, Path], tmp_path: Path) -> None:
         sign(certificate, other)
 
 
+def test_command_reports_a_wrong_key_before_the_checks(certified: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, _ = certified
+    key = tmp_path / "key.pem"
+    key.write_text("no key")
+    result = CliRunner().invoke(app, ["certify", str(folder), "--out", str(tmp_path / "other"), "--sign", str(key)])
+    assert result.exit_code == 2
+    assert "is not a private key in PEM format" in result.output
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_command(certified: tuple[Path, Path], tmp_path: Path) -> None:
     folder, _ = certified
     private, public = write_keys(tmp_path)

@@ -134,7 +134,15 @@ def test_other_versions_and_requests_are_narrower(
     assert found.reasons == (
         "engine: none was checked, not vllm",
         "length: 0 tokens were checked, not 1,000",
-        "matrix: 8 cells were checked, not the guide's 36",
+        "matrix: not all of the guide's 36 cells were checked (log-probabilities)",
+    )
+    options: Any = {"engine": "hf-generate", "full": True, "only": ("files",)}
+    unchecked = certify(folder, out=certificate.parent / "unchecked", **options).folder
+    assert unchecked is not None
+    found = verify(unchecked / "certificate.json", folder, engine="hf-generate", full=True)
+    assert found.reasons == (
+        "engine: none was checked, not hf-generate",
+        "matrix: not all of the guide's 36 cells were checked (log-probabilities)",
     )
     installed = certificate_module.versions() | {"torch": "99.0"}
     monkeypatch.setattr(certificate_module, "versions", lambda: installed)

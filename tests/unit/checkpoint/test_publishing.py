@@ -27,7 +27,7 @@ from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, FileWatc
 from nrl_models.common.checkpoint.local_path import GENERATION_NAME
 from nrl_models.common.checkpoint.publication import durable, locks, publishing
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
-from nrl_models.common.checkpoint.writing import staged, write_whole
+from nrl_models.common.checkpoint.writing import require_replaceable, staged, write_whole
 from nrl_models.diagnostics.embeddings import write_reinitialized
 from nrl_models.errors import ProblemKind, SaveError
 from nrl_models.loading import pretrained
@@ -197,7 +197,7 @@ def test_what_an_interrupted_save_left_is_converted_and_copied_as_a_whole(
     with pytest.raises(CheckpointError, match="in place"):
         convert(target, target)
     with pytest.raises(CheckpointError, match="in place"):
-        write_reinitialized(resolve_folder(target), target, [], 0)
+        require_replaceable(resolve_folder(target), target, overwrite=True)
     convert(target, tmp_path / "converted")
     write_reinitialized(resolve_folder(target), tmp_path / "copied", [], 0)
     for folder in (tmp_path / "converted", tmp_path / "copied"):

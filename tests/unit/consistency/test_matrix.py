@@ -189,7 +189,7 @@ def test_verdicts_are_read_back_as_they_were(run: Run, engine: HFEngine) -> None
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, names: tuple[str, ...], fresh: bool) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ConsistencyError, match=r"has no file \.nrl_models that marks a directory of measurements"):
+    with pytest.raises(ConsistencyError, match=r"has no file \.nrl_models that marks a directory of this command"):
         Store(tmp_path, {"a": 1}, fresh=fresh)
     assert {file.name for file in tmp_path.iterdir()} == set(names)
     assert all((tmp_path / name).read_text() == "{}" for name in names)

@@ -118,8 +118,19 @@ def test_rows_are_drawn_anew_and_nothing_else_changes(untrained: Path, tmp_path:
 
 
 def test_a_checkpoint_is_not_mended_in_place(untrained: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot reinitialize in place"):
-        diagnose_embeddings(untrained, reinitialize=untrained)
+    with pytest.raises(CheckpointError, match="in place"):
+        diagnose_embeddings(untrained, reinitialize=untrained, overwrite=True)
+
+
+def test_another_checkpoint_is_replaced_only_with_overwrite(untrained: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model-00001-of-00002.safetensors").write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match="holds a checkpoint: model-00001"):
+        diagnose_embeddings(untrained, reinitialize=other)
+    assert [path.name for path in other.iterdir()] == ["model-00001-of-00002.safetensors"]
+    diagnose_embeddings(untrained, reinitialize=other, overwrite=True)
+    assert diagnose_embeddings(other).passed
 
 
 def test_nothing_healthy_to_learn_from_is_an_error(folder: Path, tmp_path: Path) -> None:

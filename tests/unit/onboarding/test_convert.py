@@ -218,7 +218,7 @@ def test_converting_in_place_is_refused(way: str, folder: Path, tmp_path: Path) 
     if way == "through a link":
         target.symlink_to(folder)
     before = stored(folder)
-    with pytest.raises(CheckpointError, match="cannot convert in place") as caught:
+    with pytest.raises(CheckpointError, match="cannot be written in place") as caught:
         convert(folder, target, dtype="bfloat16")
     assert problems(caught.value) == {("file", str(target))}
     assert_same(stored(folder), before)
