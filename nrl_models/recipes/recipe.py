@@ -98,7 +98,8 @@ class Training:
         steps: Number of updates for supervised losses; number of rounds of sampling, training and refitting for RL.
         compute: Compute dtype. bfloat16 uses torch's autocast and does not change the weights' dtype.
         schedule: Learning-rate schedule: decays from the optimizer's learning rate to zero, unless constant.
-        warmup: Number of steps in which the learning rate increases.
+        warmup: Number of steps in which the learning rate increases from zero, with any schedule. As in transformers,
+            it is zero in the first step.
         clip_gradient_norm: Maximum gradient norm.
         activation_checkpointing: Whether to recompute activations in the backward.
         dropout: Whether to train with the model's dropout. Engines and references compute without.

@@ -23,7 +23,7 @@ from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.gates import GateResult
 from nrl_models.recipes.image_prompts import image_prompt
 from nrl_models.recipes.policy_batch import Question
-from nrl_models.recipes.recipe import PolicyRecipe, Recipe, SupervisedRecipe
+from nrl_models.recipes.recipe import LearningRateSchedule, PolicyRecipe, Recipe, SupervisedRecipe, Training
 from nrl_models.recipes.rollouts import PolicyLoop
 from nrl_models.recipes.rows import Row, prompt_ids, sequences_of
 from nrl_models.recipes.supervised import Sequences, SupervisedLoop
@@ -103,7 +103,7 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     Raises:
         NRLModelsError: If loading, the data or the engine fails.
     """
-    from transformers import AutoProcessor, AutoTokenizer, get_scheduler
+    from transformers import AutoProcessor, AutoTokenizer
 
     random.seed(recipe.seed)
     torch.manual_seed(recipe.seed)
@@ -143,7 +143,7 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
         "dropout": training.dropout,
         "reference": load().eval().requires_grad_(False) if keeps_reference else None,
     }
-    schedule = get_scheduler(training.schedule, optimizer, training.warmup, training.steps)
+    schedule = learning_rate_schedule(optimizer, training)
     run = Run()
     is_policy = isinstance(recipe, PolicyRecipe)
     steps = partial(_policy_steps, processor=processor) if is_policy else _supervised_steps
@@ -157,6 +157,15 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
         model.save_pretrained(out)
         (processor or tokenizer).save_pretrained(out)
     return run
+
+
+def learning_rate_schedule(optimizer: torch.optim.Optimizer, training: Training) -> torch.optim.lr_scheduler.LambdaLR:
+    """Create transformers' schedule with warmup."""
+    from transformers import get_scheduler
+
+    is_constant = training.schedule is LearningRateSchedule.CONSTANT
+    name = "constant_with_warmup" if is_constant else training.schedule  # `constant` ignores the warmup
+    return get_scheduler(name, optimizer, training.warmup, training.steps)
 
 
 def shuffled(rows: Sequence[Row], seed: int) -> Iterator[Row]:

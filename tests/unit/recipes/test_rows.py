@@ -19,7 +19,8 @@ from transformers import AddedToken, LlamaConfig
 
 from nrl_models.errors import NRLModelsError, RecipeError
 from nrl_models.losses import LOSSES
-from nrl_models.recipes.recipe_run import shuffled
+from nrl_models.recipes.recipe import LearningRateSchedule, Training
+from nrl_models.recipes.recipe_run import learning_rate_schedule, shuffled
 from nrl_models.recipes.reward_rules import boxed, last_number
 from nrl_models.recipes.rows import answered_ids, padded_rows, prompt_ids, rows, sequences_of
 from nrl_models.recipes.supervised import SupervisedLoop
@@ -359,6 +360,27 @@ def test_a_supervised_update_with_a_non_finite_gradient_is_skipped() -> None:
     torch.testing.assert_close(dict(made.model.state_dict()), dict(before), rtol=0, atol=0)
     handle.remove()
     assert made.step(encoded(pairs=False), 5)["skipped_updates"] == 0
+
+
+DECAYS = {
+    LearningRateSchedule.CONSTANT: lambda progress: 1.0,
+    LearningRateSchedule.LINEAR: lambda progress: 1.0 - progress,
+    LearningRateSchedule.COSINE: lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0,
+}
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("schedule", LearningRateSchedule)
+def test_learning_rate_increases_during_warmup(schedule: LearningRateSchedule, warmup: int) -> None:
+    steps, rates = 12, []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = learning_rate_schedule(optimizer, Training(steps=steps, schedule=schedule, warmup=warmup))
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    decay = [DECAYS[schedule]((step - warmup) / (steps - warmup)) for step in range(warmup, steps)]
+    assert rates == pytest.approx([2.0 * step / warmup for step in range(warmup)] + [2.0 * factor for factor in decay])
 
 
 def test_rows_are_json_of_somebody_else(tmp_path: Path) -> None:
