@@ -195,8 +195,9 @@ def answered_ids(tokenizer: Any, prompt: Any, answer: Any) -> tuple[list[int], l
     Args:
         tokenizer: The checkpoint's tokenizer.
         prompt: Text or messages; None if `answer` is a complete chat or text.
-        answer: Text, or messages: either the messages after the prompt or a complete chat that includes the prompt. In
-            a complete chat, the last message is the answer.
+        answer: Text, or messages: either the messages after the prompt or a complete chat, which begins with a message
+            of the system, developer or user and includes the prompt. In a complete chat, the last message is the
+            answer.
 
     Raises:
         NRLModelsError: If there is no answer, or it is not from the assistant. Also if the chat template renders a
@@ -210,10 +211,10 @@ def answered_ids(tokenizer: Any, prompt: Any, answer: Any) -> tuple[list[int], l
         return _answered_text(tokenizer, prompt, answer)
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
+    begins_chat = bool(answer) and answer[0]["role"] in _BEFORE_ANSWERS
     if isinstance(prompt, str):
-        is_whole = bool(answer) and answer[0]["role"] in _BEFORE_ANSWERS
-        prompt = None if is_whole else [{"role": "user", "content": prompt}]
-    elif prompt is not None and all(message in answer for message in prompt):
+        prompt = None if begins_chat else [{"role": "user", "content": prompt}]
+    elif not prompt or (begins_chat and _contains(answer, prompt)):
         prompt = None
     chat = [*(prompt or []), *answer]
     if len(chat) < 2 or not answer:
@@ -240,6 +241,11 @@ def _require_messages(name: str, value: Any) -> None:
         raise NRLModelsError(
             f"{name} is {shown(value)}: expected text, or a list of messages with the keys `role` and `content`"
         )
+
+
+def _contains(chat: Sequence[Any], prompt: Sequence[Any]) -> bool:
+    """Return True if a chat has the messages of a prompt, one after the other."""
+    return any(list(chat[start : start + len(prompt)]) == list(prompt) for start in range(len(chat)))
 
 
 _BEFORE_ANSWERS = ("system", "developer", "user")

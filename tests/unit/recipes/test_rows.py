@@ -130,6 +130,8 @@ def chat(*messages: str) -> list[dict[str, str]]:
     [
         (chat("uHi"), chat("aHo", "uAnd?", "aSo"), "Ho<end>So<end>"),
         (chat("uHi"), chat("aHo", "uAnd?"), "Ho<end>"),
+        (chat("uHi"), chat("aHo", "uHi", "aSo"), "Ho<end>So<end>"),  # the user repeats the prompt
+        (chat("uHi", "aHo"), chat("uAnd?", "aHo", "uHi", "aSo"), "Ho<end>So<end>"),
         (chat("sBe", "uHi"), chat("aHo", "t5", "aSo"), "Ho<end>So<end>"),
         (chat("uHi"), chat("t5", "aSo"), "So<end>"),
         (chat("sBe"), chat("uHi", "aHo", "uAnd?", "aSo"), "Ho<end>So<end>"),
@@ -148,9 +150,10 @@ def test_of_messages_the_assistants_are_learned(prompt: Any, answer: Any, learne
     assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
 
 
-def test_a_whole_chat_has_its_prompt_once() -> None:
-    ids, chosen = answered_ids(TOKENIZER, chat("uHi"), chat("sBe", "uHi", "aHo"))
-    assert text(ids) == "sBe<end>uHi<end>aHo<end>"
+@pytest.mark.parametrize("before", [chat(), chat("sBe"), chat("uHm", "aHa")])
+def test_a_whole_chat_has_its_prompt_once(before: list[dict[str, str]]) -> None:
+    ids, chosen = answered_ids(TOKENIZER, chat("uHi"), [*before, *chat("uHi", "aHo")])
+    assert ids == TOKENIZER.apply_chat_template([*before, *chat("uHi", "aHo")], return_dict=False)
     assert text(ids, chosen) == "Ho<end>"
 
 
