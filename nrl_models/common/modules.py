@@ -114,6 +114,31 @@ def innermost(module: Any, *, peft: bool = True) -> Any:
     return module
 
 
+def _adapter_configs(module: Any) -> Iterator[Any]:
+    """Yield the active configuration of each `PeftModel` around a module."""
+    while module is not None:
+        if hasattr(type(module), "active_peft_config"):
+            yield module.active_peft_config
+        module = inner_of(module)
+
+
+def virtual_tokens(model: nn.Module) -> int:
+    """Return the number of tokens that PEFT's prompt learning puts before each row; 0 without it."""
+    return sum(config.num_virtual_tokens for config in _adapter_configs(model) if config.is_prompt_learning)
+
+
+def reads_complete_rows(model: nn.Module) -> bool:
+    """Return True if a PEFT adapter around a model treats a row as one sequence, whatever its positions are.
+
+    Prompt learning puts virtual tokens before a row, and activated LoRA (`alora_invocation_tokens`) starts at the last
+    invocation tokens of a row.
+    """
+    return any(
+        config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None)
+        for config in _adapter_configs(model)
+    )
+
+
 def own_modules(model: nn.Module, *, duplicates: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Yield a model's modules without torch's wrappers, under their names without wrappers.
 

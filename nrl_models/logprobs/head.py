@@ -13,6 +13,7 @@ If the fit fails, or if the head does not reproduce the model's logits on a shor
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Iterable, Mapping
@@ -23,11 +24,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
+from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
 from nrl_models.common.recording import forward_replaced
-from nrl_models.common.upstream import CACHE_NAMES
-from nrl_models.errors import HeadError, UnknownArgumentError, one_line
+from nrl_models.errors import HeadError, one_line
 
 PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
 """Numbers to use as logits: small ones show the slope, large ones a cap."""
@@ -103,45 +105,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-SAMPLING_PARAMETERS: Mapping[str, float | None] = {
-    **dict.fromkeys(("typical_p", "top_h", "repetition_penalty"), 1.0),
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), 0.0),
-    **dict.fromkeys(("no_repeat_ngram_size", "min_tokens"), 0),
-    **dict.fromkeys(("logit_bias", "sequence_bias", "bad_words_ids", "suppress_tokens"), None),
-}
-"""Sampling parameters of engines that change a distribution, with the value that does not. Forwards ignore them."""
-
-NOT_TAKEN = {
-    "use_cache": "complete sequences are processed, and no cache is returned: leave it out, or pass False",
-    **dict.fromkeys(CACHE_NAMES, "complete sequences are processed, from their first token: leave it out"),
-    "labels": "log-probabilities are computed, and no loss: leave them out",
-    "logits_to_keep": "`score` selects the tokens to score: leave it out",
-    **dict.fromkeys(
-        SAMPLING_PARAMETERS,
-        "log-probabilities are those after temperature, top_k and top_p only: sample without it, and leave it out",
-    ),
-}
-"""Keywords of a model's forward that raise an error here, with the reason."""
-
-
-def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords of a model's forward without entries of `NOT_TAKEN` that have no effect.
-
-    Examples are `use_cache=False` and `repetition_penalty=1.0`.
-
-    Raises:
-        UnknownArgumentError: If a keyword of `NOT_TAKEN` would have an effect.
-    """
-    asking = {name: value for name, value in inputs.items() if name in NOT_TAKEN and value is not None}
-    for name, value in asking.items():
-        is_number = isinstance(value, int | float)
-        if is_number and value == SAMPLING_PARAMETERS.get(name, 0):  # 0 is False, or to keep all logits
-            continue
-        shown = f"{name}={value}" if is_number else name
-        raise UnknownArgumentError(f"{shown}: {NOT_TAKEN[name]}")
-    return {name: value for name, value in inputs.items() if name not in NOT_TAKEN}
-
-
 def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, OutputHead]:
     """Run `model` up to its output embedding.
 
@@ -158,6 +121,8 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
             result by anything but a scale and a soft cap.
     """
     module = output_embedding(model)
+    if isinstance(module, peft_types()) and (reads_complete_rows(model) or inputs.get("adapter_names")):
+        raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {_ADVICE}")
     sharded = _sharded_around(model, module) if torch.is_grad_enabled() else []
     given: list[torch.Tensor] = []
 
@@ -176,20 +141,20 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
                     f"({one_line(error)}), so that step depends on the vocabulary. {_ADVICE}"
                 ) from error
             raise
-    if len(given) != 1 or given[0].shape[:-1] != input_ids.shape:
+    if len(given) != 1 or given[0].ndim != 3:
         called = f"{len(given)} times" + (f", on {tuple(given[0].shape)}" if given else "")
         raise HeadError(
             f"{_name(model)} calls its output embedding ({type(module).__name__}) {called}; expected once, on every "
             f"token of {tuple(input_ids.shape)}. If it is compiled as a whole, compile its layers or its base model "
             f"instead. {_ADVICE}"
         )
+    hidden = _columns_of_tokens(model, given[0], input_ids)
     head = replace(_fit(observed, model), module=module)
     _check(model, head, input_ids)
-    hidden = given[0]
     for part in sharded:
         part.unshard()
     if sharded:  # adds zero, so that the backward passes through the model's output, where FSDP starts its own
-        hidden = hidden + 0.0 * observed[..., :1].to(hidden.dtype)
+        hidden = hidden + 0.0 * _columns_of_tokens(model, observed[..., :1], input_ids).to(hidden.dtype)
     return hidden, head
 
 
@@ -237,16 +202,58 @@ def require_head(models: Iterable[Any], chunk_size: int | str | None) -> None:
             output_embedding(model)
 
 
-def full_logits(output: Any, model: nn.Module) -> torch.Tensor:
-    """Return the logits of a model's output.
+def logits_at(
+    model: nn.Module, input_ids: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], inputs: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the model's own logits at some positions, `(positions, vocab_size)`.
+
+    Skips other columns if the model supports that, except with inputs (images) for which it may add columns, and with
+    adapters that read complete rows.
+
+    Args:
+        model: A model whose output has logits.
+        input_ids: Token ids, `(batch, seq_len)`.
+        places: Rows and columns of the positions.
+        inputs: Further keyword arguments of its forward.
 
     Raises:
-        HeadError: If it has none.
+        HeadError: If it has no logits, or not one column for each token.
     """
+    rows, columns = places
+    others = (value for name, value in inputs.items() if name not in BOUNDARIES and value is not None)
+    skips = "logits_to_keep" in inspect.signature(innermost(model).forward).parameters and len(columns) > 0
+    if any(getattr(value, "shape", ())[:2] != input_ids.shape for value in others) or reads_complete_rows(model):
+        skips = False
+    if not skips:
+        logits = _full_logits(model(input_ids=input_ids, use_cache=False, **inputs), model)
+        return _columns_of_tokens(model, logits, input_ids)[rows, columns]
+    kept, among_kept = columns.unique(return_inverse=True)
+    output = model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs)
+    return _full_logits(output, model)[rows, among_kept]
+
+
+def _full_logits(output: Any, model: nn.Module) -> torch.Tensor:
     logits = getattr(output, "logits", None)
     if logits is None:
         raise HeadError(f"{_name(model)} returns no logits: {_LANGUAGE_MODEL}")
     return logits
+
+
+def _columns_of_tokens(model: nn.Module, values: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return hidden states or logits of the tokens, without those of virtual tokens (prompt tuning) before them.
+
+    Raises:
+        HeadError: If the model adds other columns, for example for images.
+    """
+    tokens = input_ids.shape[1]
+    if values.shape[1] == tokens + virtual_tokens(model):
+        values = values[:, -tokens:]
+    if values.shape[:2] != input_ids.shape:
+        raise HeadError(
+            f"{_name(model)} computes {tuple(values.shape[:2])} columns for input_ids {tuple(input_ids.shape)}; "
+            "expected one column for each token, because the position of other columns is not known"
+        )
+    return values
 
 
 def _name(model: nn.Module) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nrl_models.common.documents.layers import DecoderByDocument
+from nrl_models.common.modules import innermost, reads_complete_rows
 
 ROW_TOKENS_OF_CPU, ROW_TOKENS_OF_GPU = 1024, 8192
 """Default tokens per microbatch, enough to keep the device busy. More would take memory without saving time."""
@@ -35,14 +36,17 @@ def layout_of(*models: nn.Module) -> Layout:
     """Return the cheapest layout that all of the models support.
 
     This library's classes keep documents in one row apart, except those with an entry in `limits`. Packing saves
-    nothing for models that run each document through the decoder separately.
+    nothing for models that run each document through the decoder separately. Some adapters around a model read
+    complete rows.
     """
-    limits = {limit for model in models for limit in getattr(model, "limits", {})}
+    inner = [innermost(model) for model in models]
+    limits = {limit for model in inner for limit in getattr(model, "limits", {})}
     if "right padding" in limits:
         return Layout.ALONE
-    apart = all(getattr(type(model).forward, "keeps_documents_apart", False) for model in models)
-    together = not any(isinstance(module, DecoderByDocument) for model in models for module in model.modules())
-    return Layout.PACKED if apart and together and "packed sequences" not in limits else Layout.PADDED
+    apart = all(getattr(type(model).forward, "keeps_documents_apart", False) for model in inner)
+    together = not any(isinstance(module, DecoderByDocument) for model in inner for module in model.modules())
+    packs = apart and together and "packed sequences" not in limits and not any(map(reads_complete_rows, models))
+    return Layout.PACKED if packs else Layout.PADDED
 
 
 @dataclass(frozen=True, slots=True)

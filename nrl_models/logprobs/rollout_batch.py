@@ -53,7 +53,7 @@ def rollout_logprobs(
 
     The result equals one batch padded on the right. The sequences run in microbatches, so activations need the memory
     of one microbatch. If the model keeps packed documents apart, a microbatch is one row without padding; otherwise
-    sequences of similar lengths are padded.
+    (also with PEFT's prompt learning and activated LoRA) sequences of similar lengths are padded.
 
     Args:
         model: As for `token_logprobs`.
@@ -99,8 +99,9 @@ def rollout_logprobs(
         raise UnknownArgumentError(f"loss={shown(loss)}: expected a function of the log-probabilities")
     if not isinstance(loss_terms, torch.Tensor):
         loss_terms = parse_option(LossTerms, loss_terms, "loss_terms", "or a number of each sequence")
-    require_head((model,) if reference is None else (model, reference), chunk_size)
-    models = [innermost(part) for part in (model, reference) if part is not None]
+    wrapped = [model] if reference is None else [model, reference]
+    require_head(wrapped, chunk_size)
+    models = [innermost(part) for part in wrapped]
     device = next(model.parameters()).device
     own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
     if isinstance(sequences, Iterable) and not isinstance(sequences, torch.Tensor):
@@ -109,7 +110,7 @@ def rollout_logprobs(
     problems += _wrong_inputs(own, len(ids), group)
     scores, wrong = _scores(score, ids)
     _agree([*problems, *wrong, *_wrong_terms(loss_terms, len(ids))], len(ids), group, device)
-    layout = Layout.ALONE if own else layout_of(*models)
+    layout = Layout.ALONE if own else layout_of(*wrapped)
     shares = share_prompts and layout is Layout.PACKED and can_share_prompts(*models)
     planned, count = _plan(ids, scores if shares else None, layout, loss_terms, row_tokens, device, models, group)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}

@@ -11,12 +11,52 @@ import torch
 from torch import nn
 
 from nrl_models.common.config.spelling import misspellings_of
+from nrl_models.common.documents.boundaries import starts_of
 from nrl_models.common.documents.packing import checked_positions, token_positions
-from nrl_models.common.modules import innermost, input_embeddings
-from nrl_models.common.upstream import computes_positions
+from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows
+from nrl_models.common.upstream import CACHE_NAMES, computes_positions
 from nrl_models.errors import UnknownArgumentError, shown, suggestion
 
 Grids = TypeVar("Grids", bound=Any)
+
+
+SAMPLING_PARAMETERS: Mapping[str, float | None] = {
+    **dict.fromkeys(("typical_p", "top_h", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_tokens"), 0),
+    **dict.fromkeys(("logit_bias", "sequence_bias", "bad_words_ids", "suppress_tokens"), None),
+}
+"""Sampling parameters of engines that change a distribution, with the value that does not. Forwards ignore them."""
+
+NOT_TAKEN = {
+    "use_cache": "complete sequences are processed, and no cache is returned: leave it out, or pass False",
+    **dict.fromkeys(CACHE_NAMES, "complete sequences are processed, from their first token: leave it out"),
+    "labels": "log-probabilities are computed, and no loss: leave them out",
+    "logits_to_keep": "`score` selects the tokens to score: leave it out",
+    **dict.fromkeys(
+        SAMPLING_PARAMETERS,
+        "log-probabilities are those after temperature, top_k and top_p only: sample without it, and leave it out",
+    ),
+}
+"""Keywords of a model's forward that raise an error here, with the reason."""
+
+
+def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords of a model's forward without entries of `NOT_TAKEN` that have no effect.
+
+    Examples are `use_cache=False` and `repetition_penalty=1.0`.
+
+    Raises:
+        UnknownArgumentError: If a keyword of `NOT_TAKEN` would have an effect.
+    """
+    asking = {name: value for name, value in inputs.items() if name in NOT_TAKEN and value is not None}
+    for name, value in asking.items():
+        is_number = isinstance(value, int | float)
+        if is_number and value == SAMPLING_PARAMETERS.get(name, 0):  # 0 is False, or to keep all logits
+            continue
+        shown = f"{name}={value}" if is_number else name
+        raise UnknownArgumentError(f"{shown}: {NOT_TAKEN[name]}")
+    return {name: value for name, value in inputs.items() if name not in NOT_TAKEN}
 
 
 def require_grids(input_ids: Any, **others: Any) -> None:
@@ -135,6 +175,23 @@ def positions_of_boundaries(
     given = {"input_ids": input_ids, "position_ids": position_ids, "cu_seq_lens_q": inputs["cu_seq_lens_q"]}
     found: torch.Tensor = checked_positions(given, attention_mask)
     return found
+
+
+def require_unpacked(
+    models: Iterable[nn.Module], position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+) -> None:
+    """Check that no row has several sequences if a PEFT adapter of a model reads complete rows.
+
+    Raises:
+        UnknownArgumentError: If one has.
+    """
+    if position_ids is None or not any(map(reads_complete_rows, models)):
+        return
+    if bool((starts_of(position_ids, attention_mask).sum(1) > 1).any()):
+        raise UnknownArgumentError(
+            "position_ids: a row has several sequences, and the model's adapter (prompt learning or activated LoRA) "
+            "treats it as one; expected a sequence for each row: pad the batch, or call rollout_logprobs"
+        )
 
 
 def mask_and_positions(

@@ -17,16 +17,18 @@ from nrl_models.common.modules import innermost
 from nrl_models.common.value_checks import is_integer
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
-from nrl_models.logprobs.head import OutputHead, forward_inputs, full_logits, hidden_states_and_head, require_head
+from nrl_models.logprobs.head import OutputHead, hidden_states_and_head, logits_at, require_head
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.token_inputs import (
     LeftPadding,
+    forward_inputs,
     mask_and_positions,
     positions_of_boundaries,
     require_grids,
     require_known_tokens,
     require_spelling,
+    require_unpacked,
     require_zeros_and_ones,
 )
 from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
@@ -118,9 +120,11 @@ def token_logprobs(
         model_inputs: Further arguments of the model's forward (`pixel_values`, ...), also for the reference.
 
     Raises:
-        HeadError: The model ends with something other than a scale or soft cap, and `chunk_size` is not None.
+        HeadError: The model ends with something other than a scale or soft cap, and `chunk_size` is not None. Or it
+            computes other columns than those of `input_ids` (GIT with images).
         ValueError: Shapes differ, the reference has another vocabulary, or a sampling parameter is out of range.
-        UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`.
+        UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`. Also packed rows
+            with PEFT's prompt learning or activated LoRA.
         UnknownOptionError: Unknown `loss_terms` or `chunk_size`.
     """
     sampling = Sampling(temperature, top_k, top_p)
@@ -130,12 +134,14 @@ def token_logprobs(
     if loss is not None and not callable(loss):
         raise UnknownArgumentError(f"loss={shown(loss)}: expected a function of the log-probabilities")
     inputs = forward_inputs(model_inputs)
-    require_head((model,) if reference is None else (model, reference), chunk_size)
-    models = [innermost(part) for part in (model, reference) if part is not None]
+    wrapped = [model] if reference is None else [model, reference]
+    require_head(wrapped, chunk_size)
+    models = [innermost(part) for part in wrapped]
     require_spelling(models[0].forward, inputs, ARGUMENTS)
     input_ids = input_ids.long()
     require_known_tokens(models, input_ids)
     position_ids = positions_of_boundaries(input_ids, attention_mask, position_ids, inputs)
+    require_unpacked(wrapped, position_ids, attention_mask)
     padding = LeftPadding.of(attention_mask) if _aligns(models, inputs) else None
     if padding is not None:
         grids = {"attention_mask": attention_mask, "position_ids": position_ids, "score": score}
@@ -160,9 +166,9 @@ def token_logprobs(
     before = _before(rows, columns, position_ids)  # the hidden state that predicts a token is the one before it
     placed = _Placed(positions, (rows, columns), entropy, reference is not None, loss)
     if chunk_size is None:
-        logits = _logits_at(model, input_ids, before, inputs)
+        logits = logits_at(model, input_ids, before, inputs)
         with torch.no_grad():
-            reference_logits = None if reference is None else _logits_at(reference, input_ids, before, inputs)
+            reference_logits = None if reference is None else logits_at(reference, input_ids, before, inputs)
         found = statistics_of(logits, tokens, sampling, reference_logits)
     else:
         hidden, head = hidden_states_and_head(model, input_ids, **inputs)
@@ -252,18 +258,6 @@ def _reference(
     if ours != theirs:
         raise ValueError(f"the model has a vocabulary of {ours} and the reference one of {theirs}: they must agree")
     return Reference(hidden[before], reference_head)
-
-
-def _logits_at(
-    model: nn.Module, input_ids: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], inputs: dict[str, Any]
-) -> torch.Tensor:
-    """Return the model's own logits at some positions. Skips other columns if the model supports that."""
-    rows, columns = places
-    if "logits_to_keep" not in inspect.signature(innermost(model).forward).parameters or not len(columns):
-        return full_logits(model(input_ids=input_ids, use_cache=False, **inputs), model)[rows, columns]
-    kept, among_kept = columns.unique(return_inverse=True)
-    output = model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs)
-    return full_logits(output, model)[rows, among_kept]
 
 
 @dataclass(frozen=True, slots=True)

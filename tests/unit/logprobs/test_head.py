@@ -11,10 +11,11 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models import registry
 from nrl_models.errors import HeadError
 from nrl_models.logprobs.head import hidden_states_and_head
 from nrl_models.logprobs.tokens import token_logprobs
-from nrl_models.testing.case import randomize
+from nrl_models.testing.case import FamilyCase, randomize
 from nrl_models.testing.tiny import tiny_config
 
 
@@ -147,6 +148,15 @@ def test_a_head_beside_the_output_embedding_is_refused(input_ids: torch.Tensor) 
     model = Bypassing._from_config(tiny_config(transformers.LlamaConfig)).eval()
     with pytest.raises(HeadError, match="0 times"):
         token_logprobs(model, input_ids)
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", None])
+def test_columns_of_images_before_the_tokens_raise(chunk_size: str | None) -> None:
+    """GIT computes logits for its image, which has no placeholders in the token ids."""
+    case = FamilyCase(registry.model_class("GitForCausalLM"))
+    inputs = case.inputs(images=True, batch=1)
+    with pytest.raises(HeadError, match="expected one column for each token"):
+        token_logprobs(case.model(), **inputs, chunk_size=chunk_size)
 
 
 def test_a_model_without_output_embedding_is_refused(input_ids: torch.Tensor) -> None:
