@@ -202,9 +202,7 @@ def _supervised_steps(
     assert isinstance(recipe, SupervisedRecipe)
     training, model, loss = recipe.training, common["model"], recipe.loss
     pairs = isinstance(loss, (PreferenceLoss, RankingLoss))
-    pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
-    if isinstance(loss, RankingLoss) and model.config.get_text_config().pad_token_id is None:
-        model.config.get_text_config().pad_token_id = pad  # a classifier looks for the last token before the padding
+    pad = padding_token(tokenizer, model) if isinstance(loss, RankingLoss) else _tokenizer_padding(tokenizer)
 
     def encode(row: Row) -> Sequences | None:
         found = sequences_of(tokenizer, row, pairs=pairs)
@@ -215,6 +213,22 @@ def _supervised_steps(
     encoded = _encoded(rows, encode)
     for _ in range(training.steps):
         yield loop.step(encoded, training.batch)
+
+
+def _tokenizer_padding(tokenizer: Any) -> int:
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+
+
+def padding_token(tokenizer: Any, model: Any) -> int:
+    """Return the token to pad a classifier's sequences with: that of its configuration.
+
+    transformers' classifiers score the last token that is not this one. A configuration without it gets the
+    tokenizer's.
+    """
+    config = model.config.get_text_config()
+    if config.pad_token_id is None or config.pad_token_id < 0:
+        config.pad_token_id = _tokenizer_padding(tokenizer)
+    return config.pad_token_id
 
 
 def _policy_steps(
