@@ -14,12 +14,13 @@ from nrl_models import registry
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.upstream import class_of_transformers
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError, did_you_mean
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
-from nrl_models.loading.read_config import class_of_transformers, own_code_failed, part_for, read_config
+from nrl_models.loading.read_config import own_code_failed, part_for, read_config
 from nrl_models.loading.shared_classes import shared_class_note, shared_classes
 from nrl_models.loading.source import Source, with_source
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from nrl_models.common.checkpoint.dequantized import METHODS, DequantizedFiles, quantized_part, settings_of
-from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.checkpoint.files import SAVE_AGAIN, CheckpointFiles
 from nrl_models.common.compressed import compressed_files
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.logs import get_logger
@@ -188,8 +188,7 @@ def load_quantized(
             model, info = load(model_class, folder, output_loading_info=True, use_safetensors=True, **keywords)
     except OSError as error:
         problem = Problem(ProblemKind.FILE, folder.name, one_line(error))
-        advice = "only safetensors are read: convert pickled weights once with transformers"
-        raise CheckpointError(f"cannot load {folder}", [problem], [advice]) from error
+        raise CheckpointError(f"cannot load {folder}", [problem], [SAVE_AGAIN]) from error
     kinds = {
         "missing_keys": ProblemKind.MISSING,
         "unexpected_keys": ProblemKind.UNEXPECTED,

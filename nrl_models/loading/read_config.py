@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -210,12 +209,6 @@ def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
         f"{config.model_type!r}), and {model_class.__name__} takes a {wanted.__name__ if wanted else 'configuration'}. "
         f"Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses it.{note}"
     )
-
-
-def class_of_transformers(name: str) -> type[PreTrainedModel] | None:
-    """Return transformers' model class of a name; None if it has none."""
-    found = getattr(transformers, name, None)
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
 def part_for(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig | None:

@@ -23,9 +23,9 @@ from nrl_models.common.checkpoint.writing import (
 from nrl_models.common.gguf.gguf_tables import load_tokenizer
 from nrl_models.common.trust.inside import files_inside
 from nrl_models.common.trust.own_folder import MARKER
-from nrl_models.common.upstream import architectures_of
+from nrl_models.common.upstream import architectures_of, class_of_transformers
 from nrl_models.errors import UnknownArchitectureError
-from nrl_models.loading.read_config import class_of_transformers, part_for, read_config
+from nrl_models.loading.read_config import part_for, read_config
 
 LEFT_BEHIND = (*WEIGHT_FILES, "*.index.json", ".git", ".cache", MARKER, ".nrl-*", ".*.nrl-saving-*")
 """Files that are not copied: weights, which would be the old ones or others, indices of missing files, records of a

@@ -26,14 +26,16 @@ from nrl_models.common.checkpoint.generations import (
     was_replaced,
 )
 from nrl_models.common.checkpoint.json_reading import MOST_BYTES, parse_object
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
-from nrl_models.common.checkpoint.named_weights import KEY, is_index, leaves, named_weights, problem_of
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, is_pickle, leaves
+from nrl_models.common.checkpoint.named_weights import KEY, conversion_advice, is_index, named_weights, problem_of
 from nrl_models.common.checkpoint.page_maps import ByteRange, joined, map_file, map_runs
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor, stored_tensors
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.upstream import with_variant
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+
+SAVE_AGAIN = "download or save the checkpoint again"
 
 
 class CheckpointFiles:
@@ -80,14 +82,14 @@ class CheckpointFiles:
         self._index_dtype: torch.dtype | None = None
         self._is_by_index = _by_index
         problems: list[Problem] = []
-        files = self._files(problems)
+        files = self._files(problems, variant)
         for file, expected in files.items():
             self._read_header(file, expected, problems)
         if not problems and self._named is None and self.weights_name in files:
             problems += self._differs_from_index(variant)
         if problems:
             self.close()
-            raise CheckpointError(f"cannot load {self.folder}", problems, _advice(problems, self.folder))
+            raise CheckpointError(f"cannot load {self.folder}", problems, _advice(problems))
 
     @cached_property
     def nbytes(self) -> int:
@@ -185,7 +187,7 @@ class CheckpointFiles:
         self.seen[file] = identity(status)
         return open(descriptor, "rb")
 
-    def _files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
+    def _files(self, problems: list[Problem], variant: str | None) -> dict[str, set[str] | None]:
         """Return the files to read, and the keys that each must have according to the index, if there is one."""
         if self._named is None:
             is_by_index = self._is_by_index or not (self.folder / self.weights_name).is_file()
@@ -205,14 +207,15 @@ class CheckpointFiles:
             return {}
         if index is not None:
             self._handles[self.index_name] = index
-            return self._indexed_files(index, problems)
+            return self._indexed_files(index, problems, variant)
         if self._named is not None:
             problems.append(Problem(ProblemKind.FILE, self._named, f"is missing, and {KEY} in {CONFIG_NAME} names it"))
             return {}
-        found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+        found = sorted(path.name for path in self.folder.glob("*") if is_pickle(path.name))
         if found:
             detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
-            problems.append(Problem(ProblemKind.FORMAT, str(self.folder), detail))
+            advice = conversion_advice(self.folder, variant)
+            problems.append(Problem(ProblemKind.FORMAT, str(self.folder), detail, advice=advice))
         else:
             detail = f"has neither {self.weights_name} nor {self.index_name}"
             problems.append(Problem(ProblemKind.FILE, str(self.folder), detail))
@@ -238,7 +241,9 @@ class CheckpointFiles:
         advice = f"remove {self.weights_name}, or {self.index_name} and its shards"
         return [Problem(ProblemKind.DUPLICATED, first, detail, self.weights_name, advice)]
 
-    def _indexed_files(self, index: BinaryIO, problems: list[Problem]) -> dict[str, set[str] | None]:
+    def _indexed_files(
+        self, index: BinaryIO, problems: list[Problem], variant: str | None
+    ) -> dict[str, set[str] | None]:
         try:
             content = parse_object(index.read(MOST_BYTES + 1), self.index_name, self.folder, ProblemKind.INDEX)
             entries = list(content["weight_map"].items())
@@ -263,7 +268,8 @@ class CheckpointFiles:
                 problems += [Problem(ProblemKind.INDEX, key, detail, self.index_name) for key in sorted(keys)]
             elif PurePosixPath(file).suffix != ".safetensors":
                 detail = f"points to {file!r}, which is not safetensors"
-                problems += [Problem(ProblemKind.FORMAT, key, detail, self.index_name) for key in sorted(keys)]
+                advice = conversion_advice(self.folder, variant) if is_pickle(file) else SAVE_AGAIN
+                problems += [Problem(ProblemKind.FORMAT, key, detail, self.index_name, advice) for key in sorted(keys)]
             else:
                 files[file] = keys
         return files
@@ -328,13 +334,10 @@ def _close(handles: dict[str, BinaryIO]) -> None:
     handles.clear()
 
 
-def _advice(problems: list[Problem], folder: Path) -> list[str]:
-    code = "from transformers import AutoModelForCausalLM as M; "
-    code += f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')"
+def _advice(problems: list[Problem]) -> list[str]:
     disagree = "do not trust this directory: its index and its files disagree; save or download it again"
     advice = {
-        ProblemKind.FORMAT: f'convert the checkpoint once with transformers: python -c "{code}"',
-        ProblemKind.FILE: "download or save the checkpoint again",
+        ProblemKind.FILE: SAVE_AGAIN,
         ProblemKind.INDEX: disagree,
         ProblemKind.DUPLICATED: disagree,
     }

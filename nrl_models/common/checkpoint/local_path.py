@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, shown
 
@@ -88,3 +88,14 @@ def cache_directory() -> Path:
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nrl_models"
+
+
+def leaves(file: str) -> bool:
+    """Whether a name of a file leads out of the directory of the checkpoint."""
+    path = PurePosixPath(file)
+    return path.is_absolute() or ".." in path.parts or "\\" in file
+
+
+def is_pickle(file: str) -> bool:
+    """Return True if a file has a suffix of pickled weights."""
+    return PurePosixPath(file).suffix in (".bin", ".pt", ".pth")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import struct
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -16,14 +20,16 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from checkpoints import INDEX, WEIGHTS, edit_index, problems, stored, weight_map
+from checkpoints import INDEX, WEIGHTS, edit_index, new_model, problems, stored, weight_map
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from nrl_models import CheckpointError
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.page_maps import map_file
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.stored_tensors import DTYPES as KNOWN_DTYPES
+from nrl_models.testing.tiny import tiny_config
 
 
 def first_shard(folder: Path) -> Path:
@@ -184,13 +190,48 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     assert f"neither {WEIGHTS} nor {INDEX}" in str(error)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_other_formats_are_refused_with_the_conversion(tmp_path: Path, name: str) -> None:
+COMMAND = re.compile(r'python -c ".*')
+
+
+@pytest.mark.parametrize(
+    ("name", "architectures"),
+    [
+        ("model.pt", ["LlamaForCausalLM"]),  # transformers does not read it
+        ("consolidated.00.pth", ["LlamaForCausalLM"]),
+        ("pytorch_model.bin", ["OwnForCausalLM"]),  # no class of transformers
+        ("pytorch_model.bin", ["AutoModel"]),
+        ("pytorch_model.bin", [5]),
+        ("pytorch_model.bin", None),
+    ],
+)
+def test_other_formats_are_refused_with_the_conversion(tmp_path: Path, name: str, architectures: Any) -> None:
     (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
     error = refuse(tmp_path)
     assert problems(error) == {("format", str(tmp_path))}
     assert f"only {name} found" in str(error)
-    assert f"save_pretrained('{tmp_path}-safetensors')" in str(error)
+    assert "with the class that saved it" in str(error)
+    assert COMMAND.search(str(error)) is None
+
+
+@pytest.mark.parametrize("index", [None, INDEX])
+def test_conversion_command_keeps_the_head(tmp_path: Path, index: str | None) -> None:
+    reward = new_model(tiny_config(LlamaConfig), "ForSequenceClassification")
+    folder = tmp_path / "it's $HOME"
+    reward.save_pretrained(folder)
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    if index is not None:
+        content = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "pytorch_model.bin")}
+        (folder / index).write_text(json.dumps(content))
+    command = COMMAND.search(str(refuse(folder)))
+    assert command is not None
+    arguments = shlex.split(command.group())
+    subprocess.run([sys.executable, *arguments[1:]], check=True, capture_output=True)
+    for key, tensor in load_file(tmp_path / "it's $HOME-safetensors" / WEIGHTS).items():
+        assert torch.equal(tensor, tensors.pop(key))
+    assert not tensors
 
 
 @pytest.mark.parametrize("cut", [1, 1000, 0.5, 0.99999])
@@ -316,11 +357,13 @@ def test_an_index_may_name_files_in_folders_below(shards: Path) -> None:
     assert CheckpointFiles(shards).tensors.keys() == weight_map(shards).keys()
 
 
-@pytest.mark.parametrize("file", ["pytorch_model-00001-of-00002.bin", "", 7, None])
+@pytest.mark.parametrize("file", ["pytorch_model-00001-of-00002.bin", "a.SAFETENSORS", "", 7, None])
 def test_an_index_entry_that_is_no_safetensors_file(shards: Path, file: Any) -> None:
     key = next(iter(weight_map(shards)))
     edit_index(shards, lambda entries: entries.update({key: file}))
-    assert problems(refuse(shards)) == {("format", key)}
+    error = refuse(shards)
+    assert problems(error) == {("format", key)}
+    assert ("import LlamaForCausalLM" in str(error)) == str(file).endswith(".bin")
 
 
 @pytest.mark.parametrize(
