@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from contextlib import suppress
@@ -94,6 +95,12 @@ def leaves(file: str) -> bool:
     """Whether a name of a file leads out of the directory of the checkpoint."""
     path = PurePosixPath(file)
     return path.is_absolute() or ".." in path.parts or "\\" in file
+
+
+def short_name(name: str) -> str:
+    """Return a file's name to build longer names from, or a digest of it: file systems allow names of 255 bytes."""
+    encoded = os.fsencode(name)
+    return name if len(encoded) <= 200 else hashlib.sha256(encoded).hexdigest()
 
 
 def is_pickle(file: str) -> bool:

@@ -12,7 +12,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
 from nrl_models.common.checkpoint.generations import plain
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, short_name
 from nrl_models.common.checkpoint.publication.durable import sync, sync_tree
 from nrl_models.common.checkpoint.publication.locks import TEMPORARY, locked, remove_dead, temporary
 from nrl_models.common.checkpoint.publication.publishing import publish
@@ -103,7 +103,7 @@ def staged(target: str | Path) -> Iterator[Path]:
         raise SaveError(f"cannot save into {target}: it is a file, expected a directory")
     with reporting_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = f".{target.name}{TEMPORARY}"
+        beside = f".{short_name(target.name)}{TEMPORARY}"
         remove_dead(target.parent, beside)
         if target.is_dir():
             remove_dead(target, TEMPORARY)
@@ -173,7 +173,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
         if file.exists() and not file.is_file():
             file.write_bytes(data)
             return
-        prefix = f".{file.name}{TEMPORARY}"
+        prefix = f".{short_name(file.name)}{TEMPORARY}"
         remove_dead(file.parent, prefix)
         with temporary(file.parent, prefix, directory=False) as beside:
             beside.write_bytes(data)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nrl_models.common.checkpoint.local_path import short_name
+
 MARKER = ".nrl_models"
 """File that marks such a directory. It contains the directory's purpose."""
 
@@ -46,14 +48,14 @@ def default_folder(command: str, checkpoint: str | Path, digest: str) -> Path:
 
     Args:
         command: Name of the command that saves results.
-        checkpoint: Path of the checkpoint; NAME is its last part.
+        checkpoint: Path of the checkpoint; NAME is its last part, or a digest of a long one.
         digest: Hash of all inputs of the results; DIGEST is its first 8 characters.
     """
     parent = Path(command)
     if not parent.exists():
         parent.mkdir()
         (parent / ".gitignore").write_text(IGNORE_ALL)
-    return parent / f"{Path(checkpoint).resolve().name}-{digest[:8]}"
+    return parent / f"{short_name(Path(checkpoint).resolve().name)}-{digest[:8]}"
 
 
 def release(folder: Path) -> None:

@@ -18,7 +18,11 @@ from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
 
 from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError, UnknownArgumentError
+from nrl_models.common.checkpoint.local_path import short_name
+from nrl_models.common.checkpoint.publication.locks import TEMPORARY
+from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.projections import own_storage
+from nrl_models.common.trust.own_folder import claim, default_folder
 from nrl_models.errors import SaveError
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.families.table.classes import MixtralForCausalLM
@@ -229,6 +233,21 @@ def test_folders_are_made(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp
     assert which(tmp_path / "a" / "b" / "c", models) == 0
     assert (tmp_path / "a" / "b" / "c").stat().st_mode == (tmp_path / "a").stat().st_mode
     assert os.listdir(tmp_path / "a" / "b") == ["c"]
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "ü" * 127], ids=["ascii", "utf-8"])
+def test_names_as_long_as_the_file_system_allows(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / name
+    (tmp_path / f".{short_name(name)}{TEMPORARY}01234567").mkdir()  # left by a killed save
+    for which_model in (0, 1):  # into a new directory, and into an existing one
+        models[which_model].save_pretrained(folder)
+        assert which(folder, models) == which_model
+        assert os.listdir(tmp_path) == [name]
+    write_whole(folder / name, "text")
+    assert (folder / name).read_text() == "text"
+    claim(default_folder(str(tmp_path / "checks"), folder, "0" * 64), "test")
 
 
 def test_a_file_in_the_place_of_the_folder(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
