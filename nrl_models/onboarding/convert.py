@@ -42,9 +42,9 @@ def convert(
 ) -> str:
     """Write the checkpoint in `source` to `target`, in another dtype or other shards.
 
-    All other files of the directory (tokenizer, templates, license) are copied and overwrite those in `target`. Links
-    are followed if they stay inside the directory; others raise before anything is written. For a GGUF file (`source`,
-    or the one in that directory), its tokenizer is also written.
+    All other files of the directory or hub repository (tokenizer, templates, license) are copied and overwrite those in
+    `target`. Links are followed if they stay inside the directory; others raise before anything is written. For a GGUF
+    file (`source`, or the one in that directory), its tokenizer is also written.
 
     Args:
         source: Checkpoint directory, hub repository or GGUF file.
@@ -63,7 +63,7 @@ def convert(
         UnknownArgumentError: If the dtype or size is invalid.
     """
     checked_file_size(max_shard_size)
-    folder, target = resolve_folder(source), folder_to_write(target)
+    folder, target = resolve_folder(source, all_but=LEFT_BEHIND), folder_to_write(target)
     require_replaceable(folder, target, overwrite=overwrite)
     others = {} if is_gguf(folder) else files_inside(folder, shutil.ignore_patterns(*LEFT_BEHIND), [target])
     auto_class = auto_class_for(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from nrl_models.common.checkpoint.generations import (
     PUBLISHED,
+    READ,
     FileWatch,
 )
 from nrl_models.common.checkpoint.json_reading import read_object
@@ -27,6 +28,9 @@ from nrl_models.common.checkpoint.local_path import (
 )
 from nrl_models.common.checkpoint.named_weights import named_weights, problem_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+
+DOWNLOADED = (*(f"*{suffix}" for suffix in READ if suffix not in (".gguf", ".safetensors")), "model*.safetensors")
+"""Files of a hub repository that this library or transformers reads, apart from weights that only an index names."""
 
 
 def require_repository(path_or_id: str | Path, *, subfolder: str = "", revision: str | None = None) -> None:
@@ -59,12 +63,13 @@ def resolve_folder(
     cache_dir: str | Path | None = None,
     gguf_file: str | None = None,
     local_files_only: bool = False,
+    all_but: Sequence[str] = (),
 ) -> Path:
     """Return the local directory of a checkpoint: `path_or_id` itself, or the downloaded hub repository.
 
-    Downloads only configuration, code, `model*.safetensors` and the shards of an index, or only the GGUF file. If the
-    checkpoint is a GGUF file, returns that file: `path_or_id` itself, `gguf_file`, or the only one in a directory
-    without safetensors.
+    Downloads configuration, tokenizer, chat templates, code, `model*.safetensors` and the shards of an index, or only
+    the GGUF file. With `all_but`, also all other files that match none of these patterns. If the checkpoint is a GGUF
+    file, returns that file: `path_or_id` itself, `gguf_file`, or the only one in a directory without safetensors.
 
     Raises:
         CheckpointError: If the directory does not exist, has no `config.json`, or has a PEFT adapter. Also if the GGUF
@@ -80,13 +85,16 @@ def resolve_folder(
             advice = ["check the path, or pass the name of a hub repository (owner/name)"]
             raise CheckpointError(f"cannot load {path_or_id}", [problem], advice)
         prefix = f"{subfolder.strip('/')}/" if subfolder else ""
-        names = ("*.json", "*.py", "model*.safetensors") if gguf_file is None else (gguf_file,)
+        names = DOWNLOADED if gguf_file is None else (gguf_file,)
         patterns = [prefix + name for name in names]
         options: Any = {"revision": revision, "token": token, "cache_dir": cache_dir, "allow_patterns": patterns}
         options |= {"ignore_patterns": [f"*{PUBLISHED}/*"], "local_files_only": local_files_only}
         folder = _downloaded(path_or_id, options)
         if shards := _other_shards(folder / subfolder):
             _downloaded(path_or_id, options | {"allow_patterns": [prefix + glob.escape(name) for name in shards]})
+        if all_but:
+            ignored = [*options["ignore_patterns"], *all_but]
+            _downloaded(path_or_id, options | {"allow_patterns": [prefix + "*"], "ignore_patterns": ignored})
     while True:
         with FileWatch(folder / subfolder) as watch:
             try:

@@ -445,10 +445,9 @@ def test_a_hub_repository_that_cannot_be_had(name: str, monkeypatch: pytest.Monk
     assert name in str(caught.value)
 
 
-def test_only_configuration_code_and_safetensors_are_fetched(
-    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_files_that_are_read_are_downloaded(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
+    texts = ("*.codes", "*.jinja", "*.json", "*.model", "*.py", "*.spm", "*.tiktoken", "*.txt", "*.vocab")
 
     def download(repository: str, **options: Any) -> str:
         asked.update(options, repository=repository)
@@ -463,7 +462,7 @@ def test_only_configuration_code_and_safetensors_are_fetched(
         "token": "t",
         "cache_dir": "c",
         "local_files_only": False,
-        "allow_patterns": [f"{llama_checkpoint.name}/{end}" for end in ("*.json", "*.py", "model*.safetensors")],
+        "allow_patterns": [f"{llama_checkpoint.name}/{end}" for end in (*texts, "model*.safetensors")],
         "ignore_patterns": ["*.nrl-published/*"],
     }
 

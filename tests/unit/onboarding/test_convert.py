@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import INDEX, WEIGHTS, assert_same, edit_config, new_model, problems, stored, weight_map
+from huggingface_hub.utils import filter_repo_objects
 from transformers import LlamaConfig, PersimmonConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
@@ -22,6 +24,8 @@ from nrl_models import (
     UnknownArchitectureError,
     UnknownArgumentError,
 )
+from nrl_models.certify.certified import file_hashes
+from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.onboarding.convert import convert
 from nrl_models.testing.tiny import tiny_config
 
@@ -121,6 +125,32 @@ def test_everything_else_comes_along_and_old_weights_do_not(full: Path, tmp_path
         assert (tmp_path / "out" / name).read_text() == content
     assert {name: (full / name).read_bytes() for name in files_of(full)} == before
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_hub_repository_is_converted_like_its_directory(
+    full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tokenizer.model", "merges.txt", "vocab.txt"):
+        (full / name).write_text("{}")
+    snapshot = tmp_path / "snapshot"
+
+    def download(_: str, *, allow_patterns: list[str], ignore_patterns: list[str], **options: Any) -> str:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        for name in filter_repo_objects(sorted(files_of(full)), **patterns):
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(full / name, snapshot / name)
+        return str(snapshot)
+
+    monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.snapshot_download", download)
+    read = file_hashes(resolve_folder("owner/name"))
+    assert read == file_hashes(full)
+    assert "chat_template.jinja" in read
+    assert not files_of(snapshot) & {"LICENSE", "assets/logo/small.png", *OLD_WEIGHTS[:1], *OLD_WEIGHTS[2:-1]}
+    convert("owner/name", tmp_path / "out")
+    convert(full, tmp_path / "expected")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "expected")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == OTHERS["chat_template.jinja"]
+    assert not files_of(snapshot) & {"pytorch_model.bin", "original/consolidated.00.pth", "onnx/model.onnx"}
 
 
 def test_what_an_earlier_conversion_left_is_replaced(full: Path, tmp_path: Path) -> None:
