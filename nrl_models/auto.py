@@ -195,6 +195,7 @@ class _AutoModel:
             raise own_code_failed(source, error) from error
         if not issubclass(found, PreTrainedModel):
             raise own_code_failed(source, TypeError(f"{reference} is not a PreTrainedModel"))
+        found.register_for_auto_class(cls.upstream.__name__)  # save_pretrained then writes its code
         return found
 
 

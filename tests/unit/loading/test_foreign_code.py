@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import WEIGHTS, edit_config
+from checkpoints import WEIGHTS, assert_same, edit_config
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import hub_kernels
 from versions import since
@@ -161,3 +162,35 @@ def test_own_code_for_a_known_model_type(folder: Path) -> None:
     with pytest.raises(RemoteCodeError, match="own code for a base model"):
         AutoModel.from_pretrained(folder)
     assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LlamaForRewardModel"
+
+
+def write_own_code(folder: Path) -> None:
+    """Turn a Llama checkpoint into one of a model type of its own, with code in three files."""
+    files = {
+        "configuration_own.py": "from transformers import LlamaConfig\n\nclass OwnConfig(LlamaConfig):\n"
+        "    model_type = 'own'",
+        "layers_own.py": "SCALE = 2.0",
+        "modeling_own.py": "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n"
+        "from .layers_own import SCALE\n\nclass OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig",
+    }
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    edit_config(folder, model_type="own", architectures=["OwnForCausalLM"], auto_map=auto_map)
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "from_config"])
+def test_own_code_is_saved_with_the_model(way: str, folder: Path, tmp_path: Path) -> None:
+    write_own_code(folder)
+    if way == "from_pretrained":
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    else:
+        config = read_config(folder, trust_remote_code=True)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    saved = tmp_path / "saved"
+    model.save_pretrained(saved)
+    assert {file.name for file in saved.glob("*.py")} == {"configuration_own.py", "layers_own.py", "modeling_own.py"}
+    shutil.rmtree(folder)
+    again = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
+    assert type(again).__name__ == "OwnForCausalLM"
+    assert_same(again.state_dict(), model.state_dict())
