@@ -180,16 +180,27 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     if unknown:
         kind = f", or a key of {type(config).__name__}"
         raise UnknownArgumentError(unknown_keywords(unknown, (*KEYWORDS, *IMPLEMENTATIONS), config.to_dict(), kind))
-    try:
-        for name, value in with_declared_types(type(config), overrides, "what was passed").items():
-            if name in IMPLEMENTATIONS:
-                setattr(config, f"_{name}", value)
-            elif isinstance(nested := getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
-                setattr(config, name, type(nested)(**(nested.to_dict() | dict(value))))
-            else:
-                setattr(config, name, value)
-    except StrictDataclassFieldValidationError as error:
-        raise UnknownArgumentError(f"{name}={value!r}: {one_line(error)}") from error
+    values = with_declared_types(type(config), overrides, "what was passed")
+    # These also set other values, which their own keywords then replace, in any order of the keywords.
+    first = [name for name in values if isinstance(getattr(config, name, None), PreTrainedConfig)]
+    first += [*IMPLEMENTATIONS, "num_labels"]
+    for name in sorted(values, key=lambda name: first.index(name) if name in first else len(first)):
+        try:
+            _set_value(config, name, values[name])
+        except Exception as error:  # any error of a setter or of the class of a part
+            raise UnknownArgumentError(
+                f"{name}={shown(values[name])}: {type(config).__name__} does not accept this value: {one_line(error)}"
+            ) from error
+
+
+def _set_value(config: PreTrainedConfig, name: str, value: Any) -> None:
+    """Set a value that was passed. A mapping updates the values of a nested configuration."""
+    if name in IMPLEMENTATIONS:
+        setattr(config, f"_{name}", value)
+    elif isinstance(nested := getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
+        setattr(config, name, type(nested)(**(nested.to_dict() | dict(value))))
+    else:
+        setattr(config, name, value)
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import WEIGHTS, assert_same, edit_weights, stored
+from checkpoints import WEIGHTS, assert_same, edit_config, edit_weights, stored
+from transformers import AutoConfig, Gemma3Config, LlamaConfig, PreTrainedModel
 from transformers import AutoModelForCausalLM as HFAuto
-from transformers import LlamaConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, BackendConfig, CheckpointError
@@ -19,6 +19,7 @@ from nrl_models.common.checkpoint import files
 from nrl_models.errors import ConfigurationError, DeviceError, UnknownArgumentError
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.loading import keywords as of_keywords
+from nrl_models.loading.read_config import override
 
 
 def facts(model: PreTrainedModel) -> dict[str, Any]:
@@ -306,3 +307,32 @@ def test_a_configuration_from_elsewhere(llama_checkpoint: Path, folder: Path) ->
     for place in (folder, str(folder), path):
         ours, theirs = (of.from_pretrained(llama_checkpoint, config=place) for of in (LlamaForCausalLM, HFLlama))
         assert ours.config.rms_norm_eps == theirs.config.rms_norm_eps == 0.5
+
+
+LABELS = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+
+
+@pytest.mark.parametrize("names", [("id2label", "num_labels"), ("label2id", "num_labels"), (*LABELS, "num_labels")])
+def test_labels_in_any_order(names: tuple[str, ...], folder: Path) -> None:
+    edit_config(folder, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    values = LABELS | {"num_labels": 2}
+    expected = AutoConfig.from_pretrained(folder, **{name: values[name] for name in names})
+    for order in (names, names[::-1]):
+        overrides = {name: values[name] for name in order}
+        config = AutoModelForSequenceClassification.from_pretrained(folder, new_head=True, **overrides).config
+        assert (config.id2label, config.label2id) == (expected.id2label, expected.label2id)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_implementation_applies_to_a_part_that_is_also_passed(order: int) -> None:
+    overrides = {"attn_implementation": "eager", "text_config": {"rms_norm_eps": 1e-3}}
+    config = Gemma3Config()
+    override(config, dict(list(overrides.items())[::order]))
+    assert config.text_config.rms_norm_eps == 1e-3
+    assert config.text_config._attn_implementation == config.vision_config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+def test_value_that_a_setter_does_not_accept(value: Any, folder: Path) -> None:
+    with pytest.raises(UnknownArgumentError, match=f"num_labels={value!r}: LlamaConfig does not accept this value"):
+        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=value)
