@@ -280,5 +280,6 @@ def _image_tensors(subject: CheckpointUnderTest) -> tuple[list[float], int, floa
         return [], 0, THRESHOLD, []
     sample = replace(sample, model_inputs=inputs)  # not the inputs that the engine used
     scores = trainer.score([sample.sequence], Sampling(), last=count, model_inputs=[sample.sequence_inputs])
-    error = token_mult_prob_error(torch.tensor(scores[0][-count:]), torch.tensor(sample.logprobs))
+    logprobs = torch.tensor([scores[0][-count:], sample.logprobs], dtype=torch.float32)
+    error = token_mult_prob_error(*logprobs)
     return [error], count, THRESHOLD, []

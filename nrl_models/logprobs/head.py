@@ -128,7 +128,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
 
     def stand_in(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         given.append(hidden)
-        probe = torch.tensor(PROBE, device=hidden.device, requires_grad=bool(sharded))
+        probe = torch.tensor(PROBE, dtype=torch.float32, device=hidden.device, requires_grad=bool(sharded))
         return probe.repeat(*hidden.shape[:-1], 1)
 
     with forward_replaced(module, stand_in):

@@ -165,7 +165,8 @@ class PolicyLoop:
             asked = list(islice(questions, count))
             repeated = [question for question in asked for _ in range(self.group)]
             samples = self.sample(repeated, seed + batch)
-            given = torch.tensor([self._reward(*pair) for pair in zip(repeated, samples, strict=True)])
+            scores = [self._reward(*pair) for pair in zip(repeated, samples, strict=True)]
+            given = torch.tensor(scores, dtype=torch.float32)
             rewards.append(given.view(-1, self.group))
             ended += sum(sample.finish_reason == "stop" for sample in samples)
             tokens += sum(len(sample.tokens) for sample in samples)
@@ -196,7 +197,7 @@ class PolicyLoop:
             )
         return Rollouts(
             kept,
-            torch.cat(advantages) if advantages else torch.zeros(0),
+            torch.cat(advantages) if advantages else torch.zeros(0, dtype=torch.float32),
             torch.cat(rewards),
             ended / replies,
             tokens / replies,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def _forget_remote_code() -> Iterator[None]:
     sys.path[:] = path
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         del sys.modules[name]
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def low_default_dtype(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Return a function that sets torch's default dtype to a low precision, until the end of the test."""
+    yield partial(torch.set_default_dtype, request.param)
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

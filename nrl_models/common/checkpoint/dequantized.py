@@ -220,7 +220,7 @@ def from_fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] 
     """
     result = _from_pairs(values.view(torch.uint8)) if values.dtype == FP4_PAIRS else values.to(torch.float32)
     if scales.dtype == torch.uint8:
-        scales = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
+        scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
     scales = scales.to(torch.float32)
     if block is None:
         return result.mul_(scales.reshape(()))

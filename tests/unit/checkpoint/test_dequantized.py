@@ -65,6 +65,14 @@ def test_fp8_with_one_scale_for_the_whole() -> None:
         assert torch.equal(from_fp8(values, scale, None), values.float() / 2)
 
 
+def test_exponents_of_two_in_any_default_dtype(low_default_dtype: Callable[[], None]) -> None:
+    values = torch.ones(4, 2, dtype=torch.float32).to(torch.float8_e4m3fn)
+    exponents = torch.tensor([[0], [60], [160], [254]], dtype=torch.uint8)
+    low_default_dtype()
+    actual = from_fp8(values, exponents, (1, 2))
+    assert torch.equal(actual, torch.ldexp(values.float(), exponents.int() - 127))
+
+
 def test_mxfp4_is_each_code_times_the_power_of_two_of_its_group() -> None:
     codes = torch.randint(0, 16, (2, 6, 64))
     exponents = torch.randint(100, 150, (2, 6, 2), dtype=torch.uint8)

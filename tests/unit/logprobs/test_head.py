@@ -51,6 +51,18 @@ def test_scale_and_cap_are_observed(
     torch.testing.assert_close(head(hidden), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GraniteForCausalLM", "Gemma2ForCausalLM"])
+def test_the_default_dtype_does_not_matter(
+    name: str, low_default_dtype: Callable[[], None], input_ids: torch.Tensor
+) -> None:
+    config = {"final_logit_softcapping": 7.3} if name.startswith("Gemma") else {}
+    model = new_model(name, **config)
+    with torch.no_grad():
+        expected = token_logprobs(model, input_ids).logprobs
+        low_default_dtype()
+        assert torch.equal(token_logprobs(model, input_ids).logprobs, expected)
+
+
 def test_a_changed_cap_is_seen(input_ids: torch.Tensor) -> None:
     # No property that depends on the configuration is cached.
     model = new_model("Gemma2ForCausalLM")

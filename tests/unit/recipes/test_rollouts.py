@@ -166,6 +166,19 @@ def test_groups_of_equal_rewards_change_nothing(make: Callable[..., PolicyLoop])
     assert torch.equal(weights(loop), before)
 
 
+def test_rewards_are_fp32_whatever_the_default_dtype_is(
+    make: Callable[..., PolicyLoop], low_default_dtype: Callable[[], None]
+) -> None:
+    rewards = itertools.cycle([1.0, 1.0001])
+    loop = make("grpo", reward=lambda row, reply, ended: next(rewards))
+    low_default_dtype()
+    rollouts = loop.roll_out(questions(), 2, seed=0)
+    assert rollouts.advantages.dtype == torch.float32
+    # The standard deviation of a group is 5e-5 * sqrt(4 / 3), and 1e-4 is added to it.
+    expected = torch.tensor([-1.0, 1.0] * 4, dtype=torch.float32) * 5e-5 / (5e-5 * math.sqrt(4 / 3) + 1e-4)
+    torch.testing.assert_close(rollouts.advantages.flatten(), expected, rtol=1e-2, atol=0)
+
+
 def test_dynamic_sampling_asks_until_enough_groups_teach(make: Callable[..., PolicyLoop]) -> None:
     counted = itertools.count()
 
