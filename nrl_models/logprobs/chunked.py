@@ -91,9 +91,9 @@ def chunked_statistics(
     if weight is None or (reference is not None and reference.head.weight is None):
         return _by_checkpointing(hidden, head, tokens, sampling, reference, chunk_size)
     _require_tokens(tokens, len(weight))
-    hidden = _autocast(hidden)
+    hidden = hidden.to(head.autocast or hidden.dtype)
     if reference is not None:
-        reference = reference._replace(hidden=_autocast(reference.hidden))
+        reference = reference._replace(hidden=reference.hidden.to(reference.head.autocast or reference.hidden.dtype))
     # Under autocast, or if FSDP computes in another dtype than that of the shards.
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     vocabulary, hidden_size = weight.shape
@@ -103,16 +103,11 @@ def chunked_statistics(
     if ahead is not None and torch.is_grad_enabled() and weight.dtype != torch.float16 and len(hidden):
         passes = ahead.passes(len(hidden), chunk_size or loss_chunk_length(vocabulary, hidden_size, fused=fused))
     derivatives = None if ahead is None or passes is None else ahead.derivatives
-    logprobs, entropies, kl = _Chunked.apply(
-        hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size, passes, derivatives
-    )
+    with head.autocasting(hidden):
+        logprobs, entropies, kl = _Chunked.apply(
+            hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size, passes, derivatives
+        )
     return TokenStatistics(logprobs, entropies, kl)
-
-
-def _autocast(hidden: torch.Tensor) -> torch.Tensor:
-    """Return hidden states in the dtype in which autocast would multiply them."""
-    device = hidden.device.type
-    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
 
 
 def statistics_of(

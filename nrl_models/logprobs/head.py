@@ -17,6 +17,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -46,11 +47,14 @@ class OutputHead:
         module: The output embedding.
         scale: Factor of small logits after the output embedding.
         cap: Bound of the logits; None if there is none.
+        autocast: dtype of autocast where the model calls the output embedding; None if it is off there. Trainers may
+            enable it inside the model's forward (accelerate's mixed precision).
     """
 
     module: nn.Module
     scale: float = 1.0
     cap: float | None = None
+    autocast: torch.dtype | None = None
 
     @property
     def weight(self) -> torch.Tensor | None:
@@ -73,8 +77,14 @@ class OutputHead:
         """
         if (weight := self.weight) is not None:
             return len(weight)
-        with torch.no_grad():
+        with torch.no_grad(), self.autocasting(hidden):
             return self.module(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1]
+
+    def autocasting(self, hidden: torch.Tensor) -> AbstractContextManager[Any]:
+        """Return a context with autocast as where the model calls the output embedding."""
+        if self.autocast == _autocast_dtype(hidden):
+            return nullcontext()
+        return torch.autocast(hidden.device.type, self.autocast, enabled=self.autocast is not None)
 
     def finish_(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale and cap the output embedding's result in place and in its dtype, as the model does."""
@@ -96,8 +106,16 @@ class OutputHead:
         """Logits of hidden states, as the model computes them."""
         if (weight := self.weight) is not None and weight is not self.module.weight:  # sharded
             bias = None if self.bias is None else self.bias.to(hidden.dtype)
-            return self.finish(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
-        return self.finish(self.module(hidden))
+            with self.autocasting(hidden):
+                return self.finish(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
+        with self.autocasting(hidden):
+            return self.finish(self.module(hidden))
+
+
+def _autocast_dtype(hidden: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast multiplies a tensor at present; None if it is off."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,9 +143,11 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {_ADVICE}")
     sharded = _sharded_around(model, module) if torch.is_grad_enabled() else []
     given: list[torch.Tensor] = []
+    autocast: list[torch.dtype | None] = []
 
     def stand_in(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         given.append(hidden)
+        autocast.append(_autocast_dtype(hidden))
         probe = torch.tensor(PROBE, dtype=torch.float32, device=hidden.device, requires_grad=bool(sharded))
         return probe.repeat(*hidden.shape[:-1], 1)
 
@@ -149,7 +169,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
             f"instead. {_ADVICE}"
         )
     hidden = _columns_of_tokens(model, given[0], input_ids)
-    head = replace(_fit(observed, model), module=module)
+    head = replace(_fit(observed, model), module=module, autocast=autocast[0])
     _check(model, head, input_ids)
     for part in sharded:
         part.unshard()
@@ -303,7 +323,7 @@ def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
     Raises:
         HeadError: If it does not.
     """
-    key = (id(head.module), head.scale, head.cap, type(head.module))
+    key = (id(head.module), head.scale, head.cap, head.autocast, type(head.module))
     if _checked.get(model) == key:
         return
     text = input_ids.reshape(-1)[:CHECKED_TOKENS][None]
@@ -314,10 +334,10 @@ def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
             expected = _logits_of(model(input_ids=text, use_cache=False))
     finally:
         handle.remove()
-    actual = head(given[0]).float()
+    actual = head(given[0])
     # Some models compute their logits in another dtype than their hidden states.
-    rounding = max(torch.finfo(dtype).eps for dtype in (given[0].dtype, expected.dtype))
-    expected = expected.float()
+    rounding = max(torch.finfo(values.dtype).eps for values in (given[0], expected, actual))
+    actual, expected = actual.float(), expected.float()
     tolerance = 8 * rounding * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
     if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=0.0, atol=tolerance, equal_nan=True):
         raise HeadError(

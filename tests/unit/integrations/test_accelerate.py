@@ -16,6 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.projections import join, report
 from nrl_models.errors import CheckpointError
+from nrl_models.logprobs import rollout_logprobs, token_logprobs
 from nrl_models.testing.tiny import tiny_config
 
 MAP = {
@@ -139,6 +140,17 @@ def test_a_prepared_model_trains_the_same(precision: str, llama_checkpoint: Path
     expected, actual = losses
     assert actual == pytest.approx(expected, rel=1e-4 if precision == "no" else 1e-2)
     assert actual[-1] < actual[0] - 0.1
+
+
+@pytest.mark.usefixtures("_fresh_state")
+def test_logprobs_of_a_model_prepared_in_mixed_precision(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    with torch.no_grad():
+        logprobs = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, input_ids[:, 1:, None])[..., 0]
+    for result in (token_logprobs(model, input_ids), rollout_logprobs(model, input_ids.tolist())):
+        assert_close(result.logprobs[:, 1:], expected)
 
 
 @pytest.mark.usefixtures("_fresh_state")

@@ -293,7 +293,8 @@ def test_output_embeddings_that_are_no_plain_linear() -> None:
 
 
 def test_autocast_computes_in_its_dtype() -> None:
-    head, hidden = OutputHead(linear(0, dtype=torch.float32)), hidden_states(dtype=torch.float32).requires_grad_()
+    head = OutputHead(linear(0, dtype=torch.float32), autocast=torch.bfloat16)
+    hidden = hidden_states(dtype=torch.float32).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         found = chunked_statistics(hidden, head, tokens(), Sampling(), chunk_size=8)
         full = statistics_of(head(hidden), tokens(), Sampling())
@@ -306,7 +307,8 @@ def test_autocast_computes_in_its_dtype() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.8)], ids=str)
 def test_autocast_leaves_entropy_and_divergence_in_fp32(dtype: torch.dtype, sampling: Sampling) -> None:
     hidden = hidden_states(dtype=torch.float32).requires_grad_()
-    head, theirs = OutputHead(linear(0, dtype=torch.float32)), OutputHead(linear(0, frozen=True, dtype=torch.float32))
+    head = OutputHead(linear(0, dtype=torch.float32), autocast=dtype)
+    theirs = OutputHead(linear(0, frozen=True, dtype=torch.float32), autocast=dtype)
     reference = Reference(hidden.detach(), theirs)
     with torch.autocast("cpu", dtype):
         found = chunked_statistics(hidden, head, tokens(), sampling, entropy=True, reference=reference, chunk_size=8)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -160,6 +162,53 @@ def test_a_head_beside_the_output_embedding_is_refused(input_ids: torch.Tensor) 
     model = Bypassing._from_config(tiny_config(transformers.LlamaConfig)).eval()
     with pytest.raises(HeadError, match="0 times"):
         token_logprobs(model, input_ids)
+
+
+class AutocastInside(transformers.LlamaForCausalLM):
+    """Computes in bf16 and returns fp32, as a model that accelerate prepares with mixed precision."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = super().forward(*args, **kwargs)
+        output.logits = output.logits.float()
+        return output
+
+
+class NoAutocastAtHead(transformers.LlamaForCausalLM):
+    """Computes its logits in fp32, also under autocast."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:
+        hidden = self.model(input_ids, use_cache=use_cache).last_hidden_state
+        with torch.autocast("cpu", enabled=False):
+            logits = self.lm_head(hidden.float())
+        return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("model_class", [AutocastInside, NoAutocastAtHead])
+@pytest.mark.parametrize("around", [False, True])
+def test_the_head_has_the_autocast_of_the_model(
+    model_class: type[Any], lora: bool, around: bool, input_ids: torch.Tensor
+) -> None:
+    torch.manual_seed(0)
+    model = model_class._from_config(tiny_config(transformers.LlamaConfig), dtype=torch.float32).eval()
+    randomize(model)
+    reference = copy.deepcopy(model)
+    randomize(reference)
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], init_lora_weights=False)).eval()
+    results = []
+    for chunk_size in (4, None):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            found = token_logprobs(model, input_ids, reference=reference, chunk_size=chunk_size)
+            loss = -found.logprobs.sum()
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        results.append((found.logprobs, found.kl, gradients))
+    torch.testing.assert_close(results[0][:2], results[1][:2], rtol=0, atol=2e-5)
+    for gradient, expected in zip(results[0][2], results[1][2], strict=True):
+        assert (gradient - expected).norm() <= 1e-2 * expected.norm() + 1e-6
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", None])
