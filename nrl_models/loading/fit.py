@@ -200,7 +200,8 @@ def fit_checkpoint(
         found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
-        raise CheckpointError(summary, found.problems, advice_for(model, adapter, names, found))
+        advice = advice_for(model, adapter, names, found, new_head=tolerance.new_head)
+        raise CheckpointError(summary, found.problems, advice)
     note_mtp(model, files, of_mtp, mtp)
     dtypes = _target_dtypes(model, adapter, dtype)
     heads, towers = frozenset(of_head), frozenset(of_towers)

@@ -207,7 +207,8 @@ def load_quantized(
     ]
     problems += names.incomplete(of_mtp) if keeps(model, options.mtp) else []
     if options.strict and problems:
-        remedies = ["pass strict=False to load it anyway", *head_advice(model, sorted(info.get("missing_keys", ())))]
+        of_head = head_advice(model, sorted(info.get("missing_keys", ())), tolerance.new_head)
+        remedies = ["pass strict=False to load it anyway", *of_head]
         raise CheckpointError(f"{folder} does not fit {model_class.__name__}", problems, remedies)
     if accepted.missing or accepted.mismatched:
         initialized = sorted({*accepted.missing, *(name for name, *_ in accepted.mismatched)})

@@ -54,17 +54,18 @@ def require_head(model: PreTrainedModel, head: Collection[str]) -> None:
         )
 
 
-def head_advice(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def head_advice(model: PreTrainedModel, names: Iterable[str], new_head: bool) -> list[str]:
     """Return the advice to pass `new_head=True` if some of the tensors that a checkpoint lacks are a head's.
 
-    A language model gets none: its head is not a new one.
+    A language model gets none: its head is not a new one. Nor does a load that passed it.
 
     Args:
         model: The model to load.
         names: The model's tensors that the checkpoint lacks, or has in another shape.
+        new_head: Whether it was passed.
     """
     head = new_head_names(model, names)
-    if not head or is_base_model(model) or predicts_words(model):
+    if new_head or not head or is_base_model(model) or predicts_words(model):
         return []
     return [
         "for a new head on the model in this checkpoint (a reward model from a language model) pass new_head=True: "
@@ -84,7 +85,9 @@ _ADVICE = {
 """Remedy for each kind of problem."""
 
 
-def advice_for(model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, found: Match) -> list[str]:
+def advice_for(
+    model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, found: Match, *, new_head: bool
+) -> list[str]:
     """Return remedies for the problems in `found`."""
     kinds = {problem.kind for problem in found.problems}
     advice = []
@@ -97,7 +100,7 @@ def advice_for(model: PreTrainedModel, adapter: StateDictAdapter, names: Checkpo
         advice.append(f"if the checkpoint ties its head to the embeddings, pass {as_keywords(keys, True)}")
     unfit = {problem.subject for problem in found.problems if problem.kind is ProblemKind.SHAPE}
     misfits = {name for key in unfit for name in names.parameters(key)}
-    advice += head_advice(model, dict.fromkeys((*found.missing, *sorted(misfits))))
+    advice += head_advice(model, dict.fromkeys((*found.missing, *sorted(misfits))), new_head)
     if ProblemKind.TIED in kinds:
         advice.append(f"pass {as_keywords(tying_keys(model, adapter.tied), False)} to keep both")
     if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):

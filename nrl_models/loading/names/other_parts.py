@@ -50,7 +50,8 @@ def head_keys(
 
     A key is a head's if a class with a head has it outside its base model. That covers keys that only the class gives
     away, such as `language_model.lm_head.weight`. If the checkpoint's names have the base model's prefix, a module
-    outside the prefix is a head as well, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`.
+    outside the prefix is a head as well, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`. So is a
+    module that the base model's class has by default, but not in `model`: BERT's pooler in a token classifier.
 
     Args:
         model: The model to load: a base model, or one with another head.
@@ -63,6 +64,8 @@ def head_keys(
         if found >= set(unknown):
             break
         found |= _keys_outside_base(head_class, model.config, unknown, key_mapping)
+    if not found >= set(unknown) and not is_base_model(model):
+        found |= _left_out(model, renamed, unknown)
     return found
 
 
@@ -132,6 +135,15 @@ def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown:
         if module not in body and module not in keys and not any(map(_is_in_layers, keys))
         for key in keys
     }
+
+
+def _left_out(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> set[str]:
+    """Find unknown keys of modules that a model with a head builds its base model without."""
+    base: Any = model.base_model
+    default, prefix = _on_meta(type(base), base.config), base_prefix(model)
+    absent = {name for name, _ in default.named_children()} - {name for name, _ in base.named_children()}
+    names = {name for name in default.state_dict() if name.partition(".")[0] in absent}
+    return {key for key in unknown if renamed[key].removeprefix(prefix) in names}
 
 
 def _is_in_layers(key: str) -> bool:

@@ -17,6 +17,7 @@ from nrl_models import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     CheckpointError,
     UnknownArgumentError,
     registry,
@@ -127,6 +128,30 @@ def test_a_head_that_fits_is_loaded(llama: Path, tmp_path: Path) -> None:
     )
     assert other.score.weight.shape == (2, HIDDEN)
     assert info["mismatched_keys"] == {("score.weight", torch.Size((3, HIDDEN)), torch.Size((2, HIDDEN)))}
+
+
+@pytest.mark.parametrize("part", ["bert.pooler.dense", "bert.pooler.other", "bert.poolers.dense"])
+def test_new_head_skips_parts_that_its_class_leaves_out(bert: Path, part: str) -> None:
+    """BERT's token classifiers have no pooler, which the published files have under the base model's prefix."""
+    tensors = stored(bert)
+    edit_weights(bert, lambda tensors: tensors.update({f"{part}.weight": torch.ones(HIDDEN, HIDDEN)}))
+
+    def load() -> tuple[PreTrainedModel, dict[str, Any]]:
+        return AutoModelForTokenClassification.from_pretrained(
+            bert, num_labels=1, new_head=True, dtype=torch.float32, output_loading_info=True
+        )
+
+    if part != "bert.pooler.dense":
+        with pytest.raises(CheckpointError, match=rf"unexpected: {part}\.weight") as raised:
+            load()
+        assert len(raised.value.problems) == 1
+        assert "pass new_head" not in str(raised.value)
+        return
+    model, info = load()
+    skipped = {name for name in tensors if name.startswith(("cls.", "bert.pooler."))}
+    assert info["unexpected_keys"] == skipped
+    own = {name: tensor for name, tensor in hf_tensors(model).items() if not name.startswith("classifier.")}
+    assert_same(own, {name: tensor for name, tensor in tensors.items() if name not in skipped})
 
 
 def test_a_new_head_excuses_nothing_else(llama: Path) -> None:
