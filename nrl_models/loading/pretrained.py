@@ -68,7 +68,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 and (part := quantized_part(source.config))
             ):
                 config.quantization_config = part.quantization_config
-            with blaming(config, f"check {model_class.__name__}"):
+            with blaming(config, f"check {model_class.__name__}", source.overrides):
                 check_config(model_class, config, options.ignore_config_keys)
             built_with = construction(model_class, options.combine, options.backend, device)
             files: CheckpointFiles
@@ -87,14 +87,15 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 files = CheckpointFiles(folder, options.variant)
                 opened.callback(files.close)
                 tolerance = _tolerance(source, config)
-                quantized = load_quantized(model_class, files, config, options, built_with, tolerance)
+                quantized = load_quantized(model_class, files, config, options, built_with, source.overrides, tolerance)
                 _require_in_place(source)
                 _require_unchanged(source, files.seen)
                 return quantized
             else:
                 files = CheckpointFiles(folder, options.variant)
             opened.callback(files.close)
-            with blaming(config, f"build {model_class.__name__}"), limited_build(len(files.tensors)):
+            building = blaming(config, f"build {model_class.__name__}", source.overrides)
+            with building, limited_build(len(files.tensors)):
                 dtype = resolve_dtype(options.dtype, config, files)
                 model = build_skeleton(model_class, config, dtype, **built_with)
             generation = None if folder is None else generation_config(model_class, folder)
@@ -195,8 +196,10 @@ def from_config(model_class: type[ModelT], config: PreTrainedConfig, **keywords:
         check_config(model_class, config, named.get("ignore_config_keys", ()))
     device = present_device(named.get("device") or device_in_context() or "cpu")
     options = construction(model_class, named.get("combine", "auto"), named.get("backend"), device)
-    options |= {name: named[name] for name in IMPLEMENTATIONS if name in named}
+    passed = {name: named[name] for name in IMPLEMENTATIONS if name in named}
+    options |= passed
     if named.get("dtype") not in (None, "auto"):
         options["dtype"] = config.dtype = checked_dtype(named["dtype"])
-    with outside_inference_mode(), BUILDING, device, blaming(config, f"build {model_class.__name__}"):
+    building = blaming(config, f"build {model_class.__name__}", passed)
+    with outside_inference_mode(), BUILDING, device, building:
         return model_class._from_config(config, **options)

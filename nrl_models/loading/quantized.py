@@ -155,6 +155,7 @@ def load_quantized(
     config: PreTrainedConfig,
     options: LoadOptions,
     construction: dict[str, Any],
+    overrides: Mapping[str, Any],
     tolerance: Tolerance = EXACT,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a quantized checkpoint with transformers. Linears that its quantizers replace are not fused.
@@ -163,6 +164,7 @@ def load_quantized(
         model_class, config, options: Model class, configuration and options of the load.
         opened: The checkpoint's files, validated and open.
         construction: Keywords for the model's constructor.
+        overrides: Values of the configuration that were passed as keywords.
         tolerance: Differences that are accepted.
 
     Returns:
@@ -184,7 +186,7 @@ def load_quantized(
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     try:
         # Never load a pickle, which transformers would use if there are no safetensors.
-        with BUILDING, blaming(config, f"load {model_class.__name__} quantized"):
+        with BUILDING, blaming(config, f"load {model_class.__name__} quantized", overrides):
             model, info = load(model_class, folder, output_loading_info=True, use_safetensors=True, **keywords)
     except OSError as error:
         problem = Problem(ProblemKind.FILE, folder.name, one_line(error))

@@ -43,6 +43,7 @@ class Source:
         folder: Local directory; None if the call has no path.
         config: Configuration, with the values that were passed as keywords.
         options: Options of the load.
+        overrides: Values of the configuration that were passed as keywords.
         watch: Detects that another process replaces the directory during the load; None if `folder` is None.
     """
 
@@ -50,6 +51,7 @@ class Source:
     folder: Path | None
     config: PreTrainedConfig
     options: LoadOptions
+    overrides: Mapping[str, Any]
     watch: FileWatch | None
 
 
@@ -140,7 +142,7 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
             override(config, overrides)
             if path_or_id is not None:
                 config.name_or_path = str(path_or_id)
-        yield Source(str(path_or_id or given_tensors.NAME), folder, config, options, watch)
+        yield Source(str(path_or_id or given_tensors.NAME), folder, config, options, overrides, watch)
 
 
 PATH_NAME = "pretrained_model_name_or_path"

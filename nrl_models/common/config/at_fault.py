@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,18 +23,21 @@ from nrl_models.errors import (
     shown,
 )
 
-ADVICE = "correct the configuration; if transformers' own class accepts it, report a bug of this family"
+OR_REPORT = "; if transformers' own class accepts it, report a bug of this family"
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @contextmanager
-def blaming(config: PreTrainedConfig, what: str) -> Iterator[None]:
-    """Report errors of transformers and torch as problems of `config`, with the keys that caused them.
+def blaming(config: PreTrainedConfig, what: str, passed: Mapping[str, Any] = _NOTHING) -> Iterator[None]:
+    """Report errors of transformers and torch as problems of `config` or of keywords, with the keys that caused them.
 
     Errors that values do not cause pass unchanged: errors of this library, of the disk, and out-of-memory errors.
 
     Args:
         config: The configuration.
         what: The action, for the message: "build LlamaForCausalLM".
+        passed: Values that the caller passed as keywords.
 
     Raises:
         FamilyImportError: If the configuration needs a package that is not installed.
@@ -47,34 +51,48 @@ def blaming(config: PreTrainedConfig, what: str) -> Iterator[None]:
         raise FamilyImportError(f"cannot {what}, because a package is missing: {one_line(error)}") from error
     except Exception as error:
         where = config.name_or_path or "the configuration"
+        passed = {**dict(_flat(passed, "")), **passed}
+        found = keys_at_fault(error, vars(config), passed, type(config))
         problems = [
-            Problem(ProblemKind.CONFIG, path, f"is {shown(value)}: {one_line(error)}")
-            for path, value in keys_at_fault(error, vars(config)).items()
+            Problem(ProblemKind.CONFIG, path, f"{verb} {shown(value)}: {one_line(error)}")
+            for path, value in found.items()
+            for verb in ["was passed as" if path in passed else "is"]
         ]
-        advice = ADVICE
+        suspects = ", ".join(passed) + " or the configuration" if passed else "the configuration"
+        advice = f"correct {suspects}{OR_REPORT}"
+        if found and found.keys() <= passed.keys():
+            advice = f"pass another value of {' and '.join(found)}, or leave it out"
         if not problems:
             argument = re.search(r"(attn|experts)_implementation", str(error))
-            advice = f"pass a supported {argument[0]} to from_pretrained, or leave it out" if argument else ADVICE
+            advice = f"pass a supported {argument[0]} to from_pretrained, or leave it out" if argument else advice
             name = argument[0] if argument else "the configuration"
             problems = [Problem(ProblemKind.CONFIG, name, one_line(error))]
         raise ConfigurationError(f"cannot {what}: {where}", problems, [advice]) from error
 
 
-def keys_at_fault(error: BaseException, values: Mapping[str, Any]) -> dict[str, Any]:
+def keys_at_fault(
+    error: BaseException,
+    values: Mapping[str, Any],
+    passed: Mapping[str, Any] = _NOTHING,
+    config_class: type[PreTrainedConfig] = PreTrainedConfig,
+) -> dict[str, Any]:
     """Find configuration values that caused an error, from code and message.
 
     Candidates are the values that the innermost line of transformers' code names. Otherwise, those that the innermost
-    function reads and whose type is in the message. If some candidates are zero, negative, or quoted in the message,
-    only these are returned.
+    function reads and whose type is in the message. If some candidates are zero or negative, only these are returned;
+    otherwise, if some were passed, only these; otherwise, if some are quoted in the message, only these.
 
     Args:
         error: The caught error.
         values: Values of the configuration by key; nested ones as objects or mappings.
+        passed: Values that the caller passed as keywords, by path.
+        config_class: Class of the configuration. A line that names one of its properties also names the values that
+            the property reads.
 
     Returns:
         Values by path; empty if none can be found.
     """
-    message, named = str(error), dict(_flat(values, ""))
+    message, named = str(error), {**dict(_flat(values, "")), **passed}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [summary.line or "" for summary in traceback.extract_tb(error.__traceback__)]
     upstream = [
@@ -83,16 +101,23 @@ def keys_at_fault(error: BaseException, values: Mapping[str, Any]) -> dict[str, 
         if re.search(r"\b(transformers|families)\b", frame.f_code.co_filename)
     ]
     for words, _ in upstream:
-        if found := _among(named, words):
-            not_positive = {
-                path: value for path, value in found.items() if isinstance(value, (int, float)) and value <= 0
-            }
-            return not_positive or {path: value for path, value in found.items() if str(value) in message} or found
+        if found := _among(named, words | _read_by_properties(config_class, words)):
+            of_caller = {path: value for path, value in found.items() if path in passed}
+            numbers = {path: value for path, value in found.items() if type(value) in (int, float)}
+            not_positive = {path: value for path, value in numbers.items() if value <= 0}
+            quoted = {path: value for path, value in found.items() if str(value) in message}
+            return not_positive or of_caller or quoted or found
     for _, code in upstream:
         found = _among(named, {*code.co_names, *(name for name in code.co_consts if isinstance(name, str))})
         if quoted := {path: value for path, value in found.items() if f"'{type(value).__name__}'" in message}:
-            return quoted
+            return {path: value for path, value in quoted.items() if path in passed} or quoted
     return {}
+
+
+def _read_by_properties(config_class: type[PreTrainedConfig], names: set[str]) -> set[str]:
+    """Return the attributes that properties of these names read."""
+    properties = [member for name in names if isinstance(member := getattr(config_class, name, None), property)]
+    return {name for member in properties if member.fget is not None for name in member.fget.__code__.co_names}
 
 
 def _among(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

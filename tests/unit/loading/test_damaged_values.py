@@ -12,7 +12,7 @@ import torch
 from checkpoints import edit_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.limits import check_limits, limited_build
 from nrl_models.errors import CheckpointError, ConfigurationError, NRLModelsError
@@ -58,6 +58,31 @@ def test_a_value_that_nothing_can_be_built_of(folder: Path, values: dict[str, An
         AutoModelForCausalLM.from_pretrained(folder)
     if subjects:
         assert [problem.subject for problem in caught.value.problems] == [subjects]
+
+
+@pytest.mark.parametrize(
+    ("passed", "subject", "advice"),
+    [
+        ({"id2label": None}, "id2label", "pass another value of id2label, or leave it out"),
+        ({"id2label": 5}, "id2label", "pass another value of id2label, or leave it out"),
+        ({"attn_implementation": 5}, "attn_implementation", "pass another value of attn_implementation,"),
+        ({"experts_implementation": "grouped_mm"}, "experts_implementation", "pass another value of experts_implem"),
+        ({"hidden_act": "silly", "num_labels": 2}, "hidden_act", "pass another value of hidden_act, or leave it out"),
+    ],
+    ids=str,
+)
+def test_error_names_the_keyword_that_caused_it(
+    folder: Path, passed: dict[str, Any], subject: str, advice: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{subject}: was passed as .*\n  What to do: {advice}") as caught:
+        AutoModelForSequenceClassification.from_pretrained(folder, **passed)
+    assert [problem.subject for problem in caught.value.problems] == [subject]
+
+
+def test_key_of_the_file_is_named_next_to_valid_keywords(folder: Path) -> None:
+    edit_config(folder, hidden_act="silly")
+    with pytest.raises(ConfigurationError, match=r"hidden_act: is 'silly': .*\n.*correct num_labels or the configur"):
+        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
 
 
 SIZES = (3, "16", [], [16], [16, 16, 16], [16, 0], [16, -16], [16.0, 16], [16, None], {}, True)
