@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from nrl_models.common.value_checks import is_integer
@@ -29,6 +30,18 @@ class RefitCallback(TrainerCallback):
             raise UnknownArgumentError(f"every={every}: expected at least 1")
         self.watch, self.every = watch, every
 
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Follow the learning rate of the trainer's optimizer."""
+        if optimizer is not None:
+            self.watch.follow_optimizer(optimizer)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refit the engine if it is due."""
         if state.global_step % self.every == 0:
@@ -42,7 +55,7 @@ def watch(trainer: Any, engine: Engine, *, every: int = 1, **options: Any) -> Wa
         trainer: `transformers.Trainer` or a subclass.
         engine: an engine of `nrl_models.start_engine`.
         every: number of optimizer steps between two refits.
-        options: options of `Watch`. Default of `log`: the trainer's `log`.
+        options: options of `Watch`. Default of `log`: the trainer's `log`. `optimizer` is the trainer's anyway.
 
     Raises:
         UnknownArgumentError: `every` is below 1, or an option is wrong.

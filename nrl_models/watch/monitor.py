@@ -78,7 +78,7 @@ class Watch:
         history: metrics of the last steps.
 
     Raises:
-        UnknownArgumentError: `probe_every` is negative, or probes have different lengths.
+        UnknownArgumentError: `probe_every` is negative, probes have different lengths, or `optimizer` has another type.
         SaveError: `log` or `capsule` cannot be written.
     """
 
@@ -141,6 +141,14 @@ class Watch:
     def last_sync(self) -> Sync:
         """The last sync."""
         return self._syncs.last
+
+    def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Report weights that change at learning rate 0 of this optimizer, which was made after the watch.
+
+        Args:
+            optimizer: as `optimizer` of `Watch`. With several, the largest learning rate counts.
+        """
+        self._changes.follow(optimizer)
 
     def refit(
         self,
@@ -260,7 +268,6 @@ class Watch:
         metrics = step_metrics(step.trainer, step.engine, step.mask, attention_mask)
         self._step += 1
         self._steps_since_sync += 1
-        self._changes.note_learning_rate()
         self._prompts += [hash(sample.prompt) for sample in step.samples]
         event = self._event(
             EventKind.STEP,

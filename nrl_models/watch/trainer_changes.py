@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
+from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.watch.rollout_tensors import fingerprint
 
 
 class TrainerChanges:
-    """Notes the learning rates of steps, and compares the tokenizer with its last state.
+    """Notes the learning rates of optimizer steps, and compares the tokenizer with its last state.
 
     Args:
         optimizer: The trainer's optimizer, if known.
         tokenizer: The trainer's tokenizer, if known.
+
+    Raises:
+        UnknownArgumentError: See `follow`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, tokenizer: Any) -> None:
-        self._optimizer, self._tokenizer = optimizer, tokenizer
+        self._tokenizer = tokenizer
         self._learning_rate: float | None = None
         self._vocabulary = fingerprint(tokenizer)
+        if optimizer is not None:
+            self.follow(optimizer)
 
-    def note_learning_rate(self) -> None:
-        """Note the learning rate of a step."""
-        if self._optimizer is not None:
-            rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
-            self._learning_rate = max(rate, self._learning_rate or 0.0)
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the learning rate of each step of an optimizer.
+
+        Args:
+            optimizer: An optimizer of PyTorch, or a wrapper of accelerate or DeepSpeed with the attribute `optimizer`.
+
+        Raises:
+            UnknownArgumentError: `optimizer` is another object.
+        """
+        inner: Any = optimizer
+        while (wrapped := getattr(inner, "optimizer", None)) is not None:
+            inner = wrapped
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise UnknownArgumentError(f"optimizer={shown(optimizer)}: expected a torch.optim.Optimizer")
+        inner.register_step_pre_hook(self._note_learning_rate)
+
+    def _note_learning_rate(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        rates = (group.get("lr") for group in optimizer.param_groups)
+        # Adafactor without a learning rate computes its own.
+        self._learning_rate = max(
+            self._learning_rate or 0.0, *(math.inf if rate is None else float(rate) for rate in rates)
+        )
 
     def take_learning_rate(self) -> float | None:
-        """Return the largest learning rate since the last call; None without steps or optimizer."""
+        """Return the largest learning rate of the steps since the last call; None without steps or if it is unknown."""
         rate, self._learning_rate = self._learning_rate, None
-        return rate
+        return None if rate == math.inf else rate
 
     def of_tokenizer(self) -> list[str]:
         """Return the parts of the tokenizer that changed since the last call."""

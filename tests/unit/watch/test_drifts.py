@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from nrl_models import Sample, Sampling, export_adapter
 from nrl_models.common.model_components.routers import routers_of
-from nrl_models.errors import DriftError
+from nrl_models.errors import DriftError, UnknownArgumentError
 from nrl_models.testing.tiny import tiny_config
 from nrl_models.watch import Cause, Finding, Severity, Watch
 from nrl_models.watch.trainer_changes import TrainerChanges
@@ -260,6 +261,39 @@ def test_weights_that_change_at_learning_rate_0() -> None:
     finding = found_within(loop, plant)
     assert finding.cause is Cause.UNEXPECTED_UPDATE
     assert finding.names == ("lm_head.weight",)
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, lambda optimizer: SimpleNamespace(optimizer=optimizer)])
+def test_each_optimizer_step_counts_for_an_unexpected_update(wrap: Callable[[Any], Any]) -> None:
+    loop = Loop()
+    loop.watch._changes = TrainerChanges(wrap(loop.optimizer), None)
+    loop.watch.refit()
+    loop.watch.before_update(samples := loop.sample(), loop.logprobs(samples))
+    for rate in (0.0, 0.05):  # a warm-up in which one batch has two updates
+        loop.optimizer.param_groups[0]["lr"] = rate
+        loop.logprobs(samples, loss=lambda result: -result.logprobs.sum() / 50)
+        loop.optimizer.step()
+    loop.watch.refit()
+    assert (loop.watch.version, loop.watch.findings) == (2, [])
+    loop.optimizer.param_groups[0]["lr"] = 0.0
+    loop.optimizer.step()
+    with torch.no_grad():
+        loop.model.lm_head.weight.mul_(0.999)
+    with pytest.raises(DriftError, match="unexpected update: 1 of"):
+        loop.watch.refit()
+
+
+def test_optimizer_without_a_learning_rate_updates_weights() -> None:
+    loop = Loop()
+    loop.watch._changes = TrainerChanges(loop.optimizer, None)
+    loop.optimizer.param_groups[0]["lr"] = None  # Adafactor(relative_step=True)
+    loop.optimizer.step()
+    assert loop.watch._changes.take_learning_rate() is None
+
+
+def test_optimizer_of_another_type_is_an_error() -> None:
+    with pytest.raises(UnknownArgumentError, match=r"optimizer=0\.1: expected a torch\.optim\.Optimizer"):
+        Watch(optimizer=0.1)
 
 
 def test_error_that_grows_while_weights_stay_the_same() -> None:

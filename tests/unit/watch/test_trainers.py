@@ -170,6 +170,27 @@ def test_transformers_trainer_refits_the_engine(folder: Path, tmp_path: Path) ->
         trainer.train()
 
 
+def test_transformers_trainer_reports_weights_that_change_at_learning_rate_0(folder: Path, tmp_path: Path) -> None:
+    class Decaying(Trainer):
+        def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **options)
+            with torch.no_grad():
+                self.model.lm_head.weight.mul_(0.999)
+            return loss
+
+    model, served = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    rows = [{"input_ids": list(range(20, 30)), "labels": list(range(20, 30))}] * 8
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+        learning_rate=0.0, save_strategy="no",
+    )  # fmt: skip
+    trainer = Decaying(model=model, args=arguments, train_dataset=rows)
+    hf_trainer.watch(trainer, FaultyEngine(served))
+    with pytest.raises(DriftError, match="unexpected update") as caught:
+        trainer.train()
+    assert caught.value.findings[0].names == ("lm_head.weight",)
+
+
 def test_refits_less_often_than_every_step_are_an_error_below_1() -> None:
     with pytest.raises(UnknownArgumentError, match="every=0"):
         hf_trainer.RefitCallback(Watch(), 0)
