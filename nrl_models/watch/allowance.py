@@ -15,6 +15,9 @@ HEALTHY_FACTOR = 4.0
 HEALTHY_OBSERVATIONS = 3
 """Number of first observations that count. Later ones do not raise the bound, so a slow drift is found."""
 
+OBSERVED_TOKENS = 128
+"""Tokens of an observation. Comparisons of fewer tokens are pooled, because the mean of a few varies too much."""
+
 SMALLEST_EXCESS = 1e-4
 """Engines in fp32 differ by this much from transformers."""
 
@@ -34,11 +37,16 @@ class Allowance:
         self.floor = floor if floor is not None and math.isfinite(floor) else None
         self.bar = bar
         self._observed: list[float] = []
+        self._pooled, self._pooled_tokens = 0.0, 0
 
-    def learn(self, error: float) -> None:
-        """Note the error of a healthy comparison."""
-        if len(self._observed) < HEALTHY_OBSERVATIONS:
-            self._observed.append(error)
+    def learn(self, error: float, tokens: int) -> None:
+        """Note the error of a healthy comparison, the mean over a number of tokens."""
+        self._pooled += tokens * error
+        self._pooled_tokens += tokens
+        if self._pooled_tokens >= OBSERVED_TOKENS:
+            if len(self._observed) < HEALTHY_OBSERVATIONS:
+                self._observed.append(self._pooled / self._pooled_tokens)
+            self._pooled, self._pooled_tokens = 0.0, 0
 
     def bound(self, sampling: Sampling) -> float:
         """Return the largest healthy error. A temperature below 1 enlarges differences of logits."""

@@ -224,10 +224,10 @@ class Watch:
         evidence = self._evidence()
         found = event.findings(evidence, of_transfer)
         values: dict[str, float] = {}
-        if event.probe_bound is not None:
+        if self._probes is not None and event.probe_bound is not None:
             self._probe_error = values["probe_error"] = evidence.measured.probe_error()
             if self._probe_error <= event.probe_bound:
-                self._allowed_in_probes.learn(self._probe_error)
+                self._allowed_in_probes.learn(self._probe_error, self._probes.tokens[:, 1:].numel())
                 self._agreed_at = self.version
         self._results.add(event, evidence, found, values, step=self._step, fail=self.fail)
 
@@ -280,7 +280,7 @@ class Watch:
         evidence = self._evidence(step, metrics)
         found = event.findings(evidence, ())
         if not found:
-            self._allowed.learn(metrics.token_mult_prob_error)
+            self._allowed.learn(metrics.token_mult_prob_error, metrics.tokens)
             self._agreed_at = self.version
         report = StepReport(step=self._step, version=self.version, metrics=metrics, findings=tuple(found))
         self.history.append(metrics)

@@ -204,3 +204,25 @@ def test_missing_arguments_are_errors() -> None:
 @pytest.mark.parametrize("floor", [math.nan, math.inf])
 def test_floor_that_cannot_be_measured_does_not_raise_the_bound(floor: float) -> None:
     assert Allowance(floor, 1.05).bound(Sampling()) == 1.05
+
+
+def test_bound_follows_the_mean_of_enough_tokens() -> None:
+    allowance = Allowance(None, 1.05)
+    for error in (1.001, 1.002, 1.003):
+        allowance.learn(error, 40)
+        assert allowance.bound(Sampling()) == 1.05
+    allowance.learn(1.004, 80)
+    assert allowance.bound(Sampling()) == pytest.approx(
+        1 + 4 * (0.001 * 40 + 0.002 * 40 + 0.003 * 40 + 0.004 * 80) / 200
+    )
+
+
+def test_few_tokens_in_the_first_step_set_no_bound() -> None:
+    watch = Watch()
+    few = ALL.clone()
+    few[1:] = False
+    few[0, 4:] = False
+    for mask, size in ((few, 0.002), (ALL, 0.01)):
+        watch.after_sync()
+        watch.before_update(trainer=logprobs(), engine=logprobs() + noise(size), mask=mask)
+    assert watch.findings == []
