@@ -114,7 +114,8 @@ class Watch:
         writer = None if capsule is None else CapsuleWriter(Path(capsule), capsule_limits or Limits())
         self._results = WatchResults(Recorder(log), writer, self._ranks)
         self.findings = self._results.findings
-        self._syncs = SyncLog(() if model is None else draft_names(model))
+        names, version = () if model is None else draft_names(model), 0 if engine is None else engine.version
+        self._syncs = SyncLog(names, version)
         self._probes = None
         can_probe = engine is not None and engine.capabilities().score and self._ranks == 1
         if model is not None and engine is not None and can_probe:
@@ -129,12 +130,12 @@ class Watch:
         if self._probes is not None:
             self._measure_floor(self._probes)
             # Before the first sync the engine may have other weights, for example random ones.
-            if self._probes.score(0) <= self._allowed_in_probes.bound(Sampling()):
-                self._agreed_at = 0
+            if self._probes.score(version) <= self._allowed_in_probes.bound(Sampling()):
+                self._agreed_at = version
 
     @property
     def version(self) -> int:
-        """Number of the weights: 0 before the first sync."""
+        """Number of the weights. Before the first sync: the engine's version, or 0 without an engine."""
         return self._syncs.last.version
 
     @property
@@ -299,7 +300,7 @@ class Watch:
     # Probes
 
     def _is_probe_due(self) -> bool:
-        return self.probe_every > 0 and (self.version == 1 or self.version % self.probe_every == 0)
+        return self.probe_every > 0 and (self._syncs.count == 1 or self._syncs.count % self.probe_every == 0)
 
     def _measure_floor(self, probes: Probes) -> None:
         dtype = probes.engine.capabilities().dtype or probes.dtype

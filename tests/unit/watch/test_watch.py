@@ -11,7 +11,7 @@ import torch
 from checkpoints import edit_weights
 from training_loop import PROMPTS, Loop
 
-from nrl_models import AutoModelForCausalLM, registry
+from nrl_models import AutoModelForCausalLM, export_adapter, registry
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import DriftError, UnknownArgumentError
 from nrl_models.logprobs import Sampling
@@ -175,6 +175,18 @@ def test_probes_run_only_as_often_as_requested() -> None:
     for _ in range(6):
         loop.step()
     assert scored == [1, 3, 6]
+
+
+def test_an_engine_with_earlier_refits_keeps_its_version() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.engine.refit(export_adapter(loop.model).iter_export(loop.model))
+    loop.watch = Watch(loop.model, loop.engine, probe_every=4)
+    loop.versions = [2] * len(PROMPTS)
+    assert loop.step().findings == ()
+    assert (loop.watch.version, loop.watch._agreed_at) == (3, 3)  # the first sync is probed
+    with pytest.raises(DriftError, match=r"2\], expected 3 to 3"):
+        loop.step()
 
 
 @pytest.mark.parametrize(
