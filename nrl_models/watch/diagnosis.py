@@ -238,7 +238,7 @@ def _shift(trainer: torch.Tensor, engine: torch.Tensor, found: float) -> str | N
 def _decoding(evidence: DriftEvidence) -> Finding:
     seen = evidence.measured.seen()
     message = "the engine's prefill of the samples agrees with the trainer, its decoding does not"
-    if any(seen) and evidence.sync.version > 0:
+    if any(seen) and evidence.sync.count > 0:
         message += f"; {sum(seen)} of {len(seen)} prompts were sampled from before sync {evidence.sync.version}"
     return Finding(cause=Cause.CACHE, message=message)
 
@@ -265,7 +265,7 @@ def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Findi
         message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
         yield Finding(cause=Cause.PADDING, message=message)
     before = [step.excess for step in evidence.history]
-    if before and evidence.steps_since_sync > 1 and sync.version > 0:
+    if before and evidence.steps_since_sync > 1 and sync.count > 0:
         message = f"the error grew from {worst_of(before):.3g} to {metrics.excess:.3g} with the weights of one sync"
         yield Finding(cause=Cause.ENGINE, message=message)
     if before and sync.same_weights:
@@ -276,12 +276,12 @@ def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Findi
     if metrics.grows:
         message = f"the error of the last quarter of positions is {metrics.growth:.3g} times that of the first"
         yield Finding(cause=Cause.CACHE, message=message)
-    if before and sync.version > 0:
+    if before and sync.count > 0:
         message = f"the error jumped from {worst_of(before):.3g} to {metrics.excess:.3g} at sync {sync.version}"
         yield Finding(cause=Cause.MISSING_WEIGHTS, message=message)
 
 
-WARNING_CAUSES = frozenset({Cause.PRECISION, Cause.FROZEN_DRAFT, Cause.NOTHING_COMPARED})
+WARNING_CAUSES = frozenset({Cause.PRECISION, Cause.FROZEN_DRAFT, Cause.NOTHING_COMPARED, Cause.LAGGING})
 """Causes that do not stop a run by themselves."""
 
 

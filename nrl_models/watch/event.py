@@ -158,7 +158,11 @@ class Event:
     def _step_findings(self, evidence: DriftEvidence) -> list[Finding]:
         metrics = evidence.metrics
         assert metrics is not None
-        found = [*self._token_findings(), *self._stale_rows(), *uncompared(metrics)]
+        rows = self._rows_of_other_weights()
+        compared = [
+            finding for finding in uncompared(metrics) if not rows or finding.cause is not Cause.NOTHING_COMPARED
+        ]
+        found = [*self._token_findings(), *rows, *compared]
         is_above = metrics.above(self.bars)
         if metrics.tokens and not metrics.excess + 1.0 <= self.bound and not found:
             found.append(self._diagnosed(evidence))
@@ -184,14 +188,19 @@ class Event:
                 message = f"{len(wrong)} of {in_engine} rows have other token IDs in the trainer than in the engine"
                 yield Finding(cause=Cause.TOKENS, message=message, names=tuple(f"row {row}" for row in wrong))
 
-    def _stale_rows(self) -> Iterator[Finding]:
+    def _rows_of_other_weights(self) -> list[Finding]:
+        """Return a finding about rows that are too old, or if all are older than the weights."""
         stale = [version for version in self.versions if not self.oldest <= version <= self.newest]
         if stale:
             message = (
                 f"{len(stale)} of {len(self.versions)} rows were sampled with versions {sorted(set(stale))}, "
                 f"expected {self.oldest} to {self.newest}"
             )
-            yield Finding(cause=Cause.STALE_WEIGHTS, message=message)
+            return [Finding(cause=Cause.STALE_WEIGHTS, message=message)]
+        if self.versions and self.newest not in self.versions:
+            message = "every row was sampled by earlier weights, which max_staleness allows, so no token was compared"
+            return [Finding(cause=Cause.LAGGING, level=Severity.WARNING, message=message)]
+        return []
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -223,6 +232,7 @@ def evidence_to_json(evidence: DriftEvidence) -> dict[str, Any]:
         "sampling": asdict(evidence.sampling),
         "sync": {
             "version": evidence.sync.version,
+            "count": evidence.sync.count,
             "changed": None if evidence.sync.changed is None else sorted(evidence.sync.changed),
         },
         "steps_since_sync": evidence.steps_since_sync,
@@ -239,10 +249,14 @@ def evidence_from_json(content: Mapping[str, Any], **more: Any) -> DriftEvidence
         content: the JSON values.
         more: measurements and tensors of the evidence.
     """
-    changed = content["sync"]["changed"]
+    sync, changed = content["sync"], content["sync"]["changed"]
     return DriftEvidence(
         sampling=Sampling(**content["sampling"]),
-        sync=Sync(version=content["sync"]["version"], changed=None if changed is None else frozenset(changed)),
+        sync=Sync(
+            version=sync["version"],
+            count=sync.get("count", sync["version"]),  # older capsules: versions counted from 0
+            changed=None if changed is None else frozenset(changed),
+        ),
         steps_since_sync=content["steps_since_sync"],
         agreed_at=content["agreed_at"],
         history=tuple(map(metrics_from_json, content["history"])),

@@ -61,6 +61,8 @@ class Cause(StrEnum):
     NOT_FINITE = "values that are not finite"
     NOTHING_COMPARED = "nothing compared"
     """A step without a single token to compare."""
+    LAGGING = "lagging samples"
+    """A step in which every row was sampled by earlier weights, as `max_staleness` allows."""
     UNKNOWN = "unknown"
 
 
@@ -84,6 +86,7 @@ ADVICE: Mapping[Cause, str] = {
     Cause.TRAINER: "compute them in evaluation mode on the sampled tokens, as `rollout_logprobs` does",
     Cause.NOT_FINITE: "do not update: a loss with these values destroys the weights",
     Cause.NOTHING_COMPARED: "pass the engine's log-probabilities and the mask of sampled tokens",
+    Cause.LAGGING: "pass model and engine to the watch, so that probes compare the weights after each sync",
     Cause.UNKNOWN: "run `nrl-models consistency` with this engine",
 }
 """Advice for each cause."""

@@ -300,7 +300,8 @@ class Watch:
     # Probes
 
     def _is_probe_due(self) -> bool:
-        return self.probe_every > 0 and (self._syncs.count == 1 or self._syncs.count % self.probe_every == 0)
+        count = self.last_sync.count
+        return self.probe_every > 0 and (count == 1 or count % self.probe_every == 0)
 
     def _measure_floor(self, probes: Probes) -> None:
         dtype = probes.engine.capabilities().dtype or probes.dtype

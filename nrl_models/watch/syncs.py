@@ -21,7 +21,8 @@ class Sync:
     """One weight sync.
 
     Args:
-        version: number of the weights: that of the engine, or the number of syncs.
+        version: number of the weights: that of the engine, or one more than before.
+        count: number of syncs so far; 0 before the first.
         sent: digest of each tensor as last sent, by Hub name; empty if unknown. A partial sync keeps earlier tensors.
         arrived: digest of each tensor as the engine received it; empty if unknown.
         unwritten: tensors of the engine that were not written.
@@ -29,6 +30,7 @@ class Sync:
     """
 
     version: int
+    count: int = 0
     sent: Mapping[str, str] = field(default_factory=dict)
     arrived: Mapping[str, str] = field(default_factory=dict)
     unwritten: tuple[str, ...] = ()
@@ -84,15 +86,10 @@ class SyncLog:
     Args:
         draft_names: Hub names of the model's draft (MTP) tensors.
         version: number of the engine's weights before the first sync.
-
-    Attributes:
-        last: the last sync.
-        count: number of syncs.
     """
 
     def __init__(self, draft_names: Collection[str] = (), version: int = 0) -> None:
         self.last = Sync(version=version)
-        self.count = 0
         self.draft_names = frozenset(draft_names)
         self.frozen_syncs = 0
 
@@ -115,13 +112,13 @@ class SyncLog:
             partial: tensors that are not sent keep their values.
         """
         before = self.last
-        self.count += 1
         is_known = bool(sent) and bool(before.sent)
         changed = frozenset(name for name in sent if before.sent.get(name) != sent[name]) if is_known else None
         unwritten = () if report is None else (*report.unwritten, *report.stale_buffers)
         arrived = {} if report is None else report.digests
         self.last = Sync(
             version=before.version + 1 if version is None else version,
+            count=before.count + 1,
             sent={**before.sent, **sent} if partial and is_known else sent,
             arrived=arrived,
             unwritten=unwritten,

@@ -108,6 +108,22 @@ def test_nothing_compared_does_not_pass() -> None:
     assert not report.passed
 
 
+def test_a_step_of_lagging_rows_is_a_warning_with_its_reason() -> None:
+    watch = Watch(max_staleness=1)
+    values = {"trainer": logprobs(), "engine": logprobs(), "mask": ALL}
+    for _ in range(2):
+        watch.after_sync()
+    report = watch.before_update(**values, versions=[1] * ROWS)
+    (finding,) = report.findings
+    assert (finding.cause, finding.level, report.passed) == (Cause.LAGGING, Severity.WARNING, False)
+    assert "every row was sampled by earlier weights" in str(finding)
+    with pytest.raises(DriftError, match=r"versions \[0\], expected 1 to 2") as caught:
+        watch.before_update(**values, versions=[0] * ROWS)
+    assert [finding.cause for finding in caught.value.findings] == [Cause.STALE_WEIGHTS]
+    report = watch.before_update(**{**values, "mask": ~ALL}, versions=[1] * (ROWS - 1) + [2])
+    assert [finding.cause for finding in report.findings] == [Cause.NOTHING_COMPARED]
+
+
 def test_tensors_that_are_no_longer_sent_are_named() -> None:
     watch = Watch()
     watch.after_sync({"a": "1", "b": "1"})
@@ -183,6 +199,12 @@ def test_an_engine_with_earlier_refits_keeps_its_version() -> None:
         loop.engine.refit(export_adapter(loop.model).iter_export(loop.model))
     loop.watch = Watch(loop.model, loop.engine, probe_every=4)
     loop.versions = [2] * len(PROMPTS)
+    loop.watch.fail = False
+    for size in (0.0, 1.0):  # not a jump at a sync, because there was none
+        zeros = torch.zeros(1, 2, dtype=torch.float64)
+        loop.watch.before_update(trainer=zeros, engine=zeros + size, mask=zeros == 0)
+    assert loop.watch.findings.pop().cause is Cause.UNKNOWN
+    loop.watch.fail = True
     assert loop.step().findings == ()
     assert (loop.watch.version, loop.watch._agreed_at) == (3, 3)  # the first sync is probed
     with pytest.raises(DriftError, match=r"2\], expected 3 to 3"):
