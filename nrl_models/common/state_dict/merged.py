@@ -8,13 +8,15 @@ memory is that of one such module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from nrl_models.common.modules import innermost, is_disabled, own_modules, peft_modules, peft_types, without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
@@ -33,8 +35,9 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
 
     Raises:
         StateDictError: If this is not a model of this library, adapter tensors cannot be merged into a weight (prompts,
-            prefixes), only one of two tied weights has an adapter, or weights under adapters are quantized or sharded.
-            Lists all problems.
+            prefixes), PEFT merges several active adapters into other weights than its forward uses (OFT, OSF), only
+            one of two tied weights has an adapter, or weights under adapters are quantized or sharded. Lists all
+            problems.
     """
     inner = innermost(model)
     if not isinstance(inner, PreTrainedModel):
@@ -67,8 +70,9 @@ class MergedAdapter(StateDictAdapter):
             Problem(ProblemKind.UNEXPECTED, name, f"is PEFT's {kind}, which is merged into no weight")
             for name, kind in _foreign(inner).items()
         ]
-        for name, wrapper in peft_modules(inner):
-            problems += list(_unreached(name, wrapper)) or list(_unmergeable(name, wrapper))
+        unreached = {name: list(_unreached(name, wrapper)) for name, wrapper in peft_modules(inner)}
+        problems += itertools.chain.from_iterable(unreached.values())
+        problems += _unmergeable((name, wrapper) for name, wrapper in peft_modules(inner) if not unreached[name])
         self.tied, apart = _merged_ties(inner, self.tied)
         problems += apart
         if problems:
@@ -93,10 +97,9 @@ class MergedAdapter(StateDictAdapter):
         """See `StateDictAdapter.iter_export`. Weights with an adapter are copied and merged when they are yielded.
 
         Raises:
-            StateDictError: Before the first tensor, if PEFT cannot merge an adapter.
+            StateDictError: Before the first tensor, if PEFT cannot merge an adapter, or merges it into other weights.
         """
-        problems = [problem for name, wrapper in peft_modules(model) for problem in _unmergeable(name, wrapper)]
-        if problems:
+        if problems := _unmergeable(peft_modules(model)):
             raise StateDictError("the adapters cannot be merged into what is exported", problems)
         yield from self._export(innermost(model), max_bytes, layout)
 
@@ -196,7 +199,21 @@ def _tuners(module: nn.Module) -> Iterator[Any]:
             yield layer
 
 
-def _unmergeable(name: str, wrapper: Any) -> Iterator[Problem]:
+def _unmergeable(wrappers: Iterable[tuple[str, Any]]) -> list[Problem]:
+    """Return a problem for each wrapper that PEFT cannot merge, or merges into other weights than its forward uses."""
+    problems: list[Problem] = []
+    compared: dict[object, list[str]] = {}
+    for name, wrapper in wrappers:
+        if failures := list(_merge_failures(name, wrapper)):
+            problems += failures
+        elif _runs_several(wrapper):
+            if (structure := _structure(wrapper)) not in compared:
+                compared[structure] = list(_merge_differences(wrapper))
+            problems += [Problem(ProblemKind.UNEXPECTED, name, detail) for detail in compared[structure]]
+    return problems
+
+
+def _merge_failures(name: str, wrapper: Any) -> Iterator[Problem]:
     """Try to merge a wrapper: a copy without values, or a real one if that fails, as some merges need values."""
     tensors = (*wrapper.parameters(), *wrapper.buffers())
     try:
@@ -207,6 +224,62 @@ def _unmergeable(name: str, wrapper: Any) -> Iterator[Problem]:
             merged_weights(name, wrapper)
         except StateDictError as error:
             yield from error.problems
+
+
+def _runs_several(wrapper: Any) -> bool:
+    """Return True if the forward of a wrapper applies more than one adapter."""
+    active = [name for tuner in _tuners(wrapper) for name in _adapters_of(tuner).intersection(tuner.active_adapters)]
+    return len(active) > 1 and not is_disabled(wrapper)
+
+
+def _structure(wrapper: Any) -> object:
+    """Return a key that is equal for wrappers with the same classes, active adapters and shapes."""
+    tuners = [(type(tuner), tuple(tuner.active_adapters)) for tuner in _tuners(wrapper)]
+    return (*tuners, *((name, part.shape, part.is_meta) for name, part in wrapper.named_parameters()))
+
+
+@torch.no_grad()
+def _merge_differences(wrapper: Any) -> Iterator[str]:
+    """Compare a wrapper's forward with that of the merged module, for synthetic adapters and inputs.
+
+    PEFT merges some tuners in another order than its forward applies them (OFT), or merges adapters that its forward
+    ignores (OSF). Values are synthetic because new adapters change nothing, so differences would appear in training.
+    """
+    twin = _copy(wrapper, {}).eval()
+    base, generator = innermost(twin), torch.Generator().manual_seed(0)
+    inputs = _inputs(base, generator)
+    if inputs is None or any(part.is_meta for part in twin.parameters()):
+        return  # experts, for which PEFT only has LoRA, whose deltas are added; or a model without values
+    of_base = {id(part) for part in base.parameters()}
+    for part in twin.parameters():
+        if id(part) not in of_base and part.is_floating_point():
+            part += 0.2 * torch.randn(part.shape, generator=generator).to(part)
+    inputs = inputs.to(base.weight.device) if isinstance(base, nn.Embedding) else inputs.to(base.weight)
+    try:
+        expected = twin(inputs).float()
+        difference = _merged(wrapper, twin)(inputs).float() - expected
+    except _FAILURES as error:
+        yield f"has several active adapters, and PEFT's forward cannot be compared with the merged module's: {error}"
+        return
+    if difference.norm() > 0.05 * expected.norm():  # bf16 rounds to 0.01
+        names = ", ".join(dict.fromkeys(name for tuner in _tuners(wrapper) for name in tuner.active_adapters))
+        yield (
+            f"has several active adapters ({names}), which PEFT merges into other weights than its forward uses: "
+            "activate only one"
+        )
+
+
+def _inputs(base: nn.Module, generator: torch.Generator) -> torch.Tensor | None:
+    """Return random inputs for a linear, embedding or convolution; None for other modules."""
+    if isinstance(base, nn.Embedding):
+        return torch.randint(base.num_embeddings, (1, 8), generator=generator)
+    if isinstance(base, (nn.Linear, Conv1D)):
+        width = base.in_features if isinstance(base, nn.Linear) else base.nx
+        return torch.randn(1, 8, width, generator=generator)
+    if isinstance(base, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        sizes = [step * (size - 1) + 8 for step, size in zip(base.dilation, base.kernel_size, strict=True)]
+        return torch.randn(1, base.in_channels, *sizes, generator=generator)
+    return None
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
