@@ -34,7 +34,7 @@ from nrl_models.common.trust.adapter_files import require_safe_adapter
 from nrl_models.common.upstream import have_peft_name_references, require_peft
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
-from nrl_models.loading.names.hub_state_dicts import accept_hub_names
+from nrl_models.loading.names.hub_state_dicts import accept_hub_names, keep_ties
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
 from nrl_models.loading.source import with_source
 
@@ -279,7 +279,8 @@ class FamilyModel(Upstream):
         missing_keys: list[str] = rest[0]
         errors: list[str] = rest[2]
         assign = local_metadata.get("assign_to_params_buffers", False)
-        accept_hub_names(self, state_dict, prefix, missing, errors, assign=assign)
+        accept_hub_names(self, state_dict, prefix, missing, errors)
+        keep_ties(self, state_dict, prefix, assign=assign)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         missing_keys += [f"{prefix}{name}" for name in missing]
 

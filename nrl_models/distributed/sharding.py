@@ -18,6 +18,7 @@ from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import BufferPool, pool_of
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.own_tensors import own_state_dict
+from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
 from nrl_models.distributed.mesh import gather_over, rank_in, size_of
@@ -170,6 +171,7 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     """
     sharding = sharding_of(model)
     own, stored_names = own_state_dict(model), names_in_state_dict(model)
+    tied, filled = tied_names(model), dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]()
     for name, target in sharding.adapter.transformers.items():
         if name not in own:  # another stage's
             state_dict.pop(prefix + name, None)
@@ -179,7 +181,11 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
         if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
         if value.shape == whole.shape:
-            shard = torch.empty_like(whole, dtype=value.dtype)
-            for block in blocks_of(target, {name: shard}):
-                block.take_from(value)
-            state_dict[key] = shard
+            one = tied.get(name, name), id(value)  # tied tensors stay one
+            if one not in filled:
+                shard: torch.Tensor = torch.empty_like(whole, dtype=value.dtype)
+                for block in blocks_of(target, {name: shard}):
+                    block.take_from(value)
+                is_parameter = isinstance(value, nn.Parameter)
+                filled[one] = value, nn.Parameter(shard, requires_grad=False) if is_parameter else shard
+            state_dict[key] = filled[one][1]

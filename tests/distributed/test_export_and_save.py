@@ -29,6 +29,11 @@ def test_exports_and_files_are_those_of_one_process(
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_tied_embeddings_stay_one_parameter_when_they_are_loaded(two: World, sizes: dict[str, int]) -> None:
+    two.run(partial(export_and_save.assigned_tensors_stay_tied, **sizes))
+
+
 # Gathering DTensors with torch
 
 

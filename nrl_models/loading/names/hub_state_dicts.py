@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.modules import (
     is_flattened,
     names_in_state_dict,
+    own_parameters,
     peft_modules,
     without_wrappers,
 )
@@ -20,7 +22,7 @@ from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.own_tensors import assemble
-from nrl_models.common.state_dict.ties import have_same_values, tied_names
+from nrl_models.common.state_dict.ties import are_one_memory, have_same_values, tied_names
 from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
 
@@ -31,8 +33,6 @@ def accept_hub_names(
     prefix: str,
     missing: list[str],
     errors: list[str],
-    *,
-    assign: bool = False,
 ) -> None:
     """Convert tensors under the hub's names to the model's own, in a state dict that is about to be loaded.
 
@@ -46,8 +46,6 @@ def accept_hub_names(
         missing: Receives the names of missing parts of tensors that are only partly present. A checkpoint shard may
             have some experts of a stack; the other experts then keep their values.
         errors: Receives messages that torch raises after loading. An exception before would leave FSDP1 in a context.
-        assign: Whether torch replaces parameters (`assign=True`). Then a tensor that only exists under one of two tied
-            names replaces both parameters.
 
     Raises:
         StateDictError: If tensors are duplicated, have another shape or dtype, or are tied but differ.
@@ -59,13 +57,41 @@ def accept_hub_names(
         except StateDictError as error:
             errors.append(str(error))
         return
-    stored_names = names_in_state_dict(model)
-    _convert(model, state_dict, prefix, stored_names, missing)
-    for name, kept in tied_names(model).items() if assign else ():
-        keys = [f"{prefix}{stored_names[tied]}" for tied in (name, kept)]
-        given = [state_dict[key] for key in keys if key in state_dict]
-        if len(given) == 1:
-            state_dict.update(dict.fromkeys(keys, given[0]))
+    _convert(model, state_dict, prefix, names_in_state_dict(model), missing)
+
+
+def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bool) -> None:
+    """Give all names of a tied tensor the same value, in a state dict that torch is about to load.
+
+    The state dict may have the tensor under one name, as files do, or the same memory under several. Separate tensors
+    are unchanged.
+
+    Args:
+        model, state_dict, prefix: See `accept_hub_names`.
+        assign: Whether torch replaces parameters (`assign=True`). Then one new parameter replaces the tied one. torch
+            would create a parameter for each name, and optimizers would step their memory several times.
+    """
+    if is_flattened(model):
+        return
+    groups: dict[str, list[str]] = {}
+    for name, kept in tied_names(model).items():
+        groups.setdefault(kept, [kept]).append(name)
+    stored_names, parameters = names_in_state_dict(model), dict(own_parameters(model, duplicates=True))
+    for kept, names in groups.items():
+        keys = [f"{prefix}{stored_names[name]}" for name in names]
+        value, *others = [state_dict[key] for key in keys if key in state_dict] or [None]
+        if not isinstance(value, torch.Tensor) or not all(_are_one_memory(value, other) for other in others):
+            continue
+        if assign and kept in parameters and not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=False)  # torch copies requires_grad from the old parameter
+        state_dict.update(dict.fromkeys(keys, value))
+
+
+def _are_one_memory(first: torch.Tensor, second: Any) -> bool:
+    """As `are_one_memory`, also for the shards of two DTensors."""
+    if isinstance(first, DTensor) and isinstance(second, DTensor):
+        return are_one_memory(first.to_local(), second.to_local())
+    return are_one_memory(first, second)
 
 
 def _convert_complete(adapter: StateDictAdapter, state_dict: dict[str, Any], prefix: str) -> None:
@@ -183,4 +209,4 @@ def _as_own_tensors(
         if name in found.sources and kept in found.sources and not have_same_values(result[name], result[kept]):
             detail = f"differs from {kept}, but the configuration ties them"
             raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.TIED, name, detail)])
-    return result | {name: result[kept] for name, kept in found.copies.items() if kept in result}
+    return result

@@ -68,6 +68,23 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
     assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(adapter.iter_export(whole)))
 
 
+def assigned_tensors_stay_tied(**sizes: int) -> None:
+    """Check that a loaded sharded model has one tied parameter, from complete tensors and from shards."""
+    case = case_of("LlamaForCausalLM", {"tie_word_embeddings": True})
+    whole = copy.deepcopy(case.model())
+    sharded = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+    exported = dict(whole.state_dict_adapter.iter_export(whole))
+    for given in (exported, whole.state_dict(), sharded.state_dict()):
+        for assign in (False, True):
+            model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.zero_()
+            model.load_state_dict(given, assign=assign)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
+
+
 def whole_by_torch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Gather the model's tensors with torch only."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -146,6 +146,36 @@ def test_assigned_export_replaces_all_tied_tensors(architecture: str, device: st
     assert tied_names(target) == ties
 
 
+LOADED: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
+    "as in files": lambda model: dict(model.state_dict_adapter.iter_export(model)),
+    "other names only": lambda model: {
+        name: tensor for name, tensor in model.state_dict().items() if name not in declared_ties(model).values()
+    },
+    "all names": lambda model: model.state_dict(),
+    "parameters": lambda model: {**model.state_dict(), **dict(model.named_parameters())},
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MixtralForCausalLM", "Florence2ForConditionalGeneration"]
+)
+def test_loaded_state_dict_keeps_one_tied_parameter(architecture: str, assign: bool, name: str) -> None:
+    """A tied tensor may be under any of its names. torch would assign two parameters over the same memory."""
+    source = tied_model(architecture)
+    model = type(source).from_config(source.config)
+    outer = nn.ModuleDict({"policy": model})  # its state dict has a prefix
+    names = [key for key, _ in model.named_parameters()]
+    given = {f"policy.{key}": tensor for key, tensor in LOADED[name](copy.deepcopy(source)).items()}
+    assert str(outer.load_state_dict(given, assign=assign)) == "<All keys matched successfully>"
+    assert_same(model.state_dict(), source.state_dict())
+    assert [key for key, _ in model.named_parameters()] == names
+    for tied, kept in declared_ties(model).items():
+        assert model.get_parameter(tied) is model.get_parameter(kept)
+        assert model.get_parameter(tied).requires_grad
+
+
 def test_model_that_is_tied_again_exports_one() -> None:
     model = tied_model("LlamaForCausalLM")
     untie(model)
