@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.logs import get_logger
-from nrl_models.common.modules import class_name, is_base_model
+from nrl_models.common.modules import class_name, is_base_model, named_tensors
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
-from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions
+from nrl_models.common.state_dict.layouts import base_prefix, convert_layout, hub_conversions
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match, with_ties
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
 from nrl_models.common.state_dict.ties import have_same_values
@@ -144,11 +143,11 @@ def fit_checkpoint(
     _accept_equal_parts(model, adapter, names, files)
     mtp_names = MTPNames(model)
     ignored = [key for key in model._keys_to_ignore_on_load_unexpected or () if not mtp_names.is_pattern(key)]
-    former_buffers = _former_buffers(model)
-    former, ignorable = _joined(former_buffers), _joined([*ignored, *former_buffers])
+    computed = former_buffers(model)
+    former, ignorable = joined(computed), joined([*ignored, *computed])
     of_mtp = frozenset(mtp_names.among([key for key, tensor in names.found.items() if tensor is None]))
     keeps_mtp = keeps(model, mtp)
-    optional = _joined(model._keys_to_ignore_on_load_missing or ())
+    optional = joined(model._keys_to_ignore_on_load_missing or ())
     kept = keeps_unused(model)
     skipped: list[str] = []
     unused: list[str] = []
@@ -245,14 +244,29 @@ def _misfits(adapter: StateDictAdapter, names: CheckpointNames, mismatched: Iter
     return with_ties({name for key in mismatched for name in names.parameters(key)}, adapter.tied)
 
 
-def _former_buffers(model: nn.Module) -> list[str]:
-    """Patterns of buffers that old checkpoints contain and models now compute."""
-    patterns = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-    names = [name for name, _ in model.named_buffers()]
-    return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in names)]
+def former_buffers(model: PreTrainedModel) -> list[str]:
+    """Return patterns of buffers that checkpoints may contain and models compute: of today's names, and of older ones.
+
+    GPT models had a causal mask `attn.bias` in each layer, and the number `attn.masked_bias`.
+    """
+    names = {name for name, _ in model.named_buffers()}
+    computed = names.difference(name for name, *_ in named_tensors(model))
+    prefix = base_prefix(model)
+    today = {re.sub(r"\d+", r"\\d+", re.escape(name.removeprefix(prefix))) for name in computed}
+    older = (
+        ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq", names),
+        ("position_ids", r"(^|\.)position_ids$", names),
+        (".bias", r"(^|\.)attn\.bias$", computed),
+    )
+    return [
+        *(rf"^({re.escape(prefix)})?{name}$" for name in sorted(today)),
+        *(pattern for end, pattern, buffers in older if any(name.endswith(end) for name in buffers)),
+        r"(^|\.)attn(\.attention)?\.masked_bias$",
+    ]
 
 
-def _joined(patterns: Iterable[str]) -> re.Pattern[str]:
+def joined(patterns: Iterable[str]) -> re.Pattern[str]:
+    """Return one pattern that matches what any of `patterns` does."""
     return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")
 
 

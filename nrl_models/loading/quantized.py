@@ -25,7 +25,7 @@ from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import has_quantizer, requests_dequantization
 from nrl_models.common.upstream_conversions import set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
-from nrl_models.loading.fit import EXACT, Tolerance
+from nrl_models.loading.fit import EXACT, Tolerance, former_buffers, joined
 from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
 from nrl_models.loading.names.fit_advice import head_advice, note_not_loaded, require_head
 from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
@@ -200,12 +200,14 @@ def load_quantized(
     of_mtp = names.among(opened.tensors)  # transformers reports them under other names, experts stacked
     if tolerance.new_head:
         require_head(model, new_head_names(model, model.state_dict(keep_vars=True)))
+    former = joined(former_buffers(model))
     accepted = _accepted(model, info, opened, options, tolerance)
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantized checkpoints")
         for name, kind in kinds.items()
         for key in sorted(info.get(name, ()), key=str)
         if not (of_mtp and names.may_be(str(key))) and not accepted.has(kind, key)
+        if kind is not ProblemKind.UNEXPECTED or not former.search(str(key))
     ]
     problems += names.incomplete(of_mtp) if keeps(model, options.mtp) else []
     if options.strict and problems:

@@ -28,7 +28,15 @@ from checkpoints import (
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, GptOssConfig, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    GPTBigCodeConfig,
+    GPTNeoConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedModel,
+)
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import LlamaForSequenceClassification as HFScore
 from transformers import initialization as init
@@ -106,6 +114,32 @@ def test_the_base_models_prefix_may_be_left_out(folder: Path, llama: PreTrainedM
 def test_tables_that_old_checkpoints_saved_are_ignored(folder: Path, llama: PreTrainedModel, key: str) -> None:
     edit_weights(folder, lambda tensors: tensors.update({key: torch.full((16,), 7.0)}))
     assert_same_model(AutoModelForCausalLM.from_pretrained(folder), llama)
+
+
+GPT_CONFIGS = {
+    "GPTNeo": GPTNeoConfig(hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+    "GPTBigCode": GPTBigCodeConfig(n_embd=64, n_layer=2, n_head=4),
+    "GPT2": GPT2Config(n_embd=64, n_layer=2, n_head=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    {
+        "GPTNeo": ["h.0.attn.attention.bias", "h.1.attn.attention.bias", "h.0.attn.attention.masked_bias"],
+        "GPTBigCode": ["bias", "h.0.attn.bias", "h.0.attn.masked_bias"],
+        "GPT2": ["h.0.attn.bias", "h.0.attn.masked_bias"],
+    }.items(),
+)
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_masks_that_old_checkpoints_saved_are_ignored(name: str, keys: list[str], prefix: str, tmp_path: Path) -> None:
+    model = new_model(GPT_CONFIGS[name], "LMHeadModel" if name == "GPT2" else "ForCausalLM")
+    model.save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update({prefix + key: torch.ones(1, 1, 8, 8) for key in keys}))
+    assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+    edit_weights(tmp_path, lambda tensors: tensors.update({f"{prefix}h.0.attn.scale": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"1 problem.*\n.*h\.0\.attn\.scale"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 class _WithTable(nn.Module):
