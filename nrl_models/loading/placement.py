@@ -66,19 +66,29 @@ def dispatch(
 
 
 def require_offload_folder(places: Mapping[str, object], offload_folder: str | Path | None) -> Path:
-    """Return `offload_folder`.
+    """Return `offload_folder`, which need not exist.
 
     Args:
         places: A device for each module by name. "disk" needs a folder.
         offload_folder: The folder.
 
     Raises:
-        UnknownArgumentError: If it is None.
+        UnknownArgumentError: If it is None, or a part of its path is a file.
     """
     if offload_folder is None:
         names = [name or "the model" for name, place in places.items() if place == "disk"]
         raise UnknownArgumentError(f"device_map: {listed(names)} on 'disk': pass offload_folder, the directory for it")
+    check_offload_folder(offload_folder)
     return Path(offload_folder)
+
+
+def check_offload_folder(offload_folder: str | Path) -> None:
+    """Raise UnknownArgumentError if a directory cannot be created because a part of its path is a file."""
+    folder = Path(offload_folder)
+    if files := [path for path in (folder, *folder.parents) if path.is_file()]:
+        raise UnknownArgumentError(
+            f"offload_folder={str(folder)!r}: {files[0]} is a file, expected a directory: pass another directory"
+        )
 
 
 def _own_folder(places: Mapping[str, object], offload_folder: str | Path | None) -> Path:
@@ -95,14 +105,32 @@ def _own_folder(places: Mapping[str, object], offload_folder: str | Path | None)
 
 
 def checked_memory(max_memory: Mapping[int | str, int | str]) -> None:
-    """Raise UnknownArgumentError if a memory limit is not a size."""
+    """Check memory limits by device.
+
+    Raises:
+        UnknownArgumentError: If a key is not a device as accelerate names them, or a value is not a size.
+        DeviceError: If a device does not exist.
+    """
     for device, size in max_memory.items():
+        if device not in MEMORY_DEVICES and (not isinstance(device, int) or isinstance(device, bool)):
+            raise UnknownArgumentError(
+                f"max_memory[{device!r}]: expected the number of an accelerator (0), or "
+                f"{' or '.join(map(repr, MEMORY_DEVICES))}"
+            )
+        if device != "disk":
+            present_device(device, "max_memory: device")
         try:
+            if not isinstance(size, int | str) or isinstance(size, bool):
+                raise ValueError("It is neither a number of bytes nor a string.")
             convert_file_size_to_int(size)
         except ValueError as error:
             raise UnknownArgumentError(
                 f"max_memory[{device!r}]={size!r}: expected bytes, or a string such as '5GB'"
             ) from error
+
+
+MEMORY_DEVICES = ("cpu", "disk", "mps")
+"""Keys of `max_memory` besides numbers of accelerators, as in accelerate."""
 
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -125,9 +153,11 @@ def checked_map(device_map: DeviceMap) -> str | dict[str, Any]:
         present_device(device_map, "device_map")
         as_map: Any = check_and_set_device_map(device_map)
         places = dict(as_map)
+    first: dict[torch.device, Device] = {torch.device("cpu"): "cpu"}
     for name, place in places.items():
-        if place != "disk":
-            present_device(place, f"device_map[{name!r}]")
+        if place != "disk":  # accelerate takes two names of a device for two devices
+            device = present_device(place, f"device_map[{name!r}]")
+            places[name] = first.setdefault(torch.empty(0, device=device).device, place)
     return places
 
 

@@ -147,6 +147,23 @@ def test_keywords_of_transformers_with_their_default_value_have_no_effect(llama_
             UnknownArgumentError,
             r"max_memory\['cpu'\]='x': expected",
         ),
+        *(
+            ({"device_map": "auto", "max_memory": memory}, error, message)
+            for memory, error, message in [
+                ({99: "1GB", "cpu": "1GB"}, DeviceError, "max_memory: device=99: no such accelerator; available: cpu"),
+                ({"cuda:0": "1GB"}, UnknownArgumentError, r"max_memory\['cuda:0'\]: expected the number of an acc"),
+                ({"gpu": "1GB"}, UnknownArgumentError, r"max_memory\['gpu'\]: expected the number of an acc"),
+                ({True: "1GB"}, UnknownArgumentError, r"max_memory\[True\]: expected the number of an acc"),
+                ({"cpu": 1.5}, UnknownArgumentError, r"max_memory\['cpu'\]=1\.5: expected bytes"),
+                ({"cpu": None}, UnknownArgumentError, r"max_memory\['cpu'\]=None: expected bytes"),
+                ({"cpu": True}, UnknownArgumentError, r"max_memory\['cpu'\]=True: expected bytes"),
+            ]
+        ),
+        *(
+            ({"device_map": place, "offload_folder": folder}, UnknownArgumentError, f"{__file__} is a file, expected")
+            for place in ({"": "disk"}, "auto")
+            for folder in (__file__, f"{__file__}/below")
+        ),
         ({"device_map": {"": "disk"}}, UnknownArgumentError, "the model on 'disk': pass offload_folder"),
         ({"local_file_only": True}, UnknownArgumentError, r"local_file_only \(did you mean local_files_only\?\)"),
         ({"torch_dtpye": "auto"}, UnknownArgumentError, r"torch_dtpye \(did you mean torch_dtype\?\)"),

@@ -69,7 +69,15 @@ def test_a_device_map_is_dispatched_as_transformers_does(
             torch.testing.assert_close(model(**case.inputs()).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("device_map", ["cpu", torch.device("cpu"), {"": "cpu"}, "auto", "balanced_low_0"], ids=str)
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        *("cpu", torch.device("cpu"), {"": "cpu"}, "auto", "balanced_low_0"),
+        {"model": "cpu:0", "lm_head": "cpu"},
+        {"model": torch.device("cpu"), "lm_head": "cpu"},
+    ],
+    ids=str,
+)
 def test_one_device_needs_no_hooks(llama_checkpoint: Path, llama: PreTrainedModel, device_map: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, device_map=device_map, max_memory={"cpu": "1GB"})
     assert not hooks_of(model)
