@@ -32,6 +32,11 @@ NEUTRAL = {
     "from_flax": False,
     "force_download": False,
     "use_kernels": False,
+    "kernel_config": None,
+    "allow_all_kernels": False,
+    "disable_mmap": False,
+    "adapter_name": "default",
+    "tqdm_class": None,
     "proxies": None,
     "code_revision": None,
     "generation_config": None,
@@ -47,6 +52,15 @@ _NEVER = {
     "weights_only": "only safetensors are read, which hold nothing but tensors",
     "from_tf": "only safetensors are read",
     "from_flax": "only safetensors are read",
+    "force_download": "not supported. Delete the repository from the cache, or pass another cache_dir=",
+    "proxies": "not supported. Set the environment variables HTTP_PROXY and HTTPS_PROXY",
+    "code_revision": "not supported. A checkpoint's own code is read from the revision of its weights (revision=)",
+    "generation_config": "not supported. Set model.generation_config after loading",
+    "adapter_name": "not supported. Load the model, then call model.load_adapter(folder, adapter_name=...)",
+    "disable_mmap": "not supported, because files are memory-mapped",
+    "tqdm_class": "not supported. transformers.utils.logging.disable_progress_bar() hides the progress bar",
+    "fusion_config": "not supported. combine= fuses projections",
+    **dict.fromkeys(("use_kernels", "kernel_config", "allow_all_kernels"), "not supported. Leave it out"),
 }
 """Features of transformers that are not supported, with the reason."""
 
@@ -127,7 +141,7 @@ def _wrong_renaming(pattern: object, target: object) -> str:
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Return True for a keyword of `NEUTRAL` with a value that has no effect."""
-    return name in NEUTRAL and (value is None or value is NEUTRAL[name])
+    return name in NEUTRAL and (value is None or (type(value) is type(NEUTRAL[name]) and value == NEUTRAL[name]))
 
 
 def _are_same(option: str, first: Any, second: Any) -> bool:

@@ -95,6 +95,9 @@ def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytes
 
 
 def test_keywords_of_transformers_with_their_default_value_have_no_effect(llama_checkpoint: Path) -> None:
+    defaults: dict[str, Any] = {"disable_mmap": None, "kernel_config": None, "allow_all_kernels": False}
+    defaults |= {"adapter_name": "".join(["de", "fault"]), "tqdm_class": None, "force_download": False}
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, **defaults)
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, **of_keywords.NEUTRAL)
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, **dict.fromkeys(of_keywords.NEUTRAL))
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16, torch_dtype="bfloat16")
@@ -130,7 +133,11 @@ def test_keywords_of_transformers_with_their_default_value_have_no_effect(llama_
         ({"model_type": "mistral"}, UnknownArgumentError, "model_type: not a configuration value"),
         ({"sub_configs": {}, "base_model_tp_plan": {}}, UnknownArgumentError, "sub_configs, base_model_tp_plan: "),
         ({"tp_plan": "auto", "device_mesh": None}, UnknownArgumentError, "tp_plan: transformers' own sharded loading"),
-        ({"proxies": {"http": "x"}, "from_tf": False}, UnknownArgumentError, "unknown keyword proxies"),
+        ({"proxies": {"http": "x"}, "from_tf": False}, UnknownArgumentError, r"proxies: not supported\. Set the"),
+        ({"force_download": True}, UnknownArgumentError, r"^force_download: not supported\. Delete the repository"),
+        ({"generation_config": {"top_k": 5}}, UnknownArgumentError, r"^generation_config: .*after loading$"),
+        ({"adapter_name": "mine", "dtype": None}, UnknownArgumentError, r"^adapter_name: not supported\. Load the"),
+        ({"disable_mmap": True, "use_kernels": 1}, UnknownArgumentError, r"^disable_mmap: .*; use_kernels: not supp"),
         ({"weights_only": False}, UnknownArgumentError, "weights_only: only safetensors are read"),
         ({"from_tf": True, "use_safetensors": False}, UnknownArgumentError, "from_tf: .*; use_safetensors=False"),
         ({"key_mapping": {"(": "x"}}, UnknownArgumentError, r"key_mapping: '\(' is not a regular expression"),
