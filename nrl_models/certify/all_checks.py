@@ -212,20 +212,19 @@ def _run_all(
         if check.names == in_loop.NAMES and subject.options.in_loop is None:
             continue
         done = [saved.results[name] for name in (*check.names, *check.extra) if name in saved.results]
-        # Checks that were left out run again: there may be an engine or more time now.
-        undone = [result for result in done if result.status in (Status.LEFT_OUT, Status.NOT_COVERED)]
+        is_complete = len(done) >= len(check.names)
         # A server may have been started again, with other options or weights.
         is_stale = check.needs_engine and is_server(subject.options.engine) and _is_selected(check, only, skip)
-        if len(done) < len(check.names) or undone or is_stale:
+        if not is_complete or is_stale or not all(result.is_final for result in done):
             reason = _reason_to_leave_out(check, subject, only, skip, deadline, load_seconds)
             if check.needs_engine and not is_started:
                 reason = "the engine does not start"
-            if reason:
-                done = [CheckResult(name=name, status=Status.LEFT_OUT, summary=reason) for name in check.names]
-            else:
+            if not reason:
                 progress(", ".join(check.names), results)
                 subject.delete_plotted(check.names)
                 done = _run(check, subject, deadline)
+            elif not is_complete or is_stale or all(result.status is Status.LEFT_OUT for result in done):
+                done = [CheckResult(name=name, status=Status.LEFT_OUT, summary=reason) for name in check.names]
             saved.add(done, replacing=(*check.names, *check.extra))
         results += done
         if check.names == (ENGINE_START,):
@@ -295,8 +294,11 @@ def _unreached(
     check: Check, found: list[CheckResult], status: Status, summary: str, side: Side | None = None
 ) -> list[CheckResult]:
     done = {result.name for result in found}
+    is_error = status is not Status.LEFT_OUT
     return [
-        CheckResult(name=name, status=status, summary=summary, side=side) for name in check.names if name not in done
+        CheckResult(name=name, status=status, summary=summary, side=side, is_error=is_error)
+        for name in check.names
+        if name not in done
     ]
 
 

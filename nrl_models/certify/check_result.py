@@ -68,6 +68,7 @@ class CheckResult:
         seconds: time it took.
         side: the source of a failure; None if it is unknown, or the check did not fail.
         length: length of the longest compared sequence in tokens; 0 if it compares no sequences with an engine.
+        is_error: it stopped with an error instead of a measurement, and the next run tries it again.
 
     Raises:
         ValueError: `status` is `PASSED` and `compared` is 0.
@@ -84,6 +85,12 @@ class CheckResult:
     seconds: float = 0.0
     side: Side | None = None
     length: int = 0
+    is_error: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the next run keeps it. Otherwise there may be an engine, more time, or no error then."""
+        return not self.is_error and self.status not in (Status.LEFT_OUT, Status.NOT_COVERED)
 
     def __post_init__(self) -> None:
         """Check that the result is based on something."""

@@ -54,12 +54,18 @@ def engine_start(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     try:
         known = subject.engine.capabilities()
     except EngineUnavailableError as error:
-        yield CheckResult(name=name, status=Status.NOT_DECIDED, summary=one_line(error), compared=0)
+        yield CheckResult(name=name, status=Status.NOT_DECIDED, summary=one_line(error), compared=0, is_error=True)
         return
     except EngineError as error:
         advice = "Change the engine's options, or use another engine or version."
         yield CheckResult(
-            name=name, status=Status.FAILED, summary=one_line(error), side=Side.ENGINE, compared=0, advice=advice
+            name=name,
+            status=Status.FAILED,
+            summary=one_line(error),
+            side=Side.ENGINE,
+            compared=0,
+            advice=advice,
+            is_error=True,
         )
         return
     model = subject.trainer.model

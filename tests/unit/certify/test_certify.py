@@ -30,7 +30,7 @@ from nrl_models.certify.report import write_html
 from nrl_models.cli import app
 from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import ConsistencyError, UnknownArgumentError
+from nrl_models.errors import ConsistencyError, EngineError, UnknownArgumentError
 from nrl_models.testing.tiny import tiny_config
 from tests.unit.printed import unframed
 
@@ -153,6 +153,27 @@ def test_an_interrupted_run_resumes(checkpoint: Path, tmp_path: Path, monkeypatc
     asked.clear()
     certify(checkpoint, progress=lambda name, results: asked.append(name), **options)
     assert asked == ["files", "tokenizer", "embeddings", ""]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("no port"), EngineError("did not start")])
+def test_a_check_that_stopped_with_an_error_runs_again(
+    error: Exception, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **options: Any) -> Any:
+        raise error
+
+    options: dict[str, Any] = {"out": tmp_path / "out", "engine": "hf-generate"}
+    selected = ("files", "engine start")
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointUnderTest, "start_engine", fails)
+        first = by_name(certify(checkpoint, only=selected, **options))["engine start"]
+    assert first.status in (Status.NOT_DECIDED, Status.FAILED)
+    # A run that does not select the check keeps the error.
+    assert by_name(certify(checkpoint, only=("files",), **options))["engine start"] == first
+    asked: list[str] = []
+    again = certify(checkpoint, only=selected, progress=lambda name, results: asked.append(name), **options)
+    assert asked == ["engine start", ""]
+    assert by_name(again)["engine start"].status is Status.PASSED
 
 
 def test_checks_of_a_server_run_again(checkpoint: Path, tmp_path: Path) -> None:
