@@ -43,6 +43,19 @@ def input_embeddings(model: nn.Module) -> Any:
         return None
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's inputs: that of its first parameter, or of its computation if that is offloaded.
+
+    Between calls, weights that accelerate offloads are on the meta device.
+    """
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = (vars(module).get("_hf_hook") for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((found for found in devices if found is not None), device))
+
+
 # Wrappers
 
 

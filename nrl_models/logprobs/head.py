@@ -58,10 +58,14 @@ class OutputHead:
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """`(vocab_size, hidden_size)` if logits before scale and cap are `hidden @ weight.T + bias`; else None."""
-        if isinstance(self.module, nn.Linear) and type(self.module).forward is nn.Linear.forward:
-            return _whole(self.module.weight)
-        return None
+        """`(vocab_size, hidden_size)` if logits before scale and cap are `hidden @ weight.T + bias`; else None.
+
+        Also None for a weight that is loaded only while the module runs (accelerate's offloading).
+        """
+        module = self.module
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or module.weight.is_meta:
+            return None
+        return _whole(module.weight)
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from nrl_models.common.config.positions import model_limit, rope_switch
-from nrl_models.common.modules import innermost
+from nrl_models.common.modules import device_of, innermost
 from nrl_models.errors import UnknownArgumentError, parse_option, shown
 from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, MicrobatchInputs, SequenceBatch
@@ -102,7 +102,7 @@ def rollout_logprobs(
     wrapped = [model] if reference is None else [model, reference]
     require_head(wrapped, chunk_size)
     models = [innermost(part) for part in wrapped]
-    device = next(model.parameters()).device
+    device = device_of(model)
     own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
     if isinstance(sequences, Iterable) and not isinstance(sequences, torch.Tensor):
         sequences = list(sequences)

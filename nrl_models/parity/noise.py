@@ -17,7 +17,7 @@ from torch import nn
 from nrl_models.common.forward.evaluation import modes_kept
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.forward.routing import RoutingRecord, flip_rate, record_routing, replay_routing
-from nrl_models.common.modules import is_base_model
+from nrl_models.common.modules import device_of, is_base_model
 from nrl_models.inputs.image_geometry import Inputs
 from nrl_models.inputs.images import cast
 
@@ -63,7 +63,7 @@ def rounded_otherwise(model: nn.Module) -> Iterator[None]:
 
     Linear layers with more than one output (some routers) are not changed.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     generator = torch.Generator(device).manual_seed(0)
 
     def move(module: nn.Module, args: Any, output: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.modules import device_of
 from nrl_models.common.value_checks import finite_or_none
 from nrl_models.errors import DriftError, listed
 from nrl_models.logprobs.microbatches import largest
@@ -133,7 +134,7 @@ def fails_elsewhere(failures: Sequence[Finding], model: Any) -> bool:
         failures: This rank's failures.
         model: The model, or None.
     """
-    device = torch.device("cpu") if model is None else next(model.parameters()).device
+    device = torch.device("cpu") if model is None else device_of(model)
     (most,) = largest([len(failures)], None, device)
     return most > 0
 

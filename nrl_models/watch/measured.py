@@ -11,7 +11,7 @@ import torch
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.model_components.routers import routers_of
-from nrl_models.common.modules import innermost
+from nrl_models.common.modules import device_of, innermost
 from nrl_models.consistency.capsule.module_comparison import ComparedSide, ModuleComparison
 from nrl_models.consistency.capsule.observations import Observations
 from nrl_models.consistency.divergence import Divergence
@@ -176,7 +176,7 @@ class Measured:
         processing, model, samples = sampling.processing, self.sides.model, self.sides.samples
         sampled = [[False] * len(sample.prompt) + [True] * len(sample.tokens) for sample in samples]
         inputs: Any = [sample.sequence_inputs for sample in samples]
-        device = next(model.parameters()).device
+        device = device_of(model)
         with torch.no_grad(), evaluating(model), autocast(device, self.sides.compute):
             result = rollout_logprobs(
                 model,

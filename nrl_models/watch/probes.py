@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.forward.evaluation import evaluating
-from nrl_models.common.modules import innermost, peft_modules
+from nrl_models.common.modules import device_of, innermost, peft_modules
 from nrl_models.engines.base import Engine
 from nrl_models.engines.scores import final_scores
 from nrl_models.inputs.model_inputs import text_ids
@@ -130,7 +130,7 @@ class Probes:
 
     def _scores(self, dtype: torch.dtype | None) -> torch.Tensor:
         rows = self.tokens.tolist()
-        device = next(self.model.parameters()).device
+        device = device_of(self.model)
         with torch.no_grad(), evaluating(self.model), autocast(device, dtype):
             found = rollout_logprobs(self.model, rows)
         return found.logprobs[:, 1:].double().cpu()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nrl_models.common.forward.random_states import random_states_kept
+from nrl_models.common.modules import device_of
 from nrl_models.common.recording import forward_replaced, modules_running
 
 RoutingRecord = dict[str, list[torch.Tensor]]
@@ -164,7 +165,7 @@ _PROBE = 3
 def _routers(model: nn.Module, count: int) -> dict[int, tuple[str, list[tuple[int, ...]], int]]:
     """Find modules whose last choice has `count` experts. By layer: name, shapes of choices, number of experts."""
     record: RoutingRecord = {}
-    tokens = torch.arange(_PROBE, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(_PROBE, device=device_of(model))[None]
     with (
         random_states_kept(),
         own_routing(),

@@ -84,6 +84,21 @@ def test_an_offloaded_model_computes_the_same(
 
 
 @places
+def test_logprobs_of_an_offloaded_model(
+    place: Place, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    with torch.no_grad():
+        expected = token_logprobs(model, input_ids).logprobs
+        model = place(model, tmp_path)
+        for chunk_size in ("auto", None):
+            found = token_logprobs(model, input_ids, chunk_size=chunk_size)
+            rollouts = rollout_logprobs(model, input_ids.tolist(), chunk_size=chunk_size)
+            assert_close(found.logprobs, expected)
+            assert_close(rollouts.logprobs, expected)
+
+
+@places
 def test_an_offloaded_model_saves_all_of_its_weights(place: Place, llama_checkpoint: Path, tmp_path: Path) -> None:
     model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint), tmp_path / "offload")
     model.save_pretrained(tmp_path / "saved")
