@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import names_in_state_dict
+from nrl_models.common.modules import class_name, names_in_state_dict
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import BufferPool, pool_of
-from nrl_models.common.state_dict.layouts import TensorSpec
-from nrl_models.common.state_dict.own_tensors import own_state_dict
+from nrl_models.common.state_dict.layouts import TensorSpec, own_tensors
+from nrl_models.common.state_dict.own_tensors import own_state_dict, require_values
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
-from nrl_models.distributed.mesh import gather_over, rank_in, size_of
+from nrl_models.distributed.mesh import agreed, gather_over, rank_in, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.pipeline.stages import Stages
-from nrl_models.distributed.shards import DEFAULT_BUCKET, blocks_of, gathered
+from nrl_models.distributed.shards import DEFAULT_BUCKET, GATHER, blocks_of, gathered
 from nrl_models.distributed.tensor.local_tensors import become
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
@@ -42,6 +42,7 @@ class Sharding:
 
     Attributes:
         adapter: The model's adapter. Its tables describe unsharded tensors (`DTensor.full_tensor()`) of all stages.
+        names: Names of the model's own tensors on this rank.
         holders: First rank of `pp` that holds each tensor of the model; empty without `pp`.
         total_parameters: Number of parameters of the unsharded model.
         loaded_bytes: Bytes that this rank read from the checkpoint, if the model was loaded sharded.
@@ -51,6 +52,7 @@ class Sharding:
     """
 
     adapter: StateDictAdapter
+    names: Set[str] = frozenset()
     holders: Mapping[str, int] = MappingProxyType({})
     total_parameters: int = 0
     loaded_bytes: int = 0
@@ -77,6 +79,7 @@ class Sharding:
         self.adapter = StateDictAdapter(whole)
         own = self.adapter.own
         own |= {name: TensorSpec(own[name].shape, dtype) for name, dtype in dtypes.items() if name in own}
+        self.names = frozenset(own_tensors(model))
         self.total_parameters = whole.num_parameters()
         cast(Any, model).sharding = self
         self.slots = Slots(model)
@@ -110,18 +113,38 @@ class Sharding:
         """Return True if this rank is the first of `pp` that holds a tensor. The first holder writes it."""
         return not self.holders or self.holders[name] == rank_in(self.mesh, "pp")
 
+    def require_same_tensors(self, model: nn.Module) -> None:
+        """Check that the model has the tensors that it had when it was sharded. Does not communicate.
+
+        Raises:
+            ShardingError: If trainable parameters were added, or any tensors were added, removed or resized.
+        """
+        require_no_later_parameters(model)
+        own = own_tensors(model)
+        gone, added = self.names - own.keys(), own.keys() - self.names
+        problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in sorted(gone)]
+        problems += [Problem(ProblemKind.UNEXPECTED, name, "was added after sharding") for name in sorted(added)]
+        if problems := problems + self.adapter.other_shapes(own):
+            advice = (
+                "change the model before sharding it: load it without a mesh, add, remove or resize modules, and then "
+                "call nrl_models.distributed.parallelize(model, mesh)"
+            )
+            raise ShardingError(f"{class_name(model)} has changed since it was sharded", problems, [advice])
+
     def written(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's own tensors, except those that an earlier rank of `pp` also holds.
 
         Raises:
-            ShardingError: Trainable parameters were added after sharding.
+            ShardingError: See `require_same_tensors`.
         """
-        require_no_later_parameters(model)
+        self.require_same_tensors(model)
         return {name: tensor for name, tensor in own_state_dict(model).items() if self.is_first_holder(name)}
 
     def hf_views(self, model: nn.Module, exported: Mapping[str, HFTensor]) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
+        self.require_same_tensors(model)
         own = own_state_dict(model)
+        require_values(model, own)
         # No placement describes a region of a parameter.
         return {
             name: own[tensor.view.parameter]
@@ -139,15 +162,20 @@ class Sharding:
     def gatherer(self, model: nn.Module, pool: BufferPool | None = None) -> Gatherer:
         """Gathers tensors of the model, see `nrl_models.distributed.shards.gathered`; for several calls.
 
+        Every rank has to call this.
+
         Args:
             model: The model.
             pool: Allocates the buckets. None uses a pool that is freed with the gatherer.
         """
         buffers = pool or BufferPool(_device_of(model))
+        stages = self.mesh["pp"] if self.stages is not None else None
+        with agreed(stages, GATHER):
+            own = self.written(model)
+            require_values(model, own)
         specs = {
             name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.adapter.own.items()
         }
-        own = self.written(model)
         return lambda tensors, max_bytes: gathered(own, specs, tensors, self.mesh, max_bytes, buffers)
 
 
@@ -173,8 +201,9 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     own, stored_names = own_state_dict(model), names_in_state_dict(model)
     tied, filled = tied_names(model), dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]()
     for name, target in sharding.adapter.transformers.items():
-        if name not in own:  # another stage's
-            state_dict.pop(prefix + name, None)
+        if name not in own:
+            if name not in sharding.names:  # another stage's
+                state_dict.pop(prefix + name, None)
             continue
         key = prefix + stored_names[name]
         value, whole = state_dict.get(key), own[name]

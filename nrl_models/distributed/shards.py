@@ -19,6 +19,9 @@ from nrl_models.distributed.tensor.packed_shards import packing_of, regions_of
 DEFAULT_BUCKET = 512 * 2**20
 """Default bytes per gathered bucket."""
 
+GATHER = "gather the model's tensors"
+"""The action in errors of `gathered`."""
+
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a `DTensor`, or the tensor itself."""
@@ -118,7 +121,7 @@ def gathered(
             if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):
                 copies += [(block.of(whole), block.tensor) for block in blocks_of(tensors[name], own)]
         copy_all(copies)
-        with reporting_dead_ranks("gather the model's tensors"):
+        with reporting_dead_ranks(GATHER):
             for dim in summed_over:
                 dist.all_reduce(buffer.view(torch.int32), group=mesh.get_group(dim))
         yield from bucket.items()

@@ -125,6 +125,34 @@ def test_what_a_model_keeps_unused_is_saved_by_a_sharded_one(two: World, tmp_pat
     assert files_in(tmp_path / "sharded-True") == expected
 
 
+def test_changes_after_sharding_are_errors(two: World, tmp_path: Path) -> None:
+    """Otherwise, removed tensors are exported and saved as zeros."""
+    expected = {
+        "head": "missing: lm_head.weight: is no longer in the model",
+        "layers": "self_attn.q_proj.weight: is no longer in the model",
+        "buffer": "unexpected: extra: was added after sharding",
+        "norm": "shape: model.norm.weight: has shape (5,), expected",
+    }
+    for change, text in expected.items():
+        job = partial(export_and_save.changed_after_sharding, fsdp=1, tp=2)
+        for errors in two.run(job, str(tmp_path / change), change):
+            assert len(errors) == 5
+            for error in errors:
+                assert "has changed since it was sharded" in error
+                assert text in error
+        assert not (tmp_path / change / "saved").exists()
+
+
+def test_changes_of_one_stage_are_errors_on_every_rank(two: World, tmp_path: Path) -> None:
+    first, second = two.run(partial(export_and_save.changed_after_sharding, pp=2), str(tmp_path), "head")
+    assert all("missing: lm_head.weight: is no longer in the model" in error for error in second)
+    assert all("ranks failed or disagree" in error and "lm_head.weight" in error for error in first)
+
+
+def test_load_state_dict_reports_removed_tensors(two: World) -> None:
+    two.run(partial(export_and_save.loads_without_head, fsdp=2))
+
+
 def test_a_save_that_fails_on_the_writer_fails_on_all_and_leaves_the_old_one(two: World, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     two.run(partial(export_and_save.saves, fsdp=2), str(folder), False)

@@ -174,7 +174,7 @@ class LayoutTables:
         view = tensor.view
         return view is not None and view.place_in(self.own[view.parameter].shape).strides is not None
 
-    def other_shapes(self, tensors: Mapping[str, torch.Tensor]) -> list[Problem]:
+    def other_shapes(self, tensors: Mapping[str, torch.Tensor | TensorSpec]) -> list[Problem]:
         """Return a problem for each of the model's own tensors with a wrong shape."""
         return [
             Problem(ProblemKind.SHAPE, name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")

@@ -138,7 +138,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     """
     folder = Path(folder)
     sharding = sharding_of(model)
-    adapter, mesh, what = sharding.adapter.retied(model), sharding.mesh, f"load {folder}"
+    mesh, what = sharding.mesh, f"load {folder}"
     finish_last(raising=False)
     parts = [StatePart.WEIGHTS] if optimizer is None else [StatePart.WEIGHTS, StatePart.OPTIMIZER]
     version, manifest = whole_version(folder, parts, mesh, what)
@@ -148,6 +148,8 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
             own_facts = facts_of(model, optimizer)
         here = of_all_stages(own_facts, mesh)
     with agreed(mesh, what) as facts:
+        sharding.require_same_tensors(model)
+        adapter = sharding.adapter.retied(model)
         facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
         problems: list[Problem] = []
         stored = stored_tensors(version, manifest.files_of(StatePart.WEIGHTS), problems)

@@ -189,10 +189,12 @@ def _as_own_tensors(
     if problems:
         raise StateDictError("state dict does not fit the model", problems)
     result = {key: tensor for key, tensor in given.items() if find[key] is None}
-    own, is_sharded = plain.state_dict(), getattr(model, "sharding", None) is not None
+    own, sharding = plain.state_dict(), getattr(model, "sharding", None)
     for name, sources in found.sources.items():
         if name not in own:
-            continue  # another stage's
+            if sharding is None or name in sharding.names:  # else another stage's
+                result |= {key: given[key] for key, _ in sources}
+            continue
         if lacking := adapter.absent(name, [target for _, target in sources]):
             if isinstance(own[name], DTensor):
                 detail = f"is sharded, but {listed(lacking, limit=8)} is missing"
@@ -203,10 +205,12 @@ def _as_own_tensors(
                 target.write_into(name, result[name], given[key])
         else:
             result[name] = assemble(name, adapter.own[name].shape, sources, given)
-            if is_sharded:  # sharded tensors may be ordered by rank, but the state dict's are in transformers' order
+            if (
+                sharding is not None
+            ):  # sharded tensors may be ordered by rank, the state dict's are in transformers' order
                 result |= adapter.to_hf({name: result[name]}, layout="transformers")
     for name, kept in adapter.tied.items():
-        if name in found.sources and kept in found.sources and not have_same_values(result[name], result[kept]):
+        if {name, kept} <= result.keys() and not have_same_values(result[name], result[kept]):
             detail = f"differs from {kept}, but the configuration ties them"
             raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.TIED, name, detail)])
     return result

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -226,6 +228,51 @@ def exports_the_checkpoint(folder: str, **sizes: int) -> None:
         {name: local(value) for name, value in new.state_dict().items()},
         {name: local(loaded[name]) for name in loaded},
     )
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "head": lambda model: setattr(model, "lm_head", torch.nn.Identity()),
+    "layers": lambda model: model.model.layers.__delitem__(-1),
+    "buffer": lambda model: model.register_buffer("extra", torch.ones(3)),
+    "norm": lambda model: setattr(model.model.norm, "weight", torch.nn.Parameter(torch.ones(5), requires_grad=False)),
+}
+"""Changes of a model's own tensors."""
+
+
+def changed_after_sharding(folder: str, change: str, **sizes: int) -> list[str]:
+    """Change a sharded model, and return the errors of exporting, viewing, saving and loading it."""
+    case = case_of("LlamaForCausalLM")
+    model = parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))
+    save_checkpoint(f"{folder}/resume", model)
+    if "pp" not in sizes or dist.get_rank() == dist.get_world_size() - 1:  # the last stage has the head
+        CHANGES[change](model)
+    uses: list[Callable[[], object]] = [
+        lambda: list(model.state_dict_adapter.iter_export(model)),
+        lambda: model.save_pretrained(f"{folder}/saved"),
+        lambda: save_checkpoint(f"{folder}/resume", model),
+        lambda: load_checkpoint(f"{folder}/resume", model),
+    ]
+    if "pp" not in sizes:  # views do not communicate
+        uses.append(lambda: model.state_dict_adapter.hf_views(model))
+    errors = []
+    for use in uses:
+        with pytest.raises(ShardingError) as caught:
+            use()
+        errors.append(str(caught.value))
+    return errors
+
+
+def loads_without_head(**sizes: int) -> None:
+    """A removed head does not hide that a state dict has its weight, and other tensors load."""
+    case = case_of("LlamaForCausalLM")
+    model = parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))
+    tensors = {name: tensor + 1 for name, tensor in case.model().state_dict().items()}
+    CHANGES["head"](model)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.* "lm_head\.weight"'):
+        model.load_state_dict(tensors)
+    assert model.load_state_dict(tensors, strict=False).unexpected_keys == ["lm_head.weight"]
+    del tensors["lm_head.weight"]
+    assert_same({name: full(tensor) for name, tensor in model.state_dict().items()}, tensors)
 
 
 def saves(folder: str, fails: bool, **sizes: int) -> None:
