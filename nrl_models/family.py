@@ -263,10 +263,10 @@ class FamilyModel(Upstream):
     def state_dict_adapter(self) -> StateDictAdapter:
         """Adapter between this model's parameters and the hub's tensors. Cached until the structure changes.
 
-        A sharded model keeps the adapter from when it was sharded, updated with the current ties.
+        A sharded model keeps the adapter from when it was sharded, updated with the current ties and dtypes.
         """
         sharding = getattr(self, "sharding", None)
-        return sharding.adapter.retied(self) if sharding is not None else adapter_of(self)
+        return sharding.adapter_of(self) if sharding is not None else adapter_of(self)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         have_peft_name_references()  # PEFT takes a model's state dict before it records the model's class

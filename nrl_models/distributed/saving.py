@@ -60,7 +60,8 @@ def save_pretrained(
             f"save_pretrained of a sharded model does not support {', '.join(options)}: use the directory it saves"
         )
     sharding = sharding_of(model)
-    adapter, mesh, gather = sharding.adapter.retied(model), sharding.mesh, sharding.gatherer(model)
+    mesh, gather = sharding.mesh, sharding.gatherer(model)
+    adapter = sharding.adapter_of(model)
     check_shapes(model, adapter)
     check_ties(model, adapter)
     table = checkpoint_layout(model, adapter, original_format=save_original_format)

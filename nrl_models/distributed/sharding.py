@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from nrl_models.common.modules import class_name, names_in_state_dict
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import BufferPool, pool_of
-from nrl_models.common.state_dict.layouts import TensorSpec, own_tensors
+from nrl_models.common.state_dict.layouts import own_tensors
 from nrl_models.common.state_dict.own_tensors import own_state_dict, require_values
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
-from nrl_models.distributed.mesh import agreed, gather_over, rank_in, size_of
+from nrl_models.distributed.mesh import agreed, gather_over, rank_in, reporting_dead_ranks, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.distributed.shards import DEFAULT_BUCKET, GATHER, blocks_of, gathered
@@ -41,7 +41,8 @@ class Sharding:
         stages: Pipeline stages of this rank; None without `pp`.
 
     Attributes:
-        adapter: The model's adapter. Its tables describe unsharded tensors (`DTensor.full_tensor()`) of all stages.
+        adapter: The model's adapter. Its tables describe unsharded tensors (`DTensor.full_tensor()`) of all stages. Use
+            `adapter_of`, which updates it.
         names: Names of the model's own tensors on this rank.
         holders: First rank of `pp` that holds each tensor of the model; empty without `pp`.
         total_parameters: Number of parameters of the unsharded model.
@@ -76,9 +77,7 @@ class Sharding:
             whole: The model with the stages of all ranks.
             dtypes: Dtypes of tensors that will be loaded, if they currently have others.
         """
-        self.adapter = StateDictAdapter(whole)
-        own = self.adapter.own
-        own |= {name: TensorSpec(own[name].shape, dtype) for name, dtype in dtypes.items() if name in own}
+        self.adapter = StateDictAdapter(whole).with_dtypes(dtypes)
         self.names = frozenset(own_tensors(model))
         self.total_parameters = whole.num_parameters()
         cast(Any, model).sharding = self
@@ -112,6 +111,14 @@ class Sharding:
     def is_first_holder(self, name: str) -> bool:
         """Return True if this rank is the first of `pp` that holds a tensor. The first holder writes it."""
         return not self.holders or self.holders[name] == rank_in(self.mesh, "pp")
+
+    def adapter_of(self, model: nn.Module) -> StateDictAdapter:
+        """Return the adapter with the model's current ties and dtypes. Does not communicate.
+
+        With `pp`, tensors of other stages have the dtypes of the last export or save.
+        """
+        self.adapter = self.adapter.with_dtypes({name: spec.dtype for name, spec in own_tensors(model).items()})
+        return self.adapter.retied(model)
 
     def require_same_tensors(self, model: nn.Module) -> None:
         """Check that the model has the tensors that it had when it was sharded. Does not communicate.
@@ -162,7 +169,7 @@ class Sharding:
     def gatherer(self, model: nn.Module, pool: BufferPool | None = None) -> Gatherer:
         """Gathers tensors of the model, see `nrl_models.distributed.shards.gathered`; for several calls.
 
-        Every rank has to call this.
+        Also updates the dtypes in `adapter`. Every rank has to call this.
 
         Args:
             model: The model.
@@ -171,8 +178,12 @@ class Sharding:
         buffers = pool or BufferPool(_device_of(model))
         stages = self.mesh["pp"] if self.stages is not None else None
         with agreed(stages, GATHER):
-            own = self.written(model)
+            own, adapter = self.written(model), self.adapter_of(model)
             require_values(model, own)
+        own_dtypes = {name: spec.dtype for name, spec in adapter.own.items() if name in own}
+        with reporting_dead_ranks(GATHER):
+            for dtypes in gather_over(stages, own_dtypes):
+                self.adapter = self.adapter.with_dtypes(dtypes)
         specs = {
             name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.adapter.own.items()
         }

@@ -153,6 +153,17 @@ def test_load_state_dict_reports_removed_tensors(two: World) -> None:
     two.run(partial(export_and_save.loads_without_head, fsdp=2))
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("before", [torch.bfloat16, torch.float32])
+def test_casts_after_sharding_are_exported_and_saved(
+    two: World, tmp_path: Path, before: torch.dtype, sizes: dict[str, int]
+) -> None:
+    after = torch.float32 if before == torch.bfloat16 else torch.bfloat16
+    job = partial(export_and_save.exports_and_saves_after_cast, **sizes)
+    two.run(job, str(tmp_path / "sharded"), before, after)
+    assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
+
+
 def test_a_save_that_fails_on_the_writer_fails_on_all_and_leaves_the_old_one(two: World, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     two.run(partial(export_and_save.saves, fsdp=2), str(folder), False)

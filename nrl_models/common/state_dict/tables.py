@@ -90,6 +90,15 @@ class LayoutTables:
         changed.tied, changed._others = tied, {}  # another library's layout may depend on ties
         return changed
 
+    def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> Self:
+        """Return the same tables with other dtypes of own tensors, all or some."""
+        own = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in self.own.items()}
+        if own == self.own:
+            return self
+        changed = copy.copy(self)
+        changed.own = own
+        return changed
+
     def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
         """Return the Hugging Face tensors that hold parts of own tensor `name` in a layout.
 

@@ -89,7 +89,7 @@ def save_checkpoint(
     facts: OptimizerFacts | None = None
     with agreed(mesh, what):
         finish_last(raising=True)
-        own, exported = sharding.written(model), sharding.adapter.retied(model).exported("hub")
+        own, exported = sharding.written(model), sharding.adapter_of(model).exported("hub")
         parts = {StatePart.WEIGHTS: [Held(name, tensor, own) for name, tensor in exported.items()]}
         if optimizer is not None:
             own_facts = facts_of(model, optimizer)
@@ -149,7 +149,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         here = of_all_stages(own_facts, mesh)
     with agreed(mesh, what) as facts:
         sharding.require_same_tensors(model)
-        adapter = sharding.adapter.retied(model)
+        adapter = sharding.adapter_of(model)
         facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
         problems: list[Problem] = []
         stored = stored_tensors(version, manifest.files_of(StatePart.WEIGHTS), problems)

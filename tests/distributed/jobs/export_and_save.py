@@ -275,6 +275,26 @@ def loads_without_head(**sizes: int) -> None:
     assert_same({name: full(tensor) for name, tensor in model.state_dict().items()}, tensors)
 
 
+def exports_and_saves_after_cast(folder: str, before: torch.dtype, after: torch.dtype, **sizes: int) -> None:
+    """Cast a sharded model. Compare exports and files with those of a model that is not sharded."""
+    whole = copy.deepcopy(case_of("LlamaForCausalLM").model()).to(before)
+    model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+    adapter = model.state_dict_adapter
+    for each in (whole, model):
+        each.to(after)
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.add_(2**-12)
+    expected = dict(whole.state_dict_adapter.iter_export(whole))
+    for each in (adapter, model.state_dict_adapter):
+        assert_same(dict(each.iter_export(model)), expected)
+    assert model.state_dict_adapter.export_plan() == whole.state_dict_adapter.export_plan()
+    model.save_pretrained(folder)
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder + "-whole")
+    dist.barrier()
+
+
 def saves(folder: str, fails: bool, **sizes: int) -> None:
     """Save a model. Optionally fail while files are written."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
