@@ -19,6 +19,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.generations import READ
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.generation import generation_settings
+from nrl_models.common.trust.own_folder import results_in
 from nrl_models.common.trust.servers import VLLMS
 from nrl_models.consistency.measure import Measurement
 from nrl_models.consistency.prompts import Prompts
@@ -254,12 +255,23 @@ def file_hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file that models, tokenizers and engines read, by its path in `folder`."""
     if folder.is_file():
         return {folder.name: _sha256(folder)}
-    files = (path for path in sorted(folder.rglob("*")) if path.suffix in READ and path.is_file())
-    return {
-        str(path.relative_to(folder)): _sha256(path)
-        for path in files
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    }
+    return {str(path.relative_to(folder)): _sha256(path) for path in read_files(folder)}
+
+
+def read_files(folder: Path) -> list[Path]:
+    """Return the files in a checkpoint's directory that models, tokenizers and engines read.
+
+    Hidden files are left out, and results of commands that ran in the directory.
+    """
+    results = results_in(folder)
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in READ
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and results.isdisjoint(path.parents)
+    ]
 
 
 def _sha256(path: Path) -> str:

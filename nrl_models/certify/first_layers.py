@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from nrl_models.auto import auto_class_for
+from nrl_models.certify.certified import read_files
 from nrl_models.common.checkpoint.dequantized import quantized_part
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.common.checkpoint.generations import READ
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, is_gguf
 from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.state_dict.adapter import adapter_of
@@ -106,11 +106,10 @@ def _module(name: str) -> str:
 
 def _copy_others(folder: Path, target: Path) -> None:
     """Copy tokenizer, templates and other files that are read, without weights, index and configuration."""
-    for path in sorted(folder.rglob("*")):
+    for path in read_files(folder):
         relative = path.relative_to(folder)
-        is_hidden = any(part.startswith(".") for part in relative.parts)
         is_weights = path.suffix == ".safetensors" or path.name.endswith(INDEX_NAME.removeprefix("model"))
-        if path.is_file() and path.suffix in READ and not is_hidden and not is_weights and path.name != CONFIG_NAME:
+        if not is_weights and path.name != CONFIG_NAME:
             (target / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target / relative)
 

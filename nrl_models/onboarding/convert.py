@@ -22,7 +22,7 @@ from nrl_models.common.checkpoint.writing import (
 )
 from nrl_models.common.gguf.gguf_tables import load_tokenizer
 from nrl_models.common.trust.inside import files_inside
-from nrl_models.common.trust.own_folder import MARKER
+from nrl_models.common.trust.own_folder import MARKER, results_in
 from nrl_models.common.upstream import architectures_of, class_of_transformers
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.loading.read_config import part_for, read_config
@@ -43,8 +43,9 @@ def convert(
     """Write the checkpoint in `source` to `target`, in another dtype or other shards.
 
     All other files of the directory or hub repository (tokenizer, templates, license) are copied and overwrite those in
-    `target`. Links are followed if they stay inside the directory; others raise before anything is written. For a GGUF
-    file (`source`, or the one in that directory), its tokenizer is also written.
+    `target`, but not results of commands that ran in the directory. Links are followed if they stay inside the
+    directory; others raise before anything is written. For a GGUF file (`source`, or the one in that directory), its
+    tokenizer is also written.
 
     Args:
         source: Checkpoint directory, hub repository or GGUF file.
@@ -65,7 +66,8 @@ def convert(
     checked_file_size(max_shard_size)
     folder, target = resolve_folder(source, all_but=LEFT_BEHIND), folder_to_write(target)
     require_replaceable(folder, target, overwrite=overwrite)
-    others = {} if is_gguf(folder) else files_inside(folder, shutil.ignore_patterns(*LEFT_BEHIND), [target])
+    left_out = [target, *results_in(folder)]
+    others = {} if is_gguf(folder) else files_inside(folder, shutil.ignore_patterns(*LEFT_BEHIND), left_out)
     auto_class = auto_class_for(folder)
     _require_same_architecture(read_config(folder), folder)
     # Linears run separately, because nothing is computed: tensors are copied from file to file.

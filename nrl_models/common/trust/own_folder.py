@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nrl_models.common.checkpoint.generations import TEMPLATES
 from nrl_models.common.checkpoint.local_path import short_name
 
 MARKER = ".nrl_models"
@@ -56,6 +57,17 @@ def default_folder(command: str, checkpoint: str | Path, digest: str) -> Path:
         parent.mkdir()
         (parent / ".gitignore").write_text(IGNORE_ALL)
     return parent / f"{short_name(Path(checkpoint).resolve().name)}-{digest[:8]}"
+
+
+def results_in(checkpoint: Path) -> set[Path]:
+    """Return the marked directories in a checkpoint's directory, which have results of commands that ran there.
+
+    Templates are read without being named in another file, so a marker does not exclude their directory.
+
+    Args:
+        checkpoint: Directory of the checkpoint.
+    """
+    return {path.parent for path in checkpoint.rglob(MARKER)} - {checkpoint, checkpoint / TEMPLATES}
 
 
 def release(folder: Path) -> None:

@@ -14,8 +14,9 @@ from checkpoints import new_model
 from recipe_inputs import byte_tokenizer
 from transformers import LlamaConfig
 
-from nrl_models.certify import Validity, certify, verify
+from nrl_models.certify import Status, Validity, certify, verify
 from nrl_models.certify import certificate as certificate_module
+from nrl_models.onboarding.convert import convert
 from nrl_models.testing.tiny import tiny_config
 
 CHANGES = 250
@@ -149,3 +150,26 @@ def test_other_versions_and_requests_are_narrower(
     (reason,) = verify(certificate, folder).reasons
     assert reason.startswith("torch: ")
     assert reason.endswith("99.0 is installed")
+
+
+def test_results_in_the_checkpoint_directory_do_not_count(
+    certified: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tiny"
+    shutil.copytree(certified[0], folder)
+    monkeypatch.chdir(folder)
+    first = certify(".", only=("files",))
+    assert first.folder is not None
+    assert first.folder.parent == Path("certify")
+    assert verify(first.folder / "certificate.json", ".").validity is Validity.VALID
+    again = certify(".", only=("tokenizer",))
+    assert again.folder == first.folder
+    assert {result.name for result in again.results if result.status is Status.PASSED} == {"files", "tokenizer"}
+    convert(".", tmp_path / "out")
+    assert not list((tmp_path / "out").rglob("certificate.json"))
+    # A marker does not exclude templates, which are read without being named elsewhere.
+    templates = Path("additional_chat_templates")
+    templates.mkdir()
+    for name in (".nrl_models", "other.jinja"):
+        (templates / name).write_text("results of nrl-models certify")
+    assert verify(again.folder / "certificate.json", ".").reasons == ("additional_chat_templates/other.jinja: added",)
