@@ -21,8 +21,7 @@ from torch import nn
 from benchmarks.reporting import Row, arguments, publish
 from benchmarks.train_step import Peak
 from nrl_models.logprobs.chunked import chunked_statistics
-from nrl_models.logprobs.head import OutputHead
-from nrl_models.logprobs.logit_buffers import TokenStatistics
+from nrl_models.logprobs.logit_buffers import OutputHead, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
 

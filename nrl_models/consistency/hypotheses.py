@@ -20,7 +20,8 @@ from nrl_models.common.value_checks import is_number
 from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import CauseKind, VerdictCause
 from nrl_models.logprobs.chunked import chunked_statistics
-from nrl_models.logprobs.head import OutputHead, hidden_states_and_head
+from nrl_models.logprobs.head import hidden_states_and_head
+from nrl_models.logprobs.logit_buffers import OutputHead
 from nrl_models.logprobs.sampling import Sampling
 
 EXPLAINED = 0.1

@@ -23,12 +23,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from nrl_models.logprobs.fused import fuses
-from nrl_models.logprobs.head import OutputHead
 from nrl_models.logprobs.logit_buffers import (
     CHUNK_ELEMENTS,
     FLOOR,
     FUSED_CHUNK_ELEMENTS,
     Logits,
+    OutputHead,
     Reference,
     TokenStatistics,
     slices,

@@ -17,8 +17,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -31,100 +30,13 @@ from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
 from nrl_models.common.recording import forward_replaced
 from nrl_models.errors import HeadError, one_line
+from nrl_models.logprobs.logit_buffers import OutputHead, autocast_dtype
 
 PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
 """Numbers to use as logits: small ones show the slope, large ones a cap."""
 
 CHECKED_TOKENS = 4
 """Length of the text on which a head is compared with the model's own logits."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputHead:
-    """The end of a model as a function of its last hidden states.
-
-    Args:
-        module: The output embedding.
-        scale: Factor of small logits after the output embedding.
-        cap: Bound of the logits; None if there is none.
-        autocast: dtype of autocast where the model calls the output embedding; None if it is off there. Trainers may
-            enable it inside the model's forward (accelerate's mixed precision).
-    """
-
-    module: nn.Module
-    scale: float = 1.0
-    cap: float | None = None
-    autocast: torch.dtype | None = None
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """`(vocab_size, hidden_size)` if logits before scale and cap are `hidden @ weight.T + bias`; else None.
-
-        Also None for a weight that is loaded only while the module runs (accelerate's offloading).
-        """
-        module = self.module
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or module.weight.is_meta:
-            return None
-        return _whole(module.weight)
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """`(vocabulary,)`, or None."""
-        bias = getattr(self.module, "bias", None)
-        return None if bias is None else _whole(bias)
-
-    def vocabulary(self, hidden: torch.Tensor) -> int:
-        """Return the number of logits per token.
-
-        Args:
-            hidden: Hidden states of the model, for modules that are not a plain linear (LoRA, `modules_to_save`).
-        """
-        if (weight := self.weight) is not None:
-            return len(weight)
-        with torch.no_grad(), self.autocasting(hidden):
-            return self.module(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1]
-
-    def autocasting(self, hidden: torch.Tensor) -> AbstractContextManager[Any]:
-        """Return a context with autocast as where the model calls the output embedding."""
-        if self.autocast == _autocast_dtype(hidden):
-            return nullcontext()
-        return torch.autocast(hidden.device.type, self.autocast, enabled=self.autocast is not None)
-
-    def finish_(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and cap the output embedding's result in place and in its dtype, as the model does."""
-        if self.cap is None:
-            return logits if self.scale == 1.0 else logits.mul_(self.scale)
-        return logits.div_(self.cap / self.scale).tanh_().mul_(self.cap)
-
-    def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """`finish_` on a new tensor, differentiable."""
-        if self.cap is None:
-            return logits if self.scale == 1.0 else logits * self.scale
-        return torch.tanh(logits / (self.cap / self.scale)) * self.cap
-
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """The derivative of `finish`, from its result."""
-        return self.scale if self.cap is None else self.scale * (1.0 - (logits / self.cap) ** 2)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of hidden states, as the model computes them."""
-        if (weight := self.weight) is not None and weight is not self.module.weight:  # sharded
-            bias = None if self.bias is None else self.bias.to(hidden.dtype)
-            with self.autocasting(hidden):
-                return self.finish(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
-        with self.autocasting(hidden):
-            return self.finish(self.module(hidden))
-
-
-def _autocast_dtype(hidden: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast multiplies a tensor at present; None if it is off."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded parameter (DTensor) gathered; gradients go back to its shards."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, OutputHead]:
@@ -151,7 +63,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
 
     def stand_in(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         given.append(hidden)
-        autocast.append(_autocast_dtype(hidden))
+        autocast.append(autocast_dtype(hidden))
         probe = torch.tensor(PROBE, dtype=torch.float32, device=hidden.device, requires_grad=bool(sharded))
         return probe.repeat(*hidden.shape[:-1], 1)
 

@@ -1,14 +1,16 @@
-"""Logits of a chunk of tokens in reused memory, and the statistics of each row."""
+"""The output embedding as a function, logits of a chunk of tokens in reused memory, and the statistics of each row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from nrl_models.logprobs.fused import fuses, log_sum_exp, logprob_gradient_, run_fused
-from nrl_models.logprobs.head import OutputHead
 
 CHUNK_ELEMENTS, FUSED_CHUNK_ELEMENTS = 2**25, 2**27
 """Logits held at a time, in forward and backward: 128 MiB in fp32, and 256 MiB in bf16 if they are fused. A GPU would
@@ -16,6 +18,94 @@ wait for the launches of smaller chunks."""
 
 FLOOR = -1e30
 """Replaces -inf where it would be multiplied by a probability of zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """The end of a model as a function of its last hidden states.
+
+    Args:
+        module: The output embedding.
+        scale: Factor of small logits after the output embedding.
+        cap: Bound of the logits; None if there is none.
+        autocast: dtype of autocast where the model calls the output embedding; None if it is off there. Trainers may
+            enable it inside the model's forward (accelerate's mixed precision).
+    """
+
+    module: nn.Module
+    scale: float = 1.0
+    cap: float | None = None
+    autocast: torch.dtype | None = None
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """`(vocab_size, hidden_size)` if logits before scale and cap are `hidden @ weight.T + bias`; else None.
+
+        Also None for a weight that is loaded only while the module runs (accelerate's offloading).
+        """
+        module = self.module
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or module.weight.is_meta:
+            return None
+        return _whole(module.weight)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """`(vocabulary,)`, or None."""
+        bias = getattr(self.module, "bias", None)
+        return None if bias is None else _whole(bias)
+
+    def vocabulary(self, hidden: torch.Tensor) -> int:
+        """Return the number of logits per token.
+
+        Args:
+            hidden: Hidden states of the model, for modules that are not a plain linear (LoRA, `modules_to_save`).
+        """
+        if (weight := self.weight) is not None:
+            return len(weight)
+        with torch.no_grad(), self.autocasting(hidden):
+            return self.module(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1]
+
+    def autocasting(self, hidden: torch.Tensor) -> AbstractContextManager[Any]:
+        """Return a context with autocast as where the model calls the output embedding."""
+        if self.autocast == autocast_dtype(hidden):
+            return nullcontext()
+        return torch.autocast(hidden.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def finish_(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale and cap the output embedding's result in place and in its dtype, as the model does."""
+        if self.cap is None:
+            return logits if self.scale == 1.0 else logits.mul_(self.scale)
+        return logits.div_(self.cap / self.scale).tanh_().mul_(self.cap)
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """`finish_` on a new tensor, differentiable."""
+        if self.cap is None:
+            return logits if self.scale == 1.0 else logits * self.scale
+        return torch.tanh(logits / (self.cap / self.scale)) * self.cap
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of `finish`, from its result."""
+        return self.scale if self.cap is None else self.scale * (1.0 - (logits / self.cap) ** 2)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of hidden states, as the model computes them."""
+        if (weight := self.weight) is not None and weight is not self.module.weight:  # sharded
+            bias = None if self.bias is None else self.bias.to(hidden.dtype)
+            with self.autocasting(hidden):
+                return self.finish(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
+        with self.autocasting(hidden):
+            return self.finish(self.module(hidden))
+
+
+def autocast_dtype(hidden: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast multiplies a tensor at present; None if it is off."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded parameter (DTensor) gathered; gradients go back to its shards."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class TokenStatistics(NamedTuple):

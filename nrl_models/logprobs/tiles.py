@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nrl_models.logprobs.head import OutputHead
-from nrl_models.logprobs.logit_buffers import FLOOR, Logits, Reference, add_product, multiply_, slices
+from nrl_models.logprobs.logit_buffers import FLOOR, Logits, OutputHead, Reference, add_product, multiply_, slices
 from nrl_models.logprobs.sampling import Sampling
 
 BLOCK = 4096

@@ -17,8 +17,8 @@ from nrl_models.common.modules import innermost
 from nrl_models.common.value_checks import is_integer
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
-from nrl_models.logprobs.head import OutputHead, hidden_states_and_head, logits_at, require_head
-from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
+from nrl_models.logprobs.head import hidden_states_and_head, logits_at, require_head
+from nrl_models.logprobs.logit_buffers import OutputHead, Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.token_inputs import (
     LeftPadding,

@@ -11,8 +11,7 @@ from torch import nn
 
 from nrl_models.logprobs import chunked, fused, logit_buffers
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
-from nrl_models.logprobs.head import OutputHead
-from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
+from nrl_models.logprobs.logit_buffers import OutputHead, Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
 

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from nrl_models import AutoModelForCausalLM
 from nrl_models.logprobs import LossTerms, TokenLogprobs, token_logprobs
 from nrl_models.logprobs.chunked import chunked_statistics
-from nrl_models.logprobs.head import OutputHead
-from nrl_models.logprobs.logit_buffers import TokenStatistics
+from nrl_models.logprobs.logit_buffers import OutputHead, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.whole_rows import LossAhead
 from nrl_models.losses import Correction, dpo_loss, importance_weights, policy_loss, sequence_logprobs
