@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.config.positions import has_encoder
 from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.audio import audio_inputs, audio_token
 from nrl_models.inputs.image_geometry import Inputs
@@ -64,11 +65,6 @@ def inputs_for(
         kinds = (result["input_ids"] == token).long()
         result |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in forward}
     return {name: value.to(model.device) for name, value in result.items()}
-
-
-def has_encoder(config: PreTrainedConfig) -> bool:
-    """Return True if the model encodes one sequence and decodes another."""
-    return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
 
 
 def vocabulary_size(config: PreTrainedConfig) -> int:

@@ -23,7 +23,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig
 
+from nrl_models.common.config.positions import has_encoder
 from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
@@ -86,7 +88,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         )
     hidden = _columns_of_tokens(model, given[0], input_ids)
     head = replace(_fit(observed, model), module=module, autocast=autocast[0])
-    _check(model, head, input_ids)
+    _check(model, head, input_ids, inputs)
     for part in sharded:
         part.unshard()
     if sharded:  # adds zero, so that the backward passes through the model's output, where FSDP starts its own
@@ -128,14 +130,25 @@ def output_embedding(model: nn.Module) -> nn.Module:
 
 
 def require_head(models: Iterable[Any], chunk_size: int | str | None) -> None:
-    """Check that models have an output embedding. Complete logits (`chunk_size=None`) need none.
+    """Check that models predict a token from those before it, and have an output embedding.
+
+    Complete logits (`chunk_size=None`) need no output embedding.
 
     Raises:
-        HeadError: If one has none.
+        HeadError: If one has none, is a masked language model, or has an encoder for its tokens (BART, T5).
     """
     for model in models:
         if chunk_size is not None or not isinstance(model, nn.Module):
             output_embedding(model)
+        inner = innermost(model)
+        config = getattr(inner, "config", None)
+        encodes = isinstance(config, PreTrainedConfig) and has_encoder(config)
+        if encodes or type(inner).__name__.endswith("ForMaskedLM"):
+            kind = "an encoder-decoder model" if encodes else "a masked language model"
+            raise HeadError(
+                f"{_name(model)} is {kind}, whose logits also depend on the token itself and on later tokens: "
+                "log-probabilities given the tokens before need a causal language model"
+            )
 
 
 def logits_at(
@@ -231,10 +244,11 @@ _checked: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKe
 
 
 @torch.no_grad()
-def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
+def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> None:
     """Check that `head` reproduces the model's logits of the first tokens, up to rounding of the dtype.
 
-    Runs once per model and head.
+    Runs once per model and head, on the first tokens. If the model does not run on these alone (images), it runs on
+    all inputs.
 
     Raises:
         HeadError: If it does not.
@@ -247,10 +261,17 @@ def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
     handle = head.module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     try:
         with evaluating(model), own_routing():
-            expected = _logits_of(model(input_ids=text, use_cache=False))
+            try:
+                output = model(input_ids=text, use_cache=False)
+            except Exception:
+                if not inputs:
+                    raise
+                given.clear()
+                output = model(input_ids=input_ids, use_cache=False, **inputs)
     finally:
         handle.remove()
-    actual = head(given[0])
+    expected = _logits_of(output)[:, :CHECKED_TOKENS]
+    actual = head(given[0][:, :CHECKED_TOKENS])
     # Some models compute their logits in another dtype than their hidden states.
     rounding = max(torch.finfo(values.dtype).eps for values in (given[0], expected, actual))
     actual, expected = actual.float(), expected.float()

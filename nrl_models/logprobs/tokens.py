@@ -121,7 +121,8 @@ def token_logprobs(
 
     Raises:
         HeadError: The model ends with something other than a scale or soft cap, and `chunk_size` is not None. Or it
-            computes other columns than those of `input_ids` (GIT with images).
+            computes other columns than those of `input_ids` (GIT with images), is a masked language model, or has an
+            encoder.
         ValueError: Shapes differ, the reference has another vocabulary, or a sampling parameter is out of range.
         UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`. Also packed rows
             with PEFT's prompt learning or activated LoRA.

@@ -1,4 +1,4 @@
-"""How long a sequence may be."""
+"""How long a sequence may be, and whether another one is encoded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ def model_limit(config: PreTrainedConfig) -> int | None:
     text = config.get_text_config(decoder=True)
     found = (getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
     return min((limit for limit in found if isinstance(limit, int) and limit > 0), default=None)
+
+
+def has_encoder(config: PreTrainedConfig) -> bool:
+    """Return True if the model encodes one sequence and decodes another."""
+    return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
 
 
 def rope_switch(config: PreTrainedConfig) -> int | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
+from nrl_models.common.config.positions import has_encoder
 from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.images import image_token
-from nrl_models.inputs.model_inputs import has_encoder
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mtp_weights import declares_mtp
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.errors import HeadError
+from nrl_models.logprobs import rollout_logprobs
 from nrl_models.logprobs.head import hidden_states_and_head
 from nrl_models.logprobs.tokens import token_logprobs
 from nrl_models.testing.case import FamilyCase, randomize
@@ -218,6 +219,25 @@ def test_columns_of_images_before_the_tokens_raise(chunk_size: str | None) -> No
     inputs = case.inputs(images=True, batch=1)
     with pytest.raises(HeadError, match="expected one column for each token"):
         token_logprobs(case.model(), **inputs, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("name", ["Blip2ForConditionalGeneration", "Kosmos2ForConditionalGeneration"])
+def test_a_forward_that_needs_images(name: str) -> None:
+    case = FamilyCase(registry.model_class(name))
+    inputs = case.inputs(images=True, batch=1)
+    inputs["score"] = inputs["input_ids"] < 400
+    found = token_logprobs(case.model(), **inputs).logprobs
+    torch.testing.assert_close(found, token_logprobs(case.model(), **inputs, chunk_size=None).logprobs)
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", None])
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "BertForMaskedLM"])
+def test_logits_that_depend_on_later_tokens_raise(name: str, chunk_size: str | None, input_ids: torch.Tensor) -> None:
+    model = new_model(name)
+    for call in (token_logprobs, rollout_logprobs):
+        with pytest.raises(HeadError, match="need a causal language model") as error:
+            call(model, input_ids, chunk_size=chunk_size)
+        assert "chunk_size" not in str(error.value)
 
 
 def test_a_model_without_output_embedding_is_refused(input_ids: torch.Tensor) -> None:
