@@ -44,6 +44,22 @@ class KeptTensor:
     def __deepcopy__(self, memo: dict[int, object]) -> KeptTensor:
         return self  # immutable
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle stored tensors of one byte per value (FP8) as integers, because torch cannot unpickle FP8."""
+        stored = [
+            (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor, tensor.dtype) for tensor in self.stored
+        ]
+        return _unpickled, (self.spec, stored, self.compute, self.is_mtp)
+
+
+def _unpickled(
+    spec: TensorSpec,
+    stored: Iterable[tuple[torch.Tensor, torch.dtype]],
+    compute: Callable[..., torch.Tensor] | None,
+    is_mtp: bool,
+) -> KeptTensor:
+    return KeptTensor(spec, tuple(tensor.view(dtype) for tensor, dtype in stored), compute, is_mtp)
+
 
 def kept_by(model: nn.Module, *, mtp_only: bool = False) -> Mapping[str, KeptTensor]:
     """Return the tensors that a model keeps, by the checkpoint's names and in its order."""

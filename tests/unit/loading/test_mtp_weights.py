@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from versions import since
 from nrl_models import AutoModel, AutoModelForCausalLM, registry
 from nrl_models.common.state_dict import kept_tensors
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by
+from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import CheckpointError, StateDictError, UnknownArgumentError
@@ -94,7 +97,7 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-def pickled(model: nn.Module) -> nn.Module:
+def pickled(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -118,6 +121,23 @@ def test_they_stay_with_the_model(
     model.save_pretrained(tmp_path / "again")
     saved = stored(tmp_path / "again")
     assert_same({name: saved[name] for name in mtp}, mtp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.bfloat16])
+def test_stored_tensors_are_pickled_by_every_pickler(dtype: torch.dtype) -> None:
+    """torch cannot unpickle a float8 tensor, which Ray and cloudpickle would send."""
+    values = torch.tensor([[0.5, 2.0], [1.0, 4.0]]).to(dtype)
+    spec = TensorSpec((2, 2), torch.bfloat16)
+    kept = KeptTensor(spec, (values, torch.tensor(2.0)), torch.Tensor.add_, is_mtp=True)
+    for copied in (
+        pickle.loads(pickle.dumps(kept)),
+        pickled(kept),
+        pickle.loads(bytes(ForkingPickler.dumps(kept))),
+    ):
+        assert (copied.spec, copied.compute, copied.is_mtp) == (spec, torch.Tensor.add_, True)
+        assert copied.stored[0].dtype == dtype
+        assert torch.equal(copied.stored[0].float(), values.float())
+        assert copied.stored[1] == 2.0
 
 
 def test_an_engine_without_them_takes_the_export(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
