@@ -102,9 +102,11 @@ class Commands(CommandGroup):
     """Commands that print errors as messages, without a traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept the options of all commands also after the command name."""
-        common = [argument for argument in args if argument in ("--quiet", "-q", "--traceback")]
-        return super().parse_args(ctx, [*common, *(argument for argument in args if argument not in common)])
+        """Accept the options of all commands also after the command name, up to `--`."""
+        end = args.index("--") if "--" in args else len(args)
+        common = [argument for argument in args[:end] if argument in ("--quiet", "-q", "--traceback")]
+        others = [argument for argument in args[:end] if argument not in common]
+        return super().parse_args(ctx, [*common, *others, *args[end:]])
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. Exit with status 2 if it raises, with 1 if a check stopped a training run."""

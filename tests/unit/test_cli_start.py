@@ -208,6 +208,16 @@ def test_quiet(before: bool, llama_checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert "LlamaForCausalLM" in runner.invoke(app, command).output  # only for the duration of one run
 
 
+@pytest.mark.parametrize("name", ["-q", "--traceback"])
+def test_arguments_after_two_dashes_are_no_options(
+    name: str, llama_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).symlink_to(llama_checkpoint)
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, ["inspect", "--", name])
+    assert (result.exit_code, "LlamaForCausalLM" in result.output) == (0, True)
+
+
 def test_an_unexpected_error_has_its_traceback_only_on_demand(
     llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
