@@ -38,7 +38,7 @@ from nrl_models.errors import ConsistencyError, NRLModelsError, UnknownArgumentE
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for, text_ids
 from nrl_models.logprobs import token_logprobs
-from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.noise import limit, logits_noise
 from nrl_models.parity.parity_report import Unit
@@ -138,7 +138,7 @@ def _second_sync(found: Controls, where: str) -> CheckResult:
     worst = worst_of(found.error, default=math.inf)
     if found.error and not worst <= THRESHOLD:
         number = found.error.index(worst) + 1
-        problems.append(f"sync {number}: token_mult_prob_error {worst:.7g} between engine and trainer")
+        problems.append(f"sync {number}: token_mult_prob_error {shown_error(worst)} between engine and trainer")
     if found.changed and not found.changed[-1]:
         problems.append("no exported tensor changed after a step with a learning rate above 0")
     compared = sum(found.sent) if found.error and all(found.sent) else 0
@@ -146,7 +146,7 @@ def _second_sync(found: Controls, where: str) -> CheckResult:
         name=SECOND,
         status=status_of(failed=bool(problems), compared=compared),
         summary="; ".join(problems)
-        or f"{len(found.error)} syncs arrived; token_mult_prob_error at most {worst:.7g}{where}",
+        or f"{len(found.error)} syncs arrived; token_mult_prob_error at most {shown_error(worst)}{where}",
         value=worst if found.error else None,
         bound=THRESHOLD,
         unit=Unit.TOKEN_MULT_PROB_ERROR,

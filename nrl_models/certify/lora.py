@@ -24,7 +24,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.scores import final_scores, padded
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError, StateDictError, one_line
-from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.parity.parity_report import Unit
@@ -152,12 +152,12 @@ def _compared(
     threshold = FIRST_BOUND if trainer.model.dtype.itemsize >= 4 else THRESHOLD
     bound = largest_error(threshold, NOISE_FACTOR, noise)
     if not error <= bound:
-        problems = [*problems, f"token_mult_prob_error {error:.7g} between trainer and engine"]
+        problems = [*problems, f"token_mult_prob_error {shown_error(error)} between trainer and engine"]
         problems += ["the engine computes without the adapter"] if base <= bound else []
     is_wide = bound >= effect or error > THRESHOLD
     compared = sum(len(sample.tokens) for sample in samples)
     status = Status.NOT_DECIDED if is_wide and not problems else status_of(failed=bool(problems), compared=compared)
-    summary = f"token_mult_prob_error {error:.7g}, and {effect:.4g} without the adapter"
+    summary = f"token_mult_prob_error {shown_error(error)}, and {shown_error(effect)} without the adapter"
     if status is Status.NOT_DECIDED:
         summary += f": the noise floor of {dtype_name(trainer.model.dtype)} is {noise:.4g}"
     return CheckResult(

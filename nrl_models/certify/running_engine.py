@@ -32,7 +32,7 @@ from nrl_models.engines.scores import final_scores, padded
 from nrl_models.errors import EngineError, EngineUnavailableError, listed, one_line
 from nrl_models.inputs.images import takes_images
 from nrl_models.inputs.model_inputs import inputs_for
-from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
 from nrl_models.parity.parity_report import Unit
@@ -117,7 +117,7 @@ def prefix_caching(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         status=status_of(failed=failed, compared=tokens),
         summary=found.lines[-1]
         if error is None
-        else f"token_mult_prob_error {error:.7g} between cached tokens and a prefill of all tokens",
+        else f"token_mult_prob_error {shown_error(error)} between cached tokens and a prefill of all tokens",
         value=error,
         bound=THRESHOLD,
         unit=Unit.TOKEN_MULT_PROB_ERROR,
@@ -175,11 +175,12 @@ def routed_experts(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         except ValueError as reason:
             problems = [str(reason)]
     if error is not None and not error <= THRESHOLD:
-        problems = [f"token_mult_prob_error {error:.7g} with the engine's experts replayed in the trainer"]
+        problems = [f"token_mult_prob_error {shown_error(error)} with the engine's experts replayed in the trainer"]
     yield CheckResult(
         name=name,
         status=Status.FAILED if problems else Status.PASSED,
-        summary="; ".join(problems) or f"all tokens and layers reported; token_mult_prob_error {error:.7g} replayed",
+        summary="; ".join(problems)
+        or f"all tokens and layers reported; token_mult_prob_error {shown_error(error)} replayed",
         value=error,
         bound=THRESHOLD,
         unit=Unit.TOKEN_MULT_PROB_ERROR,
@@ -235,7 +236,7 @@ def images(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     yield CheckResult(
         name=name,
         status=status,
-        summary=f"{len(errors)} prompts; worst token_mult_prob_error {worst:.7g}"
+        summary=f"{len(errors)} prompts; worst token_mult_prob_error {shown_error(worst)}"
         + (f"; first difference: {listed(faults)}" if faults else ""),
         value=worst,
         bound=min(bound, THRESHOLD),

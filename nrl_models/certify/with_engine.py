@@ -34,7 +34,7 @@ from nrl_models.consistency.prompts import load_tokenizer
 from nrl_models.consistency.refit import check_refit, refit_settings
 from nrl_models.engines.digests import NO_DIGESTS
 from nrl_models.errors import RefitUnsupportedError, one_line
-from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.parity.parity_report import Unit
 from nrl_models.parity.worst import last_if_nan
 
@@ -220,7 +220,7 @@ def of_cells(
     wide = [result for result in results if result.passed and not result.worst[1] <= THRESHOLD]
     status = Status.FAILED if problems else Status.NOT_DECIDED if wide or not tokens else Status.PASSED
     cells = "1 cell:" if len(results) == 1 else f"{len(results)} cells; worst:"
-    summary = f"{cells} {worst.cell}: token_mult_prob_error {error:.7g} ({comparison})"
+    summary = f"{cells} {worst.cell}: token_mult_prob_error {shown_error(error)} ({comparison})"
     if wide:
         precision = dtype_name(wide[0].repeats[0].noise_dtype)
         summary += f"; {len(wide)} cells exceed {THRESHOLD} and agree only within the noise floor of {precision}"
@@ -257,7 +257,7 @@ def _decode_against_prefill(results: list[CellResult]) -> CheckResult:
     return CheckResult(
         name=name,
         status=Status.PASSED if errors[worst] <= bound else Status.FAILED,
-        summary=f"token_mult_prob_error {errors[worst]:.7g} between decoding and prefill of the same tokens",
+        summary=f"token_mult_prob_error {shown_error(errors[worst])} between decoding and prefill of the same tokens",
         value=errors[worst],
         bound=bound,
         unit=Unit.TOKEN_MULT_PROB_ERROR,

@@ -18,7 +18,7 @@ from nrl_models.common.value_checks import finite_or_none
 from nrl_models.consistency.cells import NOISE_FACTOR, Cell, Settings, largest_error
 from nrl_models.consistency.measure import Comparison, Measurement
 from nrl_models.consistency.verdict import Verdict
-from nrl_models.logprobs.metrics import ConsistencyMetrics
+from nrl_models.logprobs.metrics import ConsistencyMetrics, shown_error
 from nrl_models.parity.parity_report import Outcome, Unit
 from nrl_models.parity.worst import last_if_nan, worst_of
 
@@ -91,11 +91,9 @@ class CellResult:
         name, error = self.worst
         if not self.passed or error <= self.threshold:
             return []
-        precision = dtype_name(self.repeats[0].noise_dtype)
-        return [
-            f"token_mult_prob_error {error:.4g} against {name}, above {self.threshold:g}, is within the noise floor of "
-            f"{precision}: {_shown(self.noise)}"
-        ]
+        floor = f"the noise floor of {dtype_name(self.repeats[0].noise_dtype)}: {shown_error(self.noise)}"
+        above = f"above {shown_error(self.threshold)}"
+        return [f"token_mult_prob_error {shown_error(error)} against {name}, {above}, is within {floor}"]
 
     @property
     def problems(self) -> list[str]:
@@ -104,10 +102,11 @@ class CellResult:
         for name, repeats in self.comparisons.items():
             worst = worst_of(metrics.token_mult_prob_error for metrics in repeats)
             if not worst <= self.bound:
-                above = f"above {self.threshold:g}"
+                above = f"above {shown_error(self.threshold)}"
                 if self.bound > self.threshold:
-                    above += f" and what the noise floor of {_shown(self.noise)} explains ({self.bound:.4g})"
-                problems.append(f"token_mult_prob_error {worst:.6g} against {name}, {above}")
+                    explained = f"explains ({shown_error(self.bound)})"
+                    above += f" and what the noise floor of {shown_error(self.noise)} {explained}"
+                problems.append(f"token_mult_prob_error {shown_error(worst)} against {name}, {above}")
             for count, what in (
                 (sum(metrics.nan for metrics in repeats), "NaN"),
                 (sum(metrics.engine_infinite for metrics in repeats), "infinite in the engine"),
@@ -243,8 +242,8 @@ class ConsistencyReport:
         if self.results:
             worst = max(self.results, key=lambda result: last_if_nan(result.worst[1]))
             comparison, error = worst.worst
-            line += f". Worst: {worst.cell}: token_mult_prob_error {_shown(error)} ({comparison}), "
-            line += f"bound {_shown(worst.bound)}"
+            line += f". Worst: {worst.cell}: token_mult_prob_error {shown_error(error)} ({comparison}), "
+            line += f"bound {shown_error(worst.bound)}"
         return line
 
     @property
@@ -334,7 +333,7 @@ def _worst(repeats: Sequence[ConsistencyMetrics], name: str) -> str:
 
 
 def _shown(value: float) -> str:
-    """A `token_mult_prob_error` with as many digits as tell it from 1."""
+    """Return a `token_mult_prob_error` for a column of a table."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.7f}" if value < 1.001 else f"{value:.4f}"

@@ -50,6 +50,11 @@ def token_mult_prob_error(trainer: torch.Tensor, engine: torch.Tensor, mask: tor
     return _mean(_difference(trainer, engine, mask).abs().exp())
 
 
+def shown_error(value: float) -> str:
+    """Return a `token_mult_prob_error`, or its bound, with digits that tell values near 1 apart."""
+    return f"{value:.8g}" if value < 2.0 else f"{value:.6g}"
+
+
 def sampling_importance_ratio(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
     """Mean importance ratio: `mean exp(trainer - engine)`."""
     return _mean(_difference(trainer, engine, mask).exp())

@@ -33,6 +33,7 @@ from nrl_models.consistency.capsule.trainer_tensors import (
     weight_digests,
 )
 from nrl_models.engines.engine_types import Sample
+from nrl_models.logprobs.metrics import shown_error
 from nrl_models.logprobs.microbatches import ranks_of
 from nrl_models.watch.diagnosis import DriftEvidence
 from nrl_models.watch.event import Event, evidence_from_json, evidence_to_json
@@ -220,7 +221,8 @@ def replay_watch(contents: Contents) -> Replay:
     if (rows := values["rows"]) is not None:
         sides = tensors["rows/trainer"], tensors["rows/engine"]
         metrics = step_metrics(*sides, tensors["rows/mask"], tensors.get("rows/attention"))
-        detail = f"token_mult_prob_error {metrics.token_mult_prob_error:.6g} of {rows['count']} of {rows['of']} rows"
+        error = shown_error(metrics.token_mult_prob_error)
+        detail = f"token_mult_prob_error {error} of {rows['count']} of {rows['of']} rows"
         checks.append(compared("metrics", rows["metrics"], metrics.values(), detail))
         if rows["count"] == rows["of"]:
             evidence = replace(evidence, metrics=metrics)

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from nrl_models.engines.engine_types import RefitReport
+from nrl_models.logprobs.metrics import shown_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.diagnosis import DriftEvidence, diagnose_probes, diagnose_step, with_level
 from nrl_models.watch.finding import Cause, Finding, Severity
@@ -167,7 +168,7 @@ class Event:
         if metrics.tokens and not metrics.excess + 1.0 <= self.bound and not found:
             found.append(self._diagnosed(evidence))
         elif is_above and not found:
-            message = f"{', '.join(is_above)}; the noise floor explains up to {self.bound:.4g}"
+            message = f"{', '.join(is_above)}; the noise floor explains up to {shown_error(self.bound)}"
             found.append(Finding(cause=Cause.PRECISION, level=Severity.WARNING, message=message))
         return [with_level(finding, bool(is_above)) for finding in found]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nrl_models.logprobs.metrics import kl_k3, token_mult_prob_error
+from nrl_models.logprobs.metrics import kl_k3, shown_error, token_mult_prob_error
 
 GROWTH = 3.0
 """An error grows with the position if the last quarter of positions has this many times that of the first."""
@@ -73,9 +73,10 @@ class StepMetrics:
 
     def above(self, bars: Bars) -> list[str]:
         """Name the bars that are exceeded."""
+        error = self.token_mult_prob_error
         pairs = {
-            f"token_mult_prob_error {self.token_mult_prob_error:.4g} > {bars.token_mult_prob_error:g}": (
-                self.token_mult_prob_error > bars.token_mult_prob_error
+            f"token_mult_prob_error {shown_error(error)} > {shown_error(bars.token_mult_prob_error)}": (
+                error > bars.token_mult_prob_error
             ),
             f"KL {self.kl:.3g} > {bars.kl:g}": self.kl > bars.kl,
             f"mean difference {self.mean_difference:.3g} > {bars.mean_difference:g}": (

@@ -28,7 +28,7 @@ from nrl_models.consistency.capsule.trainer_tensors import (
 from nrl_models.consistency.verdict import Party
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
-from nrl_models.logprobs.metrics import consistency_metrics
+from nrl_models.logprobs.metrics import consistency_metrics, shown_error
 from nrl_models.logprobs.sampling import Sampling
 
 
@@ -91,7 +91,7 @@ def replay_consistency(contents: Contents) -> Replay:
     verdict = Decision(case, observed).verdict()
     metrics = _metrics(case)
     errors = {party: each["token_mult_prob_error"] for party, each in metrics.items()}
-    shown = ", ".join(f"{'NaN' if error is None else f'{error:.6g}'} of {party}" for party, error in errors.items())
+    shown = ", ".join(f"{'NaN' if error is None else shown_error(error)} of {party}" for party, error in errors.items())
     checks = [compared("metrics", values["metrics"], metrics, f"token_mult_prob_error {shown}")]
     checks += recomputed(contents, observed)
     recorded = {name: value for name, value in values["verdict"].items() if name != "summary"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from nrl_models.consistency.references import References
 from nrl_models.consistency.store import Store
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError
+from nrl_models.logprobs.metrics import shown_error
 
 CELL = Cell(100, "dummy", "greedy", 1)
 
@@ -65,7 +67,15 @@ def test_the_noise_floor_moves_the_bound_only_up(error: float, noise: float, pas
     assert found.passed == passes
     assert bool(found.notes) == noted
     if noted:
-        assert f"above 1.05, is within the noise floor of bfloat16: {noise:.4f}" in found.notes[0]
+        assert f"above 1.05, is within the noise floor of bfloat16: {shown_error(found.noise)}" in found.notes[0]
+
+
+def test_messages_tell_an_error_from_a_narrow_threshold() -> None:
+    (problem,) = replace(result(1.000104, 1.0), threshold=1.0001, noise_factor=0.0).problems
+    error, threshold = re.fullmatch(r"token_mult_prob_error (.*) against prefill, above (.*)", problem).groups()
+    assert float(error) == pytest.approx(1.000104, abs=1e-7)
+    assert threshold == "1.0001"
+    assert [shown_error(value) for value in (1.0, 1.0000006, 1.05, 2374.9429)] == ["1", "1.0000006", "1.05", "2374.94"]
 
 
 def test_a_noise_factor_of_zero_leaves_the_threshold_alone() -> None:
