@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import named_tensors, own_modules, without_wrappers
+from nrl_models.common.modules import own_modules, without_wrappers
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.upstream_conversions import (
@@ -44,7 +44,10 @@ class TensorSpec:
 
 
 def own_tensors(model: nn.Module) -> dict[str, TensorSpec]:
-    """Every entry of `model.state_dict()` without wrappers: parameters and persistent buffers by the model's names."""
+    """Return every tensor of `model.state_dict()` without wrappers, by the model's names.
+
+    These are parameters, persistent buffers, and tensors that modules add, such as the scales of bitsandbytes and HQQ.
+    """
     return {
         name: TensorSpec(tuple(tensor.shape), tensor.dtype)
         for name, tensor in without_wrappers(model).state_dict(keep_vars=True).items()
@@ -78,7 +81,7 @@ def computed_weights(model: nn.Module) -> list[str]:
 
 def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
     """transformers' name and the view of every tensor, in the order of transformers' own `state_dict()`."""
-    return ((own_name, View(own_name)) for own_name, _, _, _ in named_tensors(model))
+    return ((name, View(name)) for name in own_tensors(model))
 
 
 def hub_conversions(model: PreTrainedModel) -> list[Any] | None:

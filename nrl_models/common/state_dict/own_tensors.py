@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import innermost, is_flattened, own_name, without_wrappers
+from nrl_models.common.modules import innermost, is_flattened, named_tensors, own_modules, own_name, without_wrappers
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.blocks import check_reads, check_writes
@@ -162,40 +162,50 @@ class StoredFormats(NamedTuple):
     """Weights of a model that are not stored as plain floats, by name, with their formats.
 
     Attributes:
-        packed: Packed modules of torch, and tensor subclasses.
-        integers: Parameters of integers.
+        packed: Packed modules of torch, tensor subclasses, and packed weights of bitsandbytes.
+        narrow: Parameters of integers and 8-bit floats, and such buffers of modules without a weight.
     """
 
     packed: dict[str, str]
-    integers: dict[str, str]
+    narrow: dict[str, str]
 
 
 def stored_formats(model: nn.Module) -> StoredFormats:
     """Return the weights that are not stored as plain floats. Builds nothing, so adapters compare it."""
-    packed = {
-        own_name(f"{prefix}.weight"): f"{type(module).__module__}.{type(module).__qualname__}"
-        for prefix, module in model.named_modules()
-        if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "_packed_params")
-    }
-    integers = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter.data, DTensor):
-            packed[own_name(name)] = type(parameter).__name__
-        elif not (parameter.is_floating_point() or parameter.is_complex()):
-            integers[own_name(name)] = f"{type(parameter).__name__} of {parameter.dtype}"
-    return StoredFormats(packed, integers)
+    packed, narrow = {}, {}
+    for prefix, module in own_modules(model, duplicates=True):
+        dot = f"{prefix}." if prefix else ""
+        if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "_packed_params"):
+            packed[f"{dot}weight"] = f"{type(module).__module__}.{type(module).__qualname__}"
+        holds_weight = bool(module._modules) or "weight" in module._parameters
+        for name, tensor in (*module._parameters.items(), *(() if holds_weight else module._buffers.items())):
+            if tensor is None:
+                continue
+            if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor.data, DTensor):
+                packed[dot + name] = type(tensor).__name__
+            elif getattr(tensor, "bnb_quantized", False):
+                packed[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
+            elif not tensor.is_complex() and (not tensor.is_floating_point() or tensor.itemsize == 1):
+                narrow[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
+    return StoredFormats(packed, narrow)
 
 
 def quantized_weights(model: nn.Module, stored: StoredFormats) -> dict[str, str]:
-    """Return weights that are stored quantized under the name of the unquantized weight, and their format.
+    """Return weights that are stored quantized, by the name of the unquantized weight, and their format.
 
-    Weights in other formats have other names (`weight_packed`, `qweight`), or are floats with scales (FP8).
+    The quantized weight has this name, or another one in the same module (`W_q`, `qweight`, `weight_packed`).
     """
-    if not stored.integers:
+    if not stored.narrow:
         return stored.packed
-    built = as_built(without_wrappers(model, peft=True))
-    floats = {name for name, parameter in built.named_parameters() if parameter.is_floating_point()}
-    return stored.packed | {name: kind for name, kind in stored.integers.items() if name in floats}
+    plain = without_wrappers(model, peft=True)
+    built = as_built(plain)
+    wide = {name for name, weight in built.named_parameters() if weight.is_floating_point() and weight.itemsize > 1}
+    quantized = stored.packed | {name: kind for name, kind in stored.narrow.items() if name in wide}
+    inside = {name.rpartition(".")[0]: name for name in reversed(stored.narrow)}
+    for name in sorted(wide - {name for name, *_ in named_tensors(plain)}):
+        if (other := inside.get(name.rpartition(".")[0])) is not None:
+            quantized[name] = f"{other.rpartition('.')[2]}: {stored.narrow[other]}"
+    return quantized
 
 
 def require_unquantized(quantized: Mapping[str, str]) -> None:

@@ -30,7 +30,7 @@ from nrl_models.common.state_dict.layouts import (
     under_published_names,
 )
 from nrl_models.common.state_dict.mtp import MTP_COPIES, MTPNames
-from nrl_models.common.state_dict.own_tensors import Gathered, as_built, read_all
+from nrl_models.common.state_dict.own_tensors import Gathered, as_built, read_all, stored_formats
 from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
 from nrl_models.common.upstream_conversions import (
     conversions_to_revert,
@@ -214,10 +214,12 @@ def _shape_problems(model: PreTrainedModel, adapter: StateDictAdapter) -> list[P
         return []  # a subclass that cannot be built from a configuration alone
     built = as_built(plain, torch.get_default_dtype())
     shapes = dict(chain(built.named_parameters(), built.named_buffers()))
+    packed = stored_formats(plain).packed
     return [
         Problem(ProblemKind.SHAPE, name, f"has {tuple(spec.shape)}, its configuration gives {tuple(shape)}")
         for name, spec in adapter.own.items()
         if name in shapes
+        and name not in packed
         and (shape := shapes[name].shape) != spec.shape
         and shapes[name].is_floating_point() == spec.dtype.is_floating_point  # else quantized
     ]

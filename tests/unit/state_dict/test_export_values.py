@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig
 
@@ -64,6 +66,101 @@ def offload_map(model: Any) -> dict[str, str]:
     """Return a device map with the second layer on disk."""
     parts = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
     return dict.fromkeys(["lm_head", "model.layers.0", *parts], "cpu") | {"model.layers.1": "disk"}
+
+
+class WithScale(nn.Linear):
+    """A linear that adds a tensor to its state dict, which is neither a parameter nor a buffer."""
+
+    scale = torch.full((2,), 3.0)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.scale = state_dict.pop(prefix + "scale")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class WithBuffers(nn.Module):
+    """A linear with 8-bit buffers and scales in place of its weight, as in GPTQ."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("qweight", linear.weight.detach().to(torch.int8))
+        self.register_buffer("scales", torch.ones(len(linear.weight)))
+
+
+def of_bitsandbytes(linear: nn.Linear, **options: Any) -> nn.Module:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    result = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False)
+    result.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **options)
+    return result.to("cpu")
+
+
+def of_hqq(linear: nn.Linear) -> nn.Module:
+    quantize = pytest.importorskip("hqq.core.quantize")
+    config = quantize.BaseQuantizeConfig(nbits=4, group_size=32)
+    return quantize.HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu", del_orig=True)
+
+
+def of_torch(linear: nn.Linear) -> nn.Module:
+    linear.weight = nn.Parameter(linear.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    return linear
+
+
+QUANTIZED: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "bitsandbytes": of_bitsandbytes,
+    "bitsandbytes in 16 bits": partial(of_bitsandbytes, quant_storage=torch.bfloat16),
+    "HQQ": of_hqq,
+    "float8": of_torch,
+    "buffers": WithBuffers,
+}
+
+
+@exports
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_weights_quantized_by_hand(name: str, method: str, model: Any) -> None:
+    model.model.layers[0].mlp.up_proj = QUANTIZED[method](model.model.layers[0].mlp.up_proj)
+    with pytest.raises(StateDictError, match="quantized weights cannot be exported") as raised:
+        EXPORTS[name](model)
+    assert names_in(raised) == [UP]
+    with pytest.raises(StateDictError, match="quantized weights cannot be exported"):
+        model.state_dict_adapter.export_plan()
+
+
+def with_scale(linear: nn.Linear) -> nn.Module:
+    result = WithScale(linear.in_features, linear.out_features, bias=False)
+    result.weight = linear.weight
+    return result
+
+
+@pytest.mark.parametrize("method", ["a scale", *QUANTIZED])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
+def test_saves_everything_in_the_state_dict(architecture: str, method: str, tmp_path: Path) -> None:
+    """As transformers does, also tensors that are neither parameters nor buffers."""
+    replaced = {"a scale": with_scale, **QUANTIZED}[method]
+    case = FamilyCase(registry.model_class(architecture))
+    models = {"own": copy.deepcopy(case.model()), "transformers": case.reference()}
+    for name, model in models.items():
+        layer = model.model.layers[0].self_attn
+        layer.q_proj = replaced(layer.q_proj)
+        model.save_pretrained(tmp_path / name)
+    files = {name: tmp_path / name / "model.safetensors" for name in models}
+    assert files["own"].read_bytes() == files["transformers"].read_bytes()
+    added = {name for name in models["own"].state_dict() if ".layers.0.self_attn.q_proj." in name}
+    assert added <= load_file(files["own"]).keys()
+
+
+def test_exports_and_loads_tensors_that_modules_add(model: Any) -> None:
+    layer = model.model.layers[0].self_attn
+    layer.q_proj = with_scale(layer.q_proj)
+    scale = "model.layers.0.self_attn.q_proj.scale"
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert torch.equal(exported[scale], layer.q_proj.scale)
+    assert exported.keys() == model.state_dict().keys()
+    model.load_state_dict(exported | {scale: torch.ones(2)})
+    assert torch.equal(layer.q_proj.scale, torch.ones(2))
 
 
 @exports
