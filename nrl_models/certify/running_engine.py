@@ -176,11 +176,11 @@ def routed_experts(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
             problems = [str(reason)]
     if error is not None and not error <= THRESHOLD:
         problems = [f"token_mult_prob_error {shown_error(error)} with the engine's experts replayed in the trainer"]
+    shown = "" if error is None else shown_error(error)
     yield CheckResult(
         name=name,
         status=Status.FAILED if problems else Status.PASSED,
-        summary="; ".join(problems)
-        or f"all tokens and layers reported; token_mult_prob_error {shown_error(error)} replayed",
+        summary="; ".join(problems) or f"all tokens and layers reported; token_mult_prob_error {shown} replayed",
         value=error,
         bound=THRESHOLD,
         unit=Unit.TOKEN_MULT_PROB_ERROR,

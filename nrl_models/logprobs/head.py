@@ -23,10 +23,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedConfig
 
-from nrl_models.common.config.positions import has_encoder
 from nrl_models.common.documents.layers import BOUNDARIES
+from nrl_models.common.forward.causality import why_not_causal
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
@@ -130,25 +129,19 @@ def output_embedding(model: nn.Module) -> nn.Module:
 
 
 def require_head(models: Iterable[Any], chunk_size: int | str | None) -> None:
-    """Check that models predict a token from those before it, and have an output embedding.
+    """Check that models predict each token from the tokens before it, and have an output embedding.
 
     Complete logits (`chunk_size=None`) need no output embedding.
 
     Raises:
-        HeadError: If one has none, is a masked language model, or has an encoder for its tokens (BART, T5).
+        HeadError: If a model has an encoder, attends in both directions or has no output embedding.
     """
     for model in models:
+        if isinstance(model, nn.Module) and (reason := why_not_causal(model)) is not None:
+            name = _name(innermost(model))
+            raise HeadError(f"{name} {reason}; expected a model that predicts each token from the tokens before it")
         if chunk_size is not None or not isinstance(model, nn.Module):
             output_embedding(model)
-        inner = innermost(model)
-        config = getattr(inner, "config", None)
-        encodes = isinstance(config, PreTrainedConfig) and has_encoder(config)
-        if encodes or type(inner).__name__.endswith("ForMaskedLM"):
-            kind = "an encoder-decoder model" if encodes else "a masked language model"
-            raise HeadError(
-                f"{_name(model)} is {kind}, whose logits also depend on the token itself and on later tokens: "
-                "log-probabilities given the tokens before need a causal language model"
-            )
 
 
 def logits_at(

@@ -181,7 +181,7 @@ def stored_formats(model: nn.Module) -> StoredFormats:
         for name, tensor in (*module._parameters.items(), *(() if holds_weight else module._buffers.items())):
             if tensor is None:
                 continue
-            if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor.data, DTensor):
+            if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
                 packed[dot + name] = type(tensor).__name__
             elif getattr(tensor, "bnb_quantized", False):
                 packed[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"

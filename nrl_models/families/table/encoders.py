@@ -88,8 +88,9 @@ ROWS: dict[str, Row] = {
     "xlm": Row(
         "XLMWithLMHeadModel",
         {"MultiHeadAttention": "q_lin k_lin v_lin"},
-        lacks("activation checkpointing", CACHED),
+        lacks("activation checkpointing", CACHED, LEFT),
         mixins={"XLMModel": "DecoderByDocument"},
+        tiny={"causal": True},
     ),
     "xlm_roberta": _bert(
         "XLMRobertaForCausalLM", "XLMRobertaModel", {"XLMRobertaSelfAttention": BERT}, COUNTS_FROM_PADDING

@@ -230,16 +230,6 @@ def test_a_forward_that_needs_images(name: str) -> None:
     torch.testing.assert_close(found, token_logprobs(case.model(), **inputs, chunk_size=None).logprobs)
 
 
-@pytest.mark.parametrize("chunk_size", ["auto", None])
-@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "BertForMaskedLM"])
-def test_logits_that_depend_on_later_tokens_raise(name: str, chunk_size: str | None, input_ids: torch.Tensor) -> None:
-    model = new_model(name)
-    for call in (token_logprobs, rollout_logprobs):
-        with pytest.raises(HeadError, match="need a causal language model") as error:
-            call(model, input_ids, chunk_size=chunk_size)
-        assert "chunk_size" not in str(error.value)
-
-
 def test_a_model_without_output_embedding_is_refused(input_ids: torch.Tensor) -> None:
     with pytest.raises(HeadError, match="no output embedding"):
         token_logprobs(new_model("LlamaModel"), input_ids)
@@ -250,3 +240,59 @@ def test_errors_of_the_model_itself_come_through() -> None:
     too_long = torch.full((1, model.config.max_position_embeddings + 1), 16)
     with pytest.raises(IndexError, match="index out of range in self"):
         token_logprobs(model, too_long)
+
+
+TINY: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+SEQ2SEQ: dict[str, Any] = {"vocab_size": 128, "d_model": 64, "max_position_embeddings": 64, "decoder_start_token_id": 0}
+SEQ2SEQ |= {f"{part}_{key}": 1 for part in ("encoder", "decoder") for key in ("layers", "attention_heads")}
+NOT_CAUSAL = {
+    "has an encoder": ("BartForConditionalGeneration", transformers.BartConfig(**SEQ2SEQ)),
+    "masked language model": ("BertForMaskedLM", transformers.BertConfig(**TINY, intermediate_size=64)),
+    "is_decoder=false": (
+        "RobertaForCausalLM",
+        transformers.RobertaConfig(**TINY, intermediate_size=64, pad_token_id=1),
+    ),
+    "causal=false": ("XLMWithLMHeadModel", transformers.XLMConfig(vocab_size=128, emb_dim=64, n_layers=1, n_heads=4)),
+}
+
+
+@pytest.mark.parametrize("chunk_size", [4, None])
+@pytest.mark.parametrize("reason", NOT_CAUSAL)
+def test_models_that_are_not_causal_raise(reason: str, chunk_size: int | None, input_ids: torch.Tensor) -> None:
+    architecture, config = NOT_CAUSAL[reason]
+    model = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():  # the logits of the first token depend on the last one
+        rows = input_ids[:1].repeat(2, 1).clamp(max=127)
+        rows[1, -1] -= 1
+        logits = model(input_ids=rows).logits
+    assert not torch.allclose(logits[0, 0], logits[1, 0])
+    for call in (
+        lambda: token_logprobs(model, input_ids, chunk_size=chunk_size),
+        lambda: rollout_logprobs(model, input_ids.tolist(), chunk_size=chunk_size),
+    ):
+        with pytest.raises(HeadError, match=reason) as raised:
+            call()
+        assert "chunk_size" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("BartForCausalLM", transformers.BartConfig(**SEQ2SEQ)),
+        (
+            "RobertaForCausalLM",
+            transformers.RobertaConfig(**TINY, intermediate_size=64, pad_token_id=1, is_decoder=True),
+        ),
+        (
+            "GPTNeoXForCausalLM",
+            transformers.GPTNeoXConfig(**TINY, intermediate_size=64),
+        ),  # its is_decoder=False has no effect
+    ],
+)
+def test_decoders_of_such_models_are_causal(architecture: str, config: Any, input_ids: torch.Tensor) -> None:
+    model = getattr(transformers, architecture)(config).eval()
+    ids = input_ids.clamp(max=127)
+    with torch.no_grad():
+        found = token_logprobs(model, ids)
+        expected = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(found.logprobs[:, 1:], expected)

@@ -1,0 +1,33 @@
+"""Models that do not predict each token from the tokens before it."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from nrl_models.common.config.positions import has_encoder
+from nrl_models.common.modules import innermost
+
+
+def why_not_causal(model: nn.Module) -> str | None:
+    """Return why the logits of a token are not a prediction of the next token from the tokens up to it.
+
+    None if they are, or if neither the configuration nor the class shows that they are not.
+    """
+    inner = innermost(model)
+    config = getattr(inner, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return None
+    if has_encoder(config):
+        return "has an encoder, which reads complete sequences"
+    if type(inner).__name__.endswith("ForMaskedLM"):
+        return "is a masked language model, which predicts a token from the tokens around it"
+    text = config.get_text_config()
+    # Some configurations have the key without an effect (GPT-NeoX): then no layer has it.
+    if getattr(text, "is_decoder", None) is False and any(
+        getattr(module, "is_decoder", None) is False for module in inner.modules()
+    ):
+        return "attends in both directions, because its configuration has is_decoder=false (expected true)"
+    if getattr(text, "causal", None) is False:
+        return "attends in both directions, because its configuration has causal=false (expected true)"
+    return None
