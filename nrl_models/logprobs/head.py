@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nrl_models.common.config.causality import why_not_causal
 from nrl_models.common.documents.layers import BOUNDARIES
-from nrl_models.common.forward.causality import why_not_causal
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
