@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import innermost, is_flattened, own_name, peft_modules
+from nrl_models.common.modules import is_flattened, own_name, peft_modules
 from nrl_models.common.state_dict import layouts, own_tensors
 from nrl_models.common.state_dict.blocks import check_reads
 from nrl_models.common.state_dict.buckets import exported_values
@@ -233,7 +233,7 @@ class StateDictAdapter(LayoutTables):
         sharded model, the tensors are DTensors over this rank's shards, without those that no placement can describe.
         Raises StateDictError if the model does not match the adapter, or has weights that are quantized or on meta.
         """
-        inner = innermost(model)
+        inner = own_tensors.model_inside(model)
         exported = self.retied(inner).exported(layout)
         if (sharding := getattr(inner, "sharding", None)) is not None:
             return sharding.hf_views(inner, exported)
@@ -288,7 +288,7 @@ class StateDictAdapter(LayoutTables):
         own_tensors.require_stored(self._computed)
         if max_bytes is not None and type(max_bytes) is not int:
             raise UnknownArgumentError(f"max_bytes={max_bytes!r}: expected a whole number of bytes, or None")
-        inner = innermost(model)
+        inner = own_tensors.model_inside(model)
         still_kept = kept_as(inner, self.kept)
         kept = {name: still_kept[name] for name in self._kept_in(layout)}
         exported = self.retied(inner).exported(layout)

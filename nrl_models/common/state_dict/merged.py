@@ -15,10 +15,10 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from nrl_models.common.modules import innermost, is_disabled, own_modules, peft_modules, peft_types, without_wrappers
+from nrl_models.common.state_dict import own_tensors
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.tables import Layout
 from nrl_models.common.state_dict.ties import tied_names
@@ -39,15 +39,7 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
             one of two tied weights has an adapter, or weights under adapters are quantized or sharded. Lists all
             problems.
     """
-    inner = innermost(model)
-    if not isinstance(inner, PreTrainedModel):
-        modules = inner.named_modules() if isinstance(inner, nn.Module) else ()
-        parts = [name for name, part in modules if isinstance(part, PreTrainedModel)]
-        detail = "is neither a model of this library nor a wrapper of torch, accelerate or PEFT"
-        advice = f"pass the model inside: model.{parts[0]}" if parts else "pass a model that from_pretrained returns"
-        raise StateDictError(
-            "the model has no hub names", [Problem(ProblemKind.UNEXPECTED, type(inner).__name__, detail)], [advice]
-        )
+    inner = own_tensors.model_inside(model)
     if not any(peft_modules(inner)) and not _outside(model, inner) and not _foreign(inner):
         own: Any = getattr(inner, "state_dict_adapter", None)
         return own or adapter_of(inner)

@@ -38,6 +38,24 @@ def own_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(without_wrappers(model).state_dict())
 
 
+def model_inside(model: Any) -> PreTrainedModel:
+    """Return the model inside all wrappers.
+
+    Raises:
+        StateDictError: If that is not a model of transformers or this library, such as `AveragedModel`.
+    """
+    inner = innermost(model)
+    if isinstance(inner, PreTrainedModel):
+        return inner
+    modules = inner.named_modules() if isinstance(inner, nn.Module) else ()
+    parts = [name for name, part in modules if isinstance(part, PreTrainedModel)]
+    detail = "is neither a model of this library nor a wrapper of torch, accelerate or PEFT"
+    advice = f"pass the model inside: model.{parts[0]}" if parts else "pass a model that from_pretrained returns"
+    raise StateDictError(
+        "the model has no hub names", [Problem(ProblemKind.UNEXPECTED, type(inner).__name__, detail)], [advice]
+    )
+
+
 class Gathered(Mapping[str, torch.Tensor]):
     """Mapping of unsharded tensors. Tensors sharded by `fully_shard` are gathered when they are read, on every rank.
 

@@ -273,6 +273,10 @@ def test_modules_around_a_model_that_are_no_wrappers(wrap: Callable[[nn.Module],
     assert export(model.get_submodule(inner))
     with pytest.raises(StateDictError, match="NoneType: is neither"):
         export_adapter(None)  # type: ignore[arg-type]
+    adapter = model.get_submodule(inner).state_dict_adapter
+    for call in (lambda: next(adapter.iter_export(model)), lambda: adapter.hf_views(model)):
+        with pytest.raises(StateDictError, match=rf"pass the model inside: model\.{inner}"):
+            call()
 
 
 def test_prompts_reach_no_weight() -> None:
