@@ -100,7 +100,7 @@ class Training:
         schedule: Learning-rate schedule: decays from the optimizer's learning rate to zero, unless constant.
         warmup: Number of steps in which the learning rate increases from zero, with any schedule. As in transformers,
             it is zero in the first step.
-        clip_gradient_norm: Maximum gradient norm.
+        clip_gradient_norm: Maximum gradient norm; 0 for no clipping, as in transformers.
         activation_checkpointing: Whether to recompute activations in the backward.
         dropout: Whether to train with the model's dropout. Engines and references compute without.
 
@@ -137,7 +137,7 @@ class SupervisedTraining(Training):
 
     Args:
         batch: Sequences or pairs per step.
-        max_length: Maximum number of tokens of a sequence. Longer ones are truncated.
+        max_length: Maximum number of tokens of a sequence. Longer ones are truncated, and skipped if no answer is left.
         micro_batch: Sequences or pairs per forward. Gradients of a step are accumulated.
     """
 

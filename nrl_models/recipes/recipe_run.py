@@ -190,7 +190,7 @@ def _encoded(rows: Iterator[Row], encode: Callable[[Row], Any]) -> Iterator[Any]
         elif skipped == MOST_SKIPPED:
             raise RecipeError("cannot use the data", [Problem(ProblemKind.CONFIG, "training", _TOO_LONG)])
         else:
-            logger.warning_once("some rows are longer than the recipe allows: they are passed over")
+            logger.warning_once("some rows are longer than the recipe allows: they are skipped")
 
 
 _TOO_LONG = f"{MOST_SKIPPED:,} rows one after the other are longer than max_prompt, or max_length, allows"
@@ -207,7 +207,11 @@ def _supervised_steps(
     def encode(row: Row) -> Sequences | None:
         found = sequences_of(tokenizer, row, pairs=pairs)
         cut = [(ids[: training.max_length], answer[: training.max_length]) for ids, answer in found]
-        return cut if all(any(answer[1:]) for _, answer in cut) else None
+        if not all(any(answer[1:]) for _, answer in cut):
+            return None
+        if cut != found:
+            logger.warning_once("some rows are longer than max_length: they are cut, and their ends are not trained")
+        return cut
 
     loop = SupervisedLoop(pad=pad, micro_batch=training.micro_batch, **common)
     encoded = _encoded(rows, encode)

@@ -43,6 +43,7 @@ def rows(
         name, split, revision: Configuration, split and revision of a hub data set.
         columns: Additional columns by name: text in which `$column` is replaced by that column's value, or messages
             with such texts. If the text is only `$column`, the value itself is used, for example a list of messages.
+            Values that are not text stay as they are.
         images: Column with a row's images: file names relative to the `.jsonl` file's directory, or images of a hub
             data set; one or a list. The opened images are in `images` of a row.
 
@@ -91,8 +92,10 @@ class _Made(Sequence[Row]):
 def _with_columns(path: str, columns: Mapping[str, Any], row: Row) -> Row:
     try:
         return dict(row) | {name: _filled(text, row) for name, text in columns.items()}
-    except (KeyError, ValueError) as error:
+    except KeyError as error:
         raise _refused(path, f"columns: {error} is not a column; it has {', '.join(row)}") from error
+    except ValueError as error:
+        raise _refused(path, f"columns: {error}", "write $$ for a dollar sign") from error
 
 
 def _with_images(path: str, column: str, row: Row) -> Row:
@@ -124,8 +127,10 @@ def _filled(given: Any, row: Row) -> Any:
         return {name: _filled(value, row) for name, value in given.items()}
     if isinstance(given, list):
         return [_filled(value, row) for value in given]
-    alone = str(given).removeprefix("$")
-    return row[alone] if given != alone and alone.isidentifier() else Template(str(given)).substitute(row)
+    if not isinstance(given, str):
+        return given
+    alone = given.removeprefix("$")
+    return row[alone] if given != alone and alone.isidentifier() else Template(given).substitute(row)
 
 
 def _lines(file: Path) -> Iterator[Row]:

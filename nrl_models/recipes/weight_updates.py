@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,13 +20,13 @@ def clipped_update(model: nn.Module, optimizer: torch.optim.Optimizer, most: flo
     Args:
         model: Model with gradients. They are set to None if the update is skipped.
         optimizer: Optimizer of the model's parameters.
-        most: Maximum gradient norm.
+        most: Maximum gradient norm; 0 for no clipping.
 
     Returns:
         `gradient_norm` before clipping, and `skipped_updates`: 1 if the update was skipped.
     """
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
-    finite = norm < float("inf")  # False for NaN
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), most or math.inf))
+    finite = norm < math.inf  # False for NaN
     if finite:
         optimizer.step()
     else:

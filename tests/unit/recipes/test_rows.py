@@ -53,13 +53,14 @@ def test_a_file_may_be_larger_than_a_line(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_columns_are_filled(rows_file: Path) -> None:
     columns = {
-        "prompt": "Q: $question", "same": "$messages", "price": "$$5",
+        "prompt": "Q: $question", "same": "$messages", "price": "$$5", "flag": True, "nothing": None, "number": 5,
         "chat": [{"role": "user", "content": "$question $answer"}],
     }  # fmt: skip
     row = rows(str(rows_file), columns=columns)[0]
     assert row["prompt"] == "Q: 3 + 1?"
     assert row["same"] == ROWS[0]["messages"]
     assert row["price"] == "$5"
+    assert (row["flag"], row["nothing"], row["number"]) == (True, None, 5)
     assert row["chat"] == [{"role": "user", "content": "3 + 1? #### 4"}]
     assert row["answer"] == ROWS[0]["answer"]
 
@@ -71,6 +72,11 @@ def test_columns_are_filled(rows_file: Path) -> None:
         ("[1]\n", {}, "line 1"),
         ('{"a": 1}\n{"a"\n', {}, "line 2"),
         ('{"a": 1}\n', {"split": "train"}, "(?s)has no split.*remove split: data.split=null"),
+        (
+            '{"a": 1}\n',
+            {"columns": {"b": "cost $5"}},
+            r"(?s)columns: Invalid placeholder.*write \$\$ for a dollar sign",
+        ),
         ('{"a": 1}\n', {"columns": {"b": "$c"}}, "'c' is not a column; it has a"),
     ],
 )
@@ -363,6 +369,14 @@ def test_a_supervised_update_with_a_non_finite_gradient_is_skipped() -> None:
     torch.testing.assert_close(dict(made.model.state_dict()), dict(before), rtol=0, atol=0)
     handle.remove()
     assert made.step(encoded(pairs=False), 5)["skipped_updates"] == 0
+
+
+def test_a_maximum_gradient_norm_of_zero_does_not_clip() -> None:
+    made = dataclasses.replace(loop("sft"), clip_gradient_norm=0.0)
+    measured = made.step(encoded(pairs=False), 5)
+    squared = sum(p.grad.square().sum().item() for p in made.model.parameters() if p.grad is not None)
+    assert measured["gradient_norm"] == pytest.approx(math.sqrt(squared), rel=1e-5)
+    assert measured["gradient_norm"] > 0
 
 
 DECAYS = {

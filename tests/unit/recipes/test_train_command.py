@@ -51,6 +51,13 @@ def test_a_gate_that_does_not_hold_fails_the_command(small: list[str], tmp_path:
     assert [gate["passed"] for gate in json.loads(file.read_text())["gates"]] == [False, True]
 
 
+def test_rows_that_are_cut_are_logged(small: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    for length, count in ((32, 0), (8, 1)):
+        result = runner.invoke(app, ["train", "llama/sft", *small, f"training.max_length={length}"])
+        assert result.exit_code in (0, 1), result.output
+        assert sum("longer than max_length: they are cut" in message for message in caplog.messages) == count
+
+
 def test_the_list() -> None:
     result = runner.invoke(app, ["train", "--list"])
     assert result.exit_code == 0
