@@ -13,7 +13,7 @@ BUILDING = threading.RLock()
 
 transformers sets torch's default dtype and replaces functions of torch during that time. All threads share both, so two
 simultaneous loads would restore each other's values. A fork waits for the lock, because the child would otherwise
-inherit a lock that no thread of its own releases, and torch in the state of that moment.
+inherit a lock that none of its threads releases, and torch in the state of that moment.
 """
 
 if hasattr(os, "register_at_fork"):  # not on Windows
