@@ -1,4 +1,4 @@
-"""What config.json says about a checkpoint's weights: the file that has them, and the class that saved them.
+"""Two values of config.json about a checkpoint's weights: the file that has them, and the class that saved them.
 
 transformers reads the file that `transformers_weights` names, and not model.safetensors. The class converts pickled
 weights, which are never read: unpickling can run code.
