@@ -330,13 +330,13 @@ SERVED_MAPPINGS = (
 """transformers' mappings from model types to class names, of the auto classes that this package has; heads first."""
 
 
-@cache
 def class_of_transformers(name: str) -> type[PreTrainedModel] | None:
     """Return transformers' model class of a name; None if it has none."""
     found = getattr(transformers, name, None)
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
+@cache
 def architectures_of(model_type: str) -> tuple[str, ...]:
     """Return the class names in transformers' auto classes for a model type. Heads come first."""
     names: dict[str, None] = {}

@@ -205,9 +205,8 @@ def _as_own_tensors(
                 target.write_into(name, result[name], given[key])
         else:
             result[name] = assemble(name, adapter.own[name].shape, sources, given)
-            if (
-                sharding is not None
-            ):  # sharded tensors may be ordered by rank, the state dict's are in transformers' order
+            if sharding is not None:
+                # Sharded tensors may be ordered by rank. Those of the state dict are in transformers' order.
                 result |= adapter.to_hf({name: result[name]}, layout="transformers")
     for name, kept in adapter.tied.items():
         if {name, kept} <= result.keys() and not have_same_values(result[name], result[kept]):
