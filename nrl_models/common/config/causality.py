@@ -23,9 +23,11 @@ def why_not_causal(model: nn.Module) -> str | None:
     if type(inner).__name__.endswith("ForMaskedLM"):
         return "is a masked language model, which predicts a token from the tokens around it"
     text = config.get_text_config()
-    # Some configurations have the key without an effect (GPT-NeoX): then no layer has it.
+    # Some configurations have the key without an effect (GPT-NeoX): then no layer has it. Encoders of images and
+    # proteins have it as well, with another configuration.
     if getattr(text, "is_decoder", None) is False and any(
-        getattr(module, "is_decoder", None) is False for module in inner.modules()
+        getattr(module, "is_decoder", None) is False and getattr(module, "config", None) is text
+        for module in inner.modules()
     ):
         return "attends in both directions, because its configuration has is_decoder=false (expected true)"
     if getattr(text, "causal", None) is False:

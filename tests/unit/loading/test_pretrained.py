@@ -201,9 +201,6 @@ def test_a_given_configuration_is_used_and_not_changed(llama_checkpoint: Path) -
         ("trust_remote", "did you mean trust_remote_code"),
         ("nonsense", "unknown keyword nonsense: expected one of config, dtype, device"),
         # Keywords that transformers' configuration loader consumes silently:
-        ("force_download", "unknown keyword force_download"),
-        ("code_revision", "unknown keyword code_revision"),
-        ("proxies", "unknown keyword proxies"),
         ("return_unused_kwargs", "unknown keyword return_unused_kwargs"),
         # Methods of configurations are not configuration values.
         ("push_to_hub", "unknown keyword push_to_hub"),
@@ -217,6 +214,14 @@ def test_an_unknown_keyword_is_refused(llama_checkpoint: Path, keyword: str, hin
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, config=config, **{keyword: True})
     assert hint in str(caught.value)
     assert "or a key of LlamaConfig" in str(caught.value)
+
+
+@pytest.mark.parametrize("keyword", ["force_download", "code_revision", "proxies"])
+@pytest.mark.parametrize("given", [False, True], ids=["loaded", "given"])
+def test_keywords_that_transformers_configurations_drop(llama_checkpoint: Path, keyword: str, given: bool) -> None:
+    config = LlamaConfig.from_pretrained(llama_checkpoint) if given else None
+    with pytest.raises(UnknownArgumentError, match=f"^{keyword}: not supported"):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, config=config, **{keyword: True})
 
 
 @pytest.mark.parametrize(
