@@ -15,8 +15,11 @@ HEALTHY_FACTOR = 4.0
 HEALTHY_OBSERVATIONS = 3
 """Number of first observations that count. Later ones do not raise the bound, so a slow drift is found."""
 
-OBSERVED_TOKENS = 128
+OBSERVED_TOKENS = 16
 """Tokens of an observation. Comparisons of fewer tokens are pooled, because the mean of a few varies too much."""
+
+CERTAIN_TOKENS = 128
+"""The mean over fewer tokens varies, so it allows more: by the square root of the missing factor, up to the bar."""
 
 SMALLEST_EXCESS = 1e-4
 """Engines in fp32 differ by this much from transformers."""
@@ -45,14 +48,19 @@ class Allowance:
         self._pooled_tokens += tokens
         if self._pooled_tokens >= OBSERVED_TOKENS:
             if len(self._observed) < HEALTHY_OBSERVATIONS:
-                self._observed.append(self._pooled / self._pooled_tokens)
+                self._observed.append(self._allowed(self._pooled / self._pooled_tokens, self._pooled_tokens))
             self._pooled, self._pooled_tokens = 0.0, 0
+
+    def _allowed(self, error: float, tokens: int) -> float:
+        """Return the excess that an observed error allows."""
+        allowed = HEALTHY_FACTOR * (error - 1.0)
+        return max(allowed, min(allowed * math.sqrt(max(1.0, CERTAIN_TOKENS / tokens)), self.bar - 1.0))
 
     def bound(self, sampling: Sampling) -> float:
         """Return the largest healthy error. A temperature below 1 enlarges differences of logits."""
-        healthy = [HEALTHY_FACTOR * (error - 1.0) for error in self._observed]
+        healthy = self._observed
         if self.floor is None:
-            return 1.0 + max([*healthy, SMALLEST_EXCESS]) if healthy else self.bar
+            return 1.0 + max(*healthy, SMALLEST_EXCESS) if healthy else self.bar
         scale = max(1.0, 1.0 / sampling.processing.temperature)
         first = SMALLEST_EXCESS if healthy else FIRST_EXCESS
         return 1.0 + max([*healthy, first, scale * FLOOR_FACTOR * (self.floor - 1.0)])

@@ -242,13 +242,20 @@ def test_floor_that_cannot_be_measured_does_not_raise_the_bound(floor: float) ->
 
 def test_bound_follows_the_mean_of_enough_tokens() -> None:
     allowance = Allowance(None, 1.05)
-    for error in (1.001, 1.002, 1.003):
-        allowance.learn(error, 40)
-        assert allowance.bound(Sampling()) == 1.05
-    allowance.learn(1.004, 80)
-    assert allowance.bound(Sampling()) == pytest.approx(
-        1 + 4 * (0.001 * 40 + 0.002 * 40 + 0.003 * 40 + 0.004 * 80) / 200
-    )
+    allowance.learn(1.001, 6)
+    assert allowance.bound(Sampling()) == 1.05
+    allowance.learn(1.003, 10)
+    few = 4 * (0.001 * 6 + 0.003 * 10) / 16
+    assert allowance.bound(Sampling()) == pytest.approx(1 + few * math.sqrt(128 / 16))
+    allowance.learn(1.01, 500)
+    assert allowance.bound(Sampling()) == pytest.approx(1.04)
+
+
+def test_a_mean_of_few_tokens_allows_no_more_than_the_bar() -> None:
+    for error, bound in ((1.01, 1.05), (1.02, 1.08)):
+        allowance = Allowance(None, 1.05)
+        allowance.learn(error, 16)
+        assert allowance.bound(Sampling()) == pytest.approx(bound)
 
 
 def test_few_tokens_in_the_first_step_set_no_bound() -> None:
