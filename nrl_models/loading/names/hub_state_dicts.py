@@ -206,7 +206,7 @@ def _as_own_tensors(
         else:
             result[name] = assemble(name, adapter.own[name].shape, sources, given)
             if sharding is not None:
-                # Sharded tensors may be ordered by rank. Those of the state dict are in transformers' order.
+                # Sharded tensors may be ordered by rank. The state dict has transformers' order.
                 result |= adapter.to_hf({name: result[name]}, layout="transformers")
     for name, kept in adapter.tied.items():
         if {name, kept} <= result.keys() and not have_same_values(result[name], result[kept]):
