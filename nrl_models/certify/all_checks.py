@@ -284,7 +284,7 @@ def _run(check: Check, subject: CheckpointUnderTest, deadline: float | None) -> 
             side = Side.MODEL  # the files have loaded
         status = Status.FAILED if is_failure else Status.NOT_DECIDED
         found += _unreached(check, found, status, one_line(error), side if is_failure else None)
-    except Exception as error:
+    except Exception as error:  # one check must not end the others, whatever it calls
         found += _unreached(check, found, Status.NOT_DECIDED, one_line(error))
     seconds = round((time.monotonic() - started) / max(len(found), 1), 3)
     return [replace(result, seconds=seconds) for result in found]

@@ -256,7 +256,7 @@ def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor, inputs: 
         with evaluating(model), own_routing():
             try:
                 output = model(input_ids=text, use_cache=False)
-            except Exception:
+            except Exception:  # of any type: the text may need the images, whose absence each class reports differently
                 if not inputs:
                     raise
                 given.clear()

@@ -39,7 +39,7 @@ class Allowance:
     def __init__(self, floor: float | None, bar: float) -> None:
         self.floor = floor if floor is not None and math.isfinite(floor) else None
         self.bar = bar
-        self._observed: list[float] = []
+        self._excesses: list[float] = []  # that the first healthy comparisons allow
         self._pooled, self._pooled_tokens = 0.0, 0
 
     def learn(self, error: float, tokens: int) -> None:
@@ -47,8 +47,8 @@ class Allowance:
         self._pooled += tokens * error
         self._pooled_tokens += tokens
         if self._pooled_tokens >= OBSERVED_TOKENS:
-            if len(self._observed) < HEALTHY_OBSERVATIONS:
-                self._observed.append(self._allowed(self._pooled / self._pooled_tokens, self._pooled_tokens))
+            if len(self._excesses) < HEALTHY_OBSERVATIONS:
+                self._excesses.append(self._allowed(self._pooled / self._pooled_tokens, self._pooled_tokens))
             self._pooled, self._pooled_tokens = 0.0, 0
 
     def _allowed(self, error: float, tokens: int) -> float:
@@ -58,7 +58,7 @@ class Allowance:
 
     def bound(self, sampling: Sampling) -> float:
         """Return the largest healthy error. A temperature below 1 enlarges differences of logits."""
-        healthy = self._observed
+        healthy = self._excesses
         if self.floor is None:
             return 1.0 + max(*healthy, SMALLEST_EXCESS) if healthy else self.bar
         scale = max(1.0, 1.0 / sampling.processing.temperature)

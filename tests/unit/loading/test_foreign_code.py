@@ -165,7 +165,7 @@ def test_own_code_for_a_known_model_type(folder: Path) -> None:
 
 
 def write_own_code(folder: Path) -> None:
-    """Turn a Llama checkpoint into one of a model type of its own, with code in three files."""
+    """Give a Llama checkpoint another model type, which is defined by code in three files of the checkpoint."""
     files = {
         "configuration_own.py": "from transformers import LlamaConfig\n\nclass OwnConfig(LlamaConfig):\n"
         "    model_type = 'own'",
