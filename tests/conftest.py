@@ -14,13 +14,15 @@ from nrl_models.testing.plugin import CHOSEN, class_under_test, share_cores
 
 pytest_plugins = ["pytester", "real_models"]
 
+SHARED = pytest.StashKey[list[str]]()
+"""Architectures that `--share` adds."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-families", action="store_true", help="run the generated tests for every architecture")
     parser.addoption(
-        "--other-families", action="store_true", help="run what a run with --all-families has beside one without"
+        "--share", type=int, help="also run tests not marked thorough for one in this many of the other architectures"
     )
-    parser.addoption("--share", type=int, default=1, help="with --other-families: run one in this many of them")
     parser.addoption("--cases", type=int, default=200, help="how many damaged inputs of each kind tests/campaign tries")
     parser.addoption("--fuzz-seed", type=int, default=0, help="which")
 
@@ -32,19 +34,23 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from chosen_families import chosen, others, share_of
 
-    if config.getoption("--other-families"):
-        config.stash[CHOSEN] = share_of(others(), config.getoption("--share"))
-    else:
-        config.stash[CHOSEN] = chosen()
+    parts = config.getoption("--share")
+    config.stash[SHARED] = share_of(others(), parts) if parts else []
+    config.stash[CHOSEN] = chosen() + config.stash[SHARED]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip long tests unless all families run or their file is named. Run only the rest with `--other-families`."""
-    if config.getoption("--other-families"):
-        rest = set(config.stash[CHOSEN])
-        items[:] = [item for item in items if item.get_closest_marker("long") or class_under_test(item) in rest]
-    elif not config.getoption("--all-families") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    """Skip long tests unless all families run or their file is named, and thorough ones of a share's families."""
+    if config.getoption("--all-families"):
+        return
+    shared = set(config.stash[SHARED])
+    items[:] = [item for item in items if class_under_test(item) not in shared or _is_quick(item)]
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    return not any(item.get_closest_marker(name) for name in ("thorough", "long"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect the suite if only `--nrl-family` is passed, and record results if requested."""
-    config.addinivalue_line("markers", "thorough: not run by `make test-others`")
+    config.addinivalue_line("markers", "thorough: not run for architectures that `--share` adds")
     config.addinivalue_line("markers", "xdist_group(name): tests for one worker, where pytest-xdist is installed")
     if config.getoption("--nrl-family"):
         sys.path.insert(0, str(config.invocation_params.dir))  # a family may be in pytest's start directory

@@ -50,7 +50,11 @@ RUNS = [
 """Engines and the models they run. tests/distributed runs more with Megatron-Core, which starts slowly."""
 
 
-@pytest.fixture(scope="module", params=RUNS, ids="-".join)
+@pytest.fixture(
+    scope="module",
+    # The tests of one engine belong on one worker: starting it takes most of their time.
+    params=[pytest.param(run, id="-".join(run), marks=pytest.mark.xdist_group("-".join(run))) for run in RUNS],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A checkpoint saved by transformers 5, with an engine for it. Its rotary base is not a default value."""
     engine, config_class = request.param
