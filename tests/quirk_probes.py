@@ -327,14 +327,18 @@ def routing_flips(case: FamilyCase) -> bool:
     """Return True if other rounding makes the upstream class choose other experts, in bf16."""
     model = case.reference(torch.bfloat16)
     inputs = case.inputs(images=False, batch=16, length=128)
-    records = []
-    with torch.no_grad(), record_routing(model) as record:
-        model(**inputs, use_cache=False)
-        records.append(dict(record))
-        with rounded_otherwise(model):
-            model(**inputs, use_cache=False)
-        records.append(dict(record))
-    return flip_rate(*records) > 0
+    for row in range(16):  # most models need the first only
+        one = {name: value[row : row + 1] for name, value in inputs.items()}
+        records = []
+        with torch.no_grad(), record_routing(model) as record:
+            model(**one, use_cache=False)
+            records.append(dict(record))
+            with rounded_otherwise(model):
+                model(**one, use_cache=False)
+            records.append(dict(record))
+        if flip_rate(*records) > 0:
+            return True
+    return False
 
 
 @contextmanager
