@@ -18,7 +18,7 @@ needs no network, and writes this page. [Benchmarks](benchmarks.md) has the figu
 # Where there is a package index: wheels of missing packages into build/gpu-wheels.
 make gpu-wheels
 make gpu                    # on the machine with the GPU
-make gpu CPU=1              # the same program on a CPU at tiny sizes; figures go to build/gpu
+make gpu CPU=1              # on a CPU, at tiny sizes; figures go to build/gpu
 ```
 
 The machine needs torch, transformers, accelerate, safetensors, einops and huggingface_hub. Options of `make gpu`:

