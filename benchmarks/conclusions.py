@@ -29,8 +29,8 @@ def of(rows: Sequence[Row], column: str, **wanted: str) -> list[float]:
 
 
 def load(rows: Sequence[Row]) -> str:
-    dense = [1 / row["transformers / ours"] for row in rows if row["checkpoint"].startswith("dense")]
-    experts = [1 / row["transformers / ours"] for row in rows if not row["checkpoint"].startswith("dense")]
+    dense = [row["ours / transformers"] for row in rows if row["checkpoint"].startswith("dense")]
+    experts = [row["ours / transformers"] for row in rows if not row["checkpoint"].startswith("dense")]
     return f"MoE checkpoints load in {percent(experts)} of transformers' time, dense ones in {percent(dense)}."
 
 
@@ -40,8 +40,8 @@ def many_keys(rows: Sequence[Row]) -> str:
 
 
 def load_sharded(rows: Sequence[Row]) -> str:
-    dense = [1 / ratio for ratio in of(rows, "transformers' / ours", checkpoint="dense")]
-    experts = [1 / ratio for ratio in of(rows, "transformers' / ours", checkpoint="Mixtral")]
+    dense = of(rows, "with first forward, ours / transformers", checkpoint="dense")
+    experts = of(rows, "with first forward, ours / transformers", checkpoint="Mixtral")
     return (
         f"Over two ranks, loading and the first forward take {span(dense)} times transformers' time for a dense model, "
         f"and {span(experts)} times for a MoE model."

@@ -106,7 +106,7 @@ def main() -> None:
                     "checkpoint": f"{kind}, {size / 1e9:.2f} GB",
                     "load, s": median(ours, "load"),
                     "transformers, s": median(theirs, "load"),
-                    "transformers / ours": median(theirs, "load") / median(ours, "load"),
+                    "ours / transformers": median(ours, "load") / median(theirs, "load"),
                     "with first forward, ours / transformers": median(ours, "both") / median(theirs, "both"),
                     "ours / bare read and copy": median(ours, "load") / median(copy, "load"),
                     "anonymous memory / model": median(ours, "anonymous") / size,

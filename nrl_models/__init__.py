@@ -1,5 +1,5 @@
-"""Load Hugging Face models for RL post-training, send their weights to the inference engine, and verify that trainer and
-engine compute the same log-probabilities.
+"""Load Hugging Face models for RL post-training, send their weights to the inference engine, and verify that trainer
+and engine compute the same log-probabilities.
 
 The public names are in `__init__.pyi`; each is imported when it is first used, so that importing this needs no torch.
 """

@@ -83,6 +83,13 @@ class _AutoModel:
             ShardingError: On every rank, if mesh or plan do not fit the model, or ranks failed or disagree.
             UnknownArgumentError: If a keyword is neither an option nor in the configuration, or has an invalid value.
             DeviceError: If the device is meta or does not exist.
+
+        Examples:
+            >>> import torch
+            >>> from nrl_models import AutoModelForCausalLM
+            >>> model = AutoModelForCausalLM.from_pretrained("demo/checkpoint", dtype=torch.float32)
+            >>> type(model).__name__
+            'LlamaForCausalLM'
         """
         registry.register_custom_configs()
         loaded: Any = with_source(path_or_id, options, cls._load)

@@ -62,11 +62,10 @@ def _entry(quirk: Quirk) -> str:
 
 
 def _expiry(quirk: Quirk) -> str:
-    until_fixed = quirk.expiry.startswith("as long as")
-    needed = f"Needed {quirk.expiry}" if until_fixed else f"{quirk.expiry[0].upper()}{quirk.expiry[1:]}"
     remove = REMOVE[quirk.name]
     nothing = remove.partition("nothing: ")[2]
-    return f"{needed}. " + (f"Nothing to delete then: {nothing}." if nothing else f"Delete then: {remove}.")
+    afterwards = f"Nothing to delete afterwards: {nothing}." if nothing else f"Delete afterwards: {remove}."
+    return f"{quirk.expiry}. {afterwards}"
 
 
 def _wrapped(line: str) -> str:

@@ -244,7 +244,10 @@ def _quirk_blocks(quirks: Sequence[Mapping[str, Any]], title: str) -> Group:
         fields.add_row("symptom", escape(quirk["symptom"]))
         fields.add_row("handling", escape(quirk["handling"]))
         fields.add_row("switch off", escape(quirk["off"]))
-        fields.add_row("expiry", escape(quirk["expiry"]))
+        if quirk["needed_while"]:
+            fields.add_row("needed while", escape(quirk["needed_while"]))
+        else:
+            fields.add_row("status", escape(quirk["expiry"]))
         heading = Text.assemble((quirk["name"], "bold cyan"), f" ({', '.join(quirk['where'])})")
         blocks += [Text(), heading, Padding(fields, (0, 0, 0, 2))]
     return Group(*blocks)

@@ -106,6 +106,14 @@ def check_consistency(
         EngineError: If the engine does not start.
         ConsistencyError: If the check cannot run with these arguments, or `out` has measurements made otherwise.
         CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
+
+    Examples:
+        >>> from nrl_models import check_consistency
+        >>> from nrl_models.consistency.cells import Settings
+        >>> settings = Settings(lengths=(64,), batches=(2,), data=("dummy",), modes=("sampling",))
+        >>> report = check_consistency("demo/checkpoint", engine="hf-generate", settings=settings)
+        >>> report.passed
+        True
     """
     require_engine(engine)
     for what, name in (("witness", witness), ("second trainer", second_trainer)):

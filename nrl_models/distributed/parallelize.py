@@ -41,13 +41,12 @@ from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> PreTrainedModel:
-    """Shard a model in place. Every rank has to pass the same model.
+    """Shard a model in place and return it. Every rank has to pass the same model.
 
-    Afterwards, the parameters are DTensors, of which each rank holds its shard.
-
-    - `model.state_dict_adapter`, `save_pretrained`, `load_state_dict` and `nrl_models.distributed` support them.
-    - Create the optimizer after this call. Optimizers and gradient clipping of torch work unchanged, except over `pp`:
-      there use `nrl_models.distributed.clip_grad_norm_`.
+    Afterwards, the parameters are DTensors, of which each rank holds its shard. `model.state_dict_adapter`,
+    `save_pretrained`, `load_state_dict` and `nrl_models.distributed` support them. Create the optimizer after this
+    call. Optimizers and gradient clipping of torch work unchanged, except over `pp`: there use
+    `nrl_models.distributed.clip_grad_norm_`.
 
     Args:
         model: The model, on the mesh's device type or on meta.
@@ -56,12 +55,17 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
             batch.
         plan: `"auto"`, rules that modify it, or a `ParallelPlan`, which also sets the compute dtype.
 
-    Returns:
-        `model`.
-
     Raises:
         ShardingError: On every rank, if mesh or plan do not fit the model or differ between ranks. The model is then
             unchanged.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from nrl_models import AutoModelForCausalLM, parallelize
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))  # started with torchrun
+        >>> model = parallelize(AutoModelForCausalLM.from_pretrained("demo/checkpoint"), mesh)
+        >>> type(model.lm_head.weight).__name__
+        'DTensor'
     """
     check_mesh(mesh)
     with agreed(mesh, "shard the model") as facts:

@@ -37,12 +37,25 @@ def start_engine(
         max_length: Maximum number of tokens of a sequence.
         load_format: `auto` reads the checkpoint's weights, `dummy` creates random ones.
         seed: Random seed for sampling and for random weights.
-        options: Further options of the engine, see its `start`. `python` (an interpreter or a virtual environment's
-            directory) starts the vLLM installed there (`nrl_models.engines.processes.environment`).
+        options: Further options. Other names raise `EngineError`.
+
+            - `vllm`, `vllm-transformers`: keywords of `vllm.LLM`; `multiprocessing=True` (run in a subprocess),
+              `log_level`, and `python` (start the vLLM of this interpreter or virtual environment).
+            - `hf-generate`: `device`.
+            - A server: `model` (its name there), `api_key`, `timeout` in seconds, and `deltas=False` (send complete
+              weights in each refit).
+            - `mlx`, `megatron`: none.
 
     Raises:
         EngineError: If the name is unknown, or the engine is not installed or does not start.
         CheckpointError: If a file of the checkpoint is a link to a file outside of its directory.
+
+    Examples:
+        >>> from nrl_models import Sampling, start_engine
+        >>> engine = start_engine("hf-generate", "demo/checkpoint")
+        >>> samples = engine.generate([[11, 12, 13]], Sampling(temperature=0.8), max_new_tokens=4)
+        >>> len(samples[0].tokens) == len(samples[0].logprobs)
+        True
     """
     require_engine(name)
     keywords = {"dtype": dtype, "max_length": max_length, "load_format": load_format, "seed": seed} | options

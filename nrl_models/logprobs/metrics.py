@@ -137,6 +137,14 @@ def consistency_metrics(
     Args:
         trainer, engine: `(batch, seq_len)`. NaN and infinite values are counted, and excluded from the means.
         mask: Sampled tokens; default: all.
+
+    Examples:
+        >>> import torch
+        >>> from nrl_models import consistency_metrics
+        >>> trainer = torch.tensor([[-1.0, -2.0]])
+        >>> metrics = consistency_metrics(trainer, engine=torch.tensor([[-1.1, -2.0]]))
+        >>> round(metrics.token_mult_prob_error, 4)  # the mean of exp(0.1) and exp(0)
+        1.0526
     """
     if trainer.ndim != 2:
         raise ValueError(f"expected (sequences, length), got {tuple(trainer.shape)}")

@@ -107,10 +107,9 @@ def token_logprobs(
         reference: A model with the same vocabulary to compute the divergence from. It gets no gradient. Its logits are
             divided by the temperature and not truncated.
         loss: A function of the returned object. Its value is the result's `loss`, and its gradient is computed while
-            the logits of a chunk exist, so that the backward pass need not compute them again. It may be called
-            before all log-probabilities are known, with zeros for the others, so it must be a pure function of its
-            argument and of constant tensors. Gradients are correct for any use: the backward pass computes the logits
-            again if the incoming gradient is not a multiple of this loss's gradient.
+            the logits of a chunk exist. The backward pass computes them again only if the incoming gradient is not a
+            multiple of this loss's gradient. The function may be called before all log-probabilities are known, with
+            zeros for the others, so it must be a pure function of its argument and of constant tensors.
         loss_terms: Tokens that a term of the loss reads together, see `LossTerms`; or numbers `(batch,)` or `(batch,
             length)` that are equal for tokens read together (both answers of a pair, for DPO). Changes only the time.
             The logits of more than `chunk_size` tokens that are read together are computed twice.
@@ -121,12 +120,18 @@ def token_logprobs(
 
     Raises:
         HeadError: The model ends with something other than a scale or soft cap, and `chunk_size` is not None. Or it
-            computes other columns than those of `input_ids` (GIT with images), is a masked language model, or has an
-            encoder.
+            has an encoder, is a masked language model, or computes other columns than `input_ids` (GIT with images).
         ValueError: Shapes differ, the reference has another vocabulary, or a sampling parameter is out of range.
         UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`. Also packed rows
             with PEFT's prompt learning or activated LoRA.
         UnknownOptionError: Unknown `loss_terms` or `chunk_size`.
+
+    Examples:
+        >>> import torch
+        >>> from nrl_models import AutoModelForCausalLM, token_logprobs
+        >>> model = AutoModelForCausalLM.from_pretrained("demo/checkpoint", dtype=torch.float32)
+        >>> token_logprobs(model, torch.tensor([[11, 12, 13]])).logprobs.shape
+        torch.Size([1, 3])
     """
     sampling = Sampling(temperature, top_k, top_p)
     tokens_per_chunk = chunk_tokens(chunk_size)

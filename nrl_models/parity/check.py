@@ -60,6 +60,14 @@ def check_parity(
     Raises:
         ValueError: If a check is unknown, or the batch size is less than 2.
         CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
+
+    Examples:
+        >>> from nrl_models import check_parity
+        >>> report = check_parity("demo/checkpoint", checks=["1", "3"])
+        >>> report.passed
+        True
+        >>> [row.check for row in report.rows if not row.passed]
+        []
     """
     if unknown := sorted(set(checks) - set(CHECKS)):
         raise ValueError(f"unknown checks {unknown}: expected some of {', '.join(CHECKS)}")

@@ -21,7 +21,7 @@ def as_json(quirks: Iterable[Quirk], subject: Subject | None = None) -> dict[str
     found = [
         {key: getattr(quirk, key) for key in copied}
         | {"off": quirk.switch, "fixed": quirk.fixed or None, "fixed_here": quirk.is_fixed}
-        | {"probe": quirk.probe or None}
+        | {"probe": quirk.probe or None, "needed_while": quirk.asks if not quirk.fixed else None}
         for quirk in quirks
     ]
     return {"architecture": None if subject is None else type(subject.model).__name__, "quirks": found}

@@ -37,7 +37,7 @@ class Quirk:
         fixed: Release that fixes it upstream, as a requirement: `vllm>=0.9.2`.
         kept_for: Users who still need the entry, if all supported versions satisfy `fixed`.
         probe: Kind of test that detects whether the quirk still exists.
-        asks: Statement that the probe tests. It is true as long as the quirk exists.
+        asks: Statement that the probe tests. It is true while the quirk exists.
         explains: Whether it may be the reason for a disagreement.
         sources: URLs of reports.
     """
@@ -66,8 +66,8 @@ class Quirk:
     def expiry(self) -> str:
         """Text: until when the quirk exists."""
         if not self.fixed:
-            return f"as long as {self.asks} ({self.probe} probe)"
-        return f"fixed in {self.fixed}" + (f"; entry kept for {self.kept_for}" if self.kept_for else "")
+            return f"Needed while {self.asks}"
+        return f"Fixed in {self.fixed}" + (f"; entry kept for {self.kept_for}" if self.kept_for else "")
 
     @property
     def is_fixed(self) -> bool:

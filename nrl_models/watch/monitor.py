@@ -43,14 +43,6 @@ KEPT_PROMPTS = 4_096
 class Watch:
     """Checks during training that trainer and engine are still the same model.
 
-        watch = Watch(model, engine, log="watch.jsonl")
-        for prompts in batches:
-            samples = engine.generate(prompts, sampling, max_new_tokens=256)
-            ...                                        # log-probabilities, loss, backward
-            watch.before_update(samples, logprobs)     # raises DriftError before the weights change
-            optimizer.step()
-            watch.refit()                              # engine.refit, compared tensor by tensor
-
     Args:
         model: the trainer's model; it may be wrapped (PEFT, DDP, FSDP). None if this process has none.
         engine: the engine; None if the trainer owns it, see `after_sync`.
@@ -80,6 +72,17 @@ class Watch:
     Raises:
         UnknownArgumentError: `probe_every` is negative, probes have different lengths, or `optimizer` has another type.
         SaveError: `log` or `capsule` cannot be written.
+
+    Examples:
+        >>> from nrl_models import AutoModelForCausalLM, Sampling, rollout_logprobs, start_engine
+        >>> from nrl_models.watch import Watch
+        >>> model = AutoModelForCausalLM.from_pretrained("demo/checkpoint")
+        >>> engine = start_engine("hf-generate", "demo/checkpoint")
+        >>> watch = Watch(model, engine)
+        >>> samples = engine.generate([[11, 12, 13]], Sampling(), max_new_tokens=16)
+        >>> result = rollout_logprobs(model, [samples[0].sequence])
+        >>> step = watch.before_update(samples, result)  # raises DriftError if trainer and engine differ
+        >>> report = watch.refit()  # after optimizer.step(); compares sent and received tensors
     """
 
     def __init__(

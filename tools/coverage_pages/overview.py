@@ -53,21 +53,31 @@ class Row:
 
 
 def overview_table(rows: Iterable[Row], trains_with: Sequence[str]) -> list[str]:
-    """Format a Markdown table with one line per architecture: its kinds, missing features and trainers.
+    """Format a Markdown table with one line per architecture: its kinds and trainers.
 
     Args:
         rows: The architectures.
         trains_with: Features to list in a separate column if their verdict is yes.
     """
-    headings = ("architecture", "model type", "kind", "limited", "trains with", "tests passed")
+    headings = ("architecture", "model type", "kind", "trains with", "tests passed")
     cells = []
     for row in rows:
-        limited = row.with_verdict(Verdict.LIMITED, Verdict.FAILS)
         trains = [feature for feature in row.with_verdict(Verdict.YES) if feature in trains_with]
         kinds = ", ".join(row.kinds) or str(Verdict.NOT_TESTED)
         link = f"[{row.architecture}]({row.family}.md)"
-        cells.append((link, row.model_type, kinds, ", ".join(limited), ", ".join(trains), str(row.passed)))
+        cells.append((link, row.model_type, kinds, ", ".join(trains), str(row.passed)))
     return table(headings, cells)
+
+
+def limits_table(rows: Iterable[Row]) -> list[str]:
+    """Format a section with the architectures for which a feature is limited or fails. Empty if there are none."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for verdict in (Verdict.LIMITED, Verdict.FAILS):
+            for feature in row.with_verdict(verdict):
+                found.setdefault((feature, str(verdict)), []).append(f"[{row.architecture}]({row.family}.md)")
+    cells = [(*key, ", ".join(links)) for key, links in found.items()]
+    return ["## Limited features", "", *table(("feature", "verdict", "architectures"), cells), ""] if cells else []
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -13,9 +13,9 @@ from nrl_models.testing.features import FEATURES
 from tools.coverage_pages import sharding_outcomes
 from tools.coverage_pages.errors import CoverageError
 from tools.coverage_pages.generated_tests import GeneratedTests, read_generated_tests
-from tools.coverage_pages.overview import Row, overview_table, table
+from tools.coverage_pages.overview import Row, limits_table, overview_table, table
 from tools.coverage_pages.quirk_pages import class_subject, page_lines
-from tools.coverage_pages.results import Kind, Records, grouped, read_records, versions_summary
+from tools.coverage_pages.results import Kind, Records, all_versions, grouped, read_records, versions_summary
 from tools.ledger.ledger import KeyKind, recorded
 from tools.mutants.campaign import Outcome, read_outcomes
 
@@ -95,7 +95,8 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
             GENERATED,
             "",
             f"{len(registry.FAMILIES)} families, {len(rows)} architectures. {passed:,} generated tests passed, "
-            f"{failed:,} failed; with {versions_summary(records[Kind.TESTS])}. `make coverage`, on {MACHINE}.",
+            f"{failed:,} failed. `make coverage`, on {MACHINE}, with {_all_versions(records)}. The page of a "
+            "family has the versions of each outcome.",
             "",
             "The tests give our class and transformers' class the same weights and compare them. The page of a family "
             "has the verdict on every feature, and the reasons. Architectures that are not listed load as "
@@ -112,8 +113,15 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
             "",
             *overview_table(rows, list(sharding_outcomes.FEATURES.values())),
             "",
+            *limits_table(rows),
         ]
     )
+
+
+def _all_versions(records: Records) -> str:
+    """List the versions of all outcomes on these pages."""
+    kinds = (Kind.TESTS, Kind.MUTANTS, *sharding_outcomes.FEATURES)
+    return all_versions(record for kind in kinds for record in records[kind].values())
 
 
 def _mutants_summary(records: Records) -> list[str]:
@@ -126,7 +134,7 @@ def _mutants_summary(records: Records) -> list[str]:
     survivors = [f"{name} ({', '.join(outcome.survived)})" for name, outcome in mutants.items() if outcome.survived]
     return [
         f"{applicable:,} bugs were injected, one at a time, into {len(mutants)} architectures. The generated tests "
-        f"found {killed:,} of them ({versions_summary(records[Kind.MUTANTS])}). "
+        f"found {killed:,} of them. "
         f"Survivors: {'; '.join(survivors) or 'none'}.",
         "",
     ]

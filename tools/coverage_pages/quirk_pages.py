@@ -23,5 +23,5 @@ def page_lines(subjects: dict[str, Subject]) -> list[str]:
         names = [name for name, subject in subjects.items() if not quirk.every_model and quirk.applies(subject)]
         if names:
             of = "" if len(names) == len(subjects) else f" ({', '.join(names)})"
-            lines.append(f"- [{quirk.name}](../quirks.md#{quirk.name}){of}: {quirk.symptom} Expiry: {quirk.expiry}.")
+            lines.append(f"- [{quirk.name}](../quirks.md#{quirk.name}){of}: {quirk.symptom} {quirk.expiry}.")
     return lines or ["None but those of every model."]

@@ -148,19 +148,31 @@ def by_versions(records: Mapping[str, Record]) -> dict[str, list[str]]:
 
 
 def versions_summary(records: Mapping[str, Record], *, names: bool = False) -> str:
-    """Format the versions of recorded outcomes. If they differ, add the number or the names of the architectures of
-    each.
+    """Format the versions of recorded outcomes. Versions that all outcomes share come first, once. For the others, add
+    the number or the names of the architectures of each.
 
     Args:
         records: The outcomes by architecture.
         names: Whether to list the architectures by name.
     """
-    versions = by_versions(records)
-    if len(versions) == 1:
-        return next(iter(versions))
-    return "; ".join(
-        f"{text} ({', '.join(found) if names else f'{len(found)} architectures'})" for text, found in versions.items()
-    )
+    every = [record.versions for record in records.values()]
+    shared = {name: number for name, number in every[0].items() if all(each.get(name) == number for each in every)}
+    varying = {
+        architecture: Record({name: number for name, number in record.versions.items() if name not in shared}, {})
+        for architecture, record in records.items()
+    }
+    groups = [
+        f"{text} ({', '.join(found) if names else f'{len(found)} architectures'})"
+        for text, found in by_versions(varying).items()
+        if text
+    ]
+    return ", ".join(text for text in (versions_text(shared), " and ".join(groups)) if text)
+
+
+def all_versions(records: Iterable[Record]) -> str:
+    """List every version of every package that outcomes were recorded with."""
+    found = grouped((name, number) for record in records for name, number in record.versions.items())
+    return versions_text({name: " and ".join(sorted(set(numbers))) for name, numbers in found.items()})
 
 
 def grouped(pairs: Iterable[tuple[str, Value]]) -> dict[str, list[Value]]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from tools.coverage_pages.overview import Verdict, table
-from tools.coverage_pages.results import Kind, Record, Records, grouped, versions_summary
+from tools.coverage_pages.results import Kind, Record, Records, grouped
 
 FEATURES = {
     Kind.FSDP: "FSDP2",
@@ -124,5 +124,5 @@ def summary(records: Records) -> list[str]:
         counts = Counter(ShardingOutcome.of(record).status.verdict for record in records[kind].values())
         if records[kind]:
             numbers = [str(counts[verdict]) for verdict in shown]
-            rows.append((feature, *numbers, MEANINGS[kind], versions_summary(records[kind])))
-    return [*table(("feature", *shown, "yes means", "tested with"), rows), ""] if rows else []
+            rows.append((feature, *numbers, MEANINGS[kind]))
+    return [*table(("feature", *shown, "yes means"), rows), ""] if rows else []

@@ -82,6 +82,18 @@ def save_checkpoint(
         SaveError: If the disk is full or read-only, or another process saves into the folder. Also if the previous
             asynchronous save failed and its `wait()` was not called; the new checkpoint is then not written.
         ShardingError: If another rank failed. The failed rank raises its own error.
+
+    Examples:
+        >>> import torch
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from nrl_models import AutoModelForCausalLM
+        >>> from nrl_models.distributed import load_checkpoint, save_checkpoint
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))  # started with torchrun
+        >>> model = AutoModelForCausalLM.from_pretrained("demo/checkpoint", mesh=mesh)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        >>> save = save_checkpoint("training", model, optimizer, {"step": 100})
+        >>> load_checkpoint("training", model, optimizer)
+        {'step': 100}
     """
     folder = Path(folder)
     sharding = sharding_of(model)
@@ -135,6 +147,17 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
             belongs to another model or optimizer. Lists every problem. If an older version is intact, the message
             names it, but it is not loaded.
         ShardingError: If a rank died or could not read a file completely. The model's values are then undefined.
+
+    Examples:
+        >>> import torch
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from nrl_models import AutoModelForCausalLM
+        >>> from nrl_models.distributed import load_checkpoint, save_checkpoint
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))  # started with torchrun
+        >>> model = AutoModelForCausalLM.from_pretrained("demo/checkpoint", mesh=mesh)
+        >>> version = save_checkpoint("training", model).wait()
+        >>> load_checkpoint("training", model)
+        {}
     """
     folder = Path(folder)
     sharding = sharding_of(model)

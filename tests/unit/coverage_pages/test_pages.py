@@ -1,6 +1,7 @@
 """The committed coverage pages match the recorded outcomes."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_the_command_records_given_results_and_writes_the_pages(pages: Path, tmp
     assert "recorded the generated tests of 1 architectures" in result.output
     assert "wrote 3 pages" in result.output
     assert (
-        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe |  | FSDP2, TP, EP, compiled, PP, QLoRA | 1 |"
+        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe | FSDP2, TP, EP, compiled, PP, QLoRA | 1 |"
         in (pages / "index.md").read_text()
     )
 
@@ -81,7 +82,7 @@ def test_a_page_names_the_versions_of_every_outcome(pages: Path) -> None:
     assert f"({name})" in page
     assert "TP with torch 98" in page
     index = (pages / "index.md").read_text()
-    assert "(1 architectures)" in index
+    assert re.search(r"with torch [\w.+]+ and 98 and 99, transformers", index)
 
 
 @pytest.mark.usefixtures("two_families")

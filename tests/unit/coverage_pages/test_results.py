@@ -64,7 +64,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
 def test_versions_are_named_with_those_that_have_them() -> None:
     found = {"a": Record(OLD, {}), "b": Record(NEW, {}), "c": Record(OLD, {})}
     assert versions_summary({"a": found["a"]}) == "torch 1, transformers 5.0"
-    assert versions_summary(found, names=True) == "torch 1, transformers 5.0 (a, c); torch 2, transformers 5.0 (b)"
+    assert versions_summary(found, names=True) == "transformers 5.0, torch 1 (a, c) and torch 2 (b)"
 
 
 def test_json_has_short_values_in_a_line() -> None:
