@@ -313,15 +313,19 @@ class ConsistencyReport:
         for result in self.results:
             if lines_of_cell := [*result.explanation, *result.notes]:
                 lines += ["", f"**{result.cell}**", "", *(f"- {line}" for line in lines_of_cell)]
-        lines += ["", f"Engine: {described(self.engine)}.", f"Trainer: {described(self.trainer)}."]
+        lines += ["", f"Engine: {described(self.engine)}.", f"Trainer: {settings_text(self.trainer)}."]
         lines += [f"Second trainer: {described(self.second)}."] if self.second else []
         return "\n".join([*lines, ""])
 
 
 def described(settings: Mapping[str, Any]) -> str:
-    """Describe an engine in one line: its name, then its settings."""
-    others = (f"{key}={value}" for key, value in settings.items() if key != "engine")
-    return ", ".join([str(settings.get("engine", "unknown")), *others])
+    """Describe an engine in one line: its name, then its versions and settings."""
+    return ", ".join([str(settings.get("engine", "unknown")), settings_text(settings)])
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Describe versions and settings in one line, without the engine's name."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if key != "engine" and value is not None)
 
 
 def _values(cell: Cell) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.consistency.consistency_report import CELL, ConsistencyReport, described
+from nrl_models.consistency.consistency_report import CELL, ConsistencyReport, described, settings_text
 from nrl_models.consistency.measure import Comparison, Measurement, order_by_error
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.parity.worst import last_if_nan
@@ -72,7 +72,7 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
         rows=list(report.rows()),
         name=Path(report.path).name,
         engine=described(report.engine),
-        trainer=described(report.trainer),
+        trainer=settings_text(report.trainer),
         has_plots=has_plots(),
         how_to_read=HOW_TO_READ,
         sections=sections,

@@ -20,7 +20,9 @@ def mutate(
 ) -> None:
     """Plant bugs into every architecture, one by one, and check that the generated tests find each."""
     killed = applicable = tried = 0
-    for architecture, outcome in run_mutants(architectures_in_order(architectures), out, again=again):
+    for architecture, outcome in run_mutants(
+        architectures_in_order(architectures), out, again=again, progress=lambda line: show(f"  {line}")
+    ):
         tried, killed, applicable = tried + 1, killed + len(outcome.killed), applicable + outcome.applicable
         show(f"{architecture}: {len(outcome.killed)} of {outcome.applicable} killed")
         for mutant in outcome.survived:

@@ -132,22 +132,31 @@ class Hunt:
         ]
         self._passes: dict[Check, bool] = {}
 
-    def run(self, mutants: Iterable[Mutant] = CATALOG) -> Outcome:
-        """Plant one mutant after the other."""
+    def run(self, mutants: Iterable[Mutant] = CATALOG, progress: Callable[[str], None] = lambda line: None) -> Outcome:
+        """Plant one mutant after the other.
+
+        Args:
+            mutants: The mutants.
+            progress: Called with a line for each mutant: its name, and the test that found it.
+        """
         outcome = Outcome()
         for mutant in mutants:
             if not mutant.bug.is_possible(self.case):
                 outcome.impossible.append(mutant.name)
+                progress(f"{mutant.name}: not applicable")
                 continue
             likely = [check for name in mutant.killers for check in self._checks if check.function == name]
             others = [check for check in self._checks if check not in likely]
             killer = self.killer(mutant, likely)
             if killer is None and mutant.bug.is_inert(self.case, self._expected):
                 outcome.inert.append(mutant.name)
+                progress(f"{mutant.name}: no effect on this model")
             elif (killer := killer or self.killer(mutant, others)) is None:
                 outcome.survived.append(mutant.name)
+                progress(f"{mutant.name}: SURVIVED")
             else:
                 outcome.killed[mutant.name] = killer
+                progress(f"{mutant.name}: found by {killer}")
         return outcome
 
     def killer(self, mutant: Mutant, among: Iterable[Check]) -> str | None:
@@ -206,7 +215,13 @@ def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
     return [*(names[0] for names in families if names), *(name for names in families for name in names[1:])]
 
 
-def run_mutants(architectures: Iterable[str], pages: Path, *, again: bool = False) -> Iterator[tuple[str, Outcome]]:
+def run_mutants(
+    architectures: Iterable[str],
+    pages: Path,
+    *,
+    again: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Iterator[tuple[str, Outcome]]:
     """Run the catalog on architectures one after the other, and record each outcome.
 
     An interrupted run resumes. For architectures recorded with the installed versions, only survivors and new mutants
@@ -216,6 +231,7 @@ def run_mutants(architectures: Iterable[str], pages: Path, *, again: bool = Fals
         architectures: Registered names. Architectures whose packages are not installed are skipped.
         pages: The folder of the coverage pages, which contains the outcomes.
         again: Also run mutants with a recorded outcome.
+        progress: Called with a line for each mutant.
 
     Yields:
         Each architecture with its outcome.
@@ -232,7 +248,7 @@ def run_mutants(architectures: Iterable[str], pages: Path, *, again: bool = Fals
         if missing:
             with silent_transformers():
                 model_class: Any = registry.model_class(architecture)
-                outcome = outcome.followed_by(Hunt(FamilyCase(model_class)).run(missing))
+                outcome = outcome.followed_by(Hunt(FamilyCase(model_class)).run(missing, progress))
             write_record(pages, Kind.MUTANTS, architecture, Record(versions, outcome.to_json()))
         yield architecture, outcome
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,8 @@ def test_the_report_as_markdown_is_the_guides_table(run: Run) -> None:
     text = run().markdown()
     assert "| Sequence Length | Data Type | Generation Method | Batch Size | trainer vs hf-generate, decode |" in text
     assert "| 24 | dummy | sampling | 2 | 1.000" in text
+    assert f"\nEngine: hf-generate, transformers {version('transformers')}, class " in text
+    assert f"\nTrainer: transformers {version('transformers')}, class " in text
 
 
 def test_the_page_is_self_contained_and_shows_the_worst_tokens(run: Run, engine: HFEngine, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_tests_of_what_a_family_lacks_are_not_run(llama: FamilyCase, monkeypatch
 def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def fake_run(self: Hunt, mutants: list[Mutant]) -> Outcome:
+    def fake_run(self: Hunt, mutants: list[Mutant], progress: object) -> Outcome:
         tried.append((self.case.architecture, [mutant.name for mutant in mutants]))
         return Outcome({mutant.name: "test_lora" for mutant in mutants[:-1]}, [mutants[-1].name])
 
@@ -192,7 +192,7 @@ def test_outcomes_of_other_versions_stay_until_their_own_run(tmp_path: Path, mon
     older = Record({"torch": "1"}, Outcome({names[0]: "test_lora"}, [], [], names[1:]).to_json())
     for name in ("LlamaForCausalLM", "LlamaForTokenClassification"):
         write_record(tmp_path, Kind.MUTANTS, name, older)
-    monkeypatch.setattr(Hunt, "run", lambda self, mutants: found if list(mutants) == list(CATALOG) else None)
+    monkeypatch.setattr(Hunt, "run", lambda self, mutants, progress: found if list(mutants) == list(CATALOG) else None)
     assert dict(run_mutants(["LlamaForCausalLM"], tmp_path)) == {"LlamaForCausalLM": found}
     records = read_records(tmp_path)[Kind.MUTANTS]
     assert records["LlamaForTokenClassification"] == older
@@ -209,8 +209,18 @@ def test_one_of_each_family_comes_first() -> None:
         architectures_in_order(["LamaForCausalLM"])
 
 
+def test_progress_has_a_line_for_each_mutant(llama: FamilyCase) -> None:
+    lines: list[str] = []
+    mutants = [
+        Mutant("one", "a test", BUGS["in code"], ()),
+        Mutant("two", "a test", misread(lambda key, value: 1 if key == "no_such_key" else value), ()),
+    ]
+    Hunt(llama, only=QUICK).run(mutants, lines.append)
+    assert lines == ["one: found by test_layer_equivalence[float32]", "two: not applicable"]
+
+
 def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hunt, "run", lambda self, mutants: Outcome({"a": "test_lora"}, ["b"]))
+    monkeypatch.setattr(Hunt, "run", lambda self, mutants, progress: Outcome({"a": "test_lora"}, ["b"]))
     result = CliRunner().invoke(app, ["LlamaForCausalLM", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "LlamaForCausalLM: 1 of 2 killed" in result.output
