@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nrl_models.testing.variants import SEPARATOR
+from tests.engine.obstacles import WITHOUT_MODEL, Stage, obstacle
 from tests.engine.published import BOUND
+from tools.coverage_pages.overview import table
 from tools.coverage_pages.results import Record
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine-coverage.md"
@@ -40,11 +42,11 @@ ORDER = tuple(MEANINGS)
 MEASURED = {"refitted": "refitted", "stepped": "after a step", "loaded": "from files"}
 """The errors of an outcome, and their table headings."""
 
-MOST = 600
-"""Maximum length of a reason on an engine's page. The JSON file has the complete text."""
+MOST = 200
+"""Maximum length of a recorded error on an engine's page. The JSON file has the complete text."""
 
 SHORT = 160
-"""Maximum length of a reason in the summary."""
+"""Maximum length of a fact of a verdict."""
 
 FACTS = (
     (r"parameters of the engine were not written: ((?:[^,;]+)(?:, [^,;]+)?)", "the refit does not write {}"),
@@ -52,11 +54,8 @@ FACTS = (
     (r"First divergence: (.*?)(?:, off by|;|\.? With|\.? Known|\.$)", "first difference {}"),
     (r"(\d+ log-probabilities of decode are NaN)", "{}"),
     (r"(?:First difference|What differs first): (.*?)\.", "first difference: {}"),
-    (r"which needs (\S+); \S+ is installed", "needs {}"),
-    (r"EngineError: (vLLM failed: .*?)(?:; from files.*|$)", "{}"),
-    (r"(?:EngineError: )?vLLM does not start on checkpoint: (.*)", "vLLM does not start: {}"),
 )
-"""Patterns of the facts in a recorded reason, and how the summary words them. The last three are of models not run."""
+"""Patterns of the facts in a recorded verdict, and how the pages word them."""
 
 UNRECORDED = r"Its modules cannot be compared: (.*?)\.$"
 """Pattern of why a verdict names no module."""
@@ -82,6 +81,7 @@ def pages_with(
     meanings: Mapping[str, str] = MEANINGS,
     measured: Mapping[str, str] = MEASURED,
     causes: Mapping[str, str] | None = None,
+    obstacles: Mapping[str, str] | None = None,
 ) -> dict[Path, str]:
     """Return the summary with an engine's section, and the engine's page, by path. Other sections do not change.
 
@@ -93,14 +93,16 @@ def pages_with(
         meanings: The possible outcomes and their meanings.
         measured: The errors of an outcome and their headings.
         causes: The known causes of failures by architecture.
+        obstacles: The known causes why architectures are not run.
     """
-    lines = [*intro, "", *summary_lines(engine, records, everything, meanings, causes or {})]
+    reasons = reasons_of(records, causes or {}, obstacles or {})
+    lines = [*intro, "", *summary_lines(engine, records, everything, meanings, reasons)]
     kept = dict(part.split("\n\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
     sections = kept | {engine: "\n".join([*lines, ""])}
     summary = "\n".join([HEAD, *(f"## {name}\n\n{sections[name]}" for name in ENGINES if name in sections)])
     return {
         PAGE: summary,
-        PAGE.with_suffix("") / f"{ENGINES[engine]}.md": details_page(engine, records, measured),
+        PAGE.with_suffix("") / f"{ENGINES[engine]}.md": details_page(engine, records, measured, reasons),
     }
 
 
@@ -116,11 +118,11 @@ def summary_lines(
     records: Mapping[str, Record],
     everything: list[str],
     meanings: Mapping[str, str],
-    causes: Mapping[str, str],
+    reasons: Mapping[str, str],
 ) -> list[str]:
     """Return the number of architectures per outcome, and tables of those that fail or were not run."""
     counts = Counter(record.outcome["status"] for record in records.values())
-    without_model = sum(record.outcome["reason"].startswith("no tiny model") for record in records.values())
+    without_model = sum(record.outcome.get("stage") in WITHOUT_MODEL for record in records.values())
     missing = [name for name in everything if name not in records]
     shown_first = next(iter(meanings))
     lines = [f"- {counts[each]} {meaning}" for each, meaning in meanings.items() if counts[each] or each == shown_first]
@@ -131,51 +133,76 @@ def summary_lines(
     failed = [name for name in by_outcome(records) if records[name].outcome["status"] in ORDER[1:3]]
     lines += ["| architecture that fails | error | reason |", "|---|---|---|"]
     for name in failed:
-        outcome = records[name].outcome
-        lines.append(f"| {name} | {shown(outcome['refitted'])} | {short_reason(outcome, causes.get(name, ''))} |")
+        lines.append(f"| {name} | {shown(records[name].outcome['refitted'])} | {reasons[name]} |")
     lines += ["", "| architecture not run | reason |", "|---|---|"]
     for name in by_outcome(records):
         if records[name].outcome["status"] == "not run":
-            lines.append(f"| {name} | {short_reason(records[name].outcome)} |")
+            lines.append(f"| {name} | {reasons[name]} |")
     return lines
 
 
-def details_page(engine: str, records: Mapping[str, Record], measured: Mapping[str, str]) -> str:
-    """Return a page with every result of an engine: reasons in full, then the architectures that agree."""
+def details_page(
+    engine: str, records: Mapping[str, Record], measured: Mapping[str, str], reasons: Mapping[str, str]
+) -> str:
+    """Return a page with every result of an engine: failures, architectures that were not run, and those that agree."""
+    outcomes = {name: records[name].outcome for name in by_outcome(records)}
+    failing = {name: each for name, each in outcomes.items() if each["status"] in ORDER[1:3]}
+    not_run = {name: each for name, each in outcomes.items() if each["status"] == "not run"}
+    agreeing = {name: each for name, each in outcomes.items() if each["status"] == "agrees"}
+    columns = {key: heading for key, heading in measured.items() if key != "loaded"}
+
+    def row(name: str, headings: Mapping[str, str], *more: str) -> tuple[str, ...]:
+        numbers = (shown(outcomes[name].get(key)) for key in headings)
+        link = certificate_link(engine, name, "JSON")
+        return (name, *more, *numbers, " ".join(conditions(outcomes[name])), link)
+
     lines = [
         GENERATED,
         f"# {engine}: all results",
         "",
         f"How they are measured: [engine coverage](../engine-coverage.md#{engine.lower().replace(' ', '-')}).",
         "[Certificates](../certify.md#the-certificate) have values, bounds, versions and digests of the tiny model.",
-        "",
-        "## Architectures that fail or were not run",
-        "",
+        "`docs/model-coverage/results/` has the complete verdicts and errors.",
     ]
-    agreeing = [name for name in sorted(records) if records[name].outcome["status"] == "agrees"]
-    for name in by_outcome(records):
-        outcome = records[name].outcome
-        if name in agreeing:
-            continue
-        numbers = [f"{heading} {shown(outcome[key])}" for key, heading in measured.items() if outcome.get(key)]
-        reason = cut(" ".join([*conditions(outcome), *outcome["reason"].split()]), MOST)
-        reason = reason.replace("<", "&lt;").replace("What differs first", "First difference")
-        link = [found] if (found := certificate_link(engine, name, "certificate")) else []
-        lines.append(f"- **{name}** ({', '.join([outcome['status'], *numbers, *link])}): {reason}")
-    columns = {key: heading for key, heading in measured.items() if key != "loaded"}
-    lines += [
-        "",
-        "## Architectures that agree",
-        "",
-        f"| architecture | {' | '.join(columns.values())} | settings | certificate |",
-    ]
-    lines += [f"|---|{'---|' * len(columns)}---|---|"]
-    for name in agreeing:
-        outcome = records[name].outcome
-        numbers = ["" if (error := outcome.get(key)) is None else shown(error) for key in columns]
-        link = certificate_link(engine, name, "JSON")
-        lines.append(f"| {name} | {' | '.join(numbers)} | {' '.join(conditions(outcome))} | {link} |")
+    end = ("settings", "certificate")
+    sections = {
+        "Architectures that fail": table(
+            ("architecture", "outcome", *measured.values(), *end, "reason"),
+            [(*row(name, measured, each["status"]), reasons[name]) for name, each in failing.items()],
+        ),
+        "Architectures that were not run": table(
+            ("architecture", "reason", "error"),
+            [(name, reasons[name], recorded_error(each)) for name, each in not_run.items()],
+        ),
+        "Architectures that agree": table(
+            ("architecture", *columns.values(), *end), [row(name, columns) for name in agreeing]
+        ),
+    }
+    for title, rows in sections.items():
+        lines += ["", f"## {title}", "", *rows] if len(rows) > 2 else []
     return "\n".join([*lines, ""])
+
+
+def recorded_error(outcome: Mapping[str, Any]) -> str:
+    """Return the recorded error as code. Empty if the installed packages do not meet a requirement."""
+    if outcome.get("stage") == Stage.REQUIREMENT:
+        return ""
+    text = cut(" ".join(outcome["reason"].split()), MOST).replace("`", "'").replace("|", "\\|")
+    return f"`{text}`"
+
+
+def reasons_of(
+    records: Mapping[str, Record], causes: Mapping[str, str], obstacles: Mapping[str, str]
+) -> dict[str, str]:
+    """Return why each architecture fails or is not run. See `pages_with` for the arguments."""
+    reasons = {}
+    for name, record in records.items():
+        outcome = record.outcome
+        if outcome["status"] == "not run":
+            reasons[name] = obstacle(name, Stage(outcome["stage"]), obstacles)
+        elif outcome["status"] != "agrees":
+            reasons[name] = short_reason(outcome, causes.get(name, ""))
+    return reasons
 
 
 def by_outcome(records: Mapping[str, Record]) -> list[str]:
@@ -192,10 +219,7 @@ def short_reason(outcome: Mapping[str, Any], cause: str = "") -> str:
         cause: The known cause of the failure.
     """
     reason = " ".join(outcome["reason"].split())
-    patterns = FACTS[-3:] if outcome["status"] == "not run" else FACTS[:-3]
-    facts = [words.format(match[1]) for pattern, words in patterns if (match := re.search(pattern, reason))]
-    if outcome["status"] == "not run":
-        facts = facts[:1]
+    facts = [words.format(match[1]) for pattern, words in FACTS if (match := re.search(pattern, reason))]
     if not facts and not cause:
         facts = [match[1] if (match := re.search(UNRECORDED, reason)) else reason]
     text = ". ".join(sentence(fact) for fact in [*(cut(fact, SHORT) for fact in facts), cause] if fact)

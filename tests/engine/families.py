@@ -26,13 +26,14 @@ from nrl_models.consistency.refit import RefitChecker, RefitStep
 from nrl_models.consistency.store import Store
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import EngineError, one_line
+from nrl_models.errors import EngineError, UnmetRequirementError, one_line
 from nrl_models.logprobs import Sampling, token_logprobs
 from nrl_models.testing.case import randomize
 from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
 from nrl_models.testing.variants import split_variant, with_variants
 from tests.engine.image_processors import save_processor
+from tests.engine.obstacles import Stage
 from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES, PROCESSORS
 
 Start = Callable[..., Engine]
@@ -110,6 +111,7 @@ class Outcome:
         refitted: `token_mult_prob_error` after the first refit. None without a refit.
         stepped: The error after a training step and another refit.
         loaded: The error with weights read from files. Measured only if a refit fails.
+        stage: The stage that failed, if the status is `not run`.
         reason: The verdict or the error message.
         dtype: Dtype of both sides.
         bounds: Limit of the error after each refit: `BOUND`, or more if the noise floor of `dtype` explains more.
@@ -121,6 +123,7 @@ class Outcome:
     refitted: float | None = None
     stepped: float | None = None
     loaded: float | None = None
+    stage: str = ""
     reason: str = ""
     dtype: str = "float32"
     bounds: tuple[float, ...] = ()
@@ -192,10 +195,16 @@ def hold(name: str, start: Start, folder: Path, overrides: dict[str, Any] | None
     try:
         model = tiny_model(name, overrides, dtype)
     except Exception as error:  # any exception of the model's code
-        return Outcome(name, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
+        return without_model(name, error)
     settings = SETTINGS if dtype == torch.float32 else replace(SETTINGS, batches=BATCHES_ROUNDED)
     found = compared(name, model, partial(start, dtype=dtype, **options), folder, settings)
     return replace(found, dtype=dtype_name(dtype), options=options)
+
+
+def without_model(name: str, error: Exception) -> Outcome:
+    """Return the outcome of an architecture without a tiny model."""
+    stage = Stage.REQUIREMENT if isinstance(error, UnmetRequirementError) else Stage.MODEL
+    return Outcome(name, NOT_RUN, stage=stage, reason=f"no tiny model: {one_line(error)}")
 
 
 def compared(
@@ -231,7 +240,7 @@ def _compared(
             save_processor(model.config, checkpoint)
         temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
     except Exception as error:  # any exception of the model's code
-        return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
+        return without_model(architecture, error)
     trainer = HFEngine(model, "trainer")
     prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # excludes image tokens
     settings = replace(settings, sampling=Sampling(temperature))
@@ -239,7 +248,8 @@ def _compared(
         with quirks_off("engine-dummy-buffers"):
             engine = start(checkpoint, load_format="dummy", seed=1)
     except EngineError as error:
-        return Outcome(architecture, NOT_RUN, reason=str(error.args[0]))  # the rest depends on the machine
+        # the rest of the message depends on the machine
+        return Outcome(architecture, NOT_RUN, stage=Stage.START, reason=str(error.args[0]))
     steps: list[RefitStep] = []
     try:
         checker = RefitChecker(str(checkpoint), Meter(engine, trainer, prompts, settings))
@@ -257,6 +267,7 @@ def _compared(
     if not problem:
         return Outcome(architecture, AGREES, **numbers)
     unfit = DISAGREES if steps else NOT_RUN  # without a measurement the status is "not run"
+    numbers["stage"] = "" if steps else Stage.RUN
     try:
         engine = start(checkpoint)
         store = Store(folder / "measured", {})
@@ -268,6 +279,7 @@ def _compared(
         return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {report.error}")
     result = report.results[0]
     loaded = max(comparison.token_mult_prob_error for several in result.comparisons.values() for comparison in several)
+    numbers["stage"] = ""
     if result.passed:
         return Outcome(architecture, AS_LOADED, **numbers, loaded=loaded, reason=problem)
     said = "; ".join([*result.problems, result.verdict.summary if result.verdict else ""])

@@ -13,11 +13,12 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.switches import quirks_off
 from nrl_models.consistency.vision.image_check import ImageComparison, compare_images
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import one_line
+from nrl_models.errors import UnmetRequirementError, one_line
 from nrl_models.logprobs import Sampling
 from tests.engine.families import AGREES, DISAGREES, NOT_RUN, Start, spreading_temperature, tiny_model
 from tests.engine.image_processors import save_processor
 from tests.engine.image_tokens import image_prompts
+from tests.engine.obstacles import Stage
 from tests.engine.published import BF16, BOUND, OPTIONS, OVERRIDES
 
 INTERLEAVED = {
@@ -77,6 +78,7 @@ class ImageOutcome:
         status: `agrees` (for each prompt, after a refit from random weights), `disagrees` or `not run`.
         refitted: The largest `token_mult_prob_error`. None if nothing was compared, or if it is not finite.
         bounds: Its limits: `BOUND`, or more if the noise floor explains more.
+        stage: The stage that failed, if the status is `not run`.
         reason: The first difference of the prompts that disagree, or the error if nothing was compared.
         dtype: Dtype of both sides.
         faults: The first difference of each prompt that disagrees.
@@ -87,6 +89,7 @@ class ImageOutcome:
     status: str
     refitted: float | None = None
     bounds: tuple[float, ...] = ()
+    stage: str = ""
     reason: str = ""
     dtype: str = "float32"
     faults: tuple[str, ...] = ()
@@ -114,7 +117,10 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
         prompts = image_prompts(model.config, processor)
         sampling = Sampling(spreading_temperature(model))
     except Exception as error:  # any exception of the model's code
-        return ImageOutcome(architecture, NOT_RUN, reason=f"no tiny model or processor: {one_line(error)}")
+        stage = Stage.REQUIREMENT if isinstance(error, UnmetRequirementError) else Stage.MODEL
+        reason = f"no tiny model or processor: {one_line(error)}"
+        return ImageOutcome(architecture, NOT_RUN, stage=stage, reason=reason)
+    stage = Stage.START
     try:
         options = OPTIONS.get(architecture, {}) | {
             "language_model_only": False,
@@ -123,12 +129,14 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
         }
         with quirks_off("engine-dummy-buffers"):
             engine = start(checkpoint, dtype=dtype, load_format="dummy", seed=1, **options)
+        stage = Stage.RUN
         most = engine.llm.llm_engine.renderer.get_mm_processor().info.allowed_mm_limits["image"]
         prompts = [prompt for prompt in prompts if len(prompt.images) <= most]
         engine.refit(model.state_dict_adapter.iter_export(model))
         found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
     except Exception as error:  # any exception of the engine or the model
-        return ImageOutcome(architecture, NOT_RUN, reason=one_line(error).replace(f"{folder}/", ""))
+        reason = one_line(error).replace(f"{folder}/", "")
+        return ImageOutcome(architecture, NOT_RUN, stage=stage, reason=reason)
     return replace(outcome_of(architecture, found), dtype=dtype_name(dtype))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.coverage_page import pages_with, write_pages
+from tests.engine.obstacles import IMAGES, Stage
 from tests.engine.published import BOUND
 from tests.engine.sweep import CHILD, MACHINE, ROOT, taken_down, versions, worsened
 from tests.sweep import Outcomes, Sweep
@@ -85,11 +86,11 @@ def in_child(name: str, file: Path) -> dict[str, object]:
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        return {"status": "not run", "reason": f"it was not done within {PATIENCE:g} s"}
+        return {"status": "not run", "stage": Stage.RUN, "reason": f"it was not done within {PATIENCE:g} s"}
     if file.exists():
         found: dict[str, object] = json.loads(file.read_text())
         return found
-    return {"status": "not run", "reason": taken_down(ended.returncode, ended.stderr)}
+    return {"status": "not run", "stage": Stage.RUN, "reason": taken_down(ended.returncode, ended.stderr)}
 
 
 def run_here(name: str, file: Path) -> None:
@@ -128,7 +129,8 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         "noise floor, which is large if rounding changes the choice of experts. If prompts disagree, the reason",
         "names the [first difference](images.md#the-first-difference), and its cause if it is known.",
     ]
-    return pages_with("vLLM with images", intro, records, everything, MEANINGS, {"refitted": "error"}, CAUSES)
+    measured = {"refitted": "error"}
+    return pages_with("vLLM with images", intro, records, everything, MEANINGS, measured, CAUSES, IMAGES)
 
 
 if __name__ == "__main__":

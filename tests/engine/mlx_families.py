@@ -20,9 +20,8 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import one_line
 from nrl_models.testing.variants import split_variant, with_variants
-from tests.engine.families import NOT_RUN, SETTINGS, Outcome, Start, compared, tiny_model
+from tests.engine.families import SETTINGS, Outcome, Start, compared, tiny_model, without_model
 
 BOUND = 1.00001
 """Limit of `token_mult_prob_error` in fp32: a tenth of the limit for vLLM's kernels."""
@@ -102,7 +101,7 @@ def hold_mlx(architecture: str, start: Start, folder: Path) -> Outcome:
     try:
         model = tiny_model(architecture, OVERRIDES.get(split_variant(architecture)[0]))
     except Exception as error:  # any exception of the model's code
-        return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
+        return without_model(architecture, error)
     return compared(architecture, model, start, folder, replace(SETTINGS, threshold=BOUND), unlike_a_fresh_load)
 
 

@@ -20,6 +20,7 @@ import transformers
 from tests.engine.certificates import write_certificate
 from tests.engine.coverage_page import pages_with, write_pages
 from tests.engine.mlx_families import BOUND, LIMITS, hold_mlx, one_mlx, shared_architectures
+from tests.engine.obstacles import MLX
 from tests.engine.sweep import MACHINE, worsened
 from tests.sweep import Outcomes, Sweep
 from tools.checkout import PAGES
@@ -66,7 +67,7 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         f"Each is tested as with vLLM; the bound is {BOUND}. After both refits, another MLX process reads the",
         "trainer's weights from files. Its log-probabilities must be equal bit for bit.",
     ]
-    return pages_with("MLX", intro, records, everything, causes=LIMITS)
+    return pages_with("MLX", intro, records, everything, causes=LIMITS, obstacles=MLX)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 
 from nrl_models.consistency.cells import NOISE_FACTOR
 from tests.engine.coverage_page import MEASURED, ORDER, pages_with, write_pages
+from tests.engine.obstacles import VLLM, Stage
 from tests.engine.published import BOUND
 from tests.sweep import Outcomes, Sweep
 from tools.checkout import PAGES
@@ -82,7 +83,7 @@ def run_in_children(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             ended = yield from child(left, gathered)
             left = [name for name in left if name not in outcomes(gathered)]
             if ended and left:  # the first architecture crashed or timed out
-                outcome = {"architecture": left[0], "status": "not run", "reason": ended}
+                outcome = {"architecture": left[0], "status": "not run", "stage": Stage.RUN, "reason": ended}
                 note(gathered, outcome)
                 yield left[0], outcome
                 left = left[1:]
@@ -199,7 +200,7 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         "class is also tested in vLLM (`model_impl=transformers`).",
     ]
     causes = {name: cause for name, (_, _, cause) in LIMITS.items()}
-    return pages_with("vLLM", intro, records, everything, causes=causes)
+    return pages_with("vLLM", intro, records, everything, causes=causes, obstacles=VLLM)
 
 
 if __name__ == "__main__":

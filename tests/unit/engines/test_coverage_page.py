@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from nrl_models import registry
 from nrl_models.certify import Answer, Certificate, Status, Validity, verify
 from nrl_models.certify.with_engine import REFITS
 from tests.engine import coverage_page
 from tests.engine.certificates import SweepOutcome, write_certificate
 from tests.engine.families import AGREES, AS_LOADED, DISAGREES, NOT_RUN, Outcome
 from tests.engine.image_families import ImageOutcome
-from tools.coverage_pages.results import Record
+from tests.engine.obstacles import IMAGES, MLX, VLLM, Stage
+from tools.checkout import PAGES
+from tools.coverage_pages.results import Kind, Record, read_records
 
 VERDICT = (
     "token_mult_prob_error 2.01992 against decode, above 1.0001; At fault: engine decode and engine prefill, "
@@ -28,9 +31,10 @@ def outcome(status: str, reason: str = "", refitted: float | None = None, **more
 
 RECORDS = {
     "AForCausalLM": outcome("agrees", refitted=1.000002),
-    "BForCausalLM": outcome("not run", "no tiny model: B, which needs transformers>=9; 5 is installed"),
+    "BForCausalLM": outcome("not run", "no tiny model: ValueError: 7 is not a size", stage="tiny model"),
     "CForCausalLM": outcome("disagrees", VERDICT, 2.02, transformers={"status": "agrees", "loaded": 1.0}),
-    "DForCausalLM": outcome("not run", "EngineError: vLLM failed: AssertionError; from files: vLLM failed"),
+    "DForCausalLM": outcome("not run", "EngineError: vLLM failed: a | b; from files: vLLM failed", stage="run"),
+    "FForCausalLM": outcome("not run", "no tiny model: UnmetRequirementError: ...", stage="requirement"),
 }
 
 
@@ -39,11 +43,17 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     page = tmp_path / "engine-coverage.md"
     page.write_text("# x\n\n## MLX\n\nkept\n")
     monkeypatch.setattr(coverage_page, "PAGE", page)
+    monkeypatch.setitem(registry._REQUIREMENTS, "FForCausalLM", ("transformers>=9",))
     certificate = tmp_path / "engine-coverage" / "certificates" / "vllm" / "CForCausalLM.json"
     certificate.parent.mkdir(parents=True)
     certificate.write_text("{}")
     found = coverage_page.pages_with(
-        "vLLM", ["How."], RECORDS, [*RECORDS, "EForCausalLM"], causes={"CForCausalLM": "known."}
+        "vLLM",
+        ["How."],
+        RECORDS,
+        [*RECORDS, "EForCausalLM"],
+        causes={"CForCausalLM": "known."},
+        obstacles={"BForCausalLM": "its size is 7"},
     )
     coverage_page.write_pages(found)
     return {path.name: path.read_text() for path in found}
@@ -52,7 +62,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_summary_has_counts_and_failures_but_not_agreeing_architectures(pages: dict[str, str]) -> None:
     summary = pages["engine-coverage.md"]
     assert "- 1 agree, after both refits\n- 1 disagree" in summary
-    assert "- 2 cannot be run here: the engine fails for 1, 1 have no tiny model" in summary
+    assert "- 3 cannot be run here: the engine fails for 1, 2 have no tiny model" in summary
     assert "- not tried yet: EForCausalLM" in summary
     assert "AForCausalLM" not in summary
     assert summary.index("## vLLM") < summary.index("CForCausalLM") < summary.index("BForCausalLM")
@@ -65,16 +75,30 @@ def test_summary_states_the_facts_of_a_verdict(pages: dict[str, str]) -> None:
         "| CForCausalLM | 2.0200 | It computes as if `sliding_window` were 9 and not 8. First difference between "
         "`model.layers.0.q` and `model.layers.0.o`. Known. **Agrees with `model_impl=transformers`.** |"
     )
-    assert "| BForCausalLM | Needs transformers>=9 |" in pages["engine-coverage.md"]
-    assert "| DForCausalLM | vLLM failed: AssertionError |" in pages["engine-coverage.md"]
+    assert "| BForCausalLM | No tiny model: its size is 7 |" in pages["engine-coverage.md"]
+    assert "| DForCausalLM | The engine fails |" in pages["engine-coverage.md"]
+    assert "| FForCausalLM | Needs transformers>=9 |" in pages["engine-coverage.md"]
 
 
 def test_engine_page_has_every_result(pages: dict[str, str]) -> None:
     page = pages["vllm.md"]
     assert "| AForCausalLM | 1.0000020 |  |  |  |" in page  # without a certificate
-    link = "[certificate](certificates/vllm/CForCausalLM.json)"
-    assert f"- **CForCausalLM** (disagrees, refitted 2.0200, {link}): With `model_impl=transformers`: agrees" in page
+    settings = "With `model_impl=transformers`: agrees, 1.0000000."
+    link = "[JSON](certificates/vllm/CForCausalLM.json)"
+    assert f"| CForCausalLM | disagrees | 2.0200 |  |  | {settings} | {link} | It computes as if" in page
+    assert "| BForCausalLM | No tiny model: its size is 7 | `no tiny model: ValueError: 7 is not a size` |" in page
+    assert r"| `EngineError: vLLM failed: a \| b; from files: vLLM failed` |" in page
+    assert "| FForCausalLM | Needs transformers>=9 |  |" in page
     assert page.index("CForCausalLM") < page.index("BForCausalLM") < page.index("AForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("kind", "causes"), [(Kind.ENGINE, VLLM), (Kind.IMAGES, IMAGES), (Kind.MLX, MLX)], ids=lambda value: str(value)[:20]
+)
+def test_architectures_that_are_not_run_have_a_known_cause(kind: Kind, causes: dict[str, str]) -> None:
+    outcomes = {name: record.outcome for name, record in read_records(PAGES)[kind].items()}
+    not_run = {name: Stage(each["stage"]) for name, each in outcomes.items() if each["status"] == "not run"}
+    assert causes.keys() == {name for name, stage in not_run.items() if stage is not Stage.REQUIREMENT}
 
 
 TEXT = Outcome("AForCausalLM", AGREES, refitted=1.000002, stepped=1.000003, bounds=(1.0001, 1.0001))

@@ -1,0 +1,132 @@
+"""Why architectures cannot be run with an engine: the stage that fails, and the known causes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from nrl_models import registry
+
+
+class Stage(StrEnum):
+    """The stage of a comparison that fails, so that nothing is compared."""
+
+    REQUIREMENT = "requirement"
+    MODEL = "tiny model"
+    START = "start"
+    RUN = "run"
+
+
+WORDS = {
+    Stage.MODEL: "No tiny model",
+    Stage.START: "The engine does not start",
+    Stage.RUN: "The engine fails",
+}
+"""The stages, as the pages name them."""
+
+WITHOUT_MODEL = frozenset({Stage.REQUIREMENT, Stage.MODEL})
+"""Stages before the engine starts."""
+
+
+def obstacle(architecture: str, stage: Stage, causes: Mapping[str, str]) -> str:
+    """Describe why an architecture is not run.
+
+    Args:
+        architecture: The architecture, or one of its variants.
+        stage: The stage that fails.
+        causes: The known causes by architecture.
+    """
+    if stage is Stage.REQUIREMENT:
+        return f"Needs {', '.join(registry._REQUIREMENTS.get(architecture, ())) or 'other package versions'}"
+    return f"{WORDS[stage]}{f': {cause}' if (cause := causes.get(architecture)) else ''}"
+
+
+def _unread(key: str, part: str = "configuration") -> str:
+    return f"vLLM reads `{key}`, which transformers' {part} does not have"
+
+
+SPARSE = "vLLM has no sparse attention for CPUs"
+SOFTMAX = "vLLM's experts on CPUs support only softmax scores"
+FLASH = "vLLM's sparse attention requires FlashAttention"
+IMAGES_REQUIRED = "its forward pass requires images"
+NUMBER = "vLLM expects a number where transformers' configuration has a list"
+
+VLLM = {
+    "Blip2ForConditionalGeneration": IMAGES_REQUIRED,
+    "DeepseekV32ForCausalLM": SPARSE,
+    "Ernie4_5_VLMoeForConditionalGeneration": _unread("embed_dim", "vision configuration"),
+    "Glm5NextForConditionalGeneration": "its sparse attention accepts no rotary dimensions, and the tiny one has some",
+    "GlmMoeDsaForCausalLM": SPARSE,
+    "HYV4ForCausalLM": "its tiny configuration gives a part of a layer a negative size",
+    "InklingForCausalLM": "vLLM needs a tokenizer for it",
+    "JambaForCausalLM": "vLLM's build for CPUs lacks the kernel `selective_scan_fwd`",
+    "KimiK25ForConditionalGeneration": "vLLM needs an image processor for it",
+    "KimiLinearForCausalLM": "vLLM sets `mamba_block_size`, which it accepts only with prefix caching",
+    "LagunaForCausalLM": SOFTMAX,
+    "LongcatFlashForCausalLM": "vLLM's build for CPUs lacks the kernel `topk_softmax`",
+    "MiniMaxM2ForCausalLM": SOFTMAX,
+    "MiniMaxM3SparseForConditionalGeneration": _unread("img_token_compression_config"),
+    "NemotronH_Omni_Reasoning_V3": "its class has no output embedding",
+    "OlmoHybridForCausalLM": "vLLM calls `triton.set_allocator`, which the installed triton does not have",
+    "QianfanOCRForConditionalGeneration": NUMBER,
+    "Qwen4ExpForCausalLM": FLASH,
+    "Qwen4ExpForConditionalGeneration": FLASH,
+    "Step3p7ForConditionalGeneration": _unread("output_dim", "vision configuration"),
+    "VoxtralForConditionalGeneration": _unread("downsample_factor", "audio configuration"),
+}
+"""Known causes with vLLM, without images."""
+
+IMAGES = {
+    "Blip2ForConditionalGeneration": IMAGES_REQUIRED,
+    "Ernie4_5_VLMoeForConditionalGeneration": _unread("spatial_conv_size"),
+    "Glm5NextForConditionalGeneration": _unread("mhc", "text configuration"),
+    "KimiK25ForConditionalGeneration": "vLLM runs transformers' class, which lacks tensors of the vision tower",
+    "KimiVLForConditionalGeneration": "transformers has no image processor for it",
+    "LlavaNextVideoForConditionalGeneration": "vLLM starts it as a model without images",
+    "MiniMaxM3SparseForConditionalGeneration": _unread("img_token_compression_config"),
+    "NemotronH_Omni_Reasoning_V3": "transformers has no image processor for it",
+    "PaliGemmaForConditionalGeneration": "vLLM adds a token after the prompt, so it cannot score given tokens",
+    "QianfanOCRForConditionalGeneration": NUMBER,
+    "Qwen4ExpForConditionalGeneration": FLASH,
+    "SmolVLMForConditionalGeneration": "its processor needs the package `num2words`",
+    "Step3p7ForConditionalGeneration": _unread("output_dim", "vision configuration"),
+}
+"""Known causes with vLLM and images."""
+
+
+def _required(*keys: str) -> str:
+    return f"mlx-lm requires {', '.join(f'`{key}`' for key in keys)}, which the configuration does not have"
+
+
+MLX_NAMES = "mlx-lm expects other tensor names"
+MLX_EXPERTS = "mlx-lm expects other tensor names for experts"
+
+MLX = {
+    "BailingHybridForCausalLM": _required("group_norm_size"),
+    "BitNetForCausalLM": "mlx-lm loads it only quantized, with `weight_scale`",
+    "ExaoneMoeForCausalLM": _required("is_moe_layer"),
+    "Gemma3nForConditionalGeneration": "mlx-lm expects keys and values also of layers that share them",
+    "GptOssForCausalLM": MLX_EXPERTS,
+    "GraniteMoeHybridForCausalLM": "mlx-lm does not have the layer type `linear_attention`",
+    "KimiLinearForCausalLM": _required("linear_attn_config"),
+    "KimiVLForConditionalGeneration": "transformers does not have the model type `kimi_vl`",
+    "Kimi_K25ForConditionalGeneration": MLX_NAMES,
+    "Lfm2ForCausalLM": "mlx-lm has no convolution in the first layer",
+    "Llama4ForCausalLM": "mlx-lm expects the tensor names of the model with images",
+    "LongcatFlashForCausalLM": "mlx-lm builds fewer experts",
+    "MiMoV2FlashForCausalLM": _required(
+        "add_full_attention_sink_bias", "n_shared_experts", "topk_method", "scoring_func"
+    ),
+    "MiniCPM3ForCausalLM": "mlx-lm reads a group of settings that is None in the configuration",
+    "MiniMaxForCausalLM": _required("shared_intermediate_size", "rotary_dim"),
+    "MiniMaxM2ForCausalLM": _required("shared_intermediate_size"),
+    "Mistral4ForCausalLM": "two of its tensors have different sizes",
+    "MuseGlimmerForConditionalGeneration": "mlx-lm has no vision tower for it",
+    "MuseSparkForConditionalGeneration": "mlx-lm's kernel needs an Apple GPU",
+    "NanoChatForCausalLM": MLX_NAMES,
+    "OlmoForCausalLM": "mlx-lm needs the package `ai2-olmo`",
+    "OlmoHybridForCausalLM": "mlx-lm lacks the norms of its layers",
+    "Qwen3VLMoeForConditionalGeneration": "mlx-lm expects transposed experts",
+    "Qwen3_5MoeForConditionalGeneration": MLX_EXPERTS,
+}
+"""Known causes with MLX."""
