@@ -54,7 +54,8 @@ packages = ["{package}"]
     (folder / "README.md").write_text(
         f"""# {package}
 
-{title(plan)}, for [nrl_models](https://pypi.org/project/nrl_models). Once it is installed, `from_pretrained` finds it:
+{title(plan)}, for [nrl_models](https://github.com/nrl-models/nrl_models). After installation,
+`from_pretrained` finds it:
 
 ```console
 $ pip install --editable .
