@@ -6,16 +6,16 @@ variables, and nested interpolations can expand a short file into a very long on
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from nrl_models.common.backend import BackendConfig
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.model_components.freezing import COMPONENTS, SHORT_NAMES
 from nrl_models.common.trust.hub_kernels import refuse_hub_kernels
+from nrl_models.common.value_checks import is_integer
 from nrl_models.errors import (
     EngineError,
     NRLModelsError,
@@ -29,7 +29,7 @@ from nrl_models.errors import (
 from nrl_models.loading.options import KEYWORDS
 from nrl_models.losses.named import LOSSES, PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.gates import Gate
-from nrl_models.recipes.parsing.value_types import NOTHING, converted, shown_types
+from nrl_models.recipes.parsing.value_types import NOTHING, converted, members_of, mismatch
 from nrl_models.recipes.parsing.yaml_trees import leave_out_null, leaves_by_key, why_unreadable
 from nrl_models.recipes.recipe import (
     PAIR_METRICS,
@@ -40,11 +40,22 @@ from nrl_models.recipes.recipe import (
     SupervisedRecipe,
     Target,
 )
-from nrl_models.recipes.targets import CLASSIFIER, SAFE_ENGINE, SAFE_LOADING, SLOTS, problems_of_arguments, resolved
+from nrl_models.recipes.targets import (
+    CLASSIFIER,
+    ENGINE_OPTIONS_OF_A_RUN,
+    SAFE_ENGINE,
+    SAFE_LOADING,
+    SLOTS,
+    problems_of_arguments,
+    problems_of_values,
+    resolved,
+)
 
 MOST_BYTES = 2**16
 """Size of the largest recipe that is read."""
 
+LARGEST_SEED = 2**32 - 1
+"""Largest random seed, as in NumPy, which vLLM also seeds."""
 
 PATH_KEY = "pretrained_model_name_or_path"
 """The key of a part `model` with the checkpoint."""
@@ -146,7 +157,7 @@ class _Reader:
         """Build the recipe from a tree; None if its loss is missing or unknown."""
         loss = tree.get("loss")
         name: Any = loss.get("name") if isinstance(loss, Mapping) else None
-        if name not in LOSSES:
+        if not isinstance(name, str) or name not in LOSSES:
             found = "is missing" if name is None else f"{name!r} is not a loss"
             hint = did_you_mean(name, LOSSES)
             self.wrong(ProblemKind.CONFIG, "loss.name", f"{found}{hint}: expected one of {', '.join(LOSSES)}")
@@ -203,20 +214,21 @@ class _Reader:
             return self.gates(node)
         if hint is Target:
             return self.target(node, key)
-        members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        members = members_of(hint)
         if node is None and type(None) in members:
             return None
         for member in members:
             if is_dataclass(member) and isinstance(member, type):
                 return self.section(member, node, key)
-        found = next((value for member in members if (value := converted(member, node)) is not NOTHING), NOTHING)
+        found = converted(hint, node)
         if found is NOTHING:
-            self.wrong(ProblemKind.CONFIG, key, f"is {node!r}: expected {shown_types(members)}")
+            self.wrong(ProblemKind.CONFIG, key, mismatch(hint, node))
             return None
         check: dict[str, Any] = {
             "backend": self.backend,
             "freeze_config": self.freezing,
             "engine.options": self.engine_options,
+            "seed": self.seed,
         }
         if key in check:
             check[key](found)
@@ -273,6 +285,9 @@ class _Reader:
             self.wrong(ProblemKind.UNKNOWN, f"{key}.{argument}", detail)
         if key == "model":
             self.loading(arguments)
+        elif name in slot.listed and not found:
+            for argument, detail in problems_of_values(function, arguments):
+                self.wrong(ProblemKind.CONFIG, f"{key}.{argument}", detail)
         return Target(name, function, arguments) if len(self.problems) == before else None
 
     def loading(self, arguments: Mapping[str, Any]) -> None:
@@ -309,7 +324,14 @@ class _Reader:
             if not isinstance(value, bool):
                 self.wrong(ProblemKind.CONFIG, f"freeze_config.{name}", f"is {value!r}: expected true or false")
 
+    def seed(self, value: int) -> None:
+        if not is_integer(value, 0, LARGEST_SEED):
+            self.wrong(ProblemKind.CONFIG, "seed", f"is {value}: expected a whole number from 0 to {LARGEST_SEED}")
+
     def engine_options(self, values: Mapping[str, Any]) -> None:
         for name in values:
-            if name not in SAFE_ENGINE and not self.allowed(f"engine.options.{name}"):
+            if name in ENGINE_OPTIONS_OF_A_RUN:
+                key = ENGINE_OPTIONS_OF_A_RUN[name]
+                self.wrong(ProblemKind.CONFIG, f"engine.options.{name}", f"the run sets it itself: use {key}")
+            elif name not in SAFE_ENGINE and not self.allowed(f"engine.options.{name}"):
                 self.refused(f"engine.options.{name}", "engines have options that name code to run")

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from nrl_models.common.config.spelling import misspellings_of
-from nrl_models.errors import suggestion
+from nrl_models.errors import shown, suggestion
+from nrl_models.recipes.parsing.value_types import NOTHING, converted, mismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,15 @@ SAFE_ENGINE = (
 )
 """Options of engines that a file may have; some others name code (`worker_cls`), or a program to start (`python`)."""
 
+ENGINE_OPTIONS_OF_A_RUN: Mapping[str, str] = {
+    "name": "engine.name",
+    "path": "model.pretrained_model_name_or_path",
+    "dtype": "engine.dtype",
+    "max_length": "training.max_prompt and training.new_tokens",
+    "seed": "seed",
+}
+"""Keywords of `start_engine` that the run sets, and the keys of a recipe that they follow from."""
+
 
 def resolved(name: str) -> Any:
     """Import a dotted name: an attribute of a module, or an attribute of that.
@@ -122,3 +134,39 @@ def problems_of_arguments(function: Callable[..., Any], arguments: Mapping[str, 
     for name in known:
         if parameters[name].default is inspect.Parameter.empty and name not in arguments:
             yield f"{name}: is missing"
+
+
+def problems_of_values(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield keywords whose values a listed callable does not accept, with the found and the expected value.
+
+    An optimizer is created for one parameter, because only torch has the ranges of its arguments.
+
+    Args:
+        function: A listed callable. Its type hints are correct.
+        arguments: Keyword arguments that it has.
+    """
+    parameters = inspect.signature(function, eval_str=True).parameters
+    wrong = {
+        name: mismatch(parameters[name].annotation, value)
+        for name, value in arguments.items()
+        if converted(parameters[name].annotation, value) is NOTHING
+    }
+    yield from wrong.items()
+    if isinstance(function, type) and not wrong:
+        yield from _problems_of_optimizer(function, arguments)
+
+
+def _problems_of_optimizer(kind: type, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield arguments that torch does not accept. Some are only accepted together: momentum and `nesterov`."""
+    accepted: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for _ in arguments:
+        reasons = {}
+        for name in [name for name in arguments if name not in accepted]:
+            try:
+                kind([torch.empty(1)], **accepted, **{name: arguments[name]})
+                accepted[name] = arguments[name]
+            except (TypeError, ValueError, RuntimeError) as error:
+                reasons[name] = str(error)
+    for name, reason in reasons.items():
+        yield name, f"is {shown(arguments[name])}, which {kind.__name__} does not accept: {reason}"

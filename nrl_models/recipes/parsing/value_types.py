@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
+
+import torch
+
+from nrl_models.errors import shown
 
 NOTHING = object()
 
 
-def converted(member: Any, node: Any) -> Any:
-    """A value as a type has it; `NOTHING` if it is of another."""
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """Return the types that a type hint allows: those of a union, or the hint itself. Recipes have no tensors."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return tuple(member for member in members if member is not torch.Tensor)
+
+
+def converted(hint: Any, node: Any) -> Any:
+    """A value as a type hint has it; `NOTHING` if it is of another type."""
+    values = (_converted(member, node) for member in members_of(hint))
+    return next((value for value in values if value is not NOTHING), NOTHING)
+
+
+def _converted(member: Any, node: Any) -> Any:
+    if member is Any:
+        return node
     if get_origin(member) is Literal:
         return node if node in get_args(member) else NOTHING
     if get_origin(member) is Mapping:
         return node if isinstance(node, Mapping) else NOTHING
+    if get_origin(member) is tuple:
+        kinds = get_args(member)
+        values = (
+            tuple(map(converted, kinds, node)) if isinstance(node, list) and len(node) == len(kinds) else (NOTHING,)
+        )
+        return NOTHING if NOTHING in values else values
     if isinstance(member, type) and issubclass(member, StrEnum):
         return member(node) if node in list(member) else NOTHING
     if member is float and type(node) is int:
@@ -25,14 +49,18 @@ def converted(member: Any, node: Any) -> Any:
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 
 
-def shown_types(members: Sequence[Any]) -> str:
-    """Types as a message names them."""
-    shown: list[str] = []
-    for member in members:
+def mismatch(hint: Any, node: Any) -> str:
+    """Describe a value that is of another type than a hint: the value and the expected types."""
+    return f"is {shown(node)}: expected {' or '.join(_type_names(hint))}"
+
+
+def _type_names(hint: Any) -> Iterator[str]:
+    for member in members_of(hint):
         if get_origin(member) is Literal:
-            shown += [str(value) for value in get_args(member)]
+            yield from map(str, get_args(member))
+        elif get_origin(member) is tuple:
+            yield f"a list of {len(get_args(member))} values"
         elif isinstance(member, type) and issubclass(member, StrEnum):
-            shown += [str(value) for value in member]
+            yield from map(str, member)
         else:
-            shown.append(_NAMES.get(member, "keys and values"))
-    return " or ".join(shown)
+            yield _NAMES.get(member, "keys and values")

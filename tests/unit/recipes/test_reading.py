@@ -158,6 +158,45 @@ def test_what_does_not_fit_together_is_told_at_once(write: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optimizer.lr=fast", "is 'fast': expected a number"),
+        ("optimizer.lr=-1", "is -1, which AdamW does not accept: Invalid learning rate"),
+        ("optimizer.betas=0.9", "is 0.9: expected a list of 2 values"),
+        ("optimizer.betas=[0.9, high]", "is [0.9, 'high']: expected a list of 2 values"),
+        ("optimizer.weight_decay=-1", "is -1, which AdamW does not accept: Invalid weight_decay"),
+        ("optimizer.amsgrad=maybe", "is 'maybe': expected true or false"),
+        ("data.path=3", "is 3: expected text"),
+        ("data.columns=text", "is 'text': expected keys and values or null"),
+        ("reward.answer=5", "is 5: expected text"),
+        ("engine.options.seed=3", "the run sets it itself: use seed"),
+        ("engine.options.dtype=float32", "the run sets it itself: use engine.dtype"),
+        ("engine.options.max_length=16", "use training.max_prompt and training.new_tokens"),
+        ("loss.name=[]", "[] is not a loss"),
+        ("seed=-1", "expected a whole number from 0 to 4294967295"),
+        ("seed=1180591620717411303424", "expected a whole number from 0 to 4294967295"),
+    ],
+)
+def test_invalid_values(write: Any, override: str, words: str) -> None:
+    (problem,) = wrong(write(), override).items()
+    assert problem[0] == override.partition("=")[0]
+    assert words in problem[1]
+
+
+def test_invalid_values_of_sums(write: Any) -> None:
+    data = "{_target_: nrl_models.recipes.sums.sums, count: many, largest: 2.5}"
+    expected = {"data.count": "is 'many': expected a whole number ", "data.largest": "is 2.5: expected a whole number "}
+    assert wrong(write(data=data)) == expected
+
+
+def test_optimizer_arguments_that_need_each_other(write: Any) -> None:
+    sgd = write(optimizer="{_target_: torch.optim.SGD, nesterov: true, lr: 1}")
+    assert "Nesterov momentum requires a momentum" in wrong(sgd)["optimizer.nesterov"]
+    assert read_recipe(sgd, ["optimizer.momentum=0.9"]).optimizer.arguments["nesterov"] is True
+    assert set(wrong(sgd, "optimizer.momentum=0.9", "optimizer.lr=-1")) == {"optimizer.lr"}
+
+
+@pytest.mark.parametrize(
     ("gate", "words"),
     [
         ("median(reward)", "expected a gate such as"),
