@@ -29,8 +29,8 @@ from nrl_models.errors import (
 from nrl_models.loading.options import KEYWORDS
 from nrl_models.losses.named import LOSSES, PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.gates import Gate
-from nrl_models.recipes.parsing.value_types import NOTHING, converted, members_of, mismatch
-from nrl_models.recipes.parsing.yaml_trees import leave_out_null, leaves_by_key, why_unreadable
+from nrl_models.recipes.parsing.value_types import NOTHING, converted, members_of, mismatch, nested_keys
+from nrl_models.recipes.parsing.yaml_trees import leave_out_null, leaves_by_key, nearest_keys, why_unreadable
 from nrl_models.recipes.recipe import (
     PAIR_METRICS,
     POLICY_METRICS,
@@ -46,6 +46,7 @@ from nrl_models.recipes.targets import (
     SAFE_ENGINE,
     SAFE_LOADING,
     SLOTS,
+    listed_arguments,
     problems_of_arguments,
     problems_of_values,
     resolved,
@@ -93,6 +94,8 @@ class _Reader:
     Attributes:
         problems: Problems so far.
         given: Dotted keys that were set on the command line.
+        metrics: Metrics that the run measures.
+        keys: Dotted keys to suggest for unknown ones: those of the recipe's types, and those it has.
     """
 
     def __init__(self, name: str) -> None:
@@ -100,6 +103,7 @@ class _Reader:
         self.problems: list[Problem] = []
         self.given: set[str] = set()
         self.metrics: Sequence[str] = ()
+        self.keys: set[str] = set()
 
     def wrong(self, kind: ProblemKind, key: str, detail: str, advice: str = "") -> None:
         self.problems.append(Problem(kind, key, detail, self.name, advice))
@@ -168,7 +172,11 @@ class _Reader:
         is_policy = isinstance(settings, PolicyLoss)
         pairs = isinstance(settings, (PreferenceLoss, RankingLoss))
         self.metrics = POLICY_METRICS if is_policy else PAIR_METRICS if pairs else SUPERVISED_METRICS
-        recipe: Recipe | None = self.section(PolicyRecipe if is_policy else SupervisedRecipe, tree, "")
+        kind = PolicyRecipe if is_policy else SupervisedRecipe
+        parts = {part: node for part, node in tree.items() if isinstance(node, Mapping)}
+        self.keys = {key for key in nested_keys(kind) if key.partition(".")[0] not in SLOTS}
+        self.keys |= {f"{part}.{name}" for part, node in parts.items() for name in node} | {*listed_arguments(tree)}
+        recipe: Recipe | None = self.section(kind, tree, "")
         scores = isinstance(settings, RankingLoss)
         listed = recipe is not None and recipe.model.name in SLOTS["model"].listed
         if recipe is not None and listed and scores != (recipe.model.name == CLASSIFIER):
@@ -201,7 +209,8 @@ class _Reader:
     def unknown(self, node: Mapping[str, Any], known: Sequence[str], path: str) -> None:
         for name in node:
             if name not in known:
-                hint = did_you_mean(name, known, count=2)
+                elsewhere = sorted(key for key in self.keys if key.rpartition(".")[0] != path)
+                hint = suggestion(nearest_keys(name, known, elsewhere))
                 key = f"{path}.{name}" if path else str(name)
                 self.wrong(ProblemKind.UNKNOWN, key, f"nothing reads it{hint}; expected some of {', '.join(known)}")
 

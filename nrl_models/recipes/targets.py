@@ -116,6 +116,15 @@ def resolved(name: str) -> Any:
     raise ImportError(f"there is no module {parts[0]}")
 
 
+def listed_arguments(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted keys of all arguments of the listed targets that a recipe has."""
+    for part, slot in SLOTS.items():
+        node = tree.get(part)
+        if isinstance(node, Mapping) and (name := node.get("_target_")) in slot.listed:
+            parameters = inspect.signature(resolved(name)).parameters
+            yield from (f"{part}.{parameter}" for parameter in parameters if parameter not in slot.given)
+
+
 def problems_of_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], slot: Slot) -> Iterator[str]:
     """Yield a callable's unknown keywords, with the nearest known, and its missing keywords."""
     parameters = inspect.signature(function).parameters

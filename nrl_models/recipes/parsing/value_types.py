@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from enum import StrEnum
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -44,6 +45,15 @@ def _converted(member: Any, node: Any) -> Any:
     if member is float and type(node) is int:
         return float(node)
     return node if type(node) is member else NOTHING
+
+
+def nested_keys(kind: type, above: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a dataclass's fields, and of dataclasses in them."""
+    for name, hint in get_type_hints(kind).items():
+        yield f"{above}{name}"
+        parts = [member for member in members_of(hint) if isinstance(member, type) and is_dataclass(member)]
+        if len(parts) == 1:
+            yield from nested_keys(parts[0], f"{above}{name}.")
 
 
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
+
+from nrl_models.common.config.spelling import ALIKE
 
 MOST_LEVELS = 32
 """Levels of the most nested recipe that is read."""
@@ -33,6 +36,25 @@ def leaves_by_key(tree: Any, path: str = "") -> dict[str, Any]:
         for name, inner in tree.items()
         for key, value in leaves_by_key(inner, f"{path}.{name}" if path else str(name)).items()
     }
+
+
+def nearest_keys(name: Any, known: Iterable[str], elsewhere: Iterable[str]) -> list[str]:
+    """Return the keys that an unknown key most likely means.
+
+    Args:
+        name: The unknown key, without the keys above it.
+        known: Keys that are valid in its place.
+        elsewhere: Dotted keys of other places. Their last part is compared.
+    """
+    known = list(known)
+    others: dict[str, list[str]] = {}
+    for key in elsewhere:
+        others.setdefault(key.rpartition(".")[2], []).append(key)
+    if name in others:
+        return others[name]
+    if matches := get_close_matches(str(name), known, n=2):
+        return matches
+    return [key for match in get_close_matches(str(name), others, cutoff=ALIKE) for key in others[match]]
 
 
 def leave_out_null(tree: Any, parts: list[str]) -> None:

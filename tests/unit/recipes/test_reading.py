@@ -104,6 +104,24 @@ def test_the_loss_decides_what_else_is_read(write: Any) -> None:
     assert "this run measures loss, gradient_norm, tokens" in found["gates"]
 
 
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("steps=3", "training.steps"),
+        ("step=3", "training.steps"),
+        ("lr=1e-5", "optimizer.lr"),
+        ("training.lr=1e-5", "optimizer.lr"),
+        ("dtype=float32", "engine.dtype or model.dtype"),
+        ("cap=3", "loss.correction.cap"),
+        ("revision=main", "data.revision"),
+        ("training.step=3", "steps"),
+    ],
+)
+def test_suggestions_include_keys_of_other_parts(write: Any, override: str, nearest: str) -> None:
+    (problem,) = wrong(write(), override).values()
+    assert problem.startswith(f"nothing reads it (did you mean {nearest}?)")
+
+
 def test_everything_is_said_at_once_with_the_nearest_names(write: Any) -> None:
     file = write(
         backend="{attn: sdpa, linear: te}",
