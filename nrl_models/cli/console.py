@@ -171,9 +171,11 @@ def show_checks(report: ParityReport, json_file: Path | None, *, verbose: bool) 
     write_json(json_file, report.to_json())
 
 
-def show_report(report: Any, json_file: Path | None) -> None:
-    """Print the table of a report, write its JSON, and exit with status 1 if it did not pass."""
+def show_report(report: Any, json_file: Path | None, *lines: str) -> None:
+    """Print the table of a report and further lines, write its JSON, and exit with status 1 if it did not pass."""
     show(report.table())
+    for line in lines:
+        show(line)
     write_json(json_file, report.to_json())
     if not report.passed:
         raise typer.Exit(1)

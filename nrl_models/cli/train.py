@@ -51,7 +51,7 @@ def train(
         from nrl_models.recipes import train as run_recipe
 
         run = run_recipe(read_recipe(recipe_file(recipe), overrides or ()), out=out, note=note)
-    show_report(run, json_file)
+    show_report(run, json_file, run.summary)
 
 
 def _list() -> None:

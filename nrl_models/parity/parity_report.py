@@ -39,6 +39,11 @@ class Outcome(StrEnum):
         return f"[{style}]{self.shown}[/{style}]"
 
 
+def passed_line(passed: bool, count: int, total: int, checks: str) -> str:
+    """Return the result of all checks in one line: `PASS: 24 of 24 checks passed`."""
+    return f"{Outcome.of(passed).upper()}: {count} of {total} {checks} passed"
+
+
 class Level(StrEnum):
     """Subject of a parity check."""
 
@@ -132,8 +137,8 @@ class ParityReport:
     @property
     def summary(self) -> str:
         """The result in one line: the number of checks that passed, and the one closest to its bound."""
-        count, outcome = len(self.rows), Outcome.of(self.passed).upper()
-        line = f"{outcome}: {count - len(self.failed)} of {count} checks passed: {self.title}"
+        count = len(self.rows)
+        line = f"{passed_line(self.passed, count - len(self.failed), count, 'checks')}: {self.title}"
         shares = {row.check: share for row in self.rows if (share := row.share_of_bound) is not None}
         if self.passed and any(shares.values()):
             worst = max(shares, key=lambda check: last_if_nan(shares[check]))

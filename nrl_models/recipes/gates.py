@@ -72,8 +72,13 @@ class Gate:
             raise UnknownArgumentError(f"{text!r}: {'; '.join(wrong)}")
         return cls(statistic, metric, relation, bound)
 
+    @property
+    def measure(self) -> str:
+        """The statistic and its metric, as in a recipe: `last(loss)`."""
+        return f"{self.statistic}({self.metric})"
+
     def __str__(self) -> str:
-        return f"{self.statistic}({self.metric}) {self.relation} {self.bound:g}"
+        return f"{self.measure} {self.relation} {self.bound:g}"
 
     def check(self, history: Sequence[Mapping[str, float]]) -> GateResult:
         """Check the metrics of all steps. A metric that was not measured, or is NaN in any step, fails the gate."""

@@ -20,6 +20,7 @@ from nrl_models.common.model_components.freezing import freeze, trainable_parame
 from nrl_models.engines import start_engine
 from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
+from nrl_models.parity.parity_report import Outcome, passed_line
 from nrl_models.recipes.gates import GateResult
 from nrl_models.recipes.image_prompts import image_prompt
 from nrl_models.recipes.policy_batch import Question
@@ -54,21 +55,28 @@ class Run:
         """Whether all gates passed."""
         return all(verdict.passed for verdict in self.verdicts)
 
+    @property
+    def summary(self) -> str:
+        """The result in one line: the number of gates that passed."""
+        if not self.verdicts:
+            return "PASS: the recipe has no gates"
+        passed = sum(verdict.passed for verdict in self.verdicts)
+        return passed_line(self.passed, passed, len(self.verdicts), "gates")
+
     def table(self) -> Table:
-        """Table of the gates, or of the last step if there are none."""
+        """Table of the gates, and of the other metrics of the last step."""
         from rich.table import Table
 
         table = Table(title=f"{len(self.steps)} steps", title_justify="left")
         for heading in ("what", "verdict", "measured", "expected"):
             table.add_column(heading)
         for verdict in self.verdicts:
-            gate = verdict.gate
-            outcome = "[green]pass[/green]" if verdict.passed else "[bold red]FAIL[/bold red]"
-            table.add_row(
-                f"{gate.statistic}({gate.metric})", outcome, f"{verdict.value:.7g}", f"{gate.relation} {gate.bound:g}"
-            )
+            gate, outcome = verdict.gate, Outcome.of(verdict.passed).markup
+            table.add_row(gate.measure, outcome, f"{verdict.value:.7g}", f"{gate.relation} {gate.bound:g}")
+        bounded = {verdict.gate.measure for verdict in self.verdicts}
         for name, value in self.steps[-1].items() if self.steps else ():
-            table.add_row(f"last({name})", "", f"{value:.7g}", "")
+            if (measure := f"last({name})") not in bounded:
+                table.add_row(measure, "", f"{value:.7g}", "")
         return table
 
     def to_json(self) -> dict[str, Any]:

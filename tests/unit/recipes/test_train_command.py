@@ -33,6 +33,8 @@ def test_it_trains_and_holds_the_gates(small: list[str], tmp_path: Path) -> None
     result = runner.invoke(app, ["train", "llama/sft", *small, *arguments])
     assert result.exit_code == 0, result.output
     assert "last(gradient_norm)" in unframed(result.output)
+    assert unframed(result.output).count("last(tokens)") == 1, "the row of the gate"
+    assert "PASS: 2 of 2 gates passed" in result.output
     found = json.loads(file.read_text())
     assert found["passed"] is True
     assert [gate["gate"] for gate in found["gates"]] == ["max(loss) < 100", "last(tokens) > 0"]
@@ -47,7 +49,7 @@ def test_a_gate_that_does_not_hold_fails_the_command(small: list[str], tmp_path:
         app, ["train", "llama/sft", *small, "gates=[last(loss) < 0.1, last(loss) > 0]", "--json", str(file)]
     )
     assert result.exit_code == 1, result.output
-    assert "FAIL" in result.output
+    assert "FAIL: 1 of 2 gates passed" in result.output
     assert [gate["passed"] for gate in json.loads(file.read_text())["gates"]] == [False, True]
 
 
