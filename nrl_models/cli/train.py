@@ -34,6 +34,7 @@ def train(
         Path | None,
         typer.Option(metavar=DIR, help="Save the trained model and its tokenizer to DIR.", callback=saved_to),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --out: replace the checkpoint in DIR.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Train with a recipe. Fail if the measured metrics leave the recipe's bounds.
@@ -50,8 +51,9 @@ def train(
         from nrl_models.recipes import read_recipe, recipe_file
         from nrl_models.recipes import train as run_recipe
 
-        run = run_recipe(read_recipe(recipe_file(recipe), overrides or ()), out=out, note=note)
-    show_report(run, json_file, run.summary)
+        parsed = read_recipe(recipe_file(recipe), overrides or ())
+        run = run_recipe(parsed, out=out, overwrite=overwrite, note=note)
+    show_report(run, json_file, run.summary, *([] if out is None else [f"saved: {out}"]))
 
 
 def _list() -> None:

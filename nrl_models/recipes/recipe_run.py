@@ -13,8 +13,9 @@ import torch
 
 from nrl_models.common.backend import BackendConfig
 from nrl_models.common.checkpoint.generations import require_links_inside
-from nrl_models.common.checkpoint.local_path import is_local
+from nrl_models.common.checkpoint.local_path import as_path, is_local
 from nrl_models.common.checkpoint.resolve_folder import require_repository, resolve_folder
+from nrl_models.common.checkpoint.writing import folder_to_write, require_replaceable
 from nrl_models.common.logs import get_logger
 from nrl_models.common.model_components.freezing import freeze, trainable_parameters
 from nrl_models.engines import start_engine
@@ -100,15 +101,19 @@ class Run:
         }
 
 
-def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda line: None) -> Run:
+def train(
+    recipe: Recipe, *, out: str | Path | None = None, overwrite: bool = False, note: Note = lambda line: None
+) -> Run:
     """Run a recipe in this process.
 
     Args:
         recipe: See `read_recipe`.
         out: Directory for the trained model and its tokenizer. Not saved by default.
+        overwrite: Whether to replace a checkpoint in `out`.
         note: Called with a line of text for each step.
 
     Raises:
+        CheckpointError: If `out` is the checkpoint to train, or has a checkpoint and `overwrite` is False.
         NRLModelsError: If loading, the data or the engine fails.
     """
     from transformers import AutoProcessor, AutoTokenizer
@@ -118,6 +123,9 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     training = recipe.training
     arguments = dict(recipe.model.arguments)
     path, revision = arguments.pop("pretrained_model_name_or_path"), arguments.get("revision")
+    target = None if out is None else folder_to_write(out)
+    if target is not None:
+        require_replaceable(as_path(path) / arguments.get("subfolder", ""), target, overwrite=overwrite)
     require_repository(path, revision=revision, subfolder=arguments.get("subfolder", ""))
     if is_local(path):
         require_links_inside(Path(path).expanduser())
@@ -126,6 +134,8 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     found = recipe.data.function(**recipe.data.arguments)
     # Once, so that model, reference and engine are of one version.
     folder = resolve_folder(path, revision=arguments.pop("revision", None), subfolder=arguments.pop("subfolder", ""))
+    if target is not None:
+        require_replaceable(folder, target, overwrite=True)  # in the hub's cache
     note(f"loading {path}")
     load = partial(recipe.model.function, folder, backend=BackendConfig(**recipe.backend), **arguments)
     model: Any = load().train()
@@ -161,9 +171,9 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
         shown = "  ".join(f"{name} {value:.6g}" for name, value in measured.items())
         note(f"step {len(run.steps)}/{training.steps}: {shown}")
     run.verdicts.extend(gate.check(run.steps) for gate in recipe.gates)
-    if out is not None:
-        model.save_pretrained(out)
-        (processor or tokenizer).save_pretrained(out)
+    if target is not None:
+        model.save_pretrained(target)
+        (processor or tokenizer).save_pretrained(target)
     return run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,28 @@ def test_a_gate_that_does_not_hold_fails_the_command(small: list[str], tmp_path:
     assert result.exit_code == 1, result.output
     assert "FAIL: 1 of 2 gates passed" in result.output
     assert [gate["passed"] for gate in json.loads(file.read_text())["gates"]] == [False, True]
+
+
+def test_out_does_not_replace_a_checkpoint(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    shutil.copytree(checkpoint, out)
+    before = [(folder / "model.safetensors").read_bytes() for folder in (checkpoint, out)]
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # the error is raised before anything loads
+        for folder, options, words in (
+            (out, [], "pass --overwrite"),
+            (checkpoint, [], "is the checkpoint itself"),
+            (checkpoint, ["--overwrite"], "is the checkpoint itself"),
+        ):
+            result = runner.invoke(app, ["train", "llama/sft", *small, "--out", str(folder), *options])
+            assert result.exit_code == 2
+            assert "error: CheckpointError" in result.output
+            assert words in unframed(result.output)
+    assert [(folder / "model.safetensors").read_bytes() for folder in (checkpoint, out)] == before
+    result = runner.invoke(app, ["train", "llama/sft", *small, "--out", str(out), "--overwrite", "gates=[]"])
+    assert result.exit_code == 0, result.output
+    assert (out / "model.safetensors").read_bytes() != before[1]
+    assert result.output.splitlines()[-1] == f"saved: {out}"
 
 
 def test_rows_that_are_cut_are_logged(small: list[str], caplog: pytest.LogCaptureFixture) -> None:
