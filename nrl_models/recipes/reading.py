@@ -302,6 +302,9 @@ class _Reader:
     def loading(self, arguments: Mapping[str, Any]) -> None:
         if not isinstance(arguments.get(PATH_KEY), str):
             self.wrong(ProblemKind.MISSING, f"model.{PATH_KEY}", "expected a directory or a hub repository")
+        for name in ("revision", "subfolder"):
+            if not isinstance(arguments.get(name), str | None):
+                self.wrong(ProblemKind.CONFIG, f"model.{name}", mismatch(str, arguments[name]))
         known = (*KEYWORDS, PATH_KEY)
         for name in arguments:
             close = [PATH_KEY] if name in PATH_SPELLINGS else misspellings_of(name, known)

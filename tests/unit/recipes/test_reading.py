@@ -185,6 +185,8 @@ def test_what_does_not_fit_together_is_told_at_once(write: Any) -> None:
         ("optimizer.weight_decay=-1", "is -1, which AdamW does not accept: Invalid weight_decay"),
         ("optimizer.amsgrad=maybe", "is 'maybe': expected true or false"),
         ("data.path=3", "is 3: expected text"),
+        ("model.revision=1234567", "is 1234567: expected text"),
+        ("model.subfolder=3", "is 3: expected text"),
         ("data.columns=text", "is 'text': expected keys and values or null"),
         ("reward.answer=5", "is 5: expected text"),
         ("engine.options.seed=3", "the run sets it itself: use seed"),
