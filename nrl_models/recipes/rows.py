@@ -12,7 +12,7 @@ Prompts and answers are text, or messages (`{"role": ..., "content": ...}`) for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from nrl_models.common.checkpoint.json_reading import MOST_BYTES, open_regular, parse_object
-from nrl_models.errors import NRLModelsError, Problem, ProblemKind, RecipeError, one_line, shown
+from nrl_models.errors import NRLModelsError, shown
+from nrl_models.recipes.data_sets.sources import data_set, lines_of, local_path, refused
 
 Row = Mapping[str, Any]
 
@@ -50,26 +50,19 @@ def rows(
     Raises:
         RecipeError: If the file does not exist, is not valid JSON, has no rows, or lacks a column.
     """
+    file = local_path(path)
     if path.endswith(".jsonl"):
         if given := [key for key, value in (("name", name), ("split", split), ("revision", revision)) if value]:
             advice = f"remove {', '.join(given)}: {' '.join(f'data.{key}=null' for key in given)}"
-            raise _refused(path, f"is a file, which has no {', '.join(given)}", advice)
-        found: Any = list(_lines(Path(path).expanduser()))
-    elif Path(path).expanduser().is_file():
+            raise refused(path, f"is a file, which has no {', '.join(given)}", advice)
+        found: Any = list(lines_of(file))
+    elif file.is_file():
         advice = "write one JSON object per line into a file with the suffix .jsonl"
-        raise _refused(path, "is a file without the suffix .jsonl", advice)
+        raise refused(path, "is a file without the suffix .jsonl", advice)
     else:
-        try:
-            from datasets import load_dataset
-            from datasets.exceptions import DatasetsError
-        except ImportError as error:
-            raise _refused(path, "is not a .jsonl file, and data sets of the hub need: pip install datasets") from error
-        try:
-            found = load_dataset(path, name, split=split or "train", revision=revision)
-        except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-            raise _refused(path, f"cannot be loaded by datasets: {one_line(error)}") from error
+        found = data_set(str(file) if file.is_dir() else path, name, split or "train", revision)
     if not len(found):
-        raise _refused(path, "has no rows")
+        raise refused(path, "has no rows")
     if columns:
         found = _Made(found, partial(_with_columns, path, columns))
     return _Made(found, partial(_with_images, path, images)) if images else found
@@ -93,14 +86,14 @@ def _with_columns(path: str, columns: Mapping[str, Any], row: Row) -> Row:
     try:
         return dict(row) | {name: _filled(text, row) for name, text in columns.items()}
     except KeyError as error:
-        raise _refused(path, f"columns: {error} is not a column; it has {', '.join(row)}") from error
+        raise refused(path, f"columns: {error} is not a column; it has {', '.join(row)}") from error
     except ValueError as error:
-        raise _refused(path, f"columns: {error}", "write $$ for a dollar sign") from error
+        raise refused(path, f"columns: {error}", "write $$ for a dollar sign") from error
 
 
 def _with_images(path: str, column: str, row: Row) -> Row:
     if column not in row:
-        raise _refused(path, f"images: {column!r} is not a column; it has {', '.join(row)}")
+        raise refused(path, f"images: {column!r} is not a column; it has {', '.join(row)}")
     given = row[column]
     return dict(row) | {
         "images": [_opened(path, column, each) for each in (given if isinstance(given, list) else [given])]
@@ -113,13 +106,13 @@ def _opened(path: str, column: str, given: Any) -> Any:
     if isinstance(given, Image.Image):
         return given.convert("RGB")
     if not isinstance(given, str):
-        raise _refused(path, f"{column} has {type(given).__name__}: expected an image, or a file's name")
+        raise refused(path, f"{column} has {type(given).__name__}: expected an image, or a file's name")
     file = Path(path).expanduser().parent / given
     try:
         with Image.open(file) as image:
             return image.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise _refused(str(file), f"cannot be read as an image: {error}") from error
+        raise refused(str(file), f"cannot be read as an image: {error}") from error
 
 
 def _filled(given: Any, row: Row) -> Any:
@@ -131,20 +124,6 @@ def _filled(given: Any, row: Row) -> Any:
         return given
     alone = given.removeprefix("$")
     return row[alone] if given != alone and alone.isidentifier() else Template(given).substitute(row)
-
-
-def _lines(file: Path) -> Iterator[Row]:
-    try:
-        with open_regular(file) as handle:
-            for number, line in enumerate(iter(lambda: handle.readline(MOST_BYTES + 1), b""), 1):
-                if line.strip():
-                    yield parse_object(line, f"line {number}", file)
-    except OSError as error:
-        raise _refused(str(file), f"cannot be read: {error}") from error
-
-
-def _refused(path: str, detail: str, *advice: str) -> RecipeError:
-    return RecipeError("cannot use the data", [Problem(ProblemKind.FILE, path, detail)], list(advice))
 
 
 # Token ids
@@ -322,7 +301,7 @@ def sequences_of(tokenizer: Any, row: Row, *, pairs: bool) -> list[tuple[list[in
         if name in row and (name != "completion" or prompt is not None):
             return [answered_ids(tokenizer, prompt if name == "completion" else None, row[name])]
     wanted = "chosen and rejected" if pairs else "prompt and completion, or messages, or text"
-    raise _refused("a row", f"has {', '.join(row)}: expected {wanted}")
+    raise refused("a row", f"has {', '.join(row)}: expected {wanted}")
 
 
 def padded_rows(

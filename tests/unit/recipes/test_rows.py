@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def test_rows_of_a_file(rows_file: Path) -> None:
 
 
 def test_a_file_may_be_larger_than_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl_models.recipes.rows.MOST_BYTES", 100)
+    monkeypatch.setattr("nrl_models.recipes.data_sets.sources.MOST_BYTES", 100)
     monkeypatch.setattr("nrl_models.common.checkpoint.json_reading.MOST_BYTES", 100)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"number": number}) + "\n" for number in range(1000)))
@@ -101,9 +102,37 @@ def test_a_directory_without_data(tmp_path: Path) -> None:
         rows(str(tmp_path))
 
 
-def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(RecipeError, match="cannot be read"):
-        rows("nowhere.jsonl")
+@pytest.mark.parametrize("name", ["rows.jsnl", "rows.json", "row.jsonl", "./rows", "data/rows"])
+def test_a_missing_file_is_not_requested_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", None)
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "data"):
+        folder.mkdir(exist_ok=True)
+        (folder / "rows.jsonl").write_text("{}")
+        (folder / "other.txt").write_text("")
+    nearest = "data/rows.jsonl" if name == "data/rows" else "rows.jsonl"
+    with pytest.raises(RecipeError, match=re.escape(f"{name}: no such file (did you mean {nearest}?)")):
+        rows(name)
+
+
+def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` only reads its cache. Its requests are repeated with pauses."""
+    datasets = pytest.importorskip("datasets")
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
+    monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", None)
+    expected = "owner/name: cannot be fetched from the hub: ConnectionError: Name or service not known"
+    with pytest.raises(RecipeError, match=expected):
+        rows("owner/name")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"offline": datasets.config.HF_HUB_OFFLINE}])
+    assert rows("owner/name")[0] == {"offline": True}
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
+    assert rows("owner/name")[0] == {"offline": False}
 
 
 @pytest.mark.parametrize(

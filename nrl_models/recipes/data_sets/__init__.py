@@ -1,0 +1,1 @@
+"""Sources of rows: files, and data sets of the hub."""
