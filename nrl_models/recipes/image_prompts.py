@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from nrl_models.errors import Problem, ProblemKind, RecipeError
-from nrl_models.recipes.rows import appended_ids
+from nrl_models.recipes.rows import appended_ids, with_template
 
 MARK = "<image>"
 """Placeholder of an image in a text."""
@@ -46,14 +46,14 @@ def image_prompt(processor: Any, prompt: Any, images: Sequence[Any]) -> tuple[li
         {**message, "content": [_with_image(part, left) for part in _parts(message["content"])]} for message in prompt
     ]
     made = dict(
-        processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        with_template(
+            processor, messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
     )
     ids = cast(torch.Tensor, made["input_ids"])[0].tolist()
     inputs = {name: value for name, value in made.items() if name not in _READ_ELSEWHERE}
     if (end := appended_ids(processor.tokenizer)) and ids[-len(end) :] == end:
-        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = with_template(processor, messages, add_generation_prompt=True, tokenize=False)
         if not text.endswith(processor.tokenizer.decode(end)):  # remove it: the completion follows
             of_tokens = {name for name, value in inputs.items() if tuple(value.shape[:2]) == (1, len(ids))}
             inputs |= {name: inputs[name][:, : -len(end)] for name in of_tokens}

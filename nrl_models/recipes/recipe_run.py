@@ -22,6 +22,7 @@ from nrl_models.engines import start_engine
 from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.parity.parity_report import Outcome, passed_line
+from nrl_models.recipes.data_sets.sources import refused
 from nrl_models.recipes.gates import GateResult
 from nrl_models.recipes.image_prompts import image_prompt
 from nrl_models.recipes.policy_batch import Question
@@ -131,7 +132,9 @@ def train(
         require_links_inside(Path(path).expanduser())
     tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
     processor: Any = AutoProcessor.from_pretrained(path, revision=revision) if recipe.images else None
-    found = recipe.data.function(**recipe.data.arguments)
+    rows = recipe.data.function(**recipe.data.arguments)
+    encode = _encoder(recipe, tokenizer, processor)
+    encode(next(shuffled(rows, recipe.seed)))  # raises before the model is loaded
     # Once, so that model, reference and engine are of one version.
     folder = resolve_folder(path, revision=arguments.pop("revision", None), subfolder=arguments.pop("subfolder", ""))
     if target is not None:
@@ -163,9 +166,8 @@ def train(
     }
     schedule = learning_rate_schedule(optimizer, training)
     run = Run()
-    is_policy = isinstance(recipe, PolicyRecipe)
-    steps = partial(_policy_steps, processor=processor) if is_policy else _supervised_steps
-    for measured in steps(recipe, shuffled(found, recipe.seed), tokenizer, folder, common):
+    steps = _policy_steps if isinstance(recipe, PolicyRecipe) else _supervised_steps
+    for measured in steps(recipe, _encoded(shuffled(rows, recipe.seed), encode), tokenizer, folder, common):
         run.steps.append(measured)
         schedule.step()
         shown = "  ".join(f"{name} {value:.6g}" for name, value in measured.items())
@@ -214,27 +216,46 @@ def _encoded(rows: Iterator[Row], encode: Callable[[Row], Any]) -> Iterator[Any]
 _TOO_LONG = f"{MOST_SKIPPED:,} rows one after the other are longer than max_prompt, or max_length, allows"
 
 
+def _encoder(recipe: Recipe, tokenizer: Any, processor: Any) -> Callable[[Row], Any]:
+    """Return the function from a row to its `Sequences` or `Question`; to None if it is too long."""
+    if isinstance(recipe, PolicyRecipe):
+        return partial(_question, recipe.training.max_prompt, tokenizer, processor)
+    assert isinstance(recipe, SupervisedRecipe)
+    pairs = isinstance(recipe.loss, (PreferenceLoss, RankingLoss))
+    return partial(_sequences, recipe.training.max_length, tokenizer, pairs)
+
+
+def _sequences(max_length: int, tokenizer: Any, pairs: bool, row: Row) -> Sequences | None:
+    found = sequences_of(tokenizer, row, pairs=pairs)
+    cut = [(ids[:max_length], answer[:max_length]) for ids, answer in found]
+    if not all(any(answer[1:]) for _, answer in cut):
+        return None
+    if cut != found:
+        logger.warning_once("some rows are longer than max_length: they are cut, and their ends are not trained")
+    return cut
+
+
+def _question(max_prompt: int, tokenizer: Any, processor: Any, row: Row) -> Question | None:
+    if "prompt" not in row:
+        raise refused("a row", f"has {', '.join(row)}: expected prompt")
+    inputs: dict[str, torch.Tensor] = {}
+    if processor is None:
+        ids = prompt_ids(tokenizer, row["prompt"])
+    else:
+        ids, inputs = image_prompt(processor, row["prompt"], row["images"])
+    return Question(row, tuple(ids), inputs) if len(ids) <= max_prompt else None
+
+
 def _supervised_steps(
-    recipe: Recipe, rows: Iterator[Row], tokenizer: Any, folder: Path, common: dict[str, Any]
+    recipe: Recipe, sequences: Iterator[Sequences], tokenizer: Any, folder: Path, common: dict[str, Any]
 ) -> Iterator[dict[str, float]]:
     assert isinstance(recipe, SupervisedRecipe)
-    training, model, loss = recipe.training, common["model"], recipe.loss
-    pairs = isinstance(loss, (PreferenceLoss, RankingLoss))
-    pad = padding_token(tokenizer, model) if isinstance(loss, RankingLoss) else _tokenizer_padding(tokenizer)
-
-    def encode(row: Row) -> Sequences | None:
-        found = sequences_of(tokenizer, row, pairs=pairs)
-        cut = [(ids[: training.max_length], answer[: training.max_length]) for ids, answer in found]
-        if not all(any(answer[1:]) for _, answer in cut):
-            return None
-        if cut != found:
-            logger.warning_once("some rows are longer than max_length: they are cut, and their ends are not trained")
-        return cut
-
+    training, model = recipe.training, common["model"]
+    is_ranking = isinstance(recipe.loss, RankingLoss)
+    pad = padding_token(tokenizer, model) if is_ranking else _tokenizer_padding(tokenizer)
     loop = SupervisedLoop(pad=pad, micro_batch=training.micro_batch, **common)
-    encoded = _encoded(rows, encode)
     for _ in range(training.steps):
-        yield loop.step(encoded, training.batch)
+        yield loop.step(sequences, training.batch)
 
 
 def _tokenizer_padding(tokenizer: Any) -> int:
@@ -254,20 +275,10 @@ def padding_token(tokenizer: Any, model: Any) -> int:
 
 
 def _policy_steps(
-    recipe: Recipe, rows: Iterator[Row], tokenizer: Any, folder: Path, common: dict[str, Any], *, processor: Any
+    recipe: Recipe, questions: Iterator[Question], tokenizer: Any, folder: Path, common: dict[str, Any]
 ) -> Iterator[dict[str, float]]:
     assert isinstance(recipe, PolicyRecipe)
     training, settings = recipe.training, recipe.engine
-
-    def encode(row: Row) -> Question | None:
-        inputs: dict[str, torch.Tensor] = {}
-        if processor is None:
-            ids = prompt_ids(tokenizer, row["prompt"])
-        else:
-            ids, inputs = image_prompt(processor, row["prompt"], row["images"])
-        return Question(row, tuple(ids), inputs) if len(ids) <= training.max_prompt else None
-
-    questions = _encoded(rows, encode)
     with start_engine(
         settings.name,
         folder,

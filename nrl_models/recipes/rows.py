@@ -19,9 +19,10 @@ from string import Template
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 
-from nrl_models.errors import NRLModelsError, shown
+from nrl_models.errors import NRLModelsError, one_line, shown
 from nrl_models.recipes.data_sets.sources import data_set, lines_of, local_path, refused
 
 Row = Mapping[str, Any]
@@ -141,7 +142,25 @@ def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
         start, rest, _ = _text_parts(tokenizer, prompt)
         return start + rest
     _require_messages("the prompt", prompt)
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    return list(with_template(tokenizer, prompt, add_generation_prompt=True, return_dict=False))
+
+
+def with_template(renderer: Any, messages: Sequence[Any], **options: Any) -> Any:
+    """Apply the chat template of a tokenizer or processor to messages.
+
+    Raises:
+        RecipeError: If there is no chat template, or it does not accept the messages.
+    """
+    try:
+        return renderer.apply_chat_template(messages, **options)
+    except (TemplateError, TypeError, ValueError) as error:
+        folder = getattr(renderer, "tokenizer", renderer).name_or_path
+        if getattr(renderer, "chat_template", None):
+            raise refused(folder, f"the chat template does not accept {shown(messages)}: {one_line(error)}") from error
+        advice = (
+            "add chat_template.jinja to the checkpoint, or use rows with a `prompt` and a `completion` of plain text"
+        )
+        raise refused(folder, "has no chat template, which rows with messages need", advice) from error
 
 
 def _text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[int], list[int]]:
@@ -250,11 +269,11 @@ def _answered_text(tokenizer: Any, prompt: str | None, answer: str) -> tuple[lis
 
 def _answered_chat(tokenizer: Any, chat: list[Any], answers: Sequence[int]) -> tuple[list[int], list[bool]]:
     """Return token ids of a chat, and a mask of the tokens of the messages with indices `answers`."""
-    whole = list(tokenizer.apply_chat_template(chat, return_dict=False))
+    whole = list(with_template(tokenizer, chat, return_dict=False))
     chosen = [False] * len(whole)
     for number in answers:
         start = prompt_ids(tokenizer, chat[:number])
-        until = list(tokenizer.apply_chat_template(chat[: number + 1], return_dict=False))
+        until = list(with_template(tokenizer, chat[: number + 1], return_dict=False))
         if until[: len(start)] == start:
             until = until[: _end_of_turn(tokenizer, until, len(start)) + 1]
         if until[: len(start)] != start or whole[: len(until)] != until:

@@ -76,6 +76,36 @@ def test_out_does_not_replace_a_checkpoint(small: list[str], tmp_path: Path, mon
     assert result.output.splitlines()[-1] == f"saved: {out}"
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has no chat template, which rows with messages need What to do: add chat_template.jinja"),
+        ("{{ raise_exception('no system message') }}", "TemplateError: no system message"),
+        ("{{ 'a' + messages }}", "the chat template does not accept [{'role': 'user', 'content': "),
+    ],
+)
+def test_chat_template_problems_are_found_before_the_model_loads(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, words: str
+) -> None:
+    file = tmp_path / "checkpoint" / "chat_template.jinja"
+    file.unlink() if template is None else file.write_text(template)
+    monkeypatch.setattr("nrl_models.recipes.recipe_run.resolve_folder", None)
+    chats = "data.columns={completion: $messages, prompt: []}"
+    result = runner.invoke(app, ["train", "llama/sft", *small, chats])
+    assert result.exit_code == 2
+    assert f"file: {tmp_path / 'checkpoint'}: " in unframed(result.output)
+    assert words in unframed(result.output)
+
+
+def test_rows_without_a_prompt(small: list[str], rows_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1 + 1?", "answer": "2"}')
+    overrides = [small[0], f"data.path={file}", "data.columns=null", "engine.name=hf-generate"]
+    result = runner.invoke(app, ["train", "llama/grpo", *overrides])
+    assert result.exit_code == 2
+    assert "a row: has question, answer: expected prompt" in unframed(result.output)
+
+
 def test_rows_that_are_cut_are_logged(small: list[str], caplog: pytest.LogCaptureFixture) -> None:
     for length, count in ((32, 0), (8, 1)):
         result = runner.invoke(app, ["train", "llama/sft", *small, f"training.max_length={length}"])
