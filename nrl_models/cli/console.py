@@ -157,6 +157,8 @@ def show_warnings() -> None:
         console.print(f"[yellow]warning:[/yellow] {escape(str(message))}", highlight=False, soft_wrap=True)
 
     warnings.showwarning = print_warning
+    # PEFT reads the old name when it adds an adapter.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def show_checks(report: ParityReport, json_file: Path | None, *, verbose: bool) -> None:

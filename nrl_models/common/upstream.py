@@ -15,7 +15,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | `modeling_gguf_pytorch_utils` | GGUF's names of tensors and configuration values | `test_gguf` |
 | `_get_dtype_plan` | parameters that stay in fp32 | `test_dtypes` of the generated suite |
 | `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
-| `_gradient_checkpointing_func` | packed documents under activation checkpointing | `tests/unit/forward` |
+| `_gradient_checkpointing_func`, `ENABLE_CHECKPOINTING` | activation checkpointing | `tests/unit/forward`, `recipes` |
 | closures of `masking_utils` | what a mask shows, to attend without it | `tests/unit/documents/test_masks.py` |
 | `POSITIONS_FROM_TOKENS`, `POSITIONS_FROM_MEDIA` | positions of padded batches | `tests/unit/logprobs/test_tokens.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
@@ -60,6 +60,7 @@ from nrl_models.errors import PackageVersionError
 __all__ = [
     "CACHE_NAMES",
     "CHECKPOINT_FUNCTIONS",
+    "ENABLE_CHECKPOINTING",
     "KEEPS_PADDING_OUT_OF_SINGLE_ROWS",
     "SERVED_MAPPINGS",
     "accelerate_dispatch",
@@ -273,6 +274,9 @@ KEEPS_PADDING_OUT_OF_SINGLE_ROWS = has_reached("5.15")
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Where modules hold the function that checkpoints them: transformers' layers, and torch's `CheckpointWrapper`."""
 
+_NEW_NAME = "activation_checkpointing_enable"
+ENABLE_CHECKPOINTING = _NEW_NAME if hasattr(PreTrainedModel, _NEW_NAME) else "gradient_checkpointing_enable"
+"""Method of a model that switches activation checkpointing on. 5.24 deprecates the name with `gradient`."""
 
 POSITIONS_FROM_TOKENS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
 """Methods of modules that compute positions from token ids (RoBERTa and its relatives)."""

@@ -18,6 +18,7 @@ from nrl_models.common.checkpoint.resolve_folder import require_repository, reso
 from nrl_models.common.checkpoint.writing import folder_to_write, require_replaceable
 from nrl_models.common.logs import get_logger
 from nrl_models.common.model_components.freezing import freeze, trainable_parameters
+from nrl_models.common.upstream import ENABLE_CHECKPOINTING
 from nrl_models.engines import start_engine
 from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
@@ -151,7 +152,7 @@ def train(
     if recipe.freeze_config:
         freeze(model, recipe.freeze_config)
     if training.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        getattr(model, ENABLE_CHECKPOINTING)({"use_reentrant": False})
     optimizer = recipe.optimizer.function(trainable_parameters(model), **recipe.optimizer.arguments)
     loss = recipe.loss
     keeps_reference = isinstance(loss, PreferenceLoss) or (isinstance(loss, PolicyLoss) and loss.kl > 0)

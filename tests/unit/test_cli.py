@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nrl_models import registry
+from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.certify import Answer, Certificate
 from nrl_models.cli import app, demo
+from nrl_models.cli.console import show_warnings
 from nrl_models.common.checkpoint.files import INDEX_NAME, CheckpointFiles
 from nrl_models.parity import ParityReport, ParityRow
 from nrl_models.testing.case import FamilyCase
@@ -233,6 +235,19 @@ def test_a_process_ends_with_its_message_on_the_error_stream(tmp_path: Path) -> 
     assert "config.json is missing" in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
+
+
+def test_peft_adapter_logs_no_deprecation(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        show_warnings()
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        warnings.warn("shown", FutureWarning, stacklevel=1)
+    printed = capsys.readouterr().err
+    assert "is_gradient_checkpointing" not in printed
+    assert "warning: shown" in printed
 
 
 def test_a_result_is_written_into_a_folder_that_is_made(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import CHECKPOINT_FUNCTIONS
+from nrl_models.common.upstream import CHECKPOINT_FUNCTIONS, ENABLE_CHECKPOINTING
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -32,8 +32,8 @@ class SharedKeyValues:
         if _sharing_layers(config):
             decoder.register_forward_pre_hook(_refuse_reentrant_wrappers)
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Same as in transformers, but without the reentrant variant.
+    def _enable_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        """Enable activation checkpointing as transformers does, but without the reentrant variant.
 
         Keys and values pass between layers separately from the checkpointed outputs. The reentrant variant computes
         them without a graph, so the layers that produce them would silently receive no gradient.
@@ -42,12 +42,11 @@ class SharedKeyValues:
             UnknownArgumentError: If `use_reentrant=True`.
         """
         _refuse_reentrant(self, args, kwargs)
-        super().gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
+        getattr(super(), ENABLE_CHECKPOINTING)(*args, **kwargs)
 
-    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """The same by its newer name."""
-        _refuse_reentrant(self, args, kwargs)
-        super().activation_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
+
+# Only this name: in 5.24 the older one calls it, and overriding the older one would log a deprecation.
+setattr(SharedKeyValues, ENABLE_CHECKPOINTING, SharedKeyValues._enable_checkpointing)
 
 
 def _sharing_layers(config: Any) -> int:

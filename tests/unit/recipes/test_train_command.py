@@ -97,6 +97,12 @@ def test_chat_template_problems_are_found_before_the_model_loads(
     assert words in unframed(result.output)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_activation_checkpointing_logs_no_deprecation(small: list[str]) -> None:
+    result = runner.invoke(app, ["train", "llama/sft", *small, "training.activation_checkpointing=true", "gates=[]"])
+    assert result.exit_code == 0, result.output
+
+
 def test_rows_without_a_prompt(small: list[str], rows_file: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1 + 1?", "answer": "2"}')

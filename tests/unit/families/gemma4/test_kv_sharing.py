@@ -8,9 +8,11 @@ import pytest
 import torch
 from checkpoints import assert_same, edit_weights, stored
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from versions import needs
 
 from nrl_models import unreachable_parameters
+from nrl_models.common.upstream import ENABLE_CHECKPOINTING
 from nrl_models.errors import CheckpointError, UnknownArgumentError
 from nrl_models.families.gemma3n.model import Gemma3nForCausalLM
 from nrl_models.families.gemma4.model import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
@@ -87,6 +89,19 @@ def test_reentrant_checkpointing_is_refused(case: FamilyCase) -> None:
     assert not model.is_gradient_checkpointing
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert model.is_gradient_checkpointing
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@every_case
+def test_current_name_of_checkpointing_logs_no_deprecation(case: FamilyCase) -> None:
+    model = case.model()
+    enable = getattr(model, ENABLE_CHECKPOINTING)
+    with pytest.raises(UnknownArgumentError, match="use_reentrant=False"):
+        enable({"use_reentrant": True})
+    enable({"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers
+    assert all(layer.gradient_checkpointing for layer in layers)
 
 
 def test_reentrant_checkpointing_is_left_to_models_that_share_nothing() -> None:
