@@ -156,7 +156,9 @@ def with_template(renderer: Any, messages: Sequence[Any], **options: Any) -> Any
     except (TemplateError, TypeError, ValueError) as error:
         folder = getattr(renderer, "tokenizer", renderer).name_or_path
         if getattr(renderer, "chat_template", None):
-            raise refused(folder, f"the chat template does not accept {shown(messages)}: {one_line(error)}") from error
+            raise refused(
+                folder, f"the chat template cannot be applied to {shown(messages)}: {one_line(error)}"
+            ) from error
         advice = (
             "add chat_template.jinja to the checkpoint, or use rows with a `prompt` and a `completion` of plain text"
         )

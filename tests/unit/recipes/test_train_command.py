@@ -81,7 +81,7 @@ def test_out_does_not_replace_a_checkpoint(small: list[str], tmp_path: Path, mon
     [
         (None, "has no chat template, which rows with messages need What to do: add chat_template.jinja"),
         ("{{ raise_exception('no system message') }}", "TemplateError: no system message"),
-        ("{{ 'a' + messages }}", "the chat template does not accept [{'role': 'user', 'content': "),
+        ("{{ 'a' + messages }}", "the chat template cannot be applied to [{'role': 'user', 'content': "),
     ],
 )
 def test_chat_template_problems_are_found_before_the_model_loads(
