@@ -44,15 +44,17 @@ class StateDictAdapter(LayoutTables):
 
     Attributes:
         kept: Weights of multi-token prediction that the model keeps but does not compute with, by engines' names.
+        computed: Weights that torch computes from other tensors (pruning, parametrizations).
+        quantized: Weights that are stored quantized, with their format.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.kept: dict[str, TensorSpec] = kept_specs(model)
         self._has_peft = any(peft_modules(model))
-        self._computed = own_tensors.computed_weights(model)
+        self.computed = own_tensors.computed_weights(model)
         self._stored = own_tensors.stored_formats(model)
-        self._quantized = own_tensors.quantized_weights(model, self._stored)
+        self.quantized = own_tensors.quantized_weights(model, self._stored)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.own)} parameters, {len(self.hub)} checkpoint tensors)"
@@ -244,8 +246,8 @@ class StateDictAdapter(LayoutTables):
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Return name, shape and dtype of each tensor of `iter_export`, in order. Also for a model on meta."""
         own_tensors.require_no_peft(self._has_peft)
-        own_tensors.require_stored(self._computed)
-        own_tensors.require_unquantized(self._quantized)
+        own_tensors.require_stored(self.computed)
+        own_tensors.require_unquantized(self.quantized)
         exported = self.exported(layout)
         plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
         return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
@@ -285,7 +287,7 @@ class StateDictAdapter(LayoutTables):
 
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implements `iter_export`."""
-        own_tensors.require_stored(self._computed)
+        own_tensors.require_stored(self.computed)
         if max_bytes is not None and type(max_bytes) is not int:
             raise UnknownArgumentError(f"max_bytes={max_bytes!r}: expected a whole number of bytes, or None")
         inner = own_tensors.model_inside(model)
@@ -320,9 +322,7 @@ class StateDictAdapter(LayoutTables):
         if problems := problems + self.other_shapes(own):
             advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
             if is_flattened(model):
-                advice = [
-                    "FSDP1 has flattened these parameters: pass the FullyShardedDataParallel module that has them"
-                ]
+                advice = ["FSDP1 flattened these parameters: pass the FullyShardedDataParallel module that has them"]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
         return own
 

@@ -260,13 +260,15 @@ def computed_weights(model: PreTrainedModel) -> list[str]:
     return [name for name in names if name not in built]
 
 
+COMPUTED = "is computed from other tensors (by a parametrization, pruning, or weight or spectral norm)"
+STORE_COMPUTED = (
+    "use a copy of the model that stores the result: torch.nn.utils.parametrize.remove_parametrizations(module, name), "
+    "torch.nn.utils.prune.remove(module, name)"
+)
+
+
 def require_stored(computed: list[str]) -> None:
     """Raise if the model computes weights from other tensors, which engines do not have."""
     if computed:
-        detail = "is computed from other tensors (by a parametrization, pruning, or weight or spectral norm)"
-        problems = [Problem(ProblemKind.UNEXPECTED, name, detail) for name in computed]
-        advice = [
-            "export a copy of the model that stores the result: torch.nn.utils.parametrize.remove_parametrizations"
-            "(module, name), torch.nn.utils.prune.remove(module, name)"
-        ]
-        raise StateDictError("engines do not have the tensors of these weights", problems, advice)
+        problems = [Problem(ProblemKind.UNEXPECTED, name, COMPUTED) for name in computed]
+        raise StateDictError("engines do not have the tensors of these weights", problems, [STORE_COMPUTED])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -30,7 +31,14 @@ from nrl_models.common.state_dict.layouts import (
     under_published_names,
 )
 from nrl_models.common.state_dict.mtp import MTP_COPIES, MTPNames
-from nrl_models.common.state_dict.own_tensors import Gathered, as_built, read_all, stored_formats
+from nrl_models.common.state_dict.own_tensors import (
+    COMPUTED,
+    STORE_COMPUTED,
+    Gathered,
+    as_built,
+    read_all,
+    stored_formats,
+)
 from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
 from nrl_models.common.upstream_conversions import (
     conversions_to_revert,
@@ -177,11 +185,11 @@ def _fetched(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> dict[str, 
 
 
 def check_shapes(model: PreTrainedModel, adapter: StateDictAdapter) -> None:
-    """Check that a model's tensors have the shapes of its configuration, so that the saved model can be loaded.
+    """Check that a model has the tensors and shapes of its configuration, so that the saved model can be loaded.
 
     They differ if only one of the two was changed: by `resize_token_embeddings` of a model with more sizes than
-    `vocab_size`, or by hand. Weights of multi-token prediction (MTP) have numbers after the last layer and copies of
-    the embeddings.
+    `vocab_size`, by hand (dropped or added layers), or by pruning and parametrizations. Additional modules are allowed.
+    Weights of multi-token prediction (MTP) have numbers after the last layer and copies of the embeddings.
 
     Args:
         model: The model.
@@ -195,10 +203,11 @@ def check_shapes(model: PreTrainedModel, adapter: StateDictAdapter) -> None:
     problems = _mtp_problems(model)
     state = model.config.to_json_string(use_diff=False), adapter.own
     if _consistent.get(model) != state:
-        problems = _shape_problems(model, adapter) + problems
+        problems = _differences(model, adapter) + problems
     if problems:
-        advice = "change the configuration or these tensors, so that both describe the same model"
-        raise CheckpointError(f"{class_name(model)} and its configuration have different sizes", problems, [advice])
+        advice = ["change the configuration or these tensors, so that both describe the same model"]
+        advice += [STORE_COMPUTED] if adapter.computed else []
+        raise CheckpointError(f"{class_name(model)} and its configuration describe different models", problems, advice)
     _consistent[model] = state
 
 
@@ -206,8 +215,8 @@ _consistent: WeakKeyDictionary[PreTrainedModel, tuple[str, Mapping[str, TensorSp
 """The configuration and the own tensors of each model when they last agreed. Building a large model takes seconds."""
 
 
-def _shape_problems(model: PreTrainedModel, adapter: StateDictAdapter) -> list[Problem]:
-    """Return problems of tensors whose shapes are not those of a new model with the same configuration."""
+def _differences(model: PreTrainedModel, adapter: StateDictAdapter) -> list[Problem]:
+    """Return differences between a model's tensors and those of a new model with the same configuration."""
     plain = without_wrappers(model, peft=True)
     _, *others = inspect.signature(type(plain)).parameters.values()
     if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in others):
@@ -215,7 +224,20 @@ def _shape_problems(model: PreTrainedModel, adapter: StateDictAdapter) -> list[P
     built = as_built(plain, torch.get_default_dtype())
     shapes = dict(chain(built.named_parameters(), built.named_buffers()))
     packed = stored_formats(plain).packed
-    return [
+    quantized = {name.rpartition(".")[0] for name in adapter.quantized}  # modules with other names for their tensors
+    written = built.state_dict().keys() - declared_ties(built).keys() - set(plain._keys_to_ignore_on_save or ())
+    problems = [Problem(ProblemKind.UNEXPECTED, name, COMPUTED) for name in adapter.computed]
+    problems += [
+        Problem(ProblemKind.MISSING, name, "is not in the model, its configuration has it")
+        for name in sorted(written - adapter.own.keys() - set(adapter.computed))
+        if name.rpartition(".")[0] not in quantized
+    ]
+    problems += [
+        Problem(ProblemKind.UNEXPECTED, name, "is in a layer that the configuration does not have")
+        for name in adapter.own
+        if name not in shapes and any(first in shapes for first in _in_first_layer(name))
+    ]
+    return problems + [
         Problem(ProblemKind.SHAPE, name, f"has {tuple(spec.shape)}, its configuration gives {tuple(shape)}")
         for name, spec in adapter.own.items()
         if name in shapes
@@ -223,6 +245,12 @@ def _shape_problems(model: PreTrainedModel, adapter: StateDictAdapter) -> list[P
         and (shape := shapes[name].shape) != spec.shape
         and shapes[name].is_floating_point() == spec.dtype.is_floating_point  # else quantized
     ]
+
+
+def _in_first_layer(name: str) -> Iterator[str]:
+    """Yield the name with each of its numbers replaced by 0: the same tensor in the first layer of a stack."""
+    for number in re.finditer(r"(?<=\.)[1-9]\d*(?=\.)", name):
+        yield f"{name[: number.start()]}0{name[number.end() :]}"
 
 
 def _mtp_problems(model: PreTrainedModel) -> list[Problem]:

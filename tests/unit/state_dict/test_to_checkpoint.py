@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import assert_same, hf_tensors, new_model, problems, stored
 from torch import nn
-from transformers import PreTrainedModel
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
+from transformers import LlamaConfig, PreTrainedModel
 from versions import since
 
 from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError, registry
@@ -259,3 +263,51 @@ def test_a_resize_that_changes_every_size_is_saved(same: PreTrainedModel, tmp_pa
     same.save_pretrained(tmp_path)
     assert_same(stored(tmp_path), to_checkpoint(same))
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight) == 520
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model.model.layers[0].self_attn.q_proj, "weight", 0.5)
+
+
+def normed(model: Any) -> None:
+    weight_norm(model.model.layers[0].self_attn.q_proj)
+
+
+def shallower(model: Any) -> None:
+    model.model.layers = model.model.layers[:1]
+
+
+def deeper(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+
+
+def headless(model: Any) -> None:
+    model.lm_head = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("edit", "named", "text"),
+    [
+        (pruned, "model.layers.0.self_attn.q_proj.weight", "prune.remove"),
+        (normed, "model.layers.0.self_attn.q_proj.weight", "remove_parametrizations"),
+        (shallower, "model.layers.1.mlp.up_proj.weight", "its configuration has it"),
+        (deeper, "model.layers.2.mlp.up_proj.weight", "in a layer that the configuration does not have"),
+        (headless, "lm_head.weight", "its configuration has it"),
+    ],
+)
+def test_names_that_the_configuration_does_not_give(
+    edit: Callable[[Any], None], named: str, text: str, llama_config: LlamaConfig, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_config(llama_config)
+    edit(model)
+    with pytest.raises(CheckpointError, match=text) as caught:
+        model.save_pretrained(tmp_path / "saved")
+    assert named in {problem.subject for problem in caught.value.problems}
+    assert not (tmp_path / "saved").exists()
+
+
+def test_additional_modules_are_saved(llama_config: LlamaConfig, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_config(llama_config)
+    model.v_head = nn.Linear(llama_config.hidden_size, 1)
+    model.save_pretrained(tmp_path)
+    assert "v_head.weight" in stored(tmp_path)
