@@ -122,7 +122,7 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.")],
     dtype: Annotated[
         str,
-        dtype_argument("Dtype to write. auto keeps the checkpoint's.", parser=dtype_or_auto),
+        dtype_argument("Dtype to write. auto keeps the dtype of each tensor.", parser=dtype_or_auto),
     ] = "auto",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 500MB.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,

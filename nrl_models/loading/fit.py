@@ -6,7 +6,9 @@ All problems are collected before any tensor is read, and raised as one error.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from nrl_models.common.state_dict.kept_tensors import keeps_unused
 from nrl_models.common.state_dict.layouts import base_prefix, convert_layout, hub_conversions
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match, with_ties
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
+from nrl_models.common.state_dict.own_tensors import widest
 from nrl_models.common.state_dict.ties import have_same_values
 from nrl_models.common.views.hub_parts import equal_parts
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed
@@ -51,6 +54,18 @@ class Tolerance:
 
 
 EXACT = Tolerance()
+
+_stored_dtypes: ContextVar[bool] = ContextVar("stored_dtypes", default=False)
+
+
+@contextmanager
+def stored_dtypes() -> Iterator[None]:
+    """Load every tensor in the dtype in which it is stored. Dequantized tensors have the requested dtype."""
+    token = _stored_dtypes.set(True)
+    try:
+        yield
+    finally:
+        _stored_dtypes.reset(token)
 
 
 @dataclass(slots=True)
@@ -203,6 +218,12 @@ def fit_checkpoint(
         raise CheckpointError(summary, found.problems, advice)
     note_mtp(model, files, of_mtp, mtp)
     dtypes = _target_dtypes(model, adapter, dtype)
+    if _stored_dtypes.get():
+        dtypes |= {
+            name: widest(files.tensors[key].dtype for key, _ in sources)
+            for name, sources in found.sources.items()
+            if not any(key in files.dequantized for key, _ in sources)
+        }
     heads, towers = frozenset(of_head), frozenset(of_towers)
     return Fit(adapter, names, found, dtypes, skipped, unused, of_mtp, heads, towers, mismatched)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import transformers
@@ -25,6 +26,7 @@ from nrl_models.common.trust.inside import files_inside
 from nrl_models.common.trust.own_folder import MARKER, results_in
 from nrl_models.common.upstream import architectures_of, class_of_transformers
 from nrl_models.errors import UnknownArchitectureError
+from nrl_models.loading.fit import stored_dtypes
 from nrl_models.loading.read_config import part_for, read_config
 
 LEFT_BEHIND = (*WEIGHT_FILES, "*.index.json", ".git", ".cache", MARKER, ".nrl-*", ".*.nrl-saving-*")
@@ -50,7 +52,7 @@ def convert(
     Args:
         source: Checkpoint directory, hub repository or GGUF file.
         target: Directory to write.
-        dtype: Dtype to write; `auto` keeps the checkpoint's.
+        dtype: Dtype to write; `auto` keeps each tensor's. Dequantized tensors get the configuration's.
         max_shard_size: Maximum size of a file.
         overwrite: Whether to replace a checkpoint in `target`. Its other files stay.
 
@@ -71,7 +73,8 @@ def convert(
     auto_class = auto_class_for(folder)
     _require_same_architecture(read_config(folder), folder)
     # Linears run separately, because nothing is computed: tensors are copied from file to file.
-    model = auto_class.from_pretrained(folder, dtype=dtype, combine=False)
+    with stored_dtypes() if dtype == "auto" and not is_gguf(folder) else nullcontext():
+        model = auto_class.from_pretrained(folder, dtype=dtype, combine=False)
     saved = {CONFIG_NAME} | ({GENERATION_NAME} if model.can_generate() else set())
     with staged(target) as stage:
         model.save_pretrained(stage, max_shard_size=max_shard_size)

@@ -13,6 +13,7 @@ import torch
 import transformers
 from checkpoints import INDEX, WEIGHTS, assert_same, edit_config, new_model, problems, stored, weight_map
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import save_file
 from transformers import LlamaConfig, PersimmonConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
@@ -80,6 +81,21 @@ def test_auto_keeps_what_is_stored(folder: Path, tmp_path: Path) -> None:
     convert(tmp_path / "half", tmp_path / "again")
     assert_same(stored(tmp_path / "again"), stored(tmp_path / "half"))
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "half" / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_auto_keeps_the_dtype_of_each_tensor(dtype: str, mixtral_checkpoint: Path, tmp_path: Path) -> None:
+    """Routers and norms in fp32, in a checkpoint whose configuration names another dtype than most tensors have."""
+    tensors = {
+        name: tensor if "norm" in name or name.endswith("gate.weight") else tensor.bfloat16()
+        for name, tensor in stored(mixtral_checkpoint).items()
+    }
+    shutil.copytree(mixtral_checkpoint, tmp_path / "mixed", ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, tmp_path / "mixed" / WEIGHTS, metadata={"format": "pt"})
+    edit_config(tmp_path / "mixed", dtype=dtype)
+    words = convert(tmp_path / "mixed", tmp_path / "out", max_shard_size="200KB")
+    assert_same(stored(tmp_path / "out"), tensors)
+    assert words.endswith("bfloat16 and float32")
 
 
 def test_other_shards(shards: Path, tmp_path: Path) -> None:
