@@ -202,8 +202,8 @@ class RefitChecker:
     Attributes:
         steps: The refits, in order.
         not_observable: Hub names of tensors that could be stale after the second refit without an effect above the
-            bound: integer tensors, experts that no token chose, and tensors not tried in time. If the engine's weights
-            can be read, only integer tensors.
+            bound: integer tensors, weights of multi-token prediction, experts that no token chose, and tensors not
+            tried in time. If the engine's weights can be read, only the first two.
     """
 
     path: str

@@ -7,6 +7,8 @@ detected in two ways:
 - Log-probabilities differ by more than a bound, which is derived from the first refit's error and the noise floor. So
   the step is large enough that restoring any single tensor changes the trainer's log-probabilities by more than the
   bound.
+
+Weights of multi-token prediction also change. Log-probabilities do not depend on them.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
+from nrl_models.common.state_dict.kept_tensors import keep, kept_by
+from nrl_models.common.state_dict.mtp import MTP_COPIES
 from nrl_models.consistency.cells import Cell
 from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.engines.scores import final_scores
@@ -95,6 +100,7 @@ class WeightChange:
                 break
         _move_all(weights, old, settings.seed)
         self._enlarge(weights, old, scores, 1.0 + MARGIN * (bound - 1.0))
+        _move_kept(model, weights, old, settings.seed)
         self.old = old
         return moved
 
@@ -128,7 +134,8 @@ class WeightChange:
     def unseen(self, after: Measurement, bound: float) -> Iterable[str]:
         """Yield tensors that could be stale without an effect above `bound` on the tokens that are compared."""
         model, old = self.meter.trainer.model, self.old
-        yield from (name for name, _, dtype in model.state_dict_adapter.export_plan() if not dtype.is_floating_point)
+        plan, kept = model.state_dict_adapter.export_plan(), model.state_dict_adapter.kept
+        yield from (name for name, _, dtype in plan if name in kept or not dtype.is_floating_point)
         if self._is_readable or not old:
             return
         needed, started = 1.0 + 2.0 * (bound - 1.0), time.monotonic()
@@ -183,6 +190,25 @@ def _move_all(weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tenso
         least = torch.maximum(before.abs() * RELATIVE_MOVE, size)
         moved = before + torch.where(step == 0, random, step).sign() * torch.maximum(step.abs(), least)
         tensor.copy_(torch.where(before.isinf(), before.sign() * FINITE_BOUND, moved))
+
+
+@torch.no_grad()
+def _move_kept(
+    model: FamilyModel, weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], seed: int
+) -> None:
+    """Change the weights of multi-token prediction that a model keeps. Copies of its embeddings stay copies."""
+    moved = {}
+    for name, tensor in kept_by(model, mtp_only=True).items():
+        before = tensor.read()
+        if not tensor.spec.dtype.is_floating_point:
+            continue
+        originals = old if name.endswith(MTP_COPIES) else ()
+        original = next((other for other in originals if torch.equal(old[other].cpu(), before)), None)
+        new = before.clone() if original is None else weights[original].to("cpu", before.dtype, copy=True)
+        if original is None:
+            _move_all({name: new}, {name: before}, seed)
+        moved[name] = replace(tensor, stored=(new,), compute=None)
+    keep(model, moved)
 
 
 def _error(scores: torch.Tensor, others: torch.Tensor) -> float:

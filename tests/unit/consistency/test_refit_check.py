@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import new_model
+from checkpoints import edit_weights, new_model
 from small_cell import SETTINGS
 from transformers import Glm4MoeConfig, LlamaConfig, Phi3Config
 from versions import needs
@@ -22,6 +22,7 @@ from nrl_models.consistency.refit import RefitChecker, check_refit
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.scores import final_scores
 from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mtp_weights import mtp_tensors
 from nrl_models.testing.tiny import tiny_config
 
 
@@ -66,6 +67,26 @@ def test_every_stale_tensor_is_found_or_listed(tmp_path: Path) -> None:
         stale = final_scores(engine, measured.tokens, count, settings.sampling_of(check.cell))
         found = replace(measured, decode=stale, prefill=stale)
         assert not CellResult(check.cell, (found,), check.threshold).passed or name in check.not_observable, name
+
+
+def test_weights_of_multi_token_prediction_move_and_are_listed(tmp_path: Path) -> None:
+    """One is a copy of the embeddings, and stays a copy."""
+    reference = new_model(tiny_config(Glm4MoeConfig, SMALL))
+    reference.save_pretrained(tmp_path)
+    mtp = mtp_tensors(reference)
+    copied = f"model.layers.{reference.config.num_hidden_layers}.embed_tokens.weight"
+    mtp[copied] = reference.model.embed_tokens.weight.detach().clone()
+    edit_weights(tmp_path, lambda tensors: tensors.update(mtp))
+    engine = HFEngine.start(tmp_path, dtype=torch.float32, load_format="dummy", seed=3)
+    check = checker(tmp_path, engine, Prompts(None, 128))
+    assert check.refit("first").passed
+    check.train()
+    model = check.meter.trainer.model
+    new = dict(model.state_dict_adapter.iter_export(model))
+    assert all(not (new[name] == old).any() for name, old in mtp.items())
+    assert torch.equal(new[copied], model.model.embed_tokens.weight)
+    assert check.refit("second").passed
+    assert sorted(check.not_observable) == sorted(mtp)
 
 
 @needs("Gemma4ForConditionalGeneration")
