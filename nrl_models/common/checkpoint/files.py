@@ -27,7 +27,15 @@ from nrl_models.common.checkpoint.generations import (
 )
 from nrl_models.common.checkpoint.json_reading import MOST_BYTES, parse_object
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, is_pickle, leaves
-from nrl_models.common.checkpoint.named_weights import KEY, conversion_advice, is_index, named_weights, problem_of
+from nrl_models.common.checkpoint.named_weights import (
+    KEY,
+    conversion_advice,
+    is_index,
+    named_weights,
+    only_pickles,
+    pickles_in,
+    problem_of,
+)
 from nrl_models.common.checkpoint.page_maps import ByteRange, joined, map_file, map_runs
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor, stored_tensors
 from nrl_models.common.dtypes import dtype_name
@@ -211,11 +219,8 @@ class CheckpointFiles:
         if self._named is not None:
             problems.append(Problem(ProblemKind.FILE, self._named, f"is missing, and {KEY} in {CONFIG_NAME} names it"))
             return {}
-        found = sorted(path.name for path in self.folder.glob("*") if is_pickle(path.name))
-        if found:
-            detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
-            advice = conversion_advice(self.folder, variant)
-            problems.append(Problem(ProblemKind.FORMAT, str(self.folder), detail, advice=advice))
+        if found := pickles_in(self.folder):
+            problems.append(only_pickles(self.folder, found, variant))
         else:
             detail = f"has neither {self.weights_name} nor {self.index_name}"
             problems.append(Problem(ProblemKind.FILE, str(self.folder), detail))

@@ -7,11 +7,12 @@ weights, which are never read: unpickling can run code.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from nrl_models.common.checkpoint.json_reading import read_object
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, leaves
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, is_pickle, leaves
 from nrl_models.common.upstream import class_of_transformers
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
@@ -46,18 +47,57 @@ def problem_of(named: Any) -> Problem | None:
     return None
 
 
-def conversion_advice(folder: Path, variant: str | None = None) -> str:
+_repositories: dict[Path, tuple[str, Callable[[], Iterable[str]]]] = {}
+"""Downloaded directories: the name of the hub repository, and a function that lists the files."""
+
+
+def note_repository(folder: Path, name: str, files: Callable[[], Iterable[str]]) -> None:
+    """Record the hub repository of a downloaded directory, because pickled weights are not downloaded.
+
+    Args:
+        folder: The directory.
+        name: The repository's name; empty if the directory is a subfolder or another revision.
+        files: Function that returns the names of the files in the repository's directory.
+    """
+    _repositories[folder] = name, files
+
+
+def pickles_in(folder: Path) -> list[str]:
+    """Return the names of pickled weights in a directory, or in the hub repository from which it was downloaded."""
+    if found := sorted(path.name for path in folder.glob("*") if is_pickle(path.name)):
+        return found
+    try:
+        return sorted(filter(is_pickle, _repositories[folder][1]())) if folder in _repositories else []
+    except Exception:  # any error of the network, for a cached repository: the caller reports the missing file
+        return []
+
+
+def only_pickles(folder: Path, found: Collection[str], variant: str | None) -> Problem:
+    """Return the problem of a checkpoint without safetensors, which has the pickled weights `found`."""
+    detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
+    return Problem(ProblemKind.FORMAT, str(folder), detail, advice=conversion_advice(folder, variant, found))
+
+
+def conversion_advice(folder: Path, variant: str | None = None, pickles: Collection[str] = ()) -> str:
     """Return advice for converting a checkpoint: a command if transformers has the class that saved it.
 
     Other classes would drop its head, and save a new one that is not trained.
+
+    Args:
+        folder: Directory of the checkpoint.
+        variant: Variant of the weight files.
+        pickles: Files of its hub repository, if they are not in `folder`.
     """
     architecture = _architecture(folder)
-    is_convertible = variant is None and any((folder / name).is_file() for name in CONVERTIBLE)
-    if not is_convertible or class_of_transformers(architecture) is None:
+    source, target = str(folder), str(folder)
+    if folder in _repositories:
+        source, target = _repositories[folder][0], _repositories[folder][0].rpartition("/")[2]
+    is_convertible = variant is None and any((folder / name).is_file() or name in pickles for name in CONVERTIBLE)
+    if not source or not is_convertible or class_of_transformers(architecture) is None:
         return "load the checkpoint with the class that saved it, and save it with save_pretrained as safetensors"
     code = f"import sys; from transformers import {architecture} as M; "
     code += "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
-    paths = shlex.join([str(folder), f"{folder}-safetensors"])
+    paths = shlex.join([source, f"{target}-safetensors"])
     return f'convert the checkpoint once with transformers: python -c "{code}" {paths}'
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import list_repo_files, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from nrl_models.common.checkpoint.generations import (
@@ -26,7 +26,7 @@ from nrl_models.common.checkpoint.local_path import (
     is_gguf,
     is_local,
 )
-from nrl_models.common.checkpoint.named_weights import named_weights, problem_of
+from nrl_models.common.checkpoint.named_weights import named_weights, note_repository, problem_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 
 DOWNLOADED = (*(f"*{suffix}" for suffix in READ if suffix not in (".gguf", ".safetensors")), "model*.safetensors")
@@ -92,6 +92,13 @@ def resolve_folder(
         folder = _downloaded(path_or_id, options)
         if shards := _other_shards(folder / subfolder):
             _downloaded(path_or_id, options | {"allow_patterns": [prefix + glob.escape(name) for name in shards]})
+        if not local_files_only:
+
+            def listed() -> list[str]:
+                names = list_repo_files(str(path_or_id), revision=revision, token=token)
+                return [name.removeprefix(prefix) for name in names if "/" not in name.removeprefix(prefix)]
+
+            note_repository(folder / subfolder, "" if prefix or revision else str(path_or_id), listed)
         if all_but:
             ignored = [*options["ignore_patterns"], *all_but]
             _downloaded(path_or_id, options | {"allow_patterns": [prefix + "*"], "ignore_patterns": ignored})

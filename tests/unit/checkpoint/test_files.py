@@ -234,6 +234,28 @@ def test_conversion_command_keeps_the_head(tmp_path: Path, index: str | None) ->
     assert not tensors
 
 
+@pytest.mark.parametrize("subfolder", ["", "part"])
+def test_pickles_of_a_hub_repository_are_not_downloaded(
+    subfolder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers converts a repository by its name."""
+    module = "nrl_models.common.checkpoint.resolve_folder"
+    (tmp_path / subfolder).mkdir(exist_ok=True)
+    (tmp_path / subfolder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    files = [f"{subfolder}/pytorch_model.bin".strip("/"), "other/model.pt", "config.json"]
+    monkeypatch.setattr(f"{module}.snapshot_download", lambda *_, **options: str(tmp_path))
+    monkeypatch.setattr(f"{module}.list_repo_files", lambda *_, **options: files)
+    error = refuse(resolve_folder("owner/name", subfolder=subfolder))
+    assert "only pytorch_model.bin found, and only safetensors are read" in str(error)
+    command = COMMAND.search(str(error))
+    if subfolder:
+        assert command is None
+        assert "with the class that saved it" in str(error)
+    else:
+        assert command is not None
+        assert shlex.split(command.group())[3:] == ["owner/name", "name-safetensors"]
+
+
 @pytest.mark.parametrize("cut", [1, 1000, 0.5, 0.99999])
 def test_a_truncated_file(folder: Path, cut: float) -> None:
     path = folder / WEIGHTS
