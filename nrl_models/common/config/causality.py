@@ -30,6 +30,15 @@ def why_not_causal(model: nn.Module) -> str | None:
         for module in inner.modules()
     ):
         return "attends in both directions, because its configuration has is_decoder=false (expected true)"
+    # Composite models (PaliGemma) set this key for prefixes, and build the mask themselves. Values for a part of the
+    # tokens ("vision") leave text causal.
+    bidirectional = text is config and getattr(text, "use_bidirectional_attention", None)
+    if bidirectional and any(
+        getattr(module, "is_causal", None) is False and getattr(module, "config", None) is text
+        for module in inner.modules()
+    ):
+        key = f"use_bidirectional_attention={bidirectional!r}"
+        return f"attends in both directions, because its configuration has {key} (expected False)"
     if getattr(text, "causal", None) is False:
         return "attends in both directions, because its configuration has causal=false (expected true)"
     return None

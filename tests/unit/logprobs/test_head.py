@@ -252,6 +252,23 @@ NOT_CAUSAL = {
         "RobertaForCausalLM",
         transformers.RobertaConfig(**TINY, intermediate_size=64, pad_token_id=1),
     ),
+    "use_bidirectional_attention=True": (
+        "GemmaForCausalLM",
+        transformers.GemmaConfig(
+            **TINY, intermediate_size=64, head_dim=16, num_key_value_heads=4, use_bidirectional_attention=True
+        ),
+    ),
+    "use_bidirectional_attention='all'": (
+        "Gemma4ForCausalLM",
+        transformers.Gemma4TextConfig(
+            **TINY,
+            intermediate_size=64,
+            head_dim=16,
+            num_key_value_heads=4,
+            vocab_size_per_layer_input=128,
+            use_bidirectional_attention="all",
+        ),
+    ),
     "causal=false": ("XLMWithLMHeadModel", transformers.XLMConfig(vocab_size=128, emb_dim=64, n_layers=1, n_heads=4)),
 }
 
