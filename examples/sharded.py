@@ -29,7 +29,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--compile", action="store_true", help="compile each layer")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; weights and states stay in fp32")
+    parser.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16, keep weights in fp32; needs fsdp in the mesh"
+    )
     options = parser.parse_args(arguments)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

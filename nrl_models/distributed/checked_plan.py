@@ -52,7 +52,7 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     problems: list[Problem] = []
     if isinstance(plan, ParallelPlan):
         problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
-        problems += _unknown_units(model, plan.units or ())
+        problems += [*_unknown_units(model, plan.units or ()), *_without_fsdp(mesh, plan)]
         chosen = _completed(model, mesh, plan)
     elif plan == "auto" or isinstance(plan, Mapping):
         chosen = _completed(model, mesh, ParallelPlan())
@@ -131,6 +131,17 @@ def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
     classes = {class_name(module) for module in model.modules()}
     unknown = [unit for unit in units if unit not in classes]
     return [Problem(ProblemKind.PLAN, unit, "is not a class of a module of the model") for unit in unknown]
+
+
+def _without_fsdp(mesh: DeviceMesh, plan: ParallelPlan) -> Iterator[Problem]:
+    """Yield options of a plan that only `fsdp` applies, if the mesh lacks it."""
+    if "fsdp" in (mesh.mesh_dim_names or ()):
+        return
+    requested = {"param_dtype": plan.param_dtype is not None, "offload": plan.offload}
+    for option in (option for option, is_set in requested.items() if is_set):
+        detail = f"is {getattr(plan, option)}, which needs the dimension fsdp in the mesh"
+        advice = f"add fsdp to the mesh, fsdp=1 is enough; or leave out {option}"
+        yield Problem(ProblemKind.PLAN, option, detail, advice=advice)
 
 
 def _unknown_styles(plan: ParallelPlan) -> list[Problem]:

@@ -45,10 +45,10 @@ class ParallelPlan:
             transformers and the family.
         units: Class names of the modules that `fsdp` gathers and frees as one unit. None uses the modules that
             transformers never splits.
-        param_dtype: Dtype of parameters during computation under `fsdp`. None keeps their own dtype.
+        param_dtype: Dtype of parameters during computation. Requires `fsdp` in the mesh. None keeps their own dtype.
         reduce_dtype: Dtype in which `fsdp` reduces gradients. None uses `param_dtype`.
         reshard_after_forward: Whether `fsdp` frees a unit's parameters between forward and backward.
-        offload: Whether `fsdp` keeps parameters and gradients on the CPU.
+        offload: Whether `fsdp` keeps parameters and gradients on the CPU. Requires `fsdp` in the mesh.
         schedule: Name in `Schedule` of the order in which the ranks of `pp` process microbatches.
         stages_per_rank: Number of stages per rank of `pp`. None uses the schedule's number, or 2 if it has none.
     """

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.distributed.checked_plan import plan_for
-from nrl_models.distributed.parallel_plan import Plan
+from nrl_models.distributed.parallel_plan import ParallelPlan, Plan
 from nrl_models.errors import ShardingError
 from nrl_models.onboarding.estimate import _fake_mesh
 from nrl_models.testing.tiny import tiny_config
@@ -23,7 +23,7 @@ def llama(**sizes: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, sizes), device="meta")
 
 
-def problems(model: PreTrainedModel, mesh: Mapping[str, int], plan: Plan = "auto") -> dict[str, str]:
+def problems(model: PreTrainedModel, mesh: Mapping[str, int], plan: Plan | ParallelPlan = "auto") -> dict[str, str]:
     with _fake_mesh(mesh) as ranks, pytest.raises(ShardingError) as caught:
         plan_for(model, ranks, plan)
     return {problem.subject: problem.detail for problem in caught.value.problems}
@@ -56,6 +56,21 @@ def test_a_rule_that_names_nothing_hides_no_uneven_linear() -> None:
 def test_an_unknown_word_hides_no_rule_that_names_nothing() -> None:
     found: dict[str, Any] = problems(llama(), {"tp": 2}, {"model.nowhere": "colwise", "model.norm": "sideways"})
     assert found.keys() == {"model.nowhere", "model.norm"}
+
+
+def test_options_of_fsdp_need_fsdp_in_the_mesh() -> None:
+    plan = ParallelPlan(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, offload=True)
+    assert problems(llama(intermediate_size=130), {"tp": 4}, plan).keys() == {
+        *("param_dtype", "offload"),
+        *(f"{MLP}.{name} (2 times)" for name in ("gate_proj", "up_proj", "down_proj")),
+    }
+    for mesh in ({"pp": 2}, {"ep": 1}, {"tp": 2}):
+        found = problems(llama(), mesh, ParallelPlan(param_dtype=torch.bfloat16))
+        assert found["param_dtype"] == "is torch.bfloat16, which needs the dimension fsdp in the mesh"
+    with _fake_mesh({"fsdp": 1, "tp": 2}) as ranks:
+        assert plan_for(llama(), ranks, plan).offload
+    with _fake_mesh({"tp": 2}) as ranks:
+        assert plan_for(llama(), ranks, ParallelPlan(reduce_dtype=torch.float32)).reduce_dtype == torch.float32
 
 
 def test_a_model_that_the_ranks_divide_has_no_problem() -> None:
