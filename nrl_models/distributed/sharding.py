@@ -17,7 +17,7 @@ from nrl_models.common.modules import class_name, names_in_state_dict
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import BufferPool, pool_of
 from nrl_models.common.state_dict.layouts import own_tensors
-from nrl_models.common.state_dict.own_tensors import own_state_dict, require_values
+from nrl_models.common.state_dict.own_tensors import model_inside, own_state_dict, parameters_outside, require_values
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
@@ -195,8 +195,29 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def sharding_of(model: nn.Module) -> Sharding:
-    """How a sharded model is sharded."""
+    """How a sharded model is sharded. Functions that users call with wrapped models need `sharded_model` before."""
     return cast(Sharding, model.sharding)
+
+
+def sharded_model(model: nn.Module) -> PreTrainedModel:
+    """Return the sharded model inside the wrappers of PEFT and torch. Does not communicate.
+
+    Raises:
+        ShardingError: If it is not sharded, or a wrapper has parameters.
+        StateDictError: If there is no model of transformers inside.
+    """
+    inner = model_inside(model)
+    if getattr(inner, "sharding", None) is None:
+        problem = Problem(ProblemKind.MESH, class_name(inner), "is not sharded")
+        advice = "load it with a mesh, or call nrl_models.distributed.parallelize(model, mesh); one rank can use fsdp=1"
+        raise ShardingError("the model has no mesh", [problem], [advice])
+    if outside := parameters_outside(model, inner):
+        path = next(name for name, module in model.named_modules() if module is inner)
+        detail = f"is outside the sharded model, {path}"
+        problems = [Problem(ProblemKind.UNEXPECTED, name, detail) for name in outside]
+        advice = f"pass the sharded model itself, model.{path}, and save the others separately"
+        raise ShardingError(f"{class_name(model)} is sharded only in part", problems, [advice])
+    return inner
 
 
 def _require_no_later_parameters(model: nn.Module, prefix: str, keep_vars: bool) -> None:

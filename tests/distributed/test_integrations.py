@@ -137,6 +137,14 @@ def test_lora_trains_under_fsdp_and_is_an_adapter_of_the_hugging_face_model(
         assert (actual - base(**inputs).logits).abs().max() > 1e-3, "the adapter does nothing"
 
 
+def test_peft_models_save_and_resume_under_fsdp(two: World, checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folders = [str(tmp_path / name) for name in ("training", "adapter")]
+    assert two.run(partial(integrations.peft_model_resumes, fsdp=2), str(checkpoint), *folders) == [[], []]
+    two.run(integrations.checkpoints_need_a_sharded_model, str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
 def test_lora_under_tensor_parallelism_is_refused(two: World, checkpoint: Path, tmp_path: Path) -> None:
     from test_loading import refused
 

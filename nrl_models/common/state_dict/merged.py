@@ -40,7 +40,7 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
             problems.
     """
     inner = own_tensors.model_inside(model)
-    if not any(peft_modules(inner)) and not _outside(model, inner) and not _foreign(inner):
+    if not any(peft_modules(inner)) and not own_tensors.parameters_outside(model, inner) and not _foreign(inner):
         own: Any = getattr(inner, "state_dict_adapter", None)
         return own or adapter_of(inner)
     return MergedAdapter(model)
@@ -56,7 +56,7 @@ class MergedAdapter(StateDictAdapter):
     def __init__(self, model: nn.Module) -> None:
         inner = innermost(model)
         super().__init__(without_wrappers(inner, peft=True))
-        outside = _outside(model, inner)
+        outside = own_tensors.parameters_outside(model, inner)
         problems = [Problem(ProblemKind.UNEXPECTED, name, "reaches no weight of the model") for name in outside]
         problems += [
             Problem(ProblemKind.UNEXPECTED, name, f"is PEFT's {kind}, which is merged into no weight")
@@ -97,12 +97,6 @@ class MergedAdapter(StateDictAdapter):
 
     def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return _Merged(model, own)
-
-
-def _outside(model: nn.Module, inner: nn.Module) -> list[str]:
-    """The parameters of a model that are not in the model inside: PEFT's prompts and prefixes."""
-    inside = {id(part) for part in inner.parameters()}
-    return [name for name, part in model.named_parameters() if id(part) not in inside]
 
 
 class _Merged(Mapping[str, torch.Tensor]):

@@ -56,6 +56,12 @@ def model_inside(model: Any) -> PreTrainedModel:
     )
 
 
+def parameters_outside(model: nn.Module, inner: nn.Module) -> list[str]:
+    """Names of the parameters of a model that are not in the model inside: PEFT's prompts and prefixes."""
+    inside = {id(part) for part in inner.parameters()}
+    return [name for name, part in model.named_parameters() if id(part) not in inside]
+
+
 class Gathered(Mapping[str, torch.Tensor]):
     """Mapping of unsharded tensors. Tensors sharded by `fully_shard` are gathered when they are read, on every rank.
 

@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -49,13 +50,13 @@ from nrl_models.distributed.resume_checkpoints.optimizer_state import (
 )
 from nrl_models.distributed.resume_checkpoints.saved_versions import replaced, whole_version
 from nrl_models.distributed.resume_checkpoints.version_writing import VersionContents, write_version
-from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.sharding import sharded_model, sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 
 def save_checkpoint(
     folder: str | Path,
-    model: PreTrainedModel,
+    model: nn.Module,
     optimizer: Optimizer | None = None,
     progress: Mapping[str, Any] | None = None,
     *,
@@ -66,7 +67,7 @@ def save_checkpoint(
     Args:
         folder: Directory of the versions. A new version is added, and older ones are deleted. If any rank fails, the
             last version stays.
-        model: A sharded model (`parallelize`, or `from_pretrained` with a mesh).
+        model: A sharded model (`parallelize`, or `from_pretrained` with a mesh), which PEFT or torch may wrap.
         optimizer: Optimizer of the model's parameters. Its state may consist of tensors of the parameter's shape, and
             scalars.
         progress: Any JSON value. `step`, if present, must be an integer.
@@ -81,7 +82,8 @@ def save_checkpoint(
         CheckpointError: If optimizer state has another shape, or progress cannot be written and read again.
         SaveError: If the disk is full or read-only, or another process saves into the folder. Also if the previous
             asynchronous save failed and its `wait()` was not called; the new checkpoint is then not written.
-        ShardingError: If another rank failed. The failed rank raises its own error.
+        ShardingError: If another rank failed. The failed rank raises its own error. Also if the model is not sharded,
+            or a wrapper has parameters (PEFT's prompts).
 
     Examples:
         >>> import torch
@@ -95,7 +97,7 @@ def save_checkpoint(
         >>> load_checkpoint("training", model, optimizer)
         {'step': 100}
     """
-    folder = Path(folder)
+    folder, model = Path(folder), sharded_model(model)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"save into {folder}"
     facts: OptimizerFacts | None = None
@@ -131,12 +133,12 @@ def save_checkpoint(
     return save
 
 
-def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def load_checkpoint(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load the newest checkpoint of a folder into a model and its optimizer. It may be from any other layout.
 
     Args:
         folder: Directory written by `save_checkpoint`.
-        model: A sharded model of the same architecture and configuration.
+        model: A sharded model of the same architecture and configuration, which PEFT or torch may wrap.
         optimizer: Optimizer of the model's parameters, with the same groups. Its state is replaced.
 
     Returns:
@@ -146,7 +148,8 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         CheckpointError: On every rank and before anything is written, if there is no checkpoint, it is damaged, or it
             belongs to another model or optimizer. Lists every problem. If an older version is intact, the message
             names it, but it is not loaded.
-        ShardingError: If a rank died or could not read a file completely. The model's values are then undefined.
+        ShardingError: If a rank died or could not read a file completely. The model's values are then undefined. Also
+            if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
 
     Examples:
         >>> import torch
@@ -159,7 +162,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         >>> load_checkpoint("training", model)
         {}
     """
-    folder = Path(folder)
+    folder, model = Path(folder), sharded_model(model)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"load {folder}"
     finish_last(raising=False)

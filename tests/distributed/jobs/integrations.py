@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from jobs.equality import expected, step, whole_gradients
 from jobs.setting import batches, case_of, full, mesh_of, train
 from nrl_models import AutoModelForCausalLM
-from nrl_models.distributed import parallelize, save_checkpoint
+from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.distributed.mesh import rank_in, size_of
-from nrl_models.errors import ShardingError
+from nrl_models.errors import ShardingError, StateDictError
 
 
 def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
@@ -43,6 +43,55 @@ def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
         )
     dist.barrier()
     return list(state)
+
+
+def peft_model_resumes(checkpoint: str, folder: str, adapter: str, **sizes: int) -> list[str]:
+    """Save a resume checkpoint and the adapter of a sharded `PeftModel`. Returns the parameters that do not resume."""
+    import peft
+
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config)
+        parallelize(model.base_model.model, mesh_of(**sizes))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        models.append((model, torch.optim.AdamW(trained, lr=1e-2)))
+    (first, optimizer), second = models
+    train(first, optimizer, case_of("LlamaForCausalLM"), range(1))
+    save_checkpoint(folder, first, optimizer, {"step": 1})
+    assert load_checkpoint(folder, *second) == {"step": 1}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(first, options=options)  # as in docs/lora.md
+    if dist.get_rank() == 0:
+        first.save_pretrained(adapter, state_dict=state)
+    dist.barrier()
+    whole = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
+    others = zip(second[0].parameters(), whole.parameters(), strict=True)
+    return [
+        name
+        for (name, parameter), both in zip(first.named_parameters(), others, strict=True)
+        if not all(torch.equal(full(parameter), full(other)) for other in both)
+    ]
+
+
+def checkpoints_need_a_sharded_model(folder: str) -> None:
+    """Save models that are not sharded, or only in part."""
+    import peft
+
+    model = copy.deepcopy(case_of("LlamaForCausalLM").model())
+    with pytest.raises(ShardingError, match="LlamaForCausalLM: is not sharded"):
+        save_checkpoint(folder, model)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    prompted = peft.get_peft_model(model, config)
+    parallelize(prompted.base_model, mesh_of(fsdp=2))
+    with pytest.raises(ShardingError, match=r"prompt_encoder.*is outside the sharded model, base_model"):
+        save_checkpoint(folder, prompted)
+    averaged = torch.optim.swa_utils.AveragedModel(
+        parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(tp=2))
+    )
+    with pytest.raises(StateDictError, match=r"pass the model inside: model\.module"):
+        load_checkpoint(folder, averaged)
 
 
 def later_parameters_are_refused(folder: str, kind: str, **sizes: int) -> list[tuple[str, ...]]:
