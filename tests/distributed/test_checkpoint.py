@@ -138,6 +138,15 @@ def test_an_optimizer_of_other_groups_is_refused(two: World, tmp_path: Path) -> 
         assert "has 2 parameter groups, this optimizer 1" in text
 
 
+def test_resume_in_a_narrower_dtype_raises(two: World, tmp_path: Path) -> None:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for kind, text in refused(two, partial(checkpoint.resumes_in_dtype, fsdp=2), str(tmp_path / "c"), fp32, bf16):
+        assert kind == "CheckpointError"
+        assert "saved in float32, and bfloat16 in the model, which would round the values" in text
+        assert "load the model with dtype=torch.float32" in text
+    assert two.run(partial(checkpoint.resumes_in_dtype, fsdp=2), str(tmp_path / "c"), bf16, fp32) == [[fp32]] * 2
+
+
 def test_a_folder_without_a_version_has_no_checkpoint(two: World, tmp_path: Path) -> None:
     (tmp_path / ".version-1.nrl-saving-01234567").mkdir()
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):

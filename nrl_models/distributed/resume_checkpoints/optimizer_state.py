@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import gather_over, has_stages
 from nrl_models.distributed.resume_checkpoints.block_files import BlockedTensor, Held
 from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed, shown
 
 NO_OPTIONS = ("params", "param_names")
 """Entries of a group that depend on the layout. Torch adds `param_names` for `Optimizer(model.named_parameters())`."""
@@ -145,10 +147,33 @@ def misfits(
     return problems
 
 
+def narrowed(
+    model: PreTrainedModel, optimizer: Optimizer, saved_dtypes: Mapping[str, torch.dtype]
+) -> Iterator[Problem]:
+    """Yield the trained parameters that the model would round, because they were saved in a wider dtype."""
+    names: dict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
+    for name, parameter in _parameters(model, optimizer).items():
+        saved = saved_dtypes.get(name, parameter.dtype)
+        if torch.promote_types(saved, parameter.dtype) != parameter.dtype:
+            names[saved, parameter.dtype].append(name)
+    for (saved, dtype), of_dtype in names.items():
+        detail = f"saved in {dtype_name(saved)}, and {dtype_name(dtype)} in the model, which would round the values"
+        advice = f"load the model with dtype={saved}; without an optimizer, load_checkpoint rounds the weights"
+        yield Problem(ProblemKind.DTYPE, listed(of_dtype, limit=8), detail, advice=advice)
+
+
 def restore(
-    model: PreTrainedModel, optimizer: Optimizer, saved: OptimizerFacts, stored: Mapping[str, BlockedTensor]
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    saved: OptimizerFacts,
+    stored: Mapping[str, BlockedTensor],
+    saved_dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Load saved states and options into an optimizer, replacing its own. Call only if `misfits` returns nothing."""
+    """Load saved states and options into an optimizer, replacing its own.
+
+    Call only if `misfits` and `narrowed` return nothing. States that had the dtype of their parameter get its current
+    dtype, as a new optimizer has it. Others keep theirs.
+    """
     for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
         options = {key: value for key, value in saved_group.options.items() if key not in NO_OPTIONS}
         group.update({key: _retyped(group.get(key), value) for key, value in options.items()})
@@ -162,7 +187,9 @@ def restore(
             key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in kept.scalars.items()
         }
         for key in kept.tensors:
-            state[key] = torch.zeros_like(parameter.detach(), dtype=stored[f"{name}.{key}"].dtype)
+            dtype = stored[f"{name}.{key}"].dtype
+            dtype = parameter.dtype if dtype == saved_dtypes.get(name) else dtype
+            state[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
         optimizer.state[parameter] = state
     for held in held_states(model, optimizer):
         stored[held.name].fill(held.blocks)

@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -45,6 +46,7 @@ from nrl_models.distributed.resume_checkpoints.optimizer_state import (
     facts_of,
     held_states,
     misfits,
+    narrowed,
     of_all_stages,
     restore,
 )
@@ -139,14 +141,16 @@ def load_checkpoint(folder: str | Path, model: nn.Module, optimizer: Optimizer |
     Args:
         folder: Directory written by `save_checkpoint`.
         model: A sharded model of the same architecture and configuration, which PEFT or torch may wrap.
-        optimizer: Optimizer of the model's parameters, with the same groups. Its state is replaced.
+        optimizer: Optimizer of the model's parameters, with the same groups. Its state is replaced. None loads the
+            weights alone, in the model's dtypes.
 
     Returns:
         The saved progress.
 
     Raises:
         CheckpointError: On every rank and before anything is written, if there is no checkpoint, it is damaged, or it
-            belongs to another model or optimizer. Lists every problem. If an older version is intact, the message
+            belongs to another model or optimizer. Also if the optimizer trains parameters that were saved in a wider
+            dtype than the model has. Lists every problem. If an older version is intact, the message
             names it, but it is not loaded.
         ShardingError: If a rank died or could not read a file completely. The model's values are then undefined. Also
             if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
@@ -186,6 +190,8 @@ def load_checkpoint(folder: str | Path, model: nn.Module, optimizer: Optimizer |
         if optimizer is not None and here is not None:
             states = stored_tensors(version, manifest.files_of(StatePart.OPTIMIZER), problems)
             problems += misfits(model, optimizer, here, manifest.optimizer, states)
+            saved_dtypes = _saved_dtypes(weights, adapter)
+            problems += narrowed(model, optimizer, saved_dtypes)
         if problems:
             summary = f"{version} is a checkpoint of another model or optimizer"
             raise CheckpointError(summary, problems, replaced(version))
@@ -194,7 +200,7 @@ def load_checkpoint(folder: str | Path, model: nn.Module, optimizer: Optimizer |
         for name, tensor in adapter.exported("hub").items():
             weights[name].fill(Held(name, tensor, own).blocks)
         if optimizer is not None and manifest.optimizer is not None:
-            restore(model, optimizer, manifest.optimizer, states)
+            restore(model, optimizer, manifest.optimizer, states, saved_dtypes)
         keep(model, kept)
         sharding.adapter = sharding.adapter.keeping(model)
     return manifest.progress
@@ -223,6 +229,14 @@ def _stored_kept(
             TensorSpec(block.shape, tensor.dtype), (block.handle.get_tensor(block.key),), is_mtp=is_mtp
         )
     return found
+
+
+def _saved_dtypes(stored: Mapping[str, BlockedTensor], adapter: StateDictAdapter) -> dict[str, torch.dtype]:
+    """Return the stored dtype of each of the model's own tensors."""
+    dtypes = {
+        own: stored[name].dtype for name, tensor in adapter.hub.items() if name in stored for own in tensor.parameters
+    }
+    return dtypes | {name: dtypes[kept] for name, kept in adapter.tied.items() if kept in dtypes}
 
 
 def _misfits(stored: Mapping[str, BlockedTensor], adapter: StateDictAdapter) -> list[Problem]:

@@ -119,6 +119,21 @@ def resume_with_one_group(folder: str, **sizes: int) -> None:
     load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
 
 
+def resumes_in_dtype(folder: str, saved: torch.dtype, dtype: torch.dtype, **sizes: int) -> list[torch.dtype]:
+    """Save in one dtype and resume in another, for a step. Returns the dtypes of the moments."""
+    case = case_of("LlamaForCausalLM")
+    models = [parallelize(copy.deepcopy(case.model(of)).train(), mesh_of(**sizes)) for of in (saved, dtype)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    train(models[0], optimizers[0], case, range(1))
+    save_checkpoint(folder, models[0], optimizers[0])
+    load_checkpoint(folder, models[1])
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(local(one).to(dtype), local(other))
+    load_checkpoint(folder, models[1], optimizers[1])
+    train(models[1], optimizers[1], case, range(1, 2))
+    return list({state["exp_avg"].dtype for state in optimizers[1].state.values()})
+
+
 def resumes_with_names(folder: str, **sizes: int) -> list[str]:
     """Save and load an optimizer of `named_parameters()`. Returns the names after loading that are not the model's."""
     case, optimizers = case_of("LlamaForCausalLM"), []

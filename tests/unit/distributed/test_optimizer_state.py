@@ -28,6 +28,7 @@ def test_step_is_restored_where_torch_puts_it(capturable: bool) -> None:
         optimizer,
         OptimizerFacts([ParameterGroup(options, ["weight"])], {"weight": States({"step": 3.0}, [])}),
         {},
+        {},
     )
     step = optimizer.state[model.weight]["step"]
     assert step.device == expected.state[model.weight]["step"].device
