@@ -152,6 +152,10 @@ def test_a_folder_without_a_version_has_no_checkpoint(two: World, tmp_path: Path
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
         assert kind == "CheckpointError"
         assert "this is not a complete checkpoint" in text
+    two.run(partial(checkpoint.saves_values, fsdp=2), str(tmp_path / "c"), 1)
+    for kind, text in refused(two, partial(checkpoint.loaded_values, fsdp=2), str(tmp_path / "c/version-1")):
+        assert kind == "CheckpointError"
+        assert f"pass {tmp_path / 'c'}, of which the newest version is loaded" in text
     (tmp_path / "training.json").write_text("{}")  # the format of an older version of this library
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
         assert kind == "CheckpointError"

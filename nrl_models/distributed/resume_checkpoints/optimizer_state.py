@@ -29,8 +29,8 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
     """Return groups, options and scalar states of an optimizer. Every rank has to call this.
 
     Raises:
-        CheckpointError: If a parameter is not the model's, or a state is neither a number nor a plain tensor of the
-            parameter's shape. Lists all of them.
+        CheckpointError: If a parameter is not the model's, a state is neither a number nor a plain tensor of the
+            parameter's shape, or an option is a tensor with several elements. Lists all of them.
     """
     parameters = _parameters(model, optimizer)
     problems = []
@@ -52,8 +52,13 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 detail = f"is {shape}, neither a scalar nor of the parameter's shape {tuple(parameter.shape)}"
                 problems.append(Problem(ProblemKind.SHAPE, f"{name}: {key}", detail))
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key not in NO_OPTIONS and isinstance(value, torch.Tensor) and value.numel() != 1:
+                detail = f"is a tensor of shape {tuple(value.shape)}; expected a number"
+                problems.append(Problem(ProblemKind.SHAPE, f"{key} of group {number}", detail))
     if problems:
-        raise CheckpointError("the optimizer's state cannot be saved", problems)
+        raise CheckpointError("the optimizer cannot be saved", problems)
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [
         ParameterGroup(

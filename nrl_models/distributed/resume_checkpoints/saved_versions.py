@@ -91,7 +91,10 @@ def _found(folder: Path) -> list[Path]:
         return found
     advice = "pass a folder written by save_checkpoint; load a Hugging Face checkpoint with from_pretrained"
     detail = "has no version-1, version-2, ... in it, so this is not a complete checkpoint"
-    if (folder / _OLD_MANIFEST).is_file():
+    if _VERSION.fullmatch(folder.name) and (folder / NAME).is_file():
+        detail = "is one version, and not the directory of the versions"
+        advice = f"pass {folder.parent}, of which the newest version is loaded"
+    elif (folder / _OLD_MANIFEST).is_file():
         detail = f"has {_OLD_MANIFEST}: an older version of this library wrote it, with pickles, which are not read"
         advice = "resume with the version that wrote it, and save it with save_pretrained"
     raise CheckpointError(f"cannot resume from {folder}", [Problem(ProblemKind.FILE, str(folder), detail)], [advice])

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
-from nrl_models.distributed.resume_checkpoints.optimizer_state import restore
+from nrl_models.distributed.resume_checkpoints.optimizer_state import facts_of, restore
+from nrl_models.errors import CheckpointError
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -33,3 +34,11 @@ def test_step_is_restored_where_torch_puts_it(capturable: bool) -> None:
     step = optimizer.state[model.weight]["step"]
     assert step.device == expected.state[model.weight]["step"].device
     assert step.dtype == torch.float32
+
+
+def test_an_option_with_several_elements_raises() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    groups = [{"params": [model.weight], "scale": torch.ones(2)}]
+    with pytest.raises(CheckpointError, match=r"scale of group 0: is a tensor of shape \(2,\); expected a number"):
+        facts_of(model, torch.optim.SGD(groups, lr=torch.tensor([0.1])))
+    assert facts_of(model, torch.optim.SGD(model.parameters(), lr=torch.tensor([0.1]))).groups[0].options["lr"] > 0
