@@ -34,7 +34,7 @@ from nrl_models.distributed.pipeline.cut import Cut, cut_into
 from nrl_models.distributed.pipeline.stages import StandIn, keep_stages
 from nrl_models.distributed.sharding import Sharding, sharding_of
 from nrl_models.distributed.tensor.divided_group import DividedGroup
-from nrl_models.distributed.tensor.local_tensors import OnLocalTensors, become
+from nrl_models.distributed.tensor.local_tensors import OnLocalTensors, become, sum_gradients_over
 from nrl_models.distributed.tensor.packed_shards import describe_packed_shards, packing_of
 from nrl_models.distributed.tensor.styles import REPLICATE, ExpertsOfThisRank, LatentKeys, Style, VocabularyParallel
 from nrl_models.errors import Problem, ProblemKind, ShardingError
@@ -172,7 +172,6 @@ class _ModelDivision:
         self.experts_over = experts_over(whole, mesh, plan)
         self.expert = expert_styles(whole, plan) if self.experts_over else {}
         self.units = plan.units or ()
-        self.summed_over: dict[tuple[int, str], str] = {}
         self.done: dict[int, nn.Parameter] = {}  # by id of the replaced parameter, so that tied ones stay tied
 
     def apply(self) -> None:
@@ -184,7 +183,6 @@ class _ModelDivision:
         for module in modules.values():
             if self._needs_local_tensors(module):
                 become(module, OnLocalTensors)
-                module.summed_over = self.summed_over
                 module.is_unit = type(module).__name__ in self.units
         if self.tensor:  # a group exchanges its input once, even in models that are not fused otherwise
             for name, module in modules.items():
@@ -195,16 +193,19 @@ class _ModelDivision:
 
     def _divide_module(self, name: str, module: nn.Module) -> None:
         style, expert = self.tensor.get(name, REPLICATE), self.expert.get(name, REPLICATE)
+        summed_over: dict[str, str] = {}
         for attribute, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             own = f"{name}.{attribute}" if name else attribute
             by_tensor, by_expert = self.tensor.get(own, style), self.expert.get(own, expert)
             if by_tensor.sums_gradient or style.sums_gradient:
-                self.summed_over[id(module), attribute] = "tp"
+                summed_over[attribute] = "tp"
             elif expert.sums_gradient and self.experts_over:
-                self.summed_over[id(module), attribute] = self.experts_over
+                summed_over[attribute] = self.experts_over
             self._divide_parameter(module, attribute, by_tensor, by_expert)
+        if summed_over:
+            sum_gradients_over(module, summed_over)
         self._exchange(module, style, expert)
 
     def _divide_parameter(self, module: nn.Module, attribute: str, tensor: Style, expert: Style) -> None:

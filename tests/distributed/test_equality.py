@@ -102,6 +102,16 @@ def test_what_plans_say_beside_the_usual_is_done(
     assert_equal(found)
 
 
+# Norms of heads, and a norm in the experts: each rank computes its share of their gradients.
+@pytest.mark.parametrize(
+    ("architecture", "dimension"), [("Qwen3ForCausalLM", "tp"), ("MuseSparkForConditionalGeneration", "ep")]
+)
+def test_deep_copy_trains_as_one_process(two: World, architecture: str, dimension: str) -> None:
+    if unmet := registry.unmet_requirement(architecture):
+        pytest.skip(f"{architecture} needs {unmet}")
+    assert_equal(two.run(partial(equality.equals_one_process, copied=True, **{dimension: 2}), architecture))
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"])
 def test_four_ranks_of_tensor_parallelism_equal_one(four: World, architecture: str) -> None:
     check(four, architecture, tp=4)

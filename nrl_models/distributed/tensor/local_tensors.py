@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from nrl_models.common.cached import cached
 
+_SUMMED_OVER = "gradients_summed_over"
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
 
 class OnLocalTensors(nn.Module):
     """Mixin that replaces all parameters in this module by this rank's plain tensors during its forward.
@@ -22,12 +25,10 @@ class OnLocalTensors(nn.Module):
     with the parameters' placements.
 
     Attributes:
-        summed_over: Mesh dimension by `(module, name)`, for parameters whose gradient must be summed over ranks.
         is_unit: Whether `fsdp` gathers the module separately. Before that, no code may read its parameters, including
             parent modules.
     """
 
-    summed_over: Mapping[tuple[int, str], str] = MappingProxyType({})
     is_unit: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,12 +48,13 @@ def _local_tensors(module: OnLocalTensors) -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, DTensor, str | None]] = []
     for inner in _modules_within(module):
         parameters: dict[str, Any] = inner._parameters
+        summed_over: Mapping[str, str] = vars(inner).get(_SUMMED_OVER, _NOTHING)
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                replaced.append((parameters, name, parameter, module.summed_over.get((id(inner), name))))
+                replaced.append((parameters, name, parameter, summed_over.get(name)))
     try:
-        for parameters, name, parameter, summed_over in replaced:
-            parameters[name] = _local(parameter, summed_over)
+        for parameters, name, parameter, dimension in replaced:
+            parameters[name] = _local(parameter, dimension)
         yield
     finally:
         for parameters, name, parameter, _ in replaced:
@@ -77,6 +79,16 @@ def _local(parameter: DTensor, summed_over: str | None) -> torch.Tensor:
         for name, placement in zip(names, parameter.placements, strict=True)
     ]
     return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=shares)
+
+
+def sum_gradients_over(module: nn.Module, dimensions: Mapping[str, str]) -> None:
+    """Sum gradients of a module's own parameters over ranks, also in deep copies of the module.
+
+    Args:
+        module: The module.
+        dimensions: Mesh dimension by name, for parameters of which each rank computes a part of the gradient.
+    """
+    vars(module)[_SUMMED_OVER] = dimensions
 
 
 def become(module: nn.Module, *mixins: type[nn.Module]) -> None:

@@ -57,10 +57,14 @@ def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def equals_one_process(
-    architecture: str, checkpointing: bool = False, config: dict[str, Any] | None = None, **sizes: int
+    architecture: str,
+    checkpointing: bool = False,
+    config: dict[str, Any] | None = None,
+    copied: bool = False,
+    **sizes: int,
 ) -> dict[str, float]:
-    """Return the differences of loss and gradients between a sharded model and one process."""
-    return _differences(case_of(architecture, config), checkpointing, sizes)
+    """Return the differences of loss and gradients between a sharded model, or a deep copy of it, and one process."""
+    return _differences(case_of(architecture, config), checkpointing, sizes, copied)
 
 
 def llama_equals_one_process(config: dict[str, Any], **sizes: int) -> dict[str, float]:
@@ -68,12 +72,16 @@ def llama_equals_one_process(config: dict[str, Any], **sizes: int) -> dict[str, 
     return _differences(llama_case(config), False, sizes)
 
 
-def _differences(case: FamilyCase, checkpointing: bool, sizes: dict[str, int]) -> dict[str, float]:
+def _differences(
+    case: FamilyCase, checkpointing: bool, sizes: dict[str, int], copied: bool = False
+) -> dict[str, float]:
     mesh = mesh_of(**sizes)
     loss, gradients = expected(case, size_of(mesh, "fsdp"))
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
     if checkpointing:
         model.gradient_checkpointing_enable()
+    if copied:
+        model = copy.deepcopy(model)
     actual = step(model, case)
     found = whole_gradients(model)
     assert sorted(found) == sorted(gradients)
