@@ -1,6 +1,6 @@
-"""Checks of a sharded model at each forward that trains: later parameters, and batches that must be equal.
+"""Checks of a sharded model at each forward: later parameters, and batches and random numbers that must be equal.
 
-Both faults are silent without a check: each rank trains its own values, and the loss looks normal.
+These faults are silent without a check: each rank computes with its own values, and the loss looks normal.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.modules import class_name
+from nrl_models.common.upstream import cache_in
 from nrl_models.distributed.mesh import gather_over, reporting_dead_ranks, size_of
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
@@ -25,7 +27,7 @@ SAME_BATCH = ("ep", "tp")
 
 
 class ChecksForward(nn.Module):
-    """Mixin for a sharded model that checks parameters and batch before a forward with gradients.
+    """Mixin for a sharded model that checks parameters, batches and random numbers of a forward.
 
     Attributes:
         sharding: Sharding state of the model (a `Sharding`; transformers evaluates annotations of model classes here).
@@ -37,33 +39,55 @@ class ChecksForward(nn.Module):
         """Check, then run hooks and `forward`. The check runs before FSDP's hooks gather parameters."""
         if torch.compiler.is_compiling() or self.sharding.is_checking:
             return super().__call__(*args, **kwargs)
-        check_forward(self, args, kwargs)
-        self.sharding.is_checking = True
-        try:
+        with checked_forward(self, args, kwargs):
             return super().__call__(*args, **kwargs)
-        finally:
-            self.sharding.is_checking = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Check if `forward` is called directly, as PEFT does."""
-        if not torch.compiler.is_compiling() and not self.sharding.is_checking:
-            check_forward(self, args, kwargs)
-        return super().forward(*args, **kwargs)
+        if torch.compiler.is_compiling() or self.sharding.is_checking:
+            return super().forward(*args, **kwargs)
+        with checked_forward(self, args, kwargs):
+            return super().forward(*args, **kwargs)
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        """Check random states once per `generate` that samples. Its forwards continue a cache, which has no check."""
+        generation_config, others = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        if generation_config.do_sample:
+            require_same_batch(self.sharding.mesh, {}).require_same_states("sampling")
+        return generation_config, others
 
 
-def check_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check a forward of a sharded model. Every rank has to call this.
+@contextmanager
+def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager for a forward of a sharded model. Every rank has to enter it.
+
+    Batches are not compared if a forward without gradients continues a key-value cache, because decoding steps are
+    short.
 
     Raises:
-        ShardingError: If trainable parameters were added after sharding, or ranks that must process the same batch got
-            different ones.
+        ShardingError: If trainable parameters were added after sharding, ranks that must process the same batch got
+            different ones, or they drew different random numbers.
     """
-    if not torch.is_grad_enabled():
-        return
-    require_no_later_parameters(model)
-    if model.sharding.stages is None:
+    sharding = model.sharding
+    draws: RandomDraws | None = None
+    if torch.is_grad_enabled():
+        require_no_later_parameters(model)
+    if sharding.stages is None and (torch.is_grad_enabled() or not _continues_cache(kwargs)):
         inputs = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
-        require_same_batch(model.sharding.mesh, inputs)
+        draws = require_same_batch(sharding.mesh, inputs)
+    sharding.is_checking = True
+    try:
+        yield
+    finally:
+        sharding.is_checking = False
+    if draws is not None:
+        draws.require_none_if_states_differ()
+
+
+def _continues_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a forward gets a cache with tokens. Does not wait for the GPU, as the number of tokens might."""
+    cache = cache_in(kwargs)
+    return cache is not None and bool(getattr(cache, "is_initialized", True))
 
 
 # Parameters that appear after sharding
@@ -132,35 +156,81 @@ def require_no_later_parameters(model: nn.Module) -> None:
         )
 
 
-# Batches
+# Batches and random numbers
 
 
-def require_same_batch(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> None:
+def require_same_batch(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> RandomDraws:
     """Check that the ranks of each `ep` and each `tp` group have the same tensors. Every rank calls it.
 
-    Costs a hash of the inputs, and an exchange of one number in each group.
+    Costs a hash of the inputs and of the random state, and an exchange of two numbers in each group.
+
+    Returns:
+        The check of random numbers that are drawn from now on.
 
     Raises:
         ShardingError: They differ; on every rank of the group, with the inputs that differ.
     """
-    for name in SAME_BATCH:
-        if size_of(mesh, name) > 1:
-            _require_same_batch_in(mesh[name], name, inputs)
+    names = [name for name in SAME_BATCH if size_of(mesh, name) > 1]
+    state = _random_state(mesh.device_type) if names else 0
+    return RandomDraws(mesh, state, [name for name in names if _states_differ_in(mesh[name], name, inputs, state)])
 
 
-def _require_same_batch_in(group: DeviceMesh, name: str, inputs: Mapping[str, Any]) -> None:
+class RandomDraws:
+    """Check of the random numbers that ranks of one batch draw.
+
+    Args:
+        mesh: Mesh of the model.
+        state: Digest of the random state at the start.
+        differing: Dimensions of the mesh whose ranks had different states then.
+    """
+
+    def __init__(self, mesh: DeviceMesh, state: int, differing: Sequence[str]) -> None:
+        self.mesh, self.state, self.differing = mesh, state, differing
+
+    def require_same_states(self, purpose: str) -> None:
+        """Check that the states were equal. Does not communicate.
+
+        Raises:
+            ShardingError: They were not; on every rank of the group.
+        """
+        if self.differing:
+            detail = "differs between the ranks of"
+            problems = [Problem(ProblemKind.RANK, "the random state", f"{detail} {name}") for name in self.differing]
+            advice = "seed ranks that process the same batch alike: torch.manual_seed(seed + index of the rank in fsdp)"
+            raise ShardingError(f"{purpose} needs the same random numbers on ranks of one batch", problems, [advice])
+
+    def require_none_if_states_differ(self) -> None:
+        """Check that nothing was drawn since the start if states differed. Does not communicate.
+
+        Raises:
+            ShardingError: Dropout or a router's noise drew numbers; on every rank of the group.
+        """
+        if self.differing and _random_state(self.mesh.device_type) != self.state:
+            self.require_same_states("dropout (or noise of a router)")
+
+
+def _random_state(device_type: str) -> int:
+    """Digest of the state of the device's generator, from which modules draw. Does not wait for the GPU."""
+    state = torch.get_rng_state() if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
+    return zlib.crc32(state.numpy().tobytes())
+
+
+def _states_differ_in(group: DeviceMesh, name: str, inputs: Mapping[str, Any], state: int) -> bool:
+    """Require the same inputs on the ranks of a group. Returns True if the ranks have different random states."""
     tensors = {key: value for key, value in inputs.items() if type(value) is torch.Tensor and not value.is_meta}
     device = next((value.device for value in tensors.values()), torch.device("cpu"))
     if device.type != group.device_type:
         device = torch.device(group.device_type)
     shapes = zlib.crc32(repr([(key, value.shape, value.dtype) for key, value in tensors.items()]).encode())
     digests = [torch.tensor(shapes, device=device), *(exact_digest(value).to(device) for value in tensors.values())]
-    own = exact_digest(torch.stack(digests))  # of one size on all ranks, which may have different numbers of tensors
+    # Of one size on all ranks, which may have different numbers of tensors.
+    own = torch.stack([exact_digest(torch.stack(digests)), torch.tensor(state, device=device)])
     everyone = [torch.empty_like(own) for _ in range(group.size())]
     with reporting_dead_ranks(f"compare the batches of {name}"):
         dist.all_gather(everyone, own, group=group.get_group())
-    if bool((torch.stack(everyone) == everyone[0]).all()):
-        return
+    batches, states = torch.stack(everyone).T.tolist()
+    if len(set(batches)) == 1:
+        return len(set(states)) > 1
     facts = {key: (tuple(value.shape), str(value.dtype), int(exact_digest(value))) for key, value in tensors.items()}
     (first, *others) = gather_over(group, facts)
     differing = [

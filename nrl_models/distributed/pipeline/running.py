@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.documents.layers import DecoderByDocument
 from nrl_models.common.documents.packing import start_again
 from nrl_models.common.modules import own_parameters
-from nrl_models.distributed.forward_checks import exact_digest
+from nrl_models.distributed.forward_checks import exact_digest, require_same_batch
 from nrl_models.distributed.mesh import agree, agreed, rank_in
 from nrl_models.distributed.pipeline.fsdp_gradients import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
@@ -25,6 +25,8 @@ from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import Problem, ProblemKind, ShardingError, listed
 
 WHAT = "run a step of the pipeline"
+
+Value = TypeVar("Value")
 
 Batch = Mapping[str, torch.Tensor]
 MicrobatchLoss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
@@ -91,7 +93,7 @@ class Pipeline:
         Raises:
             ShardingError: On every rank and before computing, if shapes differ between ranks or the batch cannot be
                 divided into microbatches. Also if another rank failed: the message has its error, and that rank raises
-                the error itself. Gradients are then invalid.
+                the error itself. Gradients are then invalid. Dropout on ranks with different random states also fails.
         """
         self._check(inputs, targets)
         losses: list[torch.Tensor] = []
@@ -104,11 +106,13 @@ class Pipeline:
             self._schedule, self._shape = self._new_schedule(shape), shape
         keep_gathered = len(self.stages.held) > 1
         once = gradients_divided_once(self.model, self.sharding.plan.reshard_after_forward, keep_gathered)
+        draws = require_same_batch(self.mesh, {})  # the inputs were compared
         with self._running(), shared_gradients_summed(self.model, self.mesh):
             with once:
                 first = (inputs["input_ids"],) if 0 in self.stages.held else ()
                 rows = torch.arange(shape[0], device=device)
                 self._schedule.step(*first, target=rows, losses=losses, return_outputs=False, **inputs)
+            self._kept_going(draws.require_none_if_states_differ, lambda: None)
             agree(self.mesh, WHAT, {}, self._error, "the gradients are invalid now: set them to zero")
         total = torch.zeros((), dtype=torch.promote_types(torch.float32, self.stages.cut.crossing.dtype), device=device)
         for part in losses:  # empty except on the rank of the last stage
@@ -184,7 +188,7 @@ class Pipeline:
         shape, dtype = (*tokens, *self.stages.cut.crossing.features), self.stages.cut.crossing.dtype
         return torch.zeros(shape, dtype=dtype, device=self.stages.device, requires_grad=True)
 
-    def _kept_going(self, compute: Callable[[], torch.Tensor], otherwise: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _kept_going(self, compute: Callable[[], Value], otherwise: Callable[[], Value]) -> Value:
         """Compute a value; after an error, compute `otherwise` instead, because other ranks wait for this one."""
         if self._error is None:
             try:
