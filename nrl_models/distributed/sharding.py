@@ -195,8 +195,20 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def sharding_of(model: nn.Module) -> Sharding:
-    """How a sharded model is sharded. Functions that users call with wrapped models need `sharded_model` before."""
-    return cast(Sharding, model.sharding)
+    """How a sharded model is sharded. Functions that users call with wrapped models need `sharded_model` before.
+
+    Raises:
+        ShardingError: If it is not sharded.
+    """
+    sharding = getattr(model, "sharding", None)
+    if sharding is None:
+        problem = Problem(ProblemKind.MESH, class_name(model), "is not sharded")
+        advice = (
+            "load it with a mesh, or call nrl_models.distributed.parallelize(model, mesh), also on one rank: "
+            'init_device_mesh(device, (1,), mesh_dim_names=("fsdp",))'
+        )
+        raise ShardingError("the model has no mesh", [problem], [advice])
+    return cast(Sharding, sharding)
 
 
 def sharded_model(model: nn.Module) -> PreTrainedModel:
@@ -207,10 +219,7 @@ def sharded_model(model: nn.Module) -> PreTrainedModel:
         StateDictError: If there is no model of transformers inside.
     """
     inner = model_inside(model)
-    if getattr(inner, "sharding", None) is None:
-        problem = Problem(ProblemKind.MESH, class_name(inner), "is not sharded")
-        advice = "load it with a mesh, or call nrl_models.distributed.parallelize(model, mesh); one rank can use fsdp=1"
-        raise ShardingError("the model has no mesh", [problem], [advice])
+    sharding_of(inner)
     if outside := parameters_outside(model, inner):
         path = next(name for name, module in model.named_modules() if module is inner)
         detail = f"is outside the sharded model, {path}"

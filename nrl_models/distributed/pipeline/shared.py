@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import rank_in
-from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.sharding import Sharding, sharded_model, sharding_of
 from nrl_models.distributed.shards import local_of
 
 
@@ -43,29 +43,40 @@ def shared_gradients_summed(model: PreTrainedModel, mesh: DeviceMesh) -> Iterato
             parameter.grad += earlier
 
 
-def clip_grad_norm_(model: PreTrainedModel, max_norm: float) -> torch.Tensor:
-    """Clip the gradients of a sharded model by their total norm over all stages.
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the gradients of a model by their total norm over all stages.
 
     `torch.nn.utils.clip_grad_norm_` only uses the gradients of a rank's own stages, so factors would differ.
 
     Args:
-        model: A sharded model. Every rank has to call this.
+        model: A model. Without `pp`, sharded or not, it gets torch's result. Every rank has to call this.
         max_norm: Maximum gradient norm.
 
     Returns:
         The norm before clipping, equal on every rank.
+
+    Raises:
+        ShardingError: If `model` wraps a model with stages and has other parameters.
     """
-    sharding, held = sharding_of(model), dict(own_parameters(model))
+    shardings = [vars(module).get("sharding") for module in model.modules()]
+    if not any(isinstance(sharding, Sharding) and sharding.stages is not None for sharding in shardings):
+        return _without_mesh(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    inner = sharded_model(model)
+    sharding, held = sharding_of(inner), dict(own_parameters(inner))
+    assert sharding.stages is not None
     own = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
     counted = [grad for name, grad in own.items() if sharding.is_first_holder(name)]
-    norm = torch.nn.utils.get_total_norm(counted)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if sharding.stages is not None:
-        squares = norm.to(sharding.stages.device, torch.float32).square()
-        dist.all_reduce(squares, group=sharding.mesh.get_group("pp"))
-        norm = squares.sqrt()
+    norm = _without_mesh(torch.nn.utils.get_total_norm(counted))
+    squares = norm.to(sharding.stages.device, torch.float32).square()
+    dist.all_reduce(squares, group=sharding.mesh.get_group("pp"))
+    norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(held.values(), max_norm, norm)
     return norm
+
+
+def _without_mesh(norm: torch.Tensor) -> torch.Tensor:
+    """Return a norm as a regular tensor."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def held_by_several(model: PreTrainedModel) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
