@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from nrl_models.common.config.walk import values_of_layers
-from nrl_models.common.modules import class_name, own_modules
+from nrl_models.common.modules import class_name, own_modules, own_parameters
 from nrl_models.distributed.mesh import check_mesh, describe, has_stages, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
@@ -27,10 +27,11 @@ from nrl_models.distributed.parallel_plan import (
     styles_by_name,
     tensor_styles,
     units_of,
+    vocabulary_is_divided,
     without_rule,
 )
 from nrl_models.distributed.pipeline.schedules import schedule_problems
-from nrl_models.distributed.tensor.styles import EXPERT_STYLES, TENSOR_STYLES, Style, VocabularyParallel
+from nrl_models.distributed.tensor.styles import EXPERT_STYLES, REPLICATE, TENSOR_STYLES, Style, VocabularyParallel
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 
@@ -181,7 +182,28 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
             continue
         heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
         problems += heads or _uneven(model, name, module.weight, style, ranks)  # the heads' message has more detail
+    problems += _tied_problems(model, mesh, styles)
     return [*problems, *_adapter_problems(model, "tp")]
+
+
+def _tied_problems(model: PreTrainedModel, mesh: DeviceMesh, styles: Mapping[str, Style]) -> Iterator[Problem]:
+    """Tied parameters whose uses have styles that divide them differently: each use would read another shard."""
+    modules = dict(own_modules(model))
+    uses: dict[int, dict[str, Style]] = {}
+    for name, parameter in own_parameters(model, duplicates=True):
+        owner = name.rpartition(".")[0]
+        style = styles.get(name, styles.get(owner, REPLICATE))
+        if owner in modules and is_vocabulary(model, modules[owner]) and not vocabulary_is_divided(model, mesh):
+            style = REPLICATE
+        uses.setdefault(id(parameter), {})[name] = style
+    for tied in uses.values():
+        (first, style), *others = tied.items()
+        ndim = model.get_parameter(first).ndim
+        for name, other in others:
+            if (other.dim(ndim), other.blocks) != (style.dim(ndim), style.blocks):
+                detail = f"is tied to {first}, which has the style {style.name!r}, but has {other.name!r}"
+                advice = "give both a style that divides the same dimension, or untie them before sharding"
+                yield Problem(ProblemKind.PLAN, name, detail, advice=advice)
 
 
 def _unsuited(name: str, module: nn.Module, style: Style) -> list[Problem]:

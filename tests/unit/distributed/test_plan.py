@@ -77,3 +77,25 @@ def test_a_model_that_the_ranks_divide_has_no_problem() -> None:
     with _fake_mesh({"tp": 4}) as ranks:
         assert plan_for(llama(), ranks).tensor
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_rules_that_divide_tied_embeddings_differently_raise(name: str) -> None:
+    found = problems(llama(tie_word_embeddings=True), {"tp": 2}, {name: "replicate"})
+    assert found.keys() == {"lm_head.weight"}
+    assert found["lm_head.weight"].startswith("is tied to model.embed_tokens.weight, which has the style ")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan"),
+    [
+        ({"tie_word_embeddings": True}, dict.fromkeys(["lm_head", "model.embed_tokens"], "replicate")),
+        ({"tie_word_embeddings": False}, {"lm_head": "replicate"}),
+        ({"tie_word_embeddings": True, "vocab_size": 513}, {"lm_head": "replicate"}),  # whole on every rank
+        # The example of docs/scaling.md.
+        ({}, {f"{MLP}.{name}": "replicate" for name in ("gate_proj", "up_proj", "down_proj")}),
+    ],
+)
+def test_rules_that_fit_each_other_have_no_problem(sizes: dict[str, Any], plan: Plan) -> None:
+    with _fake_mesh({"tp": 2}) as ranks:
+        plan_for(llama(**sizes), ranks, plan)
