@@ -77,6 +77,8 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         if chosen.offload and "fsdp" in (mesh.mesh_dim_names or ()):
             detail = "keeps gradients on the CPU, where stages cannot sum what several of them hold"
             problems.append(Problem(ProblemKind.PLAN, "offload", detail, advice="leave out offload, or pp"))
+    if "fsdp" in (mesh.mesh_dim_names or ()):
+        problems += _scalar_problems(model)
     if problems:
         summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
         raise ShardingError(summary, _merged_over_layers(problems))
@@ -88,6 +90,14 @@ def _adapter_problems(model: PreTrainedModel, dimension: str) -> Iterator[Proble
     if lora := [name for name, module in own_modules(model) if hasattr(module, "lora_A")]:
         detail = f"and {len(lora) - 1} more have LoRA adapters, which {dimension} does not divide"
         yield Problem(ProblemKind.PLAN, lora[0], detail, advice="use fsdp alone for LoRA")
+
+
+def _scalar_problems(model: PreTrainedModel) -> Iterator[Problem]:
+    """0-dimensional parameters, which FSDP cannot shard, not even over a single rank."""
+    advice = "give it the shape (1,), or use tp without fsdp"
+    for name, parameter in own_parameters(model):
+        if parameter.ndim == 0:
+            yield Problem(ProblemKind.PLAN, name, "has no dimension that fsdp can divide", advice=advice)
 
 
 def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ParallelPlan:

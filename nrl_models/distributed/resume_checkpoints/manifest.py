@@ -19,14 +19,18 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
+
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
-from nrl_models.common.value_checks import is_number
+from nrl_models.common.checkpoint.stored_tensors import DTYPES
+from nrl_models.common.config.types import is_same_value
+from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 NAME = "manifest.json"
-FORMAT = 1
-"""Of checkpoints that this version writes and reads."""
+FORMAT = 2
+"""Of checkpoints that this version writes. It also reads format 1, which has scalars without their types."""
 
 
 class StatePart(StrEnum):
@@ -67,6 +71,28 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number in the state of an optimizer.
+
+    Args:
+        type: `bool`, `int` or `float` for a Python number, or the dtype of a tensor: `torch.float32`.
+        value: The number.
+    """
+
+    type: str
+    value: Any
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of a tensor; None for a Python number."""
+        return _SCALAR_DTYPES.get(self.type)
+
+
+_PYTHON_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float)}
+_SCALAR_DTYPES = {str(dtype): dtype for dtype in DTYPES.values() if not dtype.is_complex}
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """State of an optimizer for a parameter.
 
@@ -75,7 +101,7 @@ class States:
         tensors: Names of tensors with the parameter's shape.
     """
 
-    scalars: dict[str, float]
+    scalars: dict[str, Scalar]
     tensors: list[str]
 
 
@@ -160,8 +186,10 @@ class Manifest:
         if not is_intact:
             raise _refused([Problem(ProblemKind.FILE, NAME, "is damaged: its hash differs from the recorded one")])
         if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
-            detail = f"is {shown(content['format'])}; this version of the library reads {FORMAT}"
-            raise _refused([Problem(ProblemKind.FORMAT, "format", detail, NAME)])
+            if not is_same_value(content["format"], 1):
+                detail = f"is {shown(content['format'])}; this version of the library reads 1 and {FORMAT}"
+                raise _refused([Problem(ProblemKind.FORMAT, "format", detail, NAME)])
+            content = _upgraded(content)
         problems: list[Problem] = []
         manifest = _as(Manifest, content, "", problems)
         if problems or (problems := list(_out_of_range(manifest))):
@@ -243,6 +271,16 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     return value
 
 
+def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest of format 1 in the current format. Its scalars were loaded as fp32 tensors."""
+    optimizer = content.get("optimizer")
+    states = optimizer.get("states") if isinstance(optimizer, dict) else None
+    for state in states.values() if isinstance(states, dict) else ():
+        if isinstance(state, dict) and isinstance(scalars := state.get("scalars"), dict):
+            state["scalars"] = {key: {"type": "torch.float32", "value": value} for key, value in scalars.items()}
+    return content | {"format": FORMAT}
+
+
 def _out_of_range(manifest: Manifest) -> Iterator[Problem]:
     """Find values of a manifest that have the right type but are out of range."""
 
@@ -277,9 +315,22 @@ def _wrong_in(optimizer: OptimizerFacts) -> Iterator[tuple[str, str]]:
             yield f"states.{name}", "is a parameter of no group"
         if set(states.tensors) & states.scalars.keys() or len(set(states.tensors)) < len(states.tensors):
             yield f"states.{name}", "has a state twice"
-        for key, value in states.scalars.items():
-            if not _is_plain(value):
-                yield f"states.{name}.scalars.{key}", "is too large"
+        for key, scalar in states.scalars.items():
+            if not _fits(scalar):
+                detail = f"is {shown(scalar.value)} of type {shown(scalar.type)}, expected a finite number of its type"
+                yield f"states.{name}.scalars.{key}", detail
+
+
+def _fits(scalar: Scalar) -> bool:
+    """Return True if the type of a scalar exists and can hold its value."""
+    if scalar.dtype is None:
+        return type(scalar.value) is _PYTHON_TYPES.get(scalar.type) and _is_plain(scalar.value)
+    if scalar.dtype.is_floating_point:
+        return is_number(scalar.value)
+    if scalar.dtype == torch.bool:
+        return isinstance(scalar.value, bool)
+    limits = torch.iinfo(scalar.dtype)
+    return is_integer(scalar.value, limits.min, limits.max)
 
 
 def _is_plain(value: Any) -> bool:

@@ -17,7 +17,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import gather_over, has_stages
 from nrl_models.distributed.resume_checkpoints.block_files import BlockedTensor, Held
-from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
+from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, Scalar, States
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed, shown
 
@@ -40,8 +40,8 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
             continue
         states[name] = States({}, [])
         for key, value in state.items():
-            if _is_scalar(value):
-                states[name].scalars[key] = float(_plain(value))
+            if _is_scalar(key, value, parameter):
+                states[name].scalars[key] = _scalar(value)
             elif subclass := _subclass_of(value):
                 detail = f"is a {subclass}, a tensor subclass whose content no other layout can read"
                 advice = "use an optimizer with plain tensors as state, or save it with torch.distributed.checkpoint"
@@ -102,7 +102,7 @@ def held_states(model: PreTrainedModel, optimizer: Optimizer) -> list[Held]:
         Held(f"{name}.{key}", layout[name], {name: value.detach()})
         for name, parameter in _parameters(model, optimizer).items()
         for key, value in optimizer.state.get(parameter, {}).items()
-        if not _is_scalar(value)
+        if not _is_scalar(key, value, parameter)
     ]
 
 
@@ -184,20 +184,21 @@ def restore(
         group.update({key: _retyped(group.get(key), value) for key, value in options.items()})
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
+    layout = sharding_of(model).adapter.transformers
     for name, parameter in _parameters(model, optimizer).items():
         if (kept := saved.states.get(name)) is None:
             continue
         device = _device_of_scalars(groups[id(parameter)], parameter)
         state: dict[str, Any] = {
-            key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in kept.scalars.items()
+            key: scalar.value if scalar.dtype is None else torch.tensor(scalar.value, dtype=scalar.dtype, device=device)
+            for key, scalar in kept.scalars.items()
         }
         for key in kept.tensors:
-            dtype = stored[f"{name}.{key}"].dtype
-            dtype = parameter.dtype if dtype == saved_dtypes.get(name) else dtype
+            tensor = stored[f"{name}.{key}"]
+            dtype = parameter.dtype if tensor.dtype == saved_dtypes.get(name) else tensor.dtype
             state[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
+            tensor.fill(Held(f"{name}.{key}", layout[name], {name: state[key]}).blocks)
         optimizer.state[parameter] = state
-    for held in held_states(model, optimizer):
-        stored[held.name].fill(held.blocks)
 
 
 def _device_of_scalars(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
@@ -249,8 +250,24 @@ def _subclass_of(value: Any) -> str:
     return "" if is_plain else type(local).__name__
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+def _is_scalar(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Return True for numbers, except tensors of the shape of a 0-dimensional parameter, which are stored as tensors.
+
+    Such a tensor is sharded exactly if the parameter is, and is not named `step`: optimizers count steps in 0
+    dimensions.
+    """
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, int | float)
+    has_shape = parameter.ndim == 0 and isinstance(value, DTensor) == isinstance(parameter, DTensor)
+    return value.ndim == 0 and not (has_shape and key != "step")
+
+
+def _scalar(value: Any) -> Scalar:
+    """Return a number with its type. Subclasses of Python's numbers become Python's."""
+    if isinstance(value, torch.Tensor):
+        return Scalar(str(value.dtype), _plain(value))
+    kind = next(kind for kind in (bool, int, float) if isinstance(value, kind))
+    return Scalar(kind.__name__, kind(value))
 
 
 def _plain(value: Any) -> Any:

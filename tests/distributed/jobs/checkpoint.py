@@ -316,11 +316,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "scalars are a list": lambda content: _first_state(content).update(scalars=[]),
     "tensors are less": lambda content: _first_state(content)["tensors"].pop(),
     "no optimizer": lambda content: content.update(optimizer=None),
+    "a scalar is text": lambda content: _first_state(content)["scalars"]["step"].update(value="x"),
+    "a scalar of no type": lambda content: _first_state(content)["scalars"]["step"].update(type="x"),
     "lr is text": lambda content: _group(content)["options"].update(lr="x"),
     "lr is null": lambda content: _group(content)["options"].update(lr=None),
     "no lr": lambda content: _group(content)["options"].pop("lr"),
     "one beta": lambda content: _group(content)["options"]["betas"].pop(),
-    "another format": lambda content: content.update(format=2),
+    "another format": lambda content: content.update(format=3),
 }
 
 

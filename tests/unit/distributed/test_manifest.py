@@ -15,6 +15,7 @@ from nrl_models.distributed.resume_checkpoints.manifest import (
     Manifest,
     OptimizerFacts,
     ParameterGroup,
+    Scalar,
     States,
     WrittenFile,
     read_manifest,
@@ -27,7 +28,7 @@ WRITTEN = Manifest(
     {"step": 3, "loss": 0.1, "data": {"epoch": None, "files": ["ä", "\x1b"]}},
     OptimizerFacts(
         [ParameterGroup({"lr": 1e-3, "betas": [0.9, 0.999], "fused": None, "amsgrad": False}, ["a", "b"])],
-        {"a": States({"step": 2.0}, ["exp_avg", "exp_avg_sq"])},
+        {"a": States({"step": Scalar("torch.float32", 2.0)}, ["exp_avg", "exp_avg_sq"])},
     ),
 )
 OTHERS = (None, True, -1, 10**400, 1.5, "x", "../x", [], {}, [None], {"x": None}, [[[]]])
@@ -109,7 +110,9 @@ def may_be(path: tuple[Any, ...], value: Any) -> bool:
         case ("optimizer", "groups", 0, "parameters", 1) | ("optimizer", "states", "a", "tensors", _):
             return isinstance(value, str) or value is ...
         case ("optimizer", "states", "a", "scalars", "step"):
-            return value in (-1, 1.5, ...)
+            return value is ...
+        case ("optimizer", "states", "a", "scalars", "step", "value"):
+            return value in (-1, 1.5)
         case ("files", _) | ("optimizer", "states", "a"):
             return value is ...
         case ("files",) | ("optimizer", "states") | ("optimizer", "states", "a", "scalars"):
@@ -117,6 +120,34 @@ def may_be(path: tuple[Any, ...], value: Any) -> bool:
         case ("optimizer", "states", "a", "tensors"):
             return value == []
     return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("int", 1.5),
+        ("int", True),
+        ("bool", 1),
+        ("float", "x"),
+        ("float", 10**400),
+        ("complex", 1.0),
+        ("torch.int8", 128),
+        ("torch.bool", 0),
+        ("torch.float32", True),
+        ("torch.nowhere", 1.0),
+    ],
+)
+def test_a_scalar_that_its_type_cannot_hold_is_refused(kind: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match="expected a finite number of its type") as caught:
+        Manifest.parse(changed(("optimizer", "states", "a", "scalars", "step"), {"type": kind, "value": value}))
+    assert [problem.subject for problem in caught.value.problems] == ["optimizer.states.a.scalars.step"]
+
+
+def test_scalars_of_format_1_are_fp32_tensors() -> None:
+    content = copy.deepcopy(CONTENT)
+    content["optimizer"]["states"]["a"]["scalars"] = {"step": 2.0}
+    content["format"] = 1
+    assert Manifest.parse(manifest._rendered(content)) == WRITTEN
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

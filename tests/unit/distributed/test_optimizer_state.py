@@ -1,4 +1,4 @@
-"""Restored optimizer state is on the same device as after torch's `load_state_dict`."""
+"""Restored optimizer state has the types it was saved with, on the same device as after torch's `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
+from nrl_models.distributed.resume_checkpoints.manifest import Manifest, OptimizerFacts, ParameterGroup, Scalar, States
 from nrl_models.distributed.resume_checkpoints.optimizer_state import facts_of, restore
 from nrl_models.errors import CheckpointError
 
@@ -24,16 +24,42 @@ def test_step_is_restored_where_torch_puts_it(capturable: bool) -> None:
 
     optimizer = torch.optim.AdamW(model.parameters())
     options = {key: value for key, value in expected.param_groups[0].items() if key != "params"}
+    step = Scalar("torch.float32", 3.0)
     restore(
         model,
         optimizer,
-        OptimizerFacts([ParameterGroup(options, ["weight"])], {"weight": States({"step": 3.0}, [])}),
+        OptimizerFacts([ParameterGroup(options, ["weight"])], {"weight": States({"step": step}, [])}),
         {},
         {},
     )
-    step = optimizer.state[model.weight]["step"]
-    assert step.device == expected.state[model.weight]["step"].device
-    assert step.dtype == torch.float32
+    restored = optimizer.state[model.weight]["step"]
+    assert restored.device == expected.state[model.weight]["step"].device
+    assert restored.dtype == torch.float32
+
+
+def test_numbers_keep_type_and_value() -> None:
+    model: Any = nn.Linear(2, 2, bias=False, device="meta")
+    model.sharding = SimpleNamespace(adapter=SimpleNamespace(transformers={}))
+    optimizer = torch.optim.SGD(model.parameters())
+    saved = {
+        "step": 2**24 + 1,
+        "on": True,
+        "mean": 0.1,
+        "count": torch.tensor(2**24 + 1),
+        "scale": torch.tensor(0.1, dtype=torch.float64),
+        "half": torch.tensor(0.1, dtype=torch.bfloat16),
+        "done": torch.tensor(False),
+    }
+    optimizer.state[model.weight] = dict(saved)
+    facts = Manifest({}, {}, facts_of(model, optimizer)).checked().optimizer
+    assert facts is not None
+    restore(model, optimizer, facts, {}, {})
+    restored = optimizer.state[model.weight]
+    assert restored.keys() == saved.keys()
+    for key, value in saved.items():
+        assert type(restored[key]) is type(value)
+        assert restored[key] == value
+        assert getattr(restored[key], "dtype", None) == getattr(value, "dtype", None)
 
 
 def test_an_option_with_several_elements_raises() -> None:

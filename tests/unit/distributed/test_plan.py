@@ -73,6 +73,14 @@ def test_options_of_fsdp_need_fsdp_in_the_mesh() -> None:
         assert plan_for(llama(), ranks, ParallelPlan(reduce_dtype=torch.float32)).reduce_dtype == torch.float32
 
 
+def test_fsdp_cannot_shard_0_dimensional_parameters() -> None:
+    model = llama()
+    model.scale = torch.nn.Parameter(torch.ones((), device="meta"))
+    assert problems(model, {"fsdp": 2}) == {"scale": "has no dimension that fsdp can divide"}
+    with _fake_mesh({"tp": 2}) as ranks:
+        plan_for(model, ranks)
+
+
 def test_a_model_that_the_ranks_divide_has_no_problem() -> None:
     with _fake_mesh({"tp": 4}) as ranks:
         assert plan_for(llama(), ranks).tensor

@@ -1,0 +1,40 @@
+"""Resume checkpoints: progress, configurations and optimizer states that are compared or restored value by value."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from jobs.setting import LENGTH, case_of, full, mesh_of
+from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+
+
+def resumes_a_scale(folder: str, **sizes: int) -> list[tuple[float, float]]:
+    """Train a 0-dimensional parameter. Returns its value after a step from a saved state, and after the same step from
+    the loaded state, for each optimizer.
+    """
+    case, values = case_of("LlamaForCausalLM"), []
+    batch = case.inputs(batch=2, length=LENGTH, seed=0, labels=True)
+    for optimizer_class in (torch.optim.AdamW, torch.optim.NAdam):  # NAdam has another 0-dimensional state than `step`
+        model = copy.deepcopy(case.model()).train()
+        model.scale = nn.Parameter(torch.tensor(1.0))
+        model = parallelize(model, mesh_of(**sizes))
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> float:
+            optimizer.zero_grad()
+            (model(**batch, use_cache=False).loss * full(model.scale)).backward()
+            optimizer.step()
+            return full(model.scale).item()
+
+        step()
+        save_checkpoint(folder, model, optimizer)
+        types = {key: type(value) for key, value in optimizer.state[model.scale].items()}
+        before = step()
+        load_checkpoint(folder, model, optimizer)
+        assert {key: type(value) for key, value in optimizer.state[model.scale].items()} == types
+        values.append((before, step()))
+    return values
