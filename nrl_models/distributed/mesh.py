@@ -135,7 +135,7 @@ def agree(
             for rank, _, theirs in others
             if theirs.get(key) != value
         }
-        advice = "give every rank the same checkpoint, configuration, mesh, plan and versions"
+        advice = "give every rank the same checkpoint, configuration, mesh, plan, progress and versions"
     if different:
         problems = [Problem(ProblemKind.RANK, subject, detail) for subject, detail in different.items()]
         raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, [advice])

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from jobs import resume_values
+from test_loading import refused
 from world import World
 
 
@@ -13,3 +14,11 @@ def test_a_0_dimensional_parameter_resumes(two: World, tmp_path: Path) -> None:
     for values in two.run(partial(resume_values.resumes_a_scale, tp=2), str(tmp_path)):
         for before, resumed in values:
             assert resumed == before != 1.0
+
+
+def test_progress_that_differs_between_ranks_is_refused(two: World, tmp_path: Path) -> None:
+    for kind, text in refused(two, partial(resume_values.saves_progress_of_each_rank, fsdp=2), str(tmp_path / "c")):
+        assert kind == "ShardingError"
+        assert "progress.rng of rank 1: is [1], but rank 0 has [0]" in text
+        assert "step" not in text
+    assert not (tmp_path / "c").exists()

@@ -19,13 +19,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import torch
-
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
-from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.common.config.types import is_same_value
-from nrl_models.common.value_checks import is_integer, is_number
+from nrl_models.common.value_checks import is_number
+from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 NAME = "manifest.json"
@@ -68,28 +66,6 @@ class WrittenFile:
         with open(file, "rb", buffering=0) as handle:
             digest = hashlib.file_digest(handle, xxhash.xxh3_128)
             return WrittenFile(handle.tell(), digest.hexdigest())
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A number in the state of an optimizer.
-
-    Args:
-        type: `bool`, `int` or `float` for a Python number, or the dtype of a tensor: `torch.float32`.
-        value: The number.
-    """
-
-    type: str
-    value: Any
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Dtype of a tensor; None for a Python number."""
-        return _SCALAR_DTYPES.get(self.type)
-
-
-_PYTHON_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float)}
-_SCALAR_DTYPES = {str(dtype): dtype for dtype in DTYPES.values() if not dtype.is_complex}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +131,13 @@ class Manifest:
         """Return a copy, as it will be read again.
 
         Raises:
-            CheckpointError: If JSON cannot represent a value, or could not be read back. Lists all such values.
+            CheckpointError: If JSON cannot represent a value, or gives another one back. Lists all such values.
         """
         try:
-            return Manifest.parse(self.rendered())
+            manifest = Manifest.parse(self.rendered())
+            if problems := list(_changed_by_json(self.progress, manifest.progress, "progress")):
+                raise _refused(problems)
+            return manifest
         except CheckpointError as error:
             raise CheckpointError("cannot save this in a checkpoint", error.problems) from error
         except (TypeError, ValueError, RecursionError) as error:
@@ -271,6 +250,19 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     return value
 
 
+def _changed_by_json(value: Any, read: Any, where: str) -> Iterator[Problem]:
+    """Find values that JSON gives back as other ones, except tuples, which become lists."""
+    if isinstance(value, dict) and isinstance(read, dict) and value.keys() == read.keys():
+        for key, inner in value.items():
+            yield from _changed_by_json(inner, read[key], f"{where}.{key}")
+    elif isinstance(value, (list, tuple)) and isinstance(read, list):
+        for place, (inner, other) in enumerate(zip(value, read, strict=True)):
+            yield from _changed_by_json(inner, other, f"{where}[{place}]")
+    elif value != read:
+        detail = f"is {shown(value)}, which JSON gives back as {shown(read)}; expected JSON values, and text as keys"
+        yield Problem(ProblemKind.FORMAT, where, detail)
+
+
 def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest of format 1 in the current format. Its scalars were loaded as fp32 tensors."""
     optimizer = content.get("optimizer")
@@ -316,21 +308,9 @@ def _wrong_in(optimizer: OptimizerFacts) -> Iterator[tuple[str, str]]:
         if set(states.tensors) & states.scalars.keys() or len(set(states.tensors)) < len(states.tensors):
             yield f"states.{name}", "has a state twice"
         for key, scalar in states.scalars.items():
-            if not _fits(scalar):
+            if not scalar.is_valid:
                 detail = f"is {shown(scalar.value)} of type {shown(scalar.type)}, expected a finite number of its type"
                 yield f"states.{name}.scalars.{key}", detail
-
-
-def _fits(scalar: Scalar) -> bool:
-    """Return True if the type of a scalar exists and can hold its value."""
-    if scalar.dtype is None:
-        return type(scalar.value) is _PYTHON_TYPES.get(scalar.type) and _is_plain(scalar.value)
-    if scalar.dtype.is_floating_point:
-        return is_number(scalar.value)
-    if scalar.dtype == torch.bool:
-        return isinstance(scalar.value, bool)
-    limits = torch.iinfo(scalar.dtype)
-    return is_integer(scalar.value, limits.min, limits.max)
 
 
 def _is_plain(value: Any) -> bool:

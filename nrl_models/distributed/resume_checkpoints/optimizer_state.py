@@ -17,7 +17,8 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import gather_over, has_stages
 from nrl_models.distributed.resume_checkpoints.block_files import BlockedTensor, Held
-from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, Scalar, States
+from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
+from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed, shown
 
@@ -41,7 +42,7 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
         states[name] = States({}, [])
         for key, value in state.items():
             if _is_scalar(key, value, parameter):
-                states[name].scalars[key] = _scalar(value)
+                states[name].scalars[key] = Scalar.of(value)
             elif subclass := _subclass_of(value):
                 detail = f"is a {subclass}, a tensor subclass whose content no other layout can read"
                 advice = "use an optimizer with plain tensors as state, or save it with torch.distributed.checkpoint"
@@ -189,10 +190,7 @@ def restore(
         if (kept := saved.states.get(name)) is None:
             continue
         device = _device_of_scalars(groups[id(parameter)], parameter)
-        state: dict[str, Any] = {
-            key: scalar.value if scalar.dtype is None else torch.tensor(scalar.value, dtype=scalar.dtype, device=device)
-            for key, scalar in kept.scalars.items()
-        }
+        state: dict[str, Any] = {key: scalar.restored(device) for key, scalar in kept.scalars.items()}
         for key in kept.tensors:
             tensor = stored[f"{name}.{key}"]
             dtype = parameter.dtype if tensor.dtype == saved_dtypes.get(name) else tensor.dtype
@@ -260,14 +258,6 @@ def _is_scalar(key: str, value: Any, parameter: torch.Tensor) -> bool:
         return isinstance(value, int | float)
     has_shape = parameter.ndim == 0 and isinstance(value, DTensor) == isinstance(parameter, DTensor)
     return value.ndim == 0 and not (has_shape and key != "step")
-
-
-def _scalar(value: Any) -> Scalar:
-    """Return a number with its type. Subclasses of Python's numbers become Python's."""
-    if isinstance(value, torch.Tensor):
-        return Scalar(str(value.dtype), _plain(value))
-    kind = next(kind for kind in (bool, int, float) if isinstance(value, kind))
-    return Scalar(kind.__name__, kind(value))
 
 
 def _plain(value: Any) -> Any:

@@ -72,7 +72,8 @@ def save_checkpoint(
         model: A sharded model (`parallelize`, or `from_pretrained` with a mesh), which PEFT or torch may wrap.
         optimizer: Optimizer of the model's parameters. Its state may consist of tensors of the parameter's shape, and
             scalars.
-        progress: Any JSON value. `step`, if present, must be an integer.
+        progress: A dictionary of JSON values, the same on all ranks. `step`, if present, must be an integer. To save
+            values that differ between ranks, such as RNG states, gather them into a list (`all_gather_object`).
         wait: False copies this rank's state to host memory, and returns. A background thread writes the copy and
             publishes it once all ranks have finished. The next `save_checkpoint`, `load_checkpoint` and the
             interpreter's exit wait for it.
@@ -81,11 +82,11 @@ def save_checkpoint(
         The save. With `wait=False`, call its `wait()` before `destroy_process_group`.
 
     Raises:
-        CheckpointError: If optimizer state has another shape, or progress cannot be written and read again.
+        CheckpointError: If optimizer state has another shape, or JSON cannot represent progress.
         SaveError: If the disk is full or read-only, or another process saves into the folder. Also if the previous
             asynchronous save failed and its `wait()` was not called; the new checkpoint is then not written.
-        ShardingError: If another rank failed. The failed rank raises its own error. Also if the model is not sharded,
-            or a wrapper has parameters (PEFT's prompts).
+        ShardingError: If ranks passed different progress, or another rank failed. The failed rank raises its own error.
+            Also if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
 
     Examples:
         >>> import torch
@@ -114,8 +115,11 @@ def save_checkpoint(
             ]
     if optimizer is not None:
         facts = of_all_stages(own_facts, mesh)
-    with agreed(mesh, what):
-        manifest = Manifest({}, dict(progress or {}), facts).checked()  # raises before anything is written
+    with agreed(mesh, what) as shared:
+        given: Any = {} if progress is None else progress
+        given = dict(given) if isinstance(given, Mapping) else given
+        manifest = Manifest({}, given, facts).checked()  # raises before anything is written
+        shared |= {"progress": sorted(given), **{f"progress.{key}": value for key, value in given.items()}}
         blocks: dict[StatePart, Iterable[tuple[str, Block]]] = {
             part: blocks_to_write(tensors, mesh) for part, tensors in parts.items()
         }

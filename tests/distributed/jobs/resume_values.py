@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from jobs.setting import LENGTH, case_of, full, mesh_of
@@ -38,3 +39,9 @@ def resumes_a_scale(folder: str, **sizes: int) -> list[tuple[float, float]]:
         assert {key: type(value) for key, value in optimizer.state[model.scale].items()} == types
         values.append((before, step()))
     return values
+
+
+def saves_progress_of_each_rank(folder: str, **sizes: int) -> None:
+    """Save another progress on each rank."""
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
+    save_checkpoint(folder, model, None, {"step": 3, "rng": [dist.get_rank()]})

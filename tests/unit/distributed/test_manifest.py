@@ -15,11 +15,11 @@ from nrl_models.distributed.resume_checkpoints.manifest import (
     Manifest,
     OptimizerFacts,
     ParameterGroup,
-    Scalar,
     States,
     WrittenFile,
     read_manifest,
 )
+from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.errors import CheckpointError
 
 NAMES = ("config.json", "weights-00000-00000.safetensors", "optimizer-00000-00000.safetensors")
@@ -148,6 +148,28 @@ def test_scalars_of_format_1_are_fp32_tensors() -> None:
     content["optimizer"]["states"]["a"]["scalars"] = {"step": 2.0}
     content["format"] = 1
     assert Manifest.parse(manifest._rendered(content)) == WRITTEN
+
+
+@pytest.mark.parametrize(
+    ("progress", "where"),
+    [
+        ({"seen": {0: 5}}, "progress.seen"),
+        ({"a": [1, (2, {None: 3})]}, "progress.a[1][1]"),
+        ({True: 1}, "progress"),
+        ({"file": WrittenFile(1, "")}, "progress.file"),
+        ([1, 2], "progress"),
+    ],
+    ids=repr,
+)
+def test_progress_that_json_changes_is_refused(progress: Any, where: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot save this in a checkpoint") as caught:
+        Manifest({}, progress, None).checked()
+    assert [problem.subject for problem in caught.value.problems] == [where]
+
+
+def test_tuples_of_progress_become_lists() -> None:
+    progress = {"shape": (1, (2, 0.1)), "done": True, "next": None}
+    assert Manifest({}, progress, None).checked().progress == {"shape": [1, [2, 0.1]], "done": True, "next": None}
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

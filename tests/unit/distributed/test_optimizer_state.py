@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.distributed.resume_checkpoints.manifest import Manifest, OptimizerFacts, ParameterGroup, Scalar, States
+from nrl_models.distributed.resume_checkpoints.manifest import Manifest, OptimizerFacts, ParameterGroup, States
 from nrl_models.distributed.resume_checkpoints.optimizer_state import facts_of, restore
+from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.errors import CheckpointError
 
 
