@@ -15,19 +15,33 @@ from tools.ledger.ledger import KeyKind, Ledger
 def loading_table(ledgers: Mapping[str, Ledger]) -> dict[str, Any]:
     """Return the table that `nrl_models.common.config.recorded_keys` reads."""
     supported = {name: dict(sorted(ledger.supported.items())) for name, ledger in ledgers.items() if ledger.supported}
-    return {"outputs": dict(sorted(_outputs(ledgers).items())), "supported": dict(sorted(supported.items()))}
+    effects = _effects(ledgers)
+    return {
+        "outputs": dict(sorted(_outputs(effects).items())),
+        "supported": dict(sorted(supported.items())),
+        "training": sorted(key for key, kinds in effects.items() if kinds.keys() & TRAINING),
+    }
 
 
-def _outputs(ledgers: Mapping[str, Ledger]) -> dict[str, str]:
-    """Map each key that only changes outputs to an architecture whose outputs it changes."""
+TRAINING = {KeyKind.TRAINING, KeyKind.WEIGHTS}
+"""Effects on new weights, or in training mode only."""
+
+
+def _effects(ledgers: Mapping[str, Ledger]) -> dict[str, dict[KeyKind, str]]:
+    """Map each key to its effects, each with an architecture that has it."""
     found: dict[str, dict[KeyKind, str]] = {}
     for architecture, ledger in ledgers.items():
         for path, kind in ledger.kinds.items():
             found.setdefault(path.rpartition(".")[2], {}).setdefault(kind, architecture)
-    others = {KeyKind.SHAPES, KeyKind.TRAINING, KeyKind.WEIGHTS}
+    return found
+
+
+def _outputs(effects: Mapping[str, Mapping[KeyKind, str]]) -> dict[str, str]:
+    """Map each key that only changes outputs to an architecture whose outputs it changes."""
+    others = {KeyKind.SHAPES, *TRAINING}
     return {
         key: kinds[KeyKind.OUTPUTS]
-        for key, kinds in found.items()
+        for key, kinds in effects.items()
         if KeyKind.OUTPUTS in kinds and not kinds.keys() & others
     }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parents[2] / "families" / "config_keys.json"
-"""`{"outputs": {key: architecture}, "supported": {architecture: {path: default}}}`."""
+"""`{"outputs": {key: architecture}, "supported": {architecture: {path: default}}, "training": [key]}`."""
 
 
 @cache
@@ -32,3 +32,9 @@ def architecture_that_computes_with(key: str) -> str | None:
 def supported_at_default_only(architecture: str) -> Mapping[str, Any]:
     """For each key of which an architecture supports the default only, by its path, that default."""
     return _table()["supported"].get(architecture, {})
+
+
+@cache
+def keys_of_training() -> frozenset[str]:
+    """Return the keys that change training (dropout) or the initialization of weights in some architecture."""
+    return frozenset(_table()["training"])

@@ -14,7 +14,7 @@ No file is a pickle.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,9 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.checkpoint.json_reading import read_object
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.config.comparison import differences
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_unused, kept_by
@@ -139,14 +142,22 @@ def save_checkpoint(
     return save
 
 
-def load_checkpoint(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def load_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    ignore_config_keys: Collection[str] | str = (),
+) -> dict[str, Any]:
     """Load the newest checkpoint of a folder into a model and its optimizer. It may be from any other layout.
 
     Args:
         folder: Directory written by `save_checkpoint`.
-        model: A sharded model of the same architecture and configuration, which PEFT or torch may wrap.
+        model: A sharded model of the same architecture and configuration, which PEFT or torch may wrap. Keys of
+            training, generation, precision, kernels, paths and versions may differ, and those that it does not read.
         optimizer: Optimizer of the model's parameters, with the same groups. Its state is replaced. None loads the
             weights alone, in the model's dtypes.
+        ignore_config_keys: Other configuration keys, by name or path (`text_config.rope_parameters`), that may differ.
 
     Returns:
         The saved progress.
@@ -191,6 +202,7 @@ def load_checkpoint(folder: str | Path, model: nn.Module, optimizer: Optimizer |
         weights = {found.name if (found := adapter.find(name)) else name: tensor for name, tensor in stored.items()}
         kept = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
+        problems += differences(read_object(version / CONFIG_NAME), model, ignore_config_keys)
         if optimizer is not None and here is not None:
             states = stored_tensors(version, manifest.files_of(StatePart.OPTIMIZER), problems)
             problems += misfits(model, optimizer, here, manifest.optimizer, states)

@@ -45,3 +45,14 @@ def saves_progress_of_each_rank(folder: str, **sizes: int) -> None:
     """Save another progress on each rank."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
     save_checkpoint(folder, model, None, {"step": 3, "rng": [dist.get_rank()]})
+
+
+def saves_configuration(folder: str, config: dict[str, Any], **sizes: int) -> None:
+    """Save a model with other configuration values."""
+    save_checkpoint(folder, parallelize(case_of("LlamaForCausalLM", config).model(), mesh_of(**sizes)))
+
+
+def loads_configuration(folder: str, config: dict[str, Any], ignored: str = "", **sizes: int) -> None:
+    """Load into a model with other configuration values."""
+    model = parallelize(case_of("LlamaForCausalLM", config).model(), mesh_of(**sizes))
+    load_checkpoint(folder, model, ignore_config_keys=ignored or ())
