@@ -30,9 +30,8 @@ from nrl_models.certify.check_result import CheckResult, Side, status_of
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.consistency.cells import THRESHOLD
-from nrl_models.consistency.refit import refit_problems
 from nrl_models.engines.base import Engine
-from nrl_models.engines.digests import digested
+from nrl_models.engines.digests import digested, refit_problems
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, NRLModelsError, UnknownArgumentError, listed
 from nrl_models.family import FamilyModel

@@ -16,9 +16,9 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.consistency import Data, Mode
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, Cell, largest_error
-from nrl_models.consistency.refit import FIRST_BOUND, refit_problems
+from nrl_models.consistency.refit import FIRST_BOUND
 from nrl_models.engines.base import Engine
-from nrl_models.engines.digests import digested
+from nrl_models.engines.digests import digested, refit_problems
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.scores import final_scores, padded
@@ -159,7 +159,7 @@ def _compared(
     status = Status.NOT_DECIDED if is_wide and not problems else status_of(failed=bool(problems), compared=compared)
     summary = f"token_mult_prob_error {shown_error(error)}, and {shown_error(effect)} without the adapter"
     if status is Status.NOT_DECIDED:
-        summary += f": the noise floor of {dtype_name(trainer.model.dtype)} is {noise:.4g}"
+        summary += f": the noise floor of {dtype_name(trainer.model.dtype)} is {shown_error(noise)}"
     return CheckResult(
         name=name,
         status=status,

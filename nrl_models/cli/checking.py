@@ -133,6 +133,7 @@ def refit_check(
             engine_options=dict(engine_option or ()),
             note=note,
         )
+    show(check.summary)
     for step in check.steps:
         for problem in (*step.problems, *step.result.problems, *step.result.notes):
             show(f"{step.name}: {problem}")

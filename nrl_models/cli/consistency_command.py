@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -304,39 +304,42 @@ def shown_command(arguments: list[str]) -> str:
 
 @contextmanager
 def _cells_as_they_finish() -> Iterator[Callable[[ConsistencyReport], None]]:
-    """Show progress: a table in a terminal, else a line per finished cell. On Ctrl-C, say how to resume."""
+    """Show progress: a table in a terminal that is wide enough, else a line per finished cell.
+
+    On Ctrl-C, say how to resume.
+    """
     from rich.live import Live
 
-    out: Path | None = None
-    done = 0
-    console = output.console(stderr=True)
+    from nrl_models.logprobs.metrics import shown_error
+    from nrl_models.parity.parity_report import Outcome
 
-    def print_new(report: ConsistencyReport) -> None:
-        nonlocal done, out
+    out: Path | None = None
+    live: Live | None = None
+    done = 0
+    results, progress = output.console(), output.console(stderr=True)
+
+    def update(report: ConsistencyReport) -> None:
+        nonlocal out, live, done
         out = report.out
-        results = report.results
-        for result in results[done:]:
+        if results.is_terminal and results.width >= report.table_width:
+            live = live or shown.enter_context(Live(console=results, refresh_per_second=4, transient=True))
+            live.update(report.table())
+            return
+        count = len(report.results)
+        for result in report.results[done:]:
             comparison, error = result.worst
-            console.print(
-                f"{len(results)}/{len(results) + len(report.running)} {result.cell}: "
-                f"{'pass' if result.passed else 'FAIL'}, token_mult_prob_error {error:.7f} against {comparison}, "
-                f"noise floor {result.noise:.7f}",
+            progress.print(
+                f"{count}/{count + len(report.running)} {result.cell}: {Outcome.of(result.passed).shown}, "
+                f"token_mult_prob_error {shown_error(error)} against {comparison}, "
+                f"noise floor {shown_error(result.noise)}",
                 highlight=False,
                 soft_wrap=True,
             )
-        done = len(results)
-
-    def update(report: ConsistencyReport) -> None:
-        nonlocal out
-        out = report.out
-        live.update(report.table())
+        done = count
 
     try:
-        if output.console().is_terminal:
-            with Live(console=output.console(), refresh_per_second=4, transient=True) as live:
-                yield update
-        else:
-            yield print_new
+        with ExitStack() as shown:
+            yield update
     except KeyboardInterrupt:
         measured = f"measurements are in {out}; the same command resumes" if out else "nothing was measured"
         show(f"interrupted: {measured}")

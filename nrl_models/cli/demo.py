@@ -28,6 +28,7 @@ from nrl_models.consistency.matrix import check_consistency
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.real_text import END, text_of_this_machine
+from nrl_models.logprobs.metrics import shown_error
 from nrl_models.onboarding import real_weights
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.parity_report import ParityReport, ParityRow, Unit
@@ -317,7 +318,7 @@ def _consistent(checkpoint: Path, measured: Path) -> ParityRow:
     return ParityRow(
         "log-probabilities of generated text",
         found.passed,
-        f"token_mult_prob_error {max(errors):.7f}" if errors else found.error,
+        f"token_mult_prob_error {shown_error(max(errors))}" if errors else found.error,
         f"at most {settings.threshold}",
         "batch 2, 64 tokens, temperature 0.8",
         value=max(errors, default=None),

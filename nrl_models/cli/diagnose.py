@@ -280,4 +280,5 @@ def prefix_caching(
         _show(diagnose(), json_file)
         return
     found = diagnose_versions(engine_python, lambda python: diagnose(python=str(python)), show)
+    show(found.summary)
     show_report(found, json_file)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nrl_models.cli.arguments import require_only
-from nrl_models.cli.console import show_report, status
+from nrl_models.cli.console import show, show_report, status
 
 if TYPE_CHECKING:
     from nrl_models.logprobs.sampling import Sampling
@@ -54,4 +54,6 @@ def check_image_files(
     prompts = [file_prompt(processor, file, text) for file in files]
     with status("comparing images"):
         comparisons = check_images(folder, prompts, sampling=sampling, **options)
-    show_report(ImageReport(path, files, comparisons), context.params["json_file"])
+    report = ImageReport(path, files, comparisons)
+    show(report.summary)
+    show_report(report, context.params["json_file"])

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.value_checks import finite_or_none
@@ -20,6 +19,7 @@ from nrl_models.consistency.measure import Comparison, Measurement
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.logprobs.metrics import ConsistencyMetrics, shown_error
 from nrl_models.parity.parity_report import Outcome, Unit
+from nrl_models.parity.result_table import ResultTable
 from nrl_models.parity.worst import last_if_nan, worst_of
 
 MAX_OUTSIDE = 0.01
@@ -266,25 +266,26 @@ class ConsistencyReport:
             ]
             decode = found[Comparison.DECODE]
             largest = f"{worst_of(metrics.max for metrics in decode):.1e}"
-            numbers += [_worst(decode, "worst_sequence"), largest, _shown(result.noise)]
+            numbers += [_worst(decode, "worst_sequence"), largest, shown_error(result.noise, aligned=True)]
             yield MatrixRow(_values(result.cell), tuple(numbers), Outcome.of(result.passed).shown, result)
         for cell, status in (self.running | self.skipped).items():
             yield MatrixRow(_values(cell), ("",) * len(self.columns), status, None)
 
-    def table(self, *, failures_only: bool = False) -> Table:
-        """Return the guide's table, with the step of each running cell. It fits 100 columns.
+    @property
+    def table_width(self) -> int:
+        """Width that the table needs."""
+        return 100 + 10 * (len(self.columns) - 5)
+
+    def table(self, *, failures_only: bool = False) -> ResultTable:
+        """Return the guide's table, with the step of each running cell. It fits `table_width` columns.
 
         Args:
             failures_only: Whether to leave out cells that passed.
         """
         rows = [row for row in self.rows() if not (failures_only and row.result and row.result.passed)]
-        table = Table(title=escape(self.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        columns = ("length", "data", "mode", "batch", *self.columns)
-        for index, name in enumerate(columns):
-            # Numbers are never cut: a shortened 1.0004 reads as 1.
-            widest = max((len((*row.cell, *row.numbers)[index]) for row in rows), default=0)
-            left = name in ("data", "mode")
-            table.add_column(name, justify="left" if left else "right", min_width=max(widest, len(name.split()[0])))
+        table = ResultTable(title=escape(self.title), heading=len(CELL), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in (*CELL, *self.columns):
+            table.add_column(name, justify="left" if name in ("data", "mode") else "right")
         table.add_column("verdict")
         for row in rows:
             status = Outcome.of(row.result.passed).markup if row.result else f"[dim]{escape(row.status)}[/dim]"
@@ -333,11 +334,4 @@ def _values(cell: Cell) -> tuple[str, ...]:
 
 
 def _worst(repeats: Sequence[ConsistencyMetrics], name: str) -> str:
-    return _shown(worst_of(getattr(metrics, name) for metrics in repeats))
-
-
-def _shown(value: float) -> str:
-    """Return a `token_mult_prob_error` for a column of a table."""
-    if not math.isfinite(value):
-        return str(value)
-    return f"{value:.7f}" if value < 1.001 else f"{value:.4f}"
+    return shown_error(worst_of(getattr(metrics, name) for metrics in repeats), aligned=True)

@@ -17,7 +17,7 @@ import torch
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.consistency.consistency_report import CELL, ConsistencyReport, described, settings_text
 from nrl_models.consistency.measure import Comparison, Measurement, order_by_error
-from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.parity.worst import last_if_nan
 
 if TYPE_CHECKING:
@@ -194,11 +194,11 @@ def _sequences(
     for row in order_by_error(worst.trainer, worst.decode)[:WORST_SEQUENCES]:
         trainer, engine, ids = worst.trainer[row], worst.decode[row], worst.tokens[row].tolist()
         difference = (trainer - engine).abs()
-        largest = difference.nan_to_num(posinf=0.0).max().item()
+        error, largest = token_mult_prob_error(trainer, engine), difference.nan_to_num(posinf=0.0).max().item()
         redness = (FULL_RED * (difference / full_red).clamp(max=1.0)).nan_to_num(nan=FULL_RED).tolist()
         prompt, generated = ids[: worst.prompt_length], ids[worst.prompt_length :]
         yield (
-            f"sequence {row}: {token_mult_prob_error(trainer, engine):.7f}, largest difference {largest:.1e} nats",
+            f"sequence {row}: {shown_error(error)}, largest difference {largest:.1e} nats",
             "".join(_token(tokenizer, token) for token in prompt[-CONTEXT_TOKENS:]),
             [
                 (

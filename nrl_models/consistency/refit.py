@@ -7,19 +7,17 @@ The training step is in `weight_change`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.table import Table
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import rope_switch
-from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.servers import require_engine
 from nrl_models.common.value_checks import finite_or_none
@@ -33,18 +31,18 @@ from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.consistency.weight_change import WeightChange
 from nrl_models.engines import start_engine
-from nrl_models.engines.digests import NO_DIGESTS, digested
+from nrl_models.engines.digests import digested, refit_problems
 from nrl_models.engines.engine_types import NamedTensor, RefitReport
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
 from nrl_models.errors import ConsistencyError, RefitUnsupportedError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
-from nrl_models.parity.parity_report import Outcome, Unit
+from nrl_models.logprobs.metrics import shown_error
+from nrl_models.parity.parity_report import Outcome, Unit, passed_line
+from nrl_models.parity.result_table import ResultTable
 
 Tensors = Iterable[NamedTensor]
-
-logger = get_logger(__name__)
 
 LENGTH = 100
 """Default number of tokens of compared sequences, unless the model's limit is lower."""
@@ -159,37 +157,6 @@ def refit_settings(
     return Settings((length,), (Data.DUMMY,), (Mode.SAMPLING,), (batch,), threshold=threshold)
 
 
-def refit_problems(
-    report: RefitReport, sent: Mapping[str, str], plan: Sequence[tuple[str, tuple[int, ...], torch.dtype]]
-) -> list[str]:
-    """Return the problems of a refit: tensors that were not sent, did not arrive, or were not written.
-
-    Args:
-        report: The engine's report.
-        sent: Digest of each sent tensor by name.
-        plan: Tensors that were to be sent, as from `StateDictAdapter.export_plan`.
-    """
-    problems, planned, arrived = [], [name for name, _, _ in plan], report.digests
-    if list(sent) != planned:
-        different = [f"{name} for {wanted}" for name, wanted in zip(sent, planned, strict=False) if name != wanted]
-        problems.append(f"other tensors were sent than planned: {len(sent)} for {len(planned)}; {different[:3]}")
-    sides = {
-        "tensors did not arrive": [name for name in sent if name not in arrived],
-        "tensors arrived changed": [name for name in sent if name in arrived and arrived[name] != sent[name]],
-        "tensors arrived but were not sent": [name for name in arrived if name not in sent],
-    }
-    unwritten = {
-        "parameters of the engine were not written": report.unwritten,
-        "buffers of the engine were not written": report.stale_buffers,
-    }
-    if sent and not arrived:
-        logger.warning_once(f"{NO_DIGESTS}: log-probabilities compare the weights instead")
-    for problem, names in ((sides if arrived else {}) | unwritten).items():
-        if names:
-            problems.append(f"{problem}: {listed(names)}")
-    return problems
-
-
 @dataclass
 class RefitChecker:
     """Refits an engine from a trainer, and compares them.
@@ -298,6 +265,18 @@ class RefitChecker:
         """Whether there was at least one refit, and all passed."""
         return bool(self.steps) and all(step.passed for step in self.steps)
 
+    @property
+    def title(self) -> str:
+        """Checkpoint, engine and its maximum length."""
+        length = "" if self._max_length is None else f", maximum length {self._max_length:,}"
+        return f"{self.path}: refit of {self._described['engine'].get('engine')}{length}"
+
+    @property
+    def summary(self) -> str:
+        """The result in one line: the number of refits that passed."""
+        passed = sum(step.passed for step in self.steps)
+        return f"{passed_line(self.passed, passed, len(self.steps), 'refits')}: {self.title}"
+
     def to_json(self) -> dict[str, Any]:
         """`{"verdict", "refits": [{"name", "token_mult_prob_error", ...}], ...}`."""
         return {
@@ -325,26 +304,24 @@ class RefitChecker:
             ],
         }
 
-    def table(self) -> Table:
+    def table(self) -> ResultTable:
         """A row for each refit."""
-        title = escape(f"{self.path}: refit of {self._described['engine'].get('engine')}")
         sides = (Comparison.DECODE, Comparison.PREFILL)
-        length = "" if self._max_length is None else f", started for {self._max_length:,} tokens"
         hidden = f". Not observable: {listed(self.not_observable)}" if self.not_observable else ""
-        table = Table("refit", title=f"{title}{length}{escape(hidden)}", title_justify="left")
-        for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before", *sides):
+        table = ResultTable("refit", title=escape(self.title + hidden))
+        for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before the refit", *sides):
             table.add_column(name, justify="right")
         table.add_column("verdict")
         for step in self.steps:
             found = step.result.comparisons
+            errors = [found[side][0].token_mult_prob_error if side in found else None for side in sides]
             table.add_row(
                 escape(step.name),
                 f"{step.report.tensors:,}",
                 f"{step.report.nbytes / 1e6:.1f}",
                 f"{step.report.seconds:.2f}",
                 f"{step.report.largest_bucket / 1e6:.1f}",
-                f"{step.before:.4g}",
-                *(f"{found[side][0].token_mult_prob_error:.7f}" if side in found else "-" for side in sides),
+                *("-" if error is None else shown_error(error, aligned=True) for error in (step.before, *errors)),
                 Outcome.of(step.passed).markup,
             )
         return table

@@ -16,7 +16,7 @@ from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.scores import padded
 from nrl_models.errors import EngineError
-from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
+from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics, shown_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.parity_report import Unit
 from nrl_models.parity.worst import last_if_nan
@@ -125,7 +125,7 @@ def diagnose_decode_vs_prefill(
     for index, (sample, found) in enumerate(zip(samples, sequences, strict=True)):
         result.say(
             f"prompt {index}: {len(sample.prompt)} tokens, {found.tokens} generated: mean exp(|decode - prefill|) = "
-            f"{found.token_mult_prob_error:.7f}, largest difference {found.max:.2e}"
+            f"{shown_error(found.token_mult_prob_error)}, largest difference {found.max:.2e}"
             + (f", {found.nan} NaN" if found.nan else "")
         )
     bad = [
@@ -286,8 +286,7 @@ def diagnose_prefix_caching(
         tokens = sample.sequence
     # The guide only requires values without NaN. A prefill without the cache also verifies the values.
     (found,) = _against_prefill(engine, [sample], new_tokens)
-    result.say(
-        f"  compared with one prefill without the cache: token_mult_prob_error {found.token_mult_prob_error:.7f}"
-    )
+    error = shown_error(found.token_mult_prob_error)
+    result.say(f"  compared with one prefill without the cache: token_mult_prob_error {error}")
     result.measured["against_prefill"] = found.to_json()
     return result.finish()

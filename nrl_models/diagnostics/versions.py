@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.errors import EngineError
 from nrl_models.parity.parity_report import Outcome
+from nrl_models.parity.result_table import ResultTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,15 @@ class Versions:
         """Whether every version passed."""
         return self.verdict == Outcome.PASS
 
-    def table(self) -> Table:
+    @property
+    def summary(self) -> str:
+        """The result in one line: the number of environments that passed."""
+        passed = sum(version.outcome is Outcome.PASS for version in self.found)
+        return f"{self.verdict.upper()}: {passed} of {len(self.found)} environments passed"
+
+    def table(self) -> ResultTable:
         """A row for each environment."""
-        table = Table("environment", "engine", "verdict", "result")
+        table = ResultTable("environment", "engine", "verdict", "result")
         for version in self.found:
             last = version.error.splitlines()[0] if version.diagnosis is None else version.diagnosis.lines[-1]
             table.add_row(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import xxhash
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.engines.engine_types import NamedTensor
+from nrl_models.common.logs import get_logger
+from nrl_models.engines.engine_types import NamedTensor, RefitReport
+from nrl_models.errors import listed
+
+logger = get_logger(__name__)
 
 NO_DIGESTS = "the engine reports no digests of received weights"
 """Note for engines that cannot compute digests."""
@@ -33,6 +37,37 @@ def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterato
     for name, tensor in tensors:
         digests[name] = tensor_digest(tensor)
         yield name, tensor
+
+
+def refit_problems(
+    report: RefitReport, sent: Mapping[str, str], plan: Sequence[tuple[str, tuple[int, ...], torch.dtype]]
+) -> list[str]:
+    """Return the problems of a refit: tensors that were not sent, did not arrive, or were not written.
+
+    Args:
+        report: The engine's report.
+        sent: Digest of each sent tensor by name.
+        plan: Tensors that were to be sent, as from `StateDictAdapter.export_plan`.
+    """
+    problems, planned, arrived = [], [name for name, _, _ in plan], report.digests
+    if list(sent) != planned:
+        different = [f"{name} for {wanted}" for name, wanted in zip(sent, planned, strict=False) if name != wanted]
+        problems.append(f"other tensors were sent than planned: {len(sent)} for {len(planned)}; {different[:3]}")
+    sides = {
+        "tensors did not arrive": [name for name in sent if name not in arrived],
+        "tensors arrived changed": [name for name in sent if name in arrived and arrived[name] != sent[name]],
+        "tensors arrived but were not sent": [name for name in arrived if name not in sent],
+    }
+    unwritten = {
+        "parameters of the engine were not written": report.unwritten,
+        "buffers of the engine were not written": report.stale_buffers,
+    }
+    if sent and not arrived:
+        logger.warning_once(f"{NO_DIGESTS}: log-probabilities compare the weights instead")
+    for problem, names in ((sides if arrived else {}) | unwritten).items():
+        if names:
+            problems.append(f"{problem}: {listed(names)}")
+    return problems
 
 
 class HeldWeights:

@@ -50,8 +50,15 @@ def token_mult_prob_error(trainer: torch.Tensor, engine: torch.Tensor, mask: tor
     return _mean(_difference(trainer, engine, mask).abs().exp())
 
 
-def shown_error(value: float) -> str:
-    """Return a `token_mult_prob_error`, or its bound, with digits that tell values near 1 apart."""
+def shown_error(value: float, *, aligned: bool = False) -> str:
+    """Return a `token_mult_prob_error`, or its bound, with digits that tell values near 1 apart.
+
+    Args:
+        value: The error.
+        aligned: Whether to keep zeros at the end, so that the values of a column have the same decimals.
+    """
+    if aligned and value < 100.0:
+        return f"{value:.7f}"
     return f"{value:.8g}" if value < 2.0 else f"{value:.6g}"
 
 

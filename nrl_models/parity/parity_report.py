@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from nrl_models.common.value_checks import finite_or_none
+from nrl_models.parity.result_table import ResultTable
 from nrl_models.parity.worst import last_if_nan
 
 
@@ -167,22 +167,11 @@ class ParityReport:
             lines.append(f"      expected: {row.expected}")
         return "\n".join(lines)
 
-    def table(self) -> Table:
+    def table(self) -> ResultTable:
         """Return the checks as a table."""
-        table = Table(title=escape(self.title), title_justify="left")
-        widths = {
-            "check": _longest_word((row.check for row in self.rows), 32),
-            "detail": _longest_word((row.detail for row in self.rows), 32),
-        }
-        for column in ("check", "verdict", "measured", "expected", "detail"):
-            table.add_column(column, overflow="fold", min_width=widths.get(column))
+        table = ResultTable("check", "verdict", "measured", "expected", "detail", title=escape(self.title))
         for row in self.rows:
             # Measurements may contain brackets, which are not markup.
             cells = map(escape, (row.measured, row.expected, row.detail))
             table.add_row(escape(row.check), Outcome.of(row.passed).markup, *cells)
         return table
-
-
-def _longest_word(texts: Iterable[str], limit: int) -> int:
-    """Return the width of a column that splits no word of `texts`, at most `limit`."""
-    return min(limit, max((len(word) for text in texts for word in text.split()), default=0))

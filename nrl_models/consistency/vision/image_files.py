@@ -9,11 +9,12 @@ from typing import Any
 
 from PIL import Image
 from rich.markup import escape
-from rich.table import Table
 
 from nrl_models.common.value_checks import finite_or_none
 from nrl_models.consistency.vision.image_check import ImageComparison, ImagePrompt
-from nrl_models.parity.parity_report import Outcome, Unit
+from nrl_models.logprobs.metrics import shown_error
+from nrl_models.parity.parity_report import Outcome, Unit, passed_line
+from nrl_models.parity.result_table import ResultTable
 
 
 def file_prompt(processor: Any, file: Path, text: str) -> ImagePrompt:
@@ -53,20 +54,32 @@ class ImageReport:
         """Whether every prompt passed."""
         return all(comparison.passed for comparison in self.comparisons)
 
-    def table(self) -> Table:
+    @property
+    def title(self) -> str:
+        """Checkpoint and sides."""
+        return f"{self.path}: vLLM and the trainer on images"
+
+    @property
+    def summary(self) -> str:
+        """The result in one line: the number of images that passed."""
+        passed = sum(comparison.passed for comparison in self.comparisons)
+        return f"{passed_line(self.passed, passed, len(self.comparisons), 'images')}: {self.title}"
+
+    def table(self) -> ResultTable:
         """A row for each image."""
-        table = Table(title=escape(f"{self.path}: vLLM and the trainer on images"), title_justify="left")
+        table = ResultTable(title=escape(self.title))
         table.add_column("image", no_wrap=True)
         for name in ("size", "tokens", "decode", "prefill", "bound"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("differs first", overflow="fold")
         table.add_column("verdict")
         for file, comparison in zip(self.files, self.comparisons, strict=True):
+            errors = comparison.decode, comparison.prefill, comparison.bound
             table.add_row(
                 escape(file.name),
                 "x".join(map(str, comparison.sizes[0])),
                 f"{comparison.prompt_tokens}+{comparison.new_tokens}",
-                *(f"{error:.7f}" for error in (comparison.decode, comparison.prefill, comparison.bound)),
+                *(shown_error(error, aligned=True) for error in errors),
                 comparison.fault or "-",
                 Outcome.of(comparison.passed).markup,
             )

@@ -460,4 +460,14 @@ def test_the_table_fits_100_columns_and_cuts_no_number(error: float, run: Run) -
     Console(file=shown, width=100).print(report.table())
     assert max(map(len, shown.getvalue().splitlines())) <= 100
     assert "…" not in shown.getvalue()
-    assert (f"{error:.7f}" if error < 1.001 else f"{error:.4f}") in shown.getvalue()
+    assert f"{error:.7f}" in shown.getvalue()
+
+
+def test_a_narrow_terminal_shows_each_number_and_verdict(run: Run) -> None:
+    report, shown = run(), io.StringIO()
+    Console(file=shown, width=80).print(report.table())
+    lines = [line.strip() for line in shown.getvalue().splitlines()]
+    for result in report.results:
+        cell = result.cell
+        heading = f"length {cell.length:,}, data {cell.data}, mode {cell.mode}, batch {cell.batch}: pass"
+        assert lines[lines.index(heading) + 1] == f"decode          {result.errors[0]:.7f}"

@@ -164,6 +164,6 @@ def test_long_rope_is_checked_at_the_length_of_rollouts(tmp_path: Path) -> None:
     check = check_refit(tmp_path, engine="hf-generate", dtype=torch.float32)
     assert check.passed
     assert check.to_json()["max_length"] == 129
-    assert "started for 129 tokens" in str(check.table().title)
+    assert "maximum length 129" in str(check.table().title)
     check = check_refit(tmp_path, engine="hf-generate", dtype=torch.float32, engine_options={"max_length": 100})
     assert check.to_json()["max_length"] == 100
