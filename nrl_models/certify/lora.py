@@ -99,7 +99,7 @@ def served(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
 
 def _not_possible(subject: CheckpointUnderTest) -> str:
     if find_spec("peft") is None:
-        return "peft is not installed: pip install 'nrl_models[peft]'"
+        return "peft is not installed: pip install '.[peft]' in a checkout"
     return "" if subject.trainer.model.can_generate() else "the model does not generate"
 
 

@@ -63,7 +63,7 @@ def load_key(file: Path, *, private: bool) -> Any:
         from cryptography.hazmat.primitives.asymmetric import ed25519
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
     except ImportError as error:
-        raise ConsistencyError("signatures need cryptography: pip install 'nrl_models[sign]'") from error
+        raise ConsistencyError("signatures need cryptography: pip install '.[sign]' in a checkout") from error
     expected = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
     kind = "private" if private else "public"
     try:

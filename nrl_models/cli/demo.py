@@ -62,6 +62,9 @@ CERTIFICATE = "certificate"
 BROKEN_MODULE = "model.layers.2.self_attn"
 """The module that `nrl-models demo --break` changes."""
 
+BUG = f"{BROKEN_MODULE}.scaling is multiplied by 1.1, so the attention scores of layer 2 are 1.1 times too large"
+"""What `nrl-models demo --break` inserts."""
+
 QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is 2 + 3?")
 
 PROMPTS = ("def main(", "import os\n", "The function returns", "class Error(Exception):\n")

@@ -58,12 +58,14 @@ def demo(
     the model is ready, otherwise 1.
     """
     from nrl_models.certify import Answer
-    from nrl_models.cli.demo import certify_demo, next_commands, run_demo, run_real_demo
+    from nrl_models.cli.demo import BUG, certify_demo, next_commands, run_demo, run_real_demo
 
     if real and broken:
         raise typer.BadParameter("cannot be combined with --real", param_hint="'--break'")
     report, checkpoint = run_real_demo(out) if real else (run_demo(out, steps=steps, broken=broken), None)
     show_checks(report, json_file, verbose=verbose)
+    if broken:
+        show(f"Inserted bug: {BUG}.")
     show("\n".join(["Try next:", *(f"  {command}" for command in next_commands(out, checkpoint))]))
     certificate = None if real or broken else certify_demo(out)
     if certificate is not None:

