@@ -8,4 +8,20 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name.
+
+    Raises:
+        AttributeError: There is no such name.
+    """
+    try:
+        return _imported(name)
+    except AttributeError:
+        if name in __all__:
+            raise  # of the import
+    from nrl_models.errors import did_you_mean
+
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")

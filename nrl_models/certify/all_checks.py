@@ -21,7 +21,7 @@ from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.own_folder import claim, default_folder, why_not_claimed
 from nrl_models.common.trust.servers import is_server
 from nrl_models.consistency.capsule.package_versions import versions
-from nrl_models.errors import ConsistencyError, NRLModelsError, UnknownArgumentError, one_line
+from nrl_models.errors import ConsistencyError, NRLModelsError, UnknownArgumentError, did_you_mean, one_line
 
 PURPOSE = "results of nrl-models certify"
 RESULTS = "results.jsonl"
@@ -151,7 +151,8 @@ def certify(
         ConfigurationError: the model has no more than `layers` layers.
     """
     if unknown := sorted({*only, *skip} - {*NAMES}):
-        raise UnknownArgumentError(f"unknown checks {', '.join(unknown)}: expected some of {', '.join(NAMES)}")
+        shown = ", ".join(name + did_you_mean(name, NAMES) for name in unknown)
+        raise UnknownArgumentError(f"unknown checks {shown}: expected some of {', '.join(NAMES)}")
     in_loop.require_loop(loop_mesh, only)
     options = Options(engine, engine_options or {}, dtype, device, full, seed, loop_mesh, layers)
     subject = CheckpointUnderTest(path, options, Path(), fresh=fresh)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, overload
 
 import typer
 
+from nrl_models.cli.checkpoint_paths import checkpoint_path
 from nrl_models.cli.console import STANDARD_OUTPUT, output
-from nrl_models.common.checkpoint.json_reading import read_object
-from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_gguf, is_local
 from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.common.trust.servers import VLLMS, is_secret, is_server, require_engine
-from nrl_models.errors import CheckpointError, EngineError, ShardingError, did_you_mean, visible
+from nrl_models.errors import DeviceError, EngineError, ShardingError, UnknownArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -36,60 +35,6 @@ class EngineOption(NamedTuple):
 
     key: str
     value: Any
-
-
-def checkpoint_path(text: str) -> Path:
-    """Parse a checkpoint directory, a GGUF file, or a hub repository ID.
-
-    Raises:
-        typer.BadParameter: The directory does not exist, or its `config.json` is missing or damaged.
-    """
-    path = Path(text).expanduser()
-    if path.is_file():
-        if is_gguf(path):
-            return path
-        raise typer.BadParameter(f"{text} is a file, expected a checkpoint directory or a GGUF file")
-    if not is_local(text):
-        return path
-    if not path.is_dir():
-        raise typer.BadParameter(f"no such directory: {text}{did_you_mean(str(path), _siblings(path))}")
-    if (path / CONFIG_NAME).exists():
-        _check_config(path / CONFIG_NAME)
-    elif not (path / ADAPTER_CONFIG_NAME).exists() and not any(map(is_gguf, path.iterdir())):
-        # Loading reports adapter directories and GGUF files in more detail.
-        raise typer.BadParameter(f"{text}: config.json is missing; expected a checkpoint directory")
-    return path
-
-
-def config_path(text: str) -> Path:
-    """Parse a checkpoint as `checkpoint_path` does, or a `config.json` file."""
-    path = Path(text).expanduser()
-    if path.is_file() and not is_gguf(path):
-        _check_config(path)
-        return path
-    return checkpoint_path(text)
-
-
-def local_config_path(text: str) -> Path:
-    """Parse a path as `config_path` does, but raise for hub repositories."""
-    if not (path := Path(text).expanduser()).exists():
-        raise typer.BadParameter(f"no such file or directory: {text}{did_you_mean(str(path), _siblings(path))}")
-    return config_path(text)
-
-
-def _siblings(path: Path) -> list[str]:
-    try:
-        return [str(sibling) for sibling in path.parent.iterdir()]
-    except OSError:
-        return []
-
-
-def _check_config(file: Path) -> None:
-    try:
-        read_object(file)
-    except CheckpointError as error:
-        detail = "; ".join(problem.detail for problem in error.problems)
-        raise typer.BadParameter(visible(f"{file} {detail}: expected a model configuration")) from error
 
 
 def writable(file: Path | None) -> Path | None:
@@ -311,7 +256,11 @@ TrainerDtype = Annotated[
 ]
 Threshold = Annotated[
     float,
-    number("Largest token_mult_prob_error that passes, unless the noise floor explains more.", panel=BOUNDS),
+    number(
+        "Largest token_mult_prob_error (mean factor between the probabilities of both sides; 1 if equal) that passes, "
+        "unless the noise floor explains more.",
+        panel=BOUNDS,
+    ),
 ]
 
 
@@ -327,14 +276,14 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 
 
 def check_device(name: str) -> None:
-    """Raise if torch cannot create a tensor on a device.
+    """Raise if torch has no such device.
 
     Raises:
-        typer.BadParameter: It cannot.
+        typer.BadParameter: It has none.
     """
-    import torch
+    from nrl_models.loading.placement import present_device
 
     try:
-        torch.empty(1, device=name)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise typer.BadParameter(f"{name}: {str(error).splitlines()[0]}", param_hint="'--device'") from error
+        present_device(name)
+    except (DeviceError, UnknownArgumentError) as error:
+        raise typer.BadParameter(str(error).removeprefix("device="), param_hint="'--device'") from error

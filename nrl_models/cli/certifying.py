@@ -32,6 +32,7 @@ from nrl_models.cli.arguments import (
     torch_dtype,
 )
 from nrl_models.cli.console import show, status, write_json
+from nrl_models.errors import did_you_mean
 
 if TYPE_CHECKING:
     from nrl_models.certify import Certificate
@@ -63,6 +64,13 @@ def duration(text: str) -> float:
     return float(text[:-1]) * UNITS[text[-1]]
 
 
+def check_name(text: str) -> str:
+    """Parse the name of a check."""
+    if text not in CHECK_NAMES:
+        raise typer.BadParameter(f"{text!r}{did_you_mean(text, CHECK_NAMES)}: expected a name that --help lists")
+    return text
+
+
 def certify(
     context: typer.Context,
     path: CheckpointPath,
@@ -88,14 +96,17 @@ def certify(
     only: Annotated[
         list[str] | None,
         typer.Option(
+            parser=check_name,
             metavar="CHECK",
-            help="Run only this check. Repeatable. Others keep the results of an earlier run into --out. Without "
-            f"one, the answer is not ready or not decided. Quote names with spaces: {', '.join(CHECK_NAMES)}.",
+            help="Run only this check. Repeatable. Other checks keep their results from an earlier run with the same "
+            "--out. If there is no earlier run, the answer cannot be 'ready'. Checks that share a computation run "
+            f"together, e.g. weights, layers, logits and gradients. Quote names with spaces: {', '.join(CHECK_NAMES)}.",
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(
+            parser=check_name,
             metavar="CHECK",
             help="Do not run this check. Repeatable. See --only.",
         ),
@@ -134,7 +145,7 @@ def certify(
         typer.Option(
             metavar=INT,
             min=1,
-            help="Check only this many first layers, if the model does not fit in memory. \\[default: all]",
+            help="Check only the first INT layers, if the model does not fit in memory. \\[default: all]",
         ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,

@@ -96,8 +96,8 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Upper limit of the bound on token_mult_prob_error. The bound itself follows from the dtype and the "
-            "first refit's error.",
+            "Largest bound on token_mult_prob_error (mean factor between the probabilities of both sides; 1 if "
+            "equal). The bound is derived from the dtype and the first refit's error.",
             panel=BOUNDS,
         ),
     ] = 1.05,
@@ -114,14 +114,15 @@ def refit_check(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check that new weights reach an engine. It starts with random weights and gets the trainer's weights twice.
+    """Check that new weights reach an engine.
 
-    The second time is after a training step. Each time, the command compares the log-probabilities of both sides.
+    Start an engine on random weights, send it the trainer's weights, train one step, and send them again. Compare
+    log-probabilities after each send.
     """
     from nrl_models.consistency.refit import check_refit, refit_settings
 
     check_device(device)
-    with status("starting the engine") as note:
+    with status("checking the settings") as note:
         check = check_refit(
             path,
             engine=engine,

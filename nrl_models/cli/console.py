@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,15 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from nrl_models.common.value_checks import finite_or_none
-from nrl_models.errors import DriftError, NRLModelsError, visible
+from nrl_models.errors import DriftError, NRLModelsError, did_you_mean, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nrl_models.parity.parity_report import ParityReport
+
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+"""Names of pydantic's bounds, in words."""
 
 PROGRESS_SECONDS = 5.0
 """Seconds between two progress lines if standard error is not a terminal."""
@@ -89,6 +93,15 @@ class Command(TyperCommand):
         """Return the parameters, and `--help`."""
         return _without_types(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Errors of pydantic, which typer calls, are stated as this library's."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            errors = getattr(error.__cause__, "errors", None)  # pydantic is not imported until a value is wrong
+            error.message = _expectation(errors()[0]) if errors else error.message
+            raise
+
 
 class CommandGroup(TyperGroup):
     """A group of commands whose help text has no Python types."""
@@ -123,6 +136,20 @@ class Commands(CommandGroup):
             if not isinstance(error, (NRLModelsError, OSError)):
                 console.print(UNEXPECTED)
             raise typer.Exit(1 if isinstance(error, DriftError) else 2) from error
+
+
+def _expectation(problem: Mapping[str, Any]) -> str:
+    """Return the value of an option and what was expected, from an error of pydantic."""
+    value, context, kind = problem["input"], problem.get("ctx") or {}, str(problem["type"])
+    if bounds := [f"{word} {context[name]:g}" for name, word in _BOUNDS.items() if name in context]:
+        return f"{value}: expected {' and '.join(bounds)}"
+    if kind.startswith(("int_", "float_")):
+        return f"{value!r}: expected {'an integer' if kind.startswith('int_') else 'a number'}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if " is not one of " not in message:
+        return message
+    choices = re.findall("'([^']*)'", message.rpartition(" is not one of ")[2])
+    return f"{value!r}{did_you_mean(value, choices)}: expected {'one of ' * (len(choices) > 1)}{', '.join(choices)}"
 
 
 def show(result: RenderableType) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from nrl_models.cli.arguments import DIR, local_config_path
+from nrl_models.cli.arguments import DIR
+from nrl_models.cli.checkpoint_paths import local_config_path
 from nrl_models.cli.console import show
 
 

@@ -22,7 +22,7 @@ from nrl_models.certify.all_checks import PURPOSE as CERTIFY_PURPOSE
 from nrl_models.certify.report import write_html
 from nrl_models.cli.console import status
 from nrl_models.common.gguf.gguf_files import open_files
-from nrl_models.common.trust.own_folder import MARKER, claim
+from nrl_models.common.trust.own_folder import claim, reason_not_claimed
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.matrix import check_consistency
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -172,7 +172,7 @@ def run_real_demo(folder: str | Path) -> tuple[ParityReport, Path]:
 def _claim(*folders: Path, purpose: str = PURPOSE) -> None:
     """Check that directories were written by an earlier run, so that they may be replaced."""
     problems = [
-        Problem(ProblemKind.FILE, str(folder), f"was not made by this command (it has no file {MARKER})")
+        Problem(ProblemKind.FILE, str(folder), reason_not_claimed(folder))
         for folder in folders
         if not claim(folder, purpose)
     ]

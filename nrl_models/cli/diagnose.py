@@ -40,7 +40,9 @@ USUAL_COUNT, USUAL_NEW_TOKENS = 3_000, 2_048
 """Values of the guide for `prefix-caching`."""
 
 app = typer.Typer(
-    cls=CommandGroup, no_args_is_help=True, help="Checks of known failures, numbered as in NeMo RL's guide."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Checks of known failures, numbered as in NeMo RL's guide (docs.nvidia.com/nemo/rl: Add New Models).",
 )
 
 
@@ -253,7 +255,7 @@ def prefix_caching(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check that prefix caching gives no NaN when a completion becomes part of the next prompt (diagnostic 5)."""
+    """Check that prefix caching gives no NaN when a completion enters the next prompt (NeMo RL's diagnostic 5)."""
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
     from nrl_models.diagnostics.versions import diagnose_versions

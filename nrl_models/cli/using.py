@@ -16,7 +16,6 @@ from nrl_models.cli.arguments import (
     IgnoredConfigKeys,
     JsonFile,
     Verbose,
-    config_path,
     dtype_argument,
     dtype_or_auto,
     mesh_sizes,
@@ -25,8 +24,10 @@ from nrl_models.cli.arguments import (
     torch_dtype,
 )
 from nrl_models.cli.certifying import show_certificate
+from nrl_models.cli.checkpoint_paths import config_path
 from nrl_models.cli.console import show, show_checks, write_json
 from nrl_models.cli.result_cache import cached_result
+from nrl_models.common.flags import MEANINGS
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -90,9 +91,10 @@ def inspect(path: CheckpointPath, ignore_config_key: IgnoredConfigKeys = None, j
     }
     table.add_row("sizes", ", ".join(f"{key}={value}" for key, value in sizes.items()))
     table.add_row("tied embeddings", "yes" if result["tied"] else "no")
-    table.add_row("flags", ", ".join(result["flags"]) or "none")
+    table.add_row("flags", "\n".join(f"{flag}: {MEANINGS[flag]}" for flag in result["flags"]) or "none")
     table.add_row(
-        "fused projections", "\n".join(f"{count} x {group}" for group, count in result["groups"].items()) or "none"
+        "fusable projections (combine=True)",
+        "\n".join(f"{count} x {group}" for group, count in result["groups"].items()) or "none",
     )
     table.add_row("parameters", f"{result['parameters']:,}")
     if result["stored_tensors"] is None:
@@ -169,7 +171,7 @@ def plan(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Estimate memory and traffic per rank of training with AdamW. Needs no weights.
+    """Estimate each rank's memory and traffic when training with AdamW. Needs no weights.
 
     If the model does not fit, exits with 1 and suggests changes, with the memory that each needs.
     """

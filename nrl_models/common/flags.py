@@ -30,6 +30,13 @@ class ModelFlag(Flag):
         return [flag.name for flag in type(self) if flag in self and flag.name is not None]
 
 
+MEANINGS = {
+    "SKIP_DTENSOR_TIED_WEIGHTS_CHECK": "a trainer skips DTensor's check of tied weights",
+    "VLLM_LOAD_FORMAT_AUTO": "vLLM starts on the checkpoint's weights, not on random ones",
+}
+"""Each flag in a few words."""
+
+
 class MTPForm(StrEnum):
     """Structure of a family's layer of multi-token prediction, for training it (`nrl_models.MTPLayer`)."""
 

@@ -28,6 +28,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     problems = []
     for item in text.split(","):
         name, _, size = item.strip().partition("=")
+        if name in DIMENSIONS and name not in sizes and size.removeprefix("-").isdecimal() and int(size) < 1:
+            advice = "write a positive size, or leave the dimension out"
+            problems.append(Problem(ProblemKind.MESH, repr(item), "expected a size of at least 1", advice=advice))
+            continue
         if name not in DIMENSIONS or not size.isdecimal() or int(size) < 1 or name in sizes:
             hint = "" if name in DIMENSIONS else did_you_mean(name, DIMENSIONS)
             expected = f"expected NAME=SIZE, each name of {', '.join(DIMENSIONS)} at most once"

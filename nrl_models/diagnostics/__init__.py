@@ -8,3 +8,21 @@
 | 4 | `precision` | compiled modes have the same log-probabilities as eager mode; informative |
 | 5 | `prefix-caching` | no NaN if an answer is part of the next prompt |
 """
+
+from nrl_models.diagnostics.embeddings import diagnose_embeddings
+from nrl_models.diagnostics.engine_checks import (
+    diagnose_decode_vs_prefill,
+    diagnose_max_model_len,
+    diagnose_precision,
+    diagnose_prefix_caching,
+)
+from nrl_models.diagnostics.result import Diagnosis
+
+__all__ = [
+    "Diagnosis",
+    "diagnose_decode_vs_prefill",
+    "diagnose_embeddings",
+    "diagnose_max_model_len",
+    "diagnose_precision",
+    "diagnose_prefix_caching",
+]

@@ -37,6 +37,7 @@ from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.errors import EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.inputs.tokenizers import as_ids, tokenizer_ends
+from nrl_models.loading.placement import present_device
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, processed
 from nrl_models.logprobs.tokens import token_logprobs
@@ -93,6 +94,7 @@ class HFEngine(Engine):
 
         Raises:
             EngineError: If an option is unknown or invalid, or transformers cannot load the checkpoint.
+            DeviceError: If the device does not exist.
         """
         wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
         if wrong:
@@ -100,10 +102,7 @@ class HFEngine(Engine):
                 f"hf-generate has no option {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
             )
         require_max_length(max_length)
-        try:
-            torch.empty(0, device=device)
-        except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-            raise EngineError(f"hf-generate cannot run on device={device}: {one_line(error)}") from error
+        present_device(device)
         if load_format == "dummy":
             torch.manual_seed(seed)
         try:

@@ -68,7 +68,7 @@ _FROM_AUTO = ("_from_auto", "_commit_hash", "adapter_kwargs")
 """Keywords that transformers' auto classes pass to registered classes. For the folder of an adapter, they pass its base
 model as path, and the adapter in `adapter_kwargs`."""
 
-QUANTIZED = {
+REPLACED = {"use_flash_attention_2": 'attn_implementation="flash_attention_2"'} | {
     f"load_in_{bits}bit": f"quantization_config=transformers.BitsAndBytesConfig(load_in_{bits}bit=True)"
     for bits in (4, 8)
 }
@@ -91,7 +91,7 @@ def unknown_keywords(unknown: Iterable[str], known: Iterable[str], more: Iterabl
     names = list(dict.fromkeys([*options, *more]))
     for name in unknown:
         hint = did_you_mean(name, names, count=3, cutoff=0.7)
-        lines.append(name + (f" (pass {QUANTIZED[name]})" if name in QUANTIZED else hint))
+        lines.append(name + (f" (pass {REPLACED[name]})" if name in REPLACED else hint))
     plural = "s" if len(lines) > 1 else ""
     return f"unknown keyword{plural} {', '.join(lines)}: expected one of {', '.join(options)}{or_else}"
 

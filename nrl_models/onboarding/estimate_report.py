@@ -8,12 +8,13 @@ from pathlib import Path
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.estimate import estimate
 from nrl_models.onboarding.estimate_step import Setting
 from nrl_models.onboarding.plan_changes import remedies
-from nrl_models.onboarding.plan_table import GIB, PlanReport, with_unit
+from nrl_models.onboarding.plan_table import GIB, PlanReport, compared, with_unit
 
 
 def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport:
@@ -32,16 +33,18 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
     found = estimate(config, setting)
     limit = int(memory * GIB)
     fits = found.total <= limit
-    verdict = f"fits: {with_unit(found.total)} of {memory:g} GiB"
+    verdict = f"fits: {compared(found.total, limit)}"
     if not fits:
         kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
         largest = max(kinds, key=lambda kind: getattr(found, kind))
-        lines = [f"does not fit: {with_unit(found.total)} of {memory:g} GiB; the largest part is {largest}"]
+        lines = [f"does not fit: {compared(found.total, limit)}; the largest part is {largest}"]
         changes = remedies(config, setting, limit, found.total_parameters)
         lines += [f"  fits with {change}: {with_unit(then.total)}" for change, then in changes.items()]
         if not changes:
             lines.append("  does not fit with 256 times the ranks, --dtype bfloat16 and an eighth of --seq-len either")
         verdict = "\n".join(lines)
+    if (longest := model_limit(config)) is not None and setting.seq_len > longest:
+        verdict += f"\n--seq-len {setting.seq_len:,} exceeds the model's limit of {longest:,} tokens"
     name = (config.architectures or [type(config).__name__])[0]
     sizes = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
     model = f"{name} ({_count(found.total_parameters)} parameters)"
@@ -53,4 +56,6 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.1f}B"
+    return f"{parameters / 1e6:.0f}M" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"

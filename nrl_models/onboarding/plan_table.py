@@ -58,12 +58,12 @@ class PlanReport:
         table = Table(title=title, title_justify="left")
         table.add_column("")
         total = self.figures["total"]
-        unit, size = ("GiB", GIB) if total >= GIB else ("MiB", MIB)
+        unit, size = ("GiB", GIB) if min(total, self.memory) >= GIB else ("MiB", MIB)
         table.add_column(unit, justify="right")
         table.add_column("")
         for name, remark in (ROWS_OF_STAGES if has_stages else ROWS).items():
             table.add_row(name, _rounded(self.figures[name] / size, total / size), remark)
-        table.add_row("total", _rounded(total / size, total / size), f"of {self.memory / GIB:.3g} GiB")
+        table.add_row("total", _rounded(total / size, total / size), f"of {_limit(self.memory)}")
         sent = self.figures["traffic"] if self.ranks > 1 else {}
         for dimension, nbytes in sent.items():
             row = f"sent over {dimension}", _rounded(nbytes / size, total / size), "per step of one micro-batch"
@@ -75,6 +75,19 @@ def with_unit(nbytes: int) -> str:
     """Return a size with two or three significant digits, in GiB, or MiB below 1 GiB."""
     unit, size = ("GiB", GIB) if nbytes >= GIB else ("MiB", MIB)
     return f"{_rounded(nbytes / size, nbytes / size)} {unit}"
+
+
+def compared(total: int, limit: int) -> str:
+    """Return `TOTAL of LIMIT`, both in MiB if the limit is below 1 GiB."""
+    return f"{_mebibytes(total) if limit < GIB else with_unit(total)} of {_limit(limit)}"
+
+
+def _limit(nbytes: int) -> str:
+    return f"{nbytes / GIB:.4g} GiB" if nbytes >= GIB else _mebibytes(nbytes)
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{_rounded(nbytes / MIB, nbytes / MIB)} MiB"
 
 
 def _rounded(value: float, largest: float) -> str:

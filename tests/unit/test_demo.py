@@ -114,8 +114,11 @@ def test_the_demo_does_not_write_into_folders_of_somebody_else(options: list[str
         (tmp_path / name / "config.json").write_text("mine")
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *options])
     assert result.exit_code == 2
-    assert "resaved: was not made by this command (it has no file .nrl_models)" in result.stderr.replace("\n", "")
-    assert ("checkpoint: was not made" in result.stderr) == (not options)
+    assert (
+        "resaved: is not empty, and has no file .nrl_models that marks a directory of this command"
+        in result.stderr.replace("\n", "")
+    )
+    assert ("checkpoint: is not empty" in result.stderr) == (not options)
     assert all(file.read_text() == "mine" for file in tmp_path.rglob("config.json"))
 
 

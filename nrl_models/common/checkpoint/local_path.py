@@ -8,7 +8,15 @@ import re
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, shown
+from nrl_models.errors import (
+    CheckpointError,
+    Problem,
+    ProblemKind,
+    UnknownArgumentError,
+    did_you_mean,
+    shown,
+    suggestion,
+)
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
@@ -82,6 +90,33 @@ def find_gguf(folder: Path, name: str | None = None) -> Path | None:
         advice = "pass the path of one of them, or gguf_file= with its name"
         raise CheckpointError(f"cannot load {folder}", [problem], [advice])
     return folder / found[0] if found else None
+
+
+def similar_checkpoint(path: Path, *, or_config: bool = False) -> str:
+    """Return ` (did you mean ...?)` with the directory or GGUF file next to a missing `path` that is most similar.
+
+    Args:
+        path: The path that does not exist.
+        or_config: Whether to suggest also `.json` files.
+    """
+    try:
+        near = [
+            str(other)
+            for other in path.parent.iterdir()
+            if other.is_dir() or is_gguf(other) or (or_config and other.suffix == ".json")
+        ]
+    except OSError:
+        return ""
+    return did_you_mean(str(path), near)
+
+
+def checkpoints_below(folder: Path) -> str:
+    """Return ` (did you mean ...?)` with up to three directories in `folder` that have a `config.json`."""
+    try:
+        below = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_NAME}"))
+    except OSError:
+        return ""
+    return suggestion(below[:3])
 
 
 def cache_directory() -> Path:

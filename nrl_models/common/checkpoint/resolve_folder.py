@@ -22,9 +22,11 @@ from nrl_models.common.checkpoint.local_path import (
     INDEX_NAME,
     WEIGHTS_NAME,
     as_path,
+    checkpoints_below,
     find_gguf,
     is_gguf,
     is_local,
+    similar_checkpoint,
 )
 from nrl_models.common.checkpoint.named_weights import named_weights, note_repository, problem_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
@@ -80,7 +82,8 @@ def resolve_folder(
         return folder
     if not folder.is_dir():
         if is_local(path_or_id):
-            detail = "is a file, expected a directory" if folder.is_file() else "no such directory"
+            missing = f"no such directory{similar_checkpoint(folder)}"
+            detail = "is a file, expected a directory" if folder.is_file() else missing
             problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
             advice = ["check the path, or pass the name of a hub repository (owner/name)"]
             raise CheckpointError(f"cannot load {path_or_id}", [problem], advice)
@@ -132,7 +135,7 @@ def _usable(folder: Path, gguf_file: str | None) -> Path:
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(
             f"cannot load {folder}",
-            [Problem(ProblemKind.FILE, CONFIG_NAME, "is missing")],
+            [Problem(ProblemKind.FILE, CONFIG_NAME, f"is missing{checkpoints_below(folder)}")],
             ["pass the directory with config.json and the weights (see `subfolder`)"],
         )
     return folder

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nrl_models.common.checkpoint.generations import TEMPLATES
 from nrl_models.common.checkpoint.local_path import short_name
+from nrl_models.errors import shown
 
 MARKER = ".nrl_models"
 """File that marks such a directory. It contains the directory's purpose."""
@@ -37,11 +38,17 @@ def claim(folder: Path, purpose: str) -> bool:
 
 def why_not_claimed(folder: Path) -> str:
     """Return the message for a directory that `claim` left unchanged."""
-    if folder.is_dir():
-        reason = f"is not empty, and has no file {MARKER} that marks a directory of this command"
-    else:
-        reason = "is a file, expected a directory"
-    return f"{folder} {reason}: choose another directory (--out)"
+    return f"{folder} {reason_not_claimed(folder)}: choose another directory (--out)"
+
+
+def reason_not_claimed(folder: Path) -> str:
+    """Return why `claim` left a directory unchanged."""
+    if not folder.is_dir():
+        return "is a file, expected a directory"
+    if (marker := folder / MARKER).is_file():
+        purpose = marker.read_text(errors="replace").strip()
+        return f"belongs to another command: its {MARKER} says {shown(purpose)}"
+    return f"is not empty, and has no file {MARKER} that marks a directory of this command"
 
 
 def default_folder(command: str, checkpoint: str | Path, digest: str) -> Path:
@@ -49,14 +56,17 @@ def default_folder(command: str, checkpoint: str | Path, digest: str) -> Path:
 
     Args:
         command: Name of the command that saves results.
-        checkpoint: Path of the checkpoint; NAME is its last part, or a digest of a long one.
+        checkpoint: Path of the checkpoint; NAME is its last part, or a digest of a long one. For a directory of the
+            hub's cache (`models--OWNER--NAME/snapshots/HASH`), NAME is the repository's.
         digest: Hash of all inputs of the results; DIGEST is its first 8 characters.
     """
     parent = Path(command)
     if not parent.exists():
         parent.mkdir()
         (parent / ".gitignore").write_text(IGNORE_ALL)
-    return parent / f"{short_name(Path(checkpoint).resolve().name)}-{digest[:8]}"
+    path = Path(checkpoint).resolve()
+    name = path.parents[1].name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
+    return parent / f"{short_name(name)}-{digest[:8]}"
 
 
 def results_in(checkpoint: Path) -> set[Path]:

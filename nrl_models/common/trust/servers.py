@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from urllib.parse import quote, urlsplit
 
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, did_you_mean
 
 TRANSFORMERS_BACKEND = "vllm-transformers"
 """vLLM running transformers' model classes (`model_impl="transformers"`)."""
@@ -79,7 +79,6 @@ def require_engine(name: str) -> None:
     if is_server(name):
         server_address(name)
     elif not isinstance(name, str) or name not in ENGINES:
-        shown = (
-            "" if isinstance(name, str) and "@" in name else f" {name!r}"
-        )  # it may be a mistyped address with a password
+        is_secret = isinstance(name, str) and "@" in name  # it may be a mistyped address with a password
+        shown = "" if is_secret else f" {name!r}{did_you_mean(name, ENGINES)}"
         raise EngineError(f"unknown engine{shown}: expected one of {', '.join(ENGINES)}")

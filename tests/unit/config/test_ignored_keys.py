@@ -13,7 +13,8 @@ from checkpoints import edit_config
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.cli.arguments import IgnoredConfigKeys, checkpoint_path, config_path
+from nrl_models.cli.arguments import IgnoredConfigKeys
+from nrl_models.cli.checkpoint_paths import checkpoint_path, config_path
 from nrl_models.common.config.ignored import ignored_here
 
 PARSERS = (checkpoint_path, config_path)

@@ -129,7 +129,10 @@ def test_prefix_caching_counts_nan(engine: HFEngine) -> None:
     engine.generate = spoiled
     result = diagnose_prefix_caching(engine, "tiny", PROMPT, new_tokens=10)
     assert not result.passed
-    assert result.lines[-1] == "FAIL: prefix-caching: tiny: 9/10 logprobs are NaN on iteration 2 (prefix caching is broken)"
+    assert (
+        result.lines[-1]
+        == "FAIL: prefix-caching: tiny: 9/10 logprobs are NaN on iteration 2 (prefix caching is broken)"
+    )
     assert f"Iteration 1 — prompt length: {len(PROMPT)} tokens" in result.lines
     assert [iteration["nan"] for iteration in result.measured["iterations"]] == [0, 9]
     found = result.to_json()

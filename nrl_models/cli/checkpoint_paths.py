@@ -1,0 +1,74 @@
+"""Arguments that are paths of checkpoints or configurations. Has no heavy imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from nrl_models.common.checkpoint.json_reading import read_object
+from nrl_models.common.checkpoint.local_path import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    checkpoints_below,
+    is_gguf,
+    is_local,
+    similar_checkpoint,
+)
+from nrl_models.errors import CheckpointError, visible
+
+
+def checkpoint_path(text: str) -> Path:
+    """Parse a checkpoint directory, a GGUF file, or a hub repository ID.
+
+    Raises:
+        typer.BadParameter: The directory does not exist, or its `config.json` is missing or damaged.
+    """
+    path = Path(text).expanduser()
+    if path.is_file():
+        if is_gguf(path):
+            return path
+        raise typer.BadParameter(f"{text} is a file, expected a checkpoint directory or a GGUF file")
+    if not is_local(text):
+        return path
+    if not path.is_dir():
+        raise typer.BadParameter(f"no such directory: {text}{similar_checkpoint(path)}")
+    if (path / CONFIG_NAME).exists():
+        _check_config(path / CONFIG_NAME)
+    elif not (path / ADAPTER_CONFIG_NAME).exists() and not any(map(is_gguf, path.iterdir())):
+        # Loading reports adapter directories and GGUF files in more detail.
+        raise typer.BadParameter(
+            f"{text}: config.json is missing{checkpoints_below(path)}; expected a checkpoint directory"
+        )
+    return path
+
+
+def config_path(text: str) -> Path:
+    """Parse a checkpoint as `checkpoint_path` does, or a `config.json` file."""
+    path = Path(text).expanduser()
+    if path.is_file() and not is_gguf(path):
+        _check_config(path)
+        return path
+    if is_local(text):
+        _require_exists(text)
+    return checkpoint_path(text)
+
+
+def local_config_path(text: str) -> Path:
+    """Parse a path as `config_path` does, but raise for hub repositories."""
+    _require_exists(text)
+    return config_path(text)
+
+
+def _require_exists(text: str) -> None:
+    if not (path := Path(text).expanduser()).exists():
+        hint = similar_checkpoint(path, or_config=True)
+        raise typer.BadParameter(f"no such file or directory: {text}{hint}")
+
+
+def _check_config(file: Path) -> None:
+    try:
+        read_object(file)
+    except CheckpointError as error:
+        detail = "; ".join(problem.detail for problem in error.problems)
+        raise typer.BadParameter(visible(f"{file} {detail}: expected a model configuration")) from error
