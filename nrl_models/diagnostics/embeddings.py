@@ -150,10 +150,8 @@ def diagnose_embeddings(
     if degenerate:
         finding += f" --reinitialize DIR writes the checkpoint with {len(degenerate)} of them reinitialized."
     if len(degenerate) < len(untrained):
-        finding += (
-            " Equal and clustered rows are often reserved tokens, or markers of the chat template that training hardly "
-            "changed. Train the embeddings if your data has such tokens."
-        )
+        finding += " Equal and clustered rows are often reserved tokens, or markers of the chat template."
+        finding += " Train the embeddings if your data has such tokens."
     if any(summary.untrained.duplicates for summary in summaries):
         finding += " If the weights were quantized, rounding may have made rows equal."
     return result.finish(finding)

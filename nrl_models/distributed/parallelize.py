@@ -175,9 +175,8 @@ class _ModelDivision:
         self.done: dict[int, nn.Parameter] = {}  # by id of the replaced parameter, so that tied ones stay tied
 
     def apply(self) -> None:
-        modules: dict[str, Any] = {
-            name: module for name, module in own_modules(self.model) if not isinstance(module, StandIn)
-        }
+        own = own_modules(self.model)
+        modules: dict[str, Any] = {name: module for name, module in own if not isinstance(module, StandIn)}
         for name, module in modules.items():
             self._divide_module(name, module)
         for module in modules.values():

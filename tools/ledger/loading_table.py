@@ -19,7 +19,7 @@ def loading_table(ledgers: Mapping[str, Ledger]) -> dict[str, Any]:
     return {
         "outputs": dict(sorted(_outputs(effects).items())),
         "supported": dict(sorted(supported.items())),
-        "training": sorted(key for key, kinds in effects.items() if kinds.keys() & TRAINING),
+        "training": sorted(key for key, kinds in effects.items() if kinds.keys() <= TRAINING),
     }
 
 

@@ -20,8 +20,10 @@ _CLASS = frozenset({"model_type"})
 _RETURNED = frozenset({"output_router_logits", "return_dict"})
 """Keys that choose what a forward returns, in addition to those of generation."""
 
-_OF_TRAINING = re.compile(r"loss|dropout|layerdrop|^mask_(time|feature)_")
-"""Names of keys that change only training, also where the tiny models of the ledger are too small to show it."""
+_OF_TRAINING = re.compile(
+    r"loss|dropout|pdrop|drop_path|layerdrop|initializer_|jitter|label_smoothing|^mask_(time|feature)_|^problem_type$"
+)
+"""Names of keys that change only training or new weights, whatever the ledger saw in tiny models."""
 
 _ROPE_OF_ANY_LENGTH = frozenset({"default", "linear", "llama3", "proportional"})
 """Rotary embeddings that do not depend on `max_position_embeddings`."""

@@ -36,5 +36,5 @@ def supported_at_default_only(architecture: str) -> Mapping[str, Any]:
 
 @cache
 def keys_of_training() -> frozenset[str]:
-    """Return the keys that change training (dropout) or the initialization of weights in some architecture."""
+    """Return the keys that change only training (dropout) or the initialization of weights, in all architectures."""
     return frozenset(_table()["training"])

@@ -51,6 +51,7 @@ def test_keys_that_leave_the_weights_meaning_may_differ(changes: Mapping[str, An
         ("rope_parameters", {"rope_type": "default", "rope_theta": 77.0}),
         ("rms_norm_eps", 0.1),
         ("hidden_act", "gelu"),
+        ("tie_word_embeddings", True),
     ],
 )
 def test_keys_that_change_outputs_are_found(key: str, value: Any) -> None:
