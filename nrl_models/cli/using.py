@@ -27,7 +27,7 @@ from nrl_models.cli.certifying import show_certificate
 from nrl_models.cli.checkpoint_paths import config_path
 from nrl_models.cli.console import show, show_checks, write_json
 from nrl_models.cli.result_cache import cached_result
-from nrl_models.common.flags import MEANINGS
+from nrl_models.common.flags import MEANINGS, ModelFlag
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -91,7 +91,7 @@ def inspect(path: CheckpointPath, ignore_config_key: IgnoredConfigKeys = None, j
     }
     table.add_row("sizes", ", ".join(f"{key}={value}" for key, value in sizes.items()))
     table.add_row("tied embeddings", "yes" if result["tied"] else "no")
-    table.add_row("flags", "\n".join(f"{flag}: {MEANINGS[flag]}" for flag in result["flags"]) or "none")
+    table.add_row("flags", "\n".join(f"{flag}: {MEANINGS[ModelFlag[flag]]}" for flag in result["flags"]) or "none")
     table.add_row(
         "fusable projections (combine=True)",
         "\n".join(f"{count} x {group}" for group, count in result["groups"].items()) or "none",

@@ -31,8 +31,8 @@ class ModelFlag(Flag):
 
 
 MEANINGS = {
-    "SKIP_DTENSOR_TIED_WEIGHTS_CHECK": "a trainer skips DTensor's check of tied weights",
-    "VLLM_LOAD_FORMAT_AUTO": "vLLM starts on the checkpoint's weights, not on random ones",
+    ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK: "a trainer skips DTensor's check of tied weights",
+    ModelFlag.VLLM_LOAD_FORMAT_AUTO: "vLLM starts on the checkpoint's weights, not on random ones",
 }
 """Each flag in a few words."""
 

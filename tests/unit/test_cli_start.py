@@ -131,7 +131,7 @@ MISTAKES = (
     ("plan checkpoint --mesh fdsp=2", "'fdsp=2': expected NAME=SIZE, each name of pp, fsdp, ep, tp at most once"),
     ("plan checkpoint --mesh fdsp=2", "(did you mean fsdp?)"),
     ("plan checkpoint --mesh fsdp=1048576,tp=2", "has 2,097,152 ranks, expected at most 1,048,576"),
-    ("plan checkpoint --mesh tp=0", "'tp=0': expected NAME=SIZE"),
+    ("plan checkpoint --mesh tp=0", "'tp=0': expected a size of at least 1"),
     ("parity checkpoint --check 9", "Invalid value for '--check'"),
     (
         "consistency checkpoint --engine tgi",
