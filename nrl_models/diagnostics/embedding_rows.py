@@ -44,7 +44,7 @@ class RowStatistics:
         largest: Largest absolute value.
         deviation: Standard deviation of the values.
         absolute, total, squares: Sums of absolute values, of values and of squares.
-        mean: Mean of all rows, `(hidden_size,)`.
+        mean: Mean of all finite rows, `(hidden_size,)`.
     """
 
     largest: torch.Tensor
@@ -60,6 +60,7 @@ class UntrainedRows:
     """Untrained rows of an embedding, by symptom. A row may have several.
 
     Args:
+        not_finite: A value is NaN or infinite. Such rows are in no other list.
         near_zero: All values are below the guide's threshold.
         identical: The standard deviation of the values is below the guide's threshold.
         flat: The standard deviation is a small fraction of the median row's.
@@ -70,6 +71,7 @@ class UntrainedRows:
         padding: Row of the padding token if it is zero, as initialized by transformers. It is in no other list.
     """
 
+    not_finite: list[int]
     near_zero: list[int]
     identical: list[int]
     flat: list[int]
@@ -80,8 +82,8 @@ class UntrainedRows:
 
     @property
     def degenerate(self) -> list[int]:
-        """Rows without information: near zero, constant, flat, or at the mean."""
-        return sorted({*self.near_zero, *self.identical, *self.flat, *self.at_mean})
+        """Rows without information: not finite, near zero, constant, flat, or at the mean."""
+        return sorted({*self.not_finite, *self.near_zero, *self.identical, *self.flat, *self.at_mean})
 
     @property
     def all(self) -> list[int]:
@@ -102,16 +104,18 @@ def untrained_rows(
     """
     if padding is not None and not (padding < len(weight) and found.largest[padding] == 0):
         padding = None
+    broken = ~found.largest.isfinite()
     zero, constant = found.largest < near_zero, found.deviation < identical
-    flat = found.deviation < SMALL * found.deviation.median()
+    flat = found.deviation < SMALL * found.deviation.nanmedian()
     mean = at_the_mean(weight, found.mean)
     for mask in (zero, constant, flat, mean):
         if padding is not None:
             mask[padding] = False
-    degenerate = zero | constant | flat | mean
+    degenerate = broken | zero | constant | flat | mean
     if padding is not None:
         degenerate[padding] = True
     return UntrainedRows(
+        not_finite=broken.nonzero()[:, 0].tolist(),
         near_zero=zero.nonzero()[:, 0].tolist(),
         identical=constant.nonzero()[:, 0].tolist(),
         flat=flat.nonzero()[:, 0].tolist(),
@@ -130,15 +134,17 @@ def blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def statistics(weight: torch.Tensor) -> RowStatistics:
     """The statistics of `weight`, `(vocabulary, hidden)`."""
-    found, column_sums = [], torch.zeros(weight.shape[1], dtype=torch.float64)
+    found, column_sums, summed = [], torch.zeros(weight.shape[1], dtype=torch.float64), 0
     for _, rows in blocks(weight):
         # Sum in fp64, because fp32 sums of squares lose small deviations.
         sums = [(rows.abs()).sum(1, dtype=torch.float64), rows.sum(1, dtype=torch.float64)]
         squares = rows.square().sum(1, dtype=torch.float64)
         found.append(torch.stack([rows.abs().amax(1).double(), rows.std(dim=1, correction=0).double(), *sums, squares]))
-        column_sums += rows.sum(0, dtype=torch.float64)
+        finite = rows.isfinite().all(1)
+        column_sums += rows[finite].sum(0, dtype=torch.float64)
+        summed += int(finite.sum())
     largest, deviation, absolute, total, sums_of_squares = torch.cat(found, dim=1)
-    mean = column_sums / max(len(weight), 1)
+    mean = column_sums / max(summed, 1)
     return RowStatistics(largest, deviation, absolute, total, sums_of_squares, mean)
 
 
@@ -157,7 +163,7 @@ def at_the_mean(weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """Return a mask of rows close to the mean (relative to the median distance), like those of new tokens."""
     center = mean.float()
     distances = torch.cat([(rows - center).norm(dim=1) for _, rows in blocks(weight)])
-    return distances < SMALL * distances.median()
+    return distances < SMALL * distances.nanmedian()
 
 
 def clusters(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) -> list[list[int]]:

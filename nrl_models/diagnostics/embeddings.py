@@ -197,7 +197,7 @@ def padding_row(config: PreTrainedConfig) -> int | None:
     padding = getattr(config, "pad_token_id", None)
     ends = getattr(config, "eos_token_id", None)
     others = [getattr(config, "bos_token_id", None), *(ends if isinstance(ends, list) else [ends])]
-    return padding if isinstance(padding, int) and padding not in others else None
+    return padding if isinstance(padding, int) and padding >= 0 and padding not in others else None
 
 
 def token_names(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[Sequence[int]], str]:
@@ -261,6 +261,7 @@ def _lines(
             yield f"  Tokens: {named}"
 
     for rows, what in (
+        (found.not_finite, "Embeddings with NaN or infinite values"),
         (found.near_zero, f"Near-zero embeddings (abs < {near_zero:.2e})"),
         (found.identical, f"Identical embeddings (std < {identical:.2e})"),
         (found.flat, f"Flat embeddings (std < {SMALL:.0%} of the median)"),
@@ -318,9 +319,7 @@ def write_reinitialized(folder: Path, target: Path, summaries: Sequence[Embeddin
     Raises:
         CheckpointError: If no row is healthy.
     """
-    without_healthy = [
-        summary.key for summary in summaries if summary.untrained.degenerate and summary.healthy_std == 0.0
-    ]
+    without_healthy = [each.key for each in summaries if each.untrained.degenerate and each.healthy_std == 0.0]
     if without_healthy:
         raise CheckpointError(
             "cannot reinitialize",

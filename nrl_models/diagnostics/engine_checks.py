@@ -15,7 +15,7 @@ from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.scores import padded
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, UnknownArgumentError
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics, shown_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.parity_report import Unit
@@ -65,7 +65,7 @@ def diagnose_max_model_len(
         prompt_tokens: Number of tokens of the prompt to use; the guide uses 8.
 
     Raises:
-        EngineError: If the engine has no limit, or the limit leaves no room for a new token.
+        EngineError: If the engine has no limit, the limit leaves no room for a new token, or the engine fails.
     """
     result = Diagnosis("max-model-len", subject)
     known = engine.capabilities()
@@ -84,6 +84,8 @@ def diagnose_max_model_len(
     try:
         sample = engine.generate([prompt], Sampling(0.0), max_new_tokens=limit, beyond_limit=True)[0]
     except EngineError as error:
+        # An engine that has died also raises. After a refusal, it still generates what fits.
+        engine.generate([prompt], Sampling(0.0), max_new_tokens=limit - len(prompt), ignore_end=False)
         result.say(f"Refused: {error}")
         result.measured["refused"] = True
         return result.finish()
@@ -118,7 +120,10 @@ def diagnose_decode_vs_prefill(
 
     Raises:
         EngineError: If the engine cannot score, or fails.
+        UnknownArgumentError: If there are no prompts.
     """
+    if not prompts:
+        raise UnknownArgumentError("prompts is empty: expected the token ids of at least one prompt")
     result = Diagnosis("decode-vs-prefill", subject)
     samples = engine.generate(prompts, Sampling(), max_new_tokens=new_tokens, seed=seed)
     sequences = _against_prefill(engine, samples, new_tokens)
@@ -127,11 +132,12 @@ def diagnose_decode_vs_prefill(
             f"prompt {index}: {len(sample.prompt)} tokens, {found.tokens} generated: mean exp(|decode - prefill|) = "
             f"{shown_error(found.token_mult_prob_error)}, largest difference {found.max:.2e}"
             + (f", {found.nan} NaN" if found.nan else "")
+            + (f", {found.trainer_infinite} with probability 0 in the prefill" if found.trainer_infinite else "")
         )
     bad = [
         index
         for index, found in enumerate(sequences)
-        if not found.token_mult_prob_error < threshold or found.nan or found.engine_infinite
+        if not found.token_mult_prob_error < threshold or found.nan or found.engine_infinite or found.trainer_infinite
     ]
     result.measured = {"threshold": threshold, "sequences": [found.to_json() for found in sequences]}
     errors = (found.token_mult_prob_error for found in sequences)

@@ -116,6 +116,19 @@ def test_two_groups_of_duplicates_are_apart(trained: torch.Tensor) -> None:
     assert find(weight).duplicates == [[1, 5, 9], [2, 8]]
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_finite_are_found_and_hide_no_others(trained: torch.Tensor, value: float) -> None:
+    weight = trained.clone()
+    weight[[5, 7], 3] = value
+    weight[9] *= 1e-3
+    weight[11] = weight[10]
+    found = find(weight)
+    assert found.not_finite == [5, 7]
+    assert set(found.degenerate) >= {5, 7, 9}
+    assert found.duplicates == [[10, 11]]
+    assert len(set(found.all) - {5, 7, 9, 10, 11}) <= FALSE_ALARMS * VOCABULARY
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_any_dtype_and_a_vocabulary_of_few(dtype: torch.dtype) -> None:
     weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)

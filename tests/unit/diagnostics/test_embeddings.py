@@ -157,6 +157,25 @@ def test_a_row_of_zeros_of_a_token_that_is_not_only_padding_counts(folder: Path)
     assert (first["near_zero"], first["padding"]) == ([PADDING, 2], None)
 
 
+def test_no_padding_token_excuses_no_row(folder: Path) -> None:
+    edit_config(folder, pad_token_id=-1)
+    edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][-1].zero_())
+    first = diagnose_embeddings(folder).measured["embeddings"][0]
+    assert first["padding"] is None
+    assert first["near_zero"][-1] == first["shape"][0] - 1
+
+
+def test_rows_that_are_not_finite_are_reinitialized(folder: Path, tmp_path: Path) -> None:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][[20, 21], 3] = torch.tensor([torch.nan, torch.inf])
+
+    edit_weights(folder, damage)
+    result = diagnose_embeddings(folder, reinitialize=tmp_path / "mended")
+    assert not result.passed
+    assert result.measured["embeddings"][0]["not_finite"] == [20, 21]
+    assert diagnose_embeddings(tmp_path / "mended").measured["embeddings"][0]["not_finite"] == []
+
+
 def test_tokens_are_named(folder: Path) -> None:
     vocabulary = {"<pad>": PADDING, "good": 2, "<unused>": 7}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))

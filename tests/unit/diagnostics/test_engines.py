@@ -27,7 +27,7 @@ from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import ConsistencyError, EngineError
+from nrl_models.errors import ConsistencyError, EngineError, UnknownArgumentError
 from tests.unit.printed import unframed
 
 PROMPT = list(range(20, 44))
@@ -83,6 +83,40 @@ def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HF
     found = result.to_json()
     assert found["value"] == result.measured["sequences"][1]["token_mult_prob_error"]
     assert (found["bound"], found["unit"]) == (result.measured["threshold"], "token_mult_prob_error")
+
+
+def test_tokens_that_the_prefill_excludes_fail(engine: HFEngine) -> None:
+    score = engine.score
+
+    def excluding(*args: Any, **kwargs: Any) -> list[list[float]]:
+        return [[*row[:-3], *[-math.inf] * 3] for row in score(*args, **kwargs)]
+
+    engine.score = excluding
+    result = diagnose_decode_vs_prefill(engine, "tiny", [PROMPT], new_tokens=8)
+    assert not result.passed
+    assert "3 with probability 0 in the prefill" in result.lines[0]
+
+
+def test_no_prompts_are_no_agreement(engine: HFEngine) -> None:
+    with pytest.raises(UnknownArgumentError, match="prompts is empty"):
+        diagnose_decode_vs_prefill(engine, "tiny", [])
+
+
+def test_an_engine_that_dies_refuses_nothing(engine: HFEngine) -> None:
+    known = replace(engine.capabilities(), own_limit=True, max_length=20)
+    engine.capabilities = lambda: known
+    generate, dead = engine.generate, False
+
+    def refuse(prompts: Any, sampling: Any, *, max_new_tokens: int, **options: Any) -> list[Sample]:
+        if dead or max_new_tokens > 12:
+            raise EngineError("died" if dead else "too long")
+        return generate(prompts, sampling, max_new_tokens=max_new_tokens)
+
+    engine.generate = refuse
+    assert diagnose_max_model_len(engine, "tiny", PROMPT).passed
+    dead = True
+    with pytest.raises(EngineError, match="died"):
+        diagnose_max_model_len(engine, "tiny", PROMPT)
 
 
 def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
