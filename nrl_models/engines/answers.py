@@ -142,6 +142,13 @@ def require_complete(
             f"tokens; max_new_tokens is {max_new_tokens}. Request fewer tokens, or raise the limit (vLLM: "
             "max_new_tokens of --override-generation-config, or --max-model-len)"
         )
+    complete = ("length", "stop", AT_PLACEHOLDER)
+    early = {index: samples[index].finish_reason for index in short if samples[index].finish_reason not in complete}
+    if early:
+        raise EngineError(
+            f"{engine_name} ended sequences early, by index with their finish_reason: {early}. It may have been "
+            "paused, updated or stopped meanwhile: generate them again"
+        )
     at_images = [index for index in short if samples[index].finish_reason == AT_PLACEHOLDER]
     if at_images and ignore_end:
         raise EngineError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from nrl_models.common.checkpoint.resolve_folder import folder_on_disk
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.evaluation import evaluating
@@ -183,9 +184,8 @@ class HFEngine(Engine):
 
     @cached_property
     def _tokenizer_ends(self) -> tuple[int, ...]:
-        """The end token of the tokenizer in the directory that the model was loaded from."""
-        folder = getattr(self.model, "name_or_path", "")
-        return tokenizer_ends(folder) if folder and Path(folder).exists() else ()
+        """The end token of the tokenizer that was saved with the model."""
+        return tokenizer_ends(saved) if (saved := folder_on_disk(getattr(self.model, "name_or_path", ""))) else ()
 
     def _of_batch(self, inputs: Mapping[str, torch.Tensor], batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """Repeat the inputs of a prompt for a batch of copies of this prompt."""

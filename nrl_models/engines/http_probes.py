@@ -26,6 +26,9 @@ INVALID = {"top_p": 2.0, "top_k": -7, "min_p": 2.0, "repetition_penalty": -1.0}
 PROBE_TOKENS = 16
 """Tokens that show how a server samples."""
 
+MOST_PROBES = 8
+"""Number of prompts to try until a continuation is uncertain enough to show something."""
+
 PROBE_TOLERANCE = 0.03
 """Maximum mean difference, in nats, between a probe's log-probabilities from sampling and from a prefill."""
 
@@ -48,7 +51,7 @@ class Probed(Protocol):
 
 
 class ServerProbes:
-    """Checks of a server before its samples are used. Each passes once.
+    """Checks of a server before its samples are used. Each is repeated until it has compared something and passed.
 
     Args:
         engine: The engine that connects to the server.
@@ -68,22 +71,25 @@ class ServerProbes:
         """
         if not prompts:
             return
-        prompt = list(prompts[0][:PROBE_TOKENS])
+        starts = _starts(prompts)
         if self._unproven:
-            self._require_overrides(prompt)
+            self._require_overrides(starts)
         if not sampling.greedy and sampling.temperature != 1.0:
-            self._require_processed("temperature", prompt[:1])
+            self._require_processed("temperature", starts)
         if sampling.truncates:
-            self._require_processed("truncation", prompt[:1])
+            self._require_processed("truncation", starts)
 
-    def _require_overrides(self, prompt: list[int]) -> None:
+    def _require_overrides(self, starts: Sequence[list[int]]) -> None:
         """Check that the checkpoint's generation_config.json does not change how the server samples.
 
         Sends an invalid value of each parameter. A server that accepts it either ignores the parameter or does not
         validate it. To tell which, compare the log-probabilities of sampled tokens with their scores.
         """
-        accepted = [name for name in self._unproven if self._engine.send_probe(prompt, **{name: INVALID[name]}) < 300]
-        if accepted:
+        accepted = [
+            name for name in self._unproven if self._engine.send_probe(starts[0], **{name: INVALID[name]}) < 300
+        ]
+        self._unproven = {name: self._unproven[name] for name in accepted}
+        for prompt in starts if accepted else ():
             sample = self._sample(prompt, Sampling())
             scores = self._engine.score([sample.sequence], Sampling())[0][len(prompt) :]
             differences = [abs(one - other) for one, other in zip(sample.logprobs, scores, strict=True)]
@@ -95,9 +101,11 @@ class ServerProbes:
                     "Start the server without that file's defaults (vLLM: --generation-config vllm), or remove them "
                     "from the file"
                 )
-        self._unproven = {}
+            if min(scores, default=0.0) < -PROBE_TOLERANCE:  # a certain continuation is equal in all distributions
+                self._unproven = {}
+                return
 
-    def _require_processed(self, name: str, prompt: list[int]) -> None:
+    def _require_processed(self, name: str, starts: Sequence[list[int]]) -> None:
         """Check that log-probabilities are those after temperature or truncation.
 
         The probe's sampling leaves one token, the most likely one. Its log-probability is then 0. A server that reports
@@ -105,7 +113,12 @@ class ServerProbes:
         """
         if (probe := self._unprocessed.get(name)) is None:
             return
-        raw, found = _compared(self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe))
+        for prompt in starts:
+            raw, found = _compared(self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe))
+            if raw:
+                break
+        else:  # every continuation is certain: the next call probes its own prompts
+            return
         # With two equally likely tokens, a processed log-probability may equal the unprocessed one by chance.
         if sum(abs(one - other) for one, other in zip(raw, found, strict=True)) < 0.5 * sum(map(abs, found)):
             raise EngineError(
@@ -120,6 +133,13 @@ class ServerProbes:
             [prompt], sampling, max_new_tokens=PROBE_TOKENS, seed=0, ignore_end=True
         )
         return sample
+
+
+def _starts(prompts: Sequence[Tokens]) -> list[list[int]]:
+    """Return prompts for probes: the start of the first, and single tokens, whose continuations are less certain."""
+    first = list(prompts[0][:PROBE_TOKENS])
+    tokens = dict.fromkeys(token for prompt in prompts for token in prompt[:PROBE_TOKENS])
+    return [first, *([token] for token in tokens)][:MOST_PROBES]
 
 
 def _compared(greedy: Sample, sampled: Sample) -> tuple[list[float], list[float]]:

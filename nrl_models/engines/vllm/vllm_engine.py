@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.checkpoint.resolve_folder import folder_on_disk
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import (
@@ -151,7 +152,7 @@ class VLLMEngine(Engine):
     def _ends(self) -> tuple[int, ...]:
         """Return token ids that end a completion: vLLM uses those of the generation configuration."""
         config = self.config.model_config.hf_config
-        return end_tokens(self.path, config) if self.path and Path(self.path).exists() else ()
+        return end_tokens(folder, config) if (folder := folder_on_disk(self.path)) else ()
 
     def use_adapter(self, folder: str | Path | None) -> None:
         """Serve a LoRA adapter with vLLM's LoRA support, instead of merging it and refitting.

@@ -15,6 +15,7 @@ from completions_server import serving
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from nrl_models.common.checkpoint.resolve_folder import folder_on_disk
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample
@@ -103,6 +104,43 @@ def test_server_that_reports_another_distribution_raises(
                 engine.generate(prompts, sampling, max_new_tokens=2)
         served.reported = lambda sampling: sampling
         assert len(engine.generate(prompts, Sampling(0.7, 5, 0.9), max_new_tokens=2)) == len(prompts)
+
+
+def test_a_server_is_not_cleared_by_certain_continuations(checkpoint: Path, prompts: list[list[int]]) -> None:
+    model = HFEngine.start(checkpoint, dtype=torch.float32)
+    starts = {tuple(prompts[0]), *((token,) for prompt in prompts for token in prompt[:2])}
+    with serving(model) as (address, served):
+        served.reported = lambda sampling: Sampling()
+        original = served.complete
+
+        def complete(body: dict[str, Any]) -> dict[str, Any]:
+            answer = original(body)
+            if tuple(body["prompt"][0]) in starts:
+                for choice in answer["choices"]:
+                    choice["logprobs"]["token_logprobs"] = [0.0] * len(choice["logprobs"]["token_logprobs"])
+            return answer
+
+        served.complete = complete  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="log-probabilities from before temperature"):
+            start_engine(address, checkpoint).generate(prompts, Sampling(0.7), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(("reason", "tokens"), [("abort", 3), ("error", 0), (None, 2)])
+def test_a_completion_that_did_not_end_raises(
+    checkpoint: Path, prompts: list[list[int]], reason: str | None, tokens: int
+) -> None:
+    with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
+
+        def interrupted(choice: dict[str, Any]) -> dict[str, Any]:
+            logprobs = {name: values[:tokens] for name, values in choice["logprobs"].items()}
+            cut = {"finish_reason": reason, "token_ids": choice["token_ids"][:tokens], "logprobs": logprobs}
+            return choice | cut
+
+        served.change = interrupted
+        with pytest.raises(
+            EngineError, match=f"ended sequences early, .*{reason or 'unfinished'}.*generate them again"
+        ):
+            start_engine(address, checkpoint).generate(prompts, Sampling(), max_new_tokens=8, ignore_end=False)
 
 
 class Reporting:
@@ -203,6 +241,22 @@ def test_end_token_of_the_tokenizer_ends_replies_in_every_engine(folder: Path, p
             assert (stopped.tokens, stopped.finish_reason) == (free.tokens[: free.tokens.index(end) + 1], "stop")
             assert engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)[0].tokens == free.tokens
         assert served.requests[0]["stop_token_ids"] == list(ends)
+
+
+def test_end_token_of_a_repository_ends_replies(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--owner--tiny" / "snapshots" / ("a" * 40)
+    (tmp_path / "models--owner--tiny" / "refs").mkdir(parents=True)
+    (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(512)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t9").save_pretrained(folder)
+    shutil.copytree(folder, snapshot)
+    assert folder_on_disk("owner/tiny") == snapshot
+    engine = HFEngine.start(folder, dtype=torch.float32)
+    engine.model.name_or_path = "owner/tiny"
+    assert engine._tokenizer_ends == (9,)
+    assert folder_on_disk("owner/other") is None
+    assert folder_on_disk("") is None
 
 
 @pytest.mark.parametrize(
