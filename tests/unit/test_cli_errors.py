@@ -31,14 +31,17 @@ def output(*arguments: object, code: int = 2) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("consistency", "--mode", "samplin"), "'samplin' (did you mean sampling?): expected one of greedy, sampling"),
+        (
+            ("consistency", "--mode", "samplingg"),
+            "'samplingg' (did you mean sampling?): expected one of greedy, sampling",
+        ),
         (("consistency", "--data", "reel"), "'reel' (did you mean real?): expected one of real, dummy"),
         (("parity", "--check", "gradient"), "'gradient' (did you mean gradients?): expected one of 1, 2, 3, gradients"),
         (("parity", "--length", "2"), "'--length': 2: expected at least 8"),
         (("parity", "--length", "two"), "'--length': 'two': expected an integer"),
         (("consistency", "--threshold", "x"), "'--threshold': 'x': expected a number"),
         (("consistency", "--engine", "vlm"), "unknown engine 'vlm' (did you mean vllm?)"),
-        (("certify", "--only", "weigths"), "'weigths' (did you mean weights?)"),
+        (("certify", "--only", "weightz"), "'weightz' (did you mean weights?)"),
         (("plan", "--mesh", "fsdp=0"), "'fsdp=0': expected a size of at least 1"),
         (("parity", "--device", "cuda:99"), "'--device': 'cuda:99': "),
     ],
@@ -52,7 +55,7 @@ def test_an_option_names_the_expected_values(arguments: tuple[str, ...], message
 
 def test_only_paths_that_a_command_accepts_are_suggested(models: Path) -> None:
     folder = models / "checkpoint"
-    assert f"did you mean {folder}?" in output("inspect", models / "chekpoint")
+    assert f"did you mean {folder}?" in output("inspect", models / "checkpointz")
     assert f"config.json is missing (did you mean {folder}?)" in output("inspect", models)
     assert "did you mean" not in output("inspect", folder / "config.jsn")
     assert f"did you mean {folder / 'config.json'}?" in output("quirks", folder / "config.jsn")
@@ -61,7 +64,7 @@ def test_only_paths_that_a_command_accepts_are_suggested(models: Path) -> None:
 def test_loading_suggests_paths_and_keywords(models: Path) -> None:
     load, folder = nrl_models.AutoModelForCausalLM.from_pretrained, models / "checkpoint"
     with pytest.raises(CheckpointError, match=rf"no such directory \(did you mean {folder}\?\)"):
-        load(models / "chekpoint")
+        load(models / "checkpointz")
     with pytest.raises(CheckpointError, match=rf"config.json: is missing \(did you mean {folder}\?\)"):
         load(models)
     with pytest.raises(UnknownArgumentError, match='pass attn_implementation="flash_attention_2"'):
