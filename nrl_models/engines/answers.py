@@ -129,7 +129,7 @@ def require_complete(
     """Check the lengths of samples. For arguments, see `Engine.generate`.
 
     Raises:
-        EngineError: If a sample has too many tokens, or ended too early.
+        EngineError: If a sample has too many tokens, ended too early, or was aborted.
     """
     lengths = [len(sample.tokens) for sample in samples]
     if max(lengths, default=0) > max_new_tokens:
@@ -142,12 +142,13 @@ def require_complete(
             f"tokens; max_new_tokens is {max_new_tokens}. Request fewer tokens, or raise the limit (vLLM: "
             "max_new_tokens of --override-generation-config, or --max-model-len)"
         )
-    complete = ("length", "stop", AT_PLACEHOLDER)
-    early = {index: samples[index].finish_reason for index in short if samples[index].finish_reason not in complete}
-    if early:
+    known = ("length", "stop", AT_PLACEHOLDER)
+    if ended := {index: samples[index].finish_reason for index in short if samples[index].finish_reason not in known}:
+        reasons = ", ".join(dict.fromkeys(map(repr, ended.values())))
         raise EngineError(
-            f"{engine_name} ended sequences early, by index with their finish_reason: {early}. It may have been "
-            "paused, updated or stopped meanwhile: generate them again"
+            f"{engine_name} ended sequences {list(ended)} with finish_reason {reasons}, after "
+            f"{[lengths[index] for index in ended]} tokens; expected 'stop', or {max_new_tokens} tokens. The "
+            "completions are incomplete: generate them again, after any pause or weight update of the engine"
         )
     at_images = [index for index in short if samples[index].finish_reason == AT_PLACEHOLDER]
     if at_images and ignore_end:

@@ -26,6 +26,7 @@ import torch
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.state_dict.buckets import on_host
+from nrl_models.common.trust.servers import hidden
 from nrl_models.common.value_checks import is_number
 from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested
@@ -215,6 +216,7 @@ class HTTPEngine(Engine):
                 )
             reason = choice.get("finish_reason")
             reason = "unfinished" if reason is None else self._checked.text(reason, f"{at}.finish_reason")
+            reason = hidden(reason, self._checked.secrets)
             samples.append(Sample(tuple(prompt), tokens, logprobs, reason))
         self._require_version()
         return samples

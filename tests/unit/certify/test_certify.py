@@ -262,7 +262,9 @@ def test_a_directory_of_somebody_else_is_left_alone(checkpoint: Path, tmp_path: 
 
 
 def test_unknown_checks_raise(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnknownArgumentError, match=r"unknown checks weight: expected some of files, "):
+    with pytest.raises(
+        UnknownArgumentError, match=r"unknown checks weight \(did you mean weights\?\): expected some of files, "
+    ):
         certify(checkpoint, out=tmp_path / "out", only=("weight",))
 
 

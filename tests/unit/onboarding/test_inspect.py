@@ -52,7 +52,7 @@ def test_stored_embeddings_that_do_not_fit_the_vocabulary(tmp_path: Path) -> Non
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
     assert "rows in the files" not in shown
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
-    shown = " ".join(CliRunner().invoke(app, ["inspect", str(tmp_path)]).output.split())
+    shown = " ".join(CliRunner().invoke(app, ["inspect", str(tmp_path)]).output.replace("│", " ").split())
     assert f"{config['vocab_size']} rows in the files, and vocab_size is 100" in shown
 
 
