@@ -122,4 +122,6 @@ def _between(kept: torch.Tensor, logits: torch.Tensor, dropped: torch.Tensor | N
     if dropped is None or bool((dropped[:, None] >= kept).any()):  # equal logits: look for the next smaller one
         dropped = logits.masked_fill(logits >= kept, float("-inf")).amax(-1)
     dropped = dropped[:, None]
-    return torch.where(dropped.isfinite(), (kept + dropped) / 2, dropped)
+    middle = (kept + dropped) / 2
+    middle = torch.where(middle > dropped, middle, kept)  # between neighboring floats, it rounds to one of them
+    return torch.where(dropped.isfinite(), middle, dropped)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nrl_models.logprobs.sampling import Sampling, smallest_kept
+from nrl_models.logprobs.sampling import Sampling, processed, smallest_kept
 
 
 def kept(probabilities: list[float], **sampling: float) -> list[int]:
@@ -75,3 +75,9 @@ def test_greedy_tokens_have_plain_logprobs() -> None:
 def test_values_out_of_range_are_refused(values: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Sampling(**values)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=1), Sampling(top_p=0.3)], ids=str)
+def test_neighboring_floats_are_separated(sampling: Sampling) -> None:
+    logits = torch.tensor([[1.0 + 2**-23, 1.0, -1.0, -2.0]])
+    assert processed(logits, sampling).isfinite().tolist() == [[True, False, False, False]]
