@@ -151,8 +151,7 @@ class VLLMEngine(Engine):
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         """Return token ids that end a completion: vLLM uses those of the generation configuration."""
-        config = self.config.model_config.hf_config
-        return end_tokens(folder, config) if (folder := folder_on_disk(self.path)) else ()
+        return end_tokens(path, self.config.model_config.hf_config) if (path := folder_on_disk(self.path)) else ()
 
     def use_adapter(self, folder: str | Path | None) -> None:
         """Serve a LoRA adapter with vLLM's LoRA support, instead of merging it and refitting.

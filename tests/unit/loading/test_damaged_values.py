@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.limits import check_limits, limited_build
-from nrl_models.errors import CheckpointError, ConfigurationError, NRLModelsError
+from nrl_models.errors import CheckpointError, ConfigurationError, NRLModelsError, UnknownArgumentError
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +74,12 @@ def test_a_value_that_nothing_can_be_built_of(folder: Path, values: dict[str, An
 def test_error_names_the_keyword_that_caused_it(
     folder: Path, passed: dict[str, Any], subject: str, advice: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{subject}: was passed as .*\n  What to do: {advice}") as caught:
+    # Before 5.18, transformers rejects some of these values before the configuration is built.
+    expected = rf"{subject}(: was passed as |=).*\n  What to do: {advice}"
+    with pytest.raises((ConfigurationError, UnknownArgumentError), match=expected) as caught:
         AutoModelForSequenceClassification.from_pretrained(folder, **passed)
-    assert [problem.subject for problem in caught.value.problems] == [subject]
+    if isinstance(caught.value, ConfigurationError):
+        assert [problem.subject for problem in caught.value.problems] == [subject]
 
 
 def test_key_of_the_file_is_named_next_to_valid_keywords(folder: Path) -> None:
