@@ -202,7 +202,7 @@ def load_checkpoint(
         weights = {found.name if (found := adapter.find(name)) else name: tensor for name, tensor in stored.items()}
         kept = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
-        problems += differences(read_object(version / CONFIG_NAME), model, ignore_config_keys)
+        problems += _config_problems(version, model, ignore_config_keys)
         if optimizer is not None and here is not None:
             states = stored_tensors(version, manifest.files_of(StatePart.OPTIMIZER), problems)
             problems += misfits(model, optimizer, here, manifest.optimizer, states)
@@ -220,6 +220,15 @@ def load_checkpoint(
         keep(model, kept)
         sharding.adapter = sharding.adapter.keeping(model)
     return manifest.progress
+
+
+def _config_problems(version: Path, model: PreTrainedModel, ignored: Collection[str] | str) -> list[Problem]:
+    """Compare the version's configuration with the model's. A newer version may have removed the file."""
+    try:
+        saved = read_object(version / CONFIG_NAME)
+    except CheckpointError as error:
+        return list(error.problems)
+    return list(differences(saved, model, ignored))
 
 
 def _kept_blocks(kept: Mapping[str, KeptTensor], place: int, count: int) -> Iterator[tuple[str, Block]]:
