@@ -50,10 +50,11 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         ShardingError: If mesh or plan do not fit the model. Lists all problems.
     """
     check_mesh(mesh)
+    has_fsdp = "fsdp" in (mesh.mesh_dim_names or ())
     problems: list[Problem] = []
     if isinstance(plan, ParallelPlan):
         problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
-        problems += [*_unknown_units(model, plan.units or ()), *_without_fsdp(mesh, plan)]
+        problems += [*_unknown_units(model, plan.units or ()), *(() if has_fsdp else _without_fsdp(plan))]
         chosen = _completed(model, mesh, plan)
     elif plan == "auto" or isinstance(plan, Mapping):
         chosen = _completed(model, mesh, ParallelPlan())
@@ -74,10 +75,10 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     problems += schedule_problems(chosen.schedule, chosen.stages_per_rank)
     if has_stages(mesh):
         problems += _adapter_problems(model, "pp")
-        if chosen.offload and "fsdp" in (mesh.mesh_dim_names or ()):
+        if chosen.offload and has_fsdp:
             detail = "keeps gradients on the CPU, where stages cannot sum what several of them hold"
             problems.append(Problem(ProblemKind.PLAN, "offload", detail, advice="leave out offload, or pp"))
-    if "fsdp" in (mesh.mesh_dim_names or ()):
+    if has_fsdp:
         problems += _scalar_problems(model)
     if problems:
         summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
@@ -144,10 +145,8 @@ def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
     return [Problem(ProblemKind.PLAN, unit, "is not a class of a module of the model") for unit in unknown]
 
 
-def _without_fsdp(mesh: DeviceMesh, plan: ParallelPlan) -> Iterator[Problem]:
-    """Yield options of a plan that only `fsdp` applies, if the mesh lacks it."""
-    if "fsdp" in (mesh.mesh_dim_names or ()):
-        return
+def _without_fsdp(plan: ParallelPlan) -> Iterator[Problem]:
+    """Yield options of a plan that only `fsdp` applies, for a mesh without it."""
     requested = {"param_dtype": plan.param_dtype is not None, "offload": plan.offload}
     for option in (option for option, is_set in requested.items() if is_set):
         detail = f"is {getattr(plan, option)}, which needs the dimension fsdp in the mesh"

@@ -28,6 +28,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a `DTensor` gathered from all ranks, or the tensor itself. Every rank has to call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def own_blocks(tensor: torch.Tensor) -> list[Block]:
     """Return this rank's blocks of one of the model's own tensors; a single one if it is not sharded."""
     if not isinstance(tensor, DTensor):

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import rank_in
 from nrl_models.distributed.sharding import Sharding, sharded_model, sharding_of
-from nrl_models.distributed.shards import local_of
+from nrl_models.distributed.shards import full_of, local_of
 
 
 @contextmanager
@@ -60,23 +59,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """
     shardings = [vars(module).get("sharding") for module in model.modules()]
     if not any(isinstance(sharding, Sharding) and sharding.stages is not None for sharding in shardings):
-        return _without_mesh(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        return full_of(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
     inner = sharded_model(model)
     sharding, held = sharding_of(inner), dict(own_parameters(inner))
     assert sharding.stages is not None
     own = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
     counted = [grad for name, grad in own.items() if sharding.is_first_holder(name)]
-    norm = _without_mesh(torch.nn.utils.get_total_norm(counted))
+    norm = full_of(torch.nn.utils.get_total_norm(counted))
     squares = norm.to(sharding.stages.device, torch.float32).square()
     dist.all_reduce(squares, group=sharding.mesh.get_group("pp"))
     norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(held.values(), max_norm, norm)
     return norm
-
-
-def _without_mesh(norm: torch.Tensor) -> torch.Tensor:
-    """Return a norm as a regular tensor."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def held_by_several(model: PreTrainedModel) -> list[tuple[nn.Parameter, tuple[int, ...]]]:

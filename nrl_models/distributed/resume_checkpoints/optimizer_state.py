@@ -20,6 +20,7 @@ from nrl_models.distributed.resume_checkpoints.block_files import BlockedTensor,
 from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
 from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.shards import full_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed, shown
 
 NO_OPTIONS = ("params", "param_names")
@@ -262,9 +263,8 @@ def _is_scalar(key: str, value: Any, parameter: torch.Tensor) -> bool:
 
 def _plain(value: Any) -> Any:
     """Convert an option or a scalar for JSON."""
-    value = value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, torch.Tensor):
-        return value.item()
+        return full_of(value).item()
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.common.value_checks import is_integer, is_number
+from nrl_models.distributed.shards import full_of
 
 _PYTHON_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float)}
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values() if not dtype.is_complex}
@@ -31,7 +31,7 @@ class Scalar:
     def of(value: float | torch.Tensor) -> Scalar:
         """Return a number or a 0-dimensional tensor with its type. Subclasses of Python's types become Python's."""
         if isinstance(value, torch.Tensor):
-            return Scalar(str(value.dtype), (value.full_tensor() if isinstance(value, DTensor) else value).item())
+            return Scalar(str(value.dtype), full_of(value).item())
         name, kind = next((name, kind) for name, kind in _PYTHON_TYPES.items() if isinstance(value, kind))
         return Scalar(name, kind(value))
 
