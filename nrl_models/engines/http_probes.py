@@ -71,20 +71,20 @@ class ServerProbes:
         """
         if not prompts:
             return
-        starts = _starts(prompts)
         if self._unproven:
-            self._require_overrides(starts)
+            self._require_overrides(prompts)
         if not sampling.greedy and sampling.temperature != 1.0:
-            self._require_processed("temperature", starts)
+            self._require_processed("temperature", prompts)
         if sampling.truncates:
-            self._require_processed("truncation", starts)
+            self._require_processed("truncation", prompts)
 
-    def _require_overrides(self, starts: Sequence[list[int]]) -> None:
+    def _require_overrides(self, prompts: Sequence[Tokens]) -> None:
         """Check that the checkpoint's generation_config.json does not change how the server samples.
 
         Sends an invalid value of each parameter. A server that accepts it either ignores the parameter or does not
         validate it. To tell which, compare the log-probabilities of sampled tokens with their scores.
         """
+        starts = _starts(prompts)
         accepted = [
             name for name in self._unproven if self._engine.send_probe(starts[0], **{name: INVALID[name]}) < 300
         ]
@@ -105,7 +105,7 @@ class ServerProbes:
                 self._unproven = {}
                 return
 
-    def _require_processed(self, name: str, starts: Sequence[list[int]]) -> None:
+    def _require_processed(self, name: str, prompts: Sequence[Tokens]) -> None:
         """Check that log-probabilities are those after temperature or truncation.
 
         The probe's sampling leaves one token, the most likely one. Its log-probability is then 0. A server that reports
@@ -113,7 +113,7 @@ class ServerProbes:
         """
         if (probe := self._unprocessed.get(name)) is None:
             return
-        for prompt in starts:
+        for prompt in _starts(prompts):
             raw, found = _compared(self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe))
             if raw:
                 break
