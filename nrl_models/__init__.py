@@ -15,7 +15,7 @@ def __getattr__(name: str) -> object:
     """Import a public name.
 
     Raises:
-        AttributeError: There is no such name.
+        AttributeError: If the package has no public name like this.
     """
     try:
         return _imported(name)

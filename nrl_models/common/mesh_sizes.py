@@ -32,7 +32,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             advice = "write a positive size, or leave the dimension out"
             problems.append(Problem(ProblemKind.MESH, repr(item), "expected a size of at least 1", advice=advice))
             continue
-        if name not in DIMENSIONS or not size.isdecimal() or int(size) < 1 or name in sizes:
+        if name not in DIMENSIONS or not size.isdecimal() or name in sizes:
             hint = "" if name in DIMENSIONS else did_you_mean(name, DIMENSIONS)
             expected = f"expected NAME=SIZE, each name of {', '.join(DIMENSIONS)} at most once"
             problems.append(Problem(ProblemKind.MESH, repr(item), expected, advice=f"write it as fsdp=16,tp=8{hint}"))

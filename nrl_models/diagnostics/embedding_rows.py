@@ -139,10 +139,12 @@ def statistics(weight: torch.Tensor) -> RowStatistics:
         # Sum in fp64, because fp32 sums of squares lose small deviations.
         sums = [(rows.abs()).sum(1, dtype=torch.float64), rows.sum(1, dtype=torch.float64)]
         squares = rows.square().sum(1, dtype=torch.float64)
-        found.append(torch.stack([rows.abs().amax(1).double(), rows.std(dim=1, correction=0).double(), *sums, squares]))
-        finite = rows.isfinite().all(1)
-        column_sums += rows[finite].sum(0, dtype=torch.float64)
-        summed += int(finite.sum())
+        largest = rows.abs().amax(1)
+        found.append(torch.stack([largest.double(), rows.std(dim=1, correction=0).double(), *sums, squares]))
+        finite = largest.isfinite()
+        healthy = rows if finite.all() else rows[finite]
+        column_sums += healthy.sum(0, dtype=torch.float64)
+        summed += len(healthy)
     largest, deviation, absolute, total, sums_of_squares = torch.cat(found, dim=1)
     mean = column_sums / max(summed, 1)
     return RowStatistics(largest, deviation, absolute, total, sums_of_squares, mean)

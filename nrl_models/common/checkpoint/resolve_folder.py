@@ -58,8 +58,11 @@ def _downloaded(path_or_id: str | Path, options: Mapping[str, Any]) -> Path:
 
 def folder_on_disk(path_or_id: str | Path) -> Path | None:
     """Return the path of a checkpoint, or the directory of a Hub repository in the cache; None if there is none."""
-    if not path_or_id or is_local(path_or_id):
-        return as_path(path_or_id) if path_or_id and as_path(path_or_id).exists() else None
+    if not path_or_id:
+        return None
+    if is_local(path_or_id):
+        path = as_path(path_or_id)
+        return path if path.exists() else None
     try:
         return resolve_folder(path_or_id, local_files_only=True)
     except CheckpointError:
