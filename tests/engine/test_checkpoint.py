@@ -201,7 +201,7 @@ def test_max_model_len_that_is_not_respected_fails(
     monkeypatch.setattr(engine, "capabilities", lambda: replace(known, max_length=20))
     result = diagnose_max_model_len(engine, "demo", demo_prompts.counting(20))
     assert not result.passed
-    assert result.lines[-1] == "[demo] FAIL: 28 tokens, and max_model_len is 20"
+    assert result.lines[-1] == "FAIL: max-model-len: demo: 28 tokens, and max_model_len is 20"
 
 
 def test_decode_and_prefill_agree(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
