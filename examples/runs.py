@@ -34,7 +34,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=20, help="of a reply at most")
     parser.add_argument("--learning-rate", type=float, default=3e-5, help="of the first step; it falls to zero")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--history", type=Path, help="write what each step gave here, as JSON")
+    parser.add_argument("--history", type=Path, help="write the metrics of each step to this file, as JSON")
 
 
 class History:

@@ -95,12 +95,20 @@ class Certificate:
 
     @property
     def sentence(self) -> str:
-        """The answer in one sentence."""
-        passed = len(self.with_status(Status.PASSED))
+        """The answer in one sentence, then the counts of results."""
+        return f"{self.subject}: {self.answer}. {self.counts}"
+
+    @property
+    def subject(self) -> str:
+        """The checkpoint and the engine, and the number of layers if it is limited."""
         engine = f" with {self.options['engine']}" if self.options["engine"] else ""
-        if self.options.get("layers") is not None:
-            engine += f", only {layers_in_words(self.options['layers'])}"
-        text = f"{self.name}{engine}: {self.answer}. {passed} checks passed"
+        limited = self.options.get("layers")
+        return f"{self.name}{engine}" + ("" if limited is None else f", only {layers_in_words(limited)}")
+
+    @property
+    def counts(self) -> str:
+        """How many checks passed; number and names of the others; the source of a failure."""
+        text = f"{len(self.with_status(Status.PASSED))} checks passed"
         for status in (Status.FAILED, Status.NOT_DECIDED, Status.LEFT_OUT, Status.NOT_COVERED):
             if results := self.with_status(status):
                 text += f", {len(results)} {status} ({', '.join(result.name for result in results)})"

@@ -61,9 +61,9 @@ def _print_version(wanted: bool) -> None:
 def main(
     context: typer.Context,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only errors. The exit status is 0 if checks passed.")
+        bool, typer.Option("--quiet", "-q", help="Print only errors. The exit status shows the result.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,

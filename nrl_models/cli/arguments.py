@@ -213,7 +213,7 @@ IgnoredConfigKeys = Annotated[
     typer.Option(
         "--ignore-config-key",
         metavar="KEY",
-        help="Accept this config.json key although no code implements it. Repeatable.",
+        help="Load the checkpoint although this config.json key is not supported. The key has no effect. Repeatable.",
         callback=ignored_keys,
         rich_help_panel=INPUT,
     ),
@@ -224,7 +224,7 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         metavar=FILE,
-        help="Write the result as JSON. - writes to stdout.",
+        help="Write the result as JSON to FILE, or to stdout if FILE is '-'.",
         callback=json_target,
         rich_help_panel=OUTPUT,
     ),
@@ -233,7 +233,7 @@ Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show every check, not only failures.", rich_help_panel=OUTPUT)
 ]
 Device = Annotated[
-    str, typer.Option(metavar=DEVICE, help="Device of the trainer, e.g. cuda:0.", rich_help_panel=TRAINER)
+    str, typer.Option(metavar=DEVICE, help="Device of the trainer's model, e.g. cuda:0.", rich_help_panel=TRAINER)
 ]
 _ENGINE_NAME = engine_argument("vllm, vllm-transformers, mlx, megatron, hf-generate, or a server URL.", "--engine")
 EngineName = Annotated[str, _ENGINE_NAME]
@@ -244,7 +244,8 @@ EngineOptions = Annotated[
         "--engine-option",
         parser=engine_option,
         metavar="KEY=VALUE",
-        help="Option passed to the engine, e.g. tensor_parallel_size=2. Repeatable. The value is JSON or text.",
+        help="Option passed to the engine, e.g. tensor_parallel_size=2. Repeatable. VALUE is JSON, "
+        "or text if it is not valid JSON.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -257,8 +258,8 @@ TrainerDtype = Annotated[
 Threshold = Annotated[
     float,
     number(
-        "Largest token_mult_prob_error (mean factor between the probabilities of both sides; 1 if equal) that passes, "
-        "unless the noise floor explains more.",
+        "A cell passes if its token_mult_prob_error is at most FLOAT, or within --noise-factor. The metric is the mean "
+        "factor between the probabilities that trainer and engine give to a token: 1 if they are equal.",
         panel=BOUNDS,
     ),
 ]

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nrl_models.cli.arguments import (
-    BOUNDS,
     DIR,
     ENGINE,
     INT,
-    MATRIX,
     OUTPUT,
     CheckpointPath,
     Device,
@@ -85,13 +83,17 @@ def certify(
         typer.Option(
             parser=duration,
             metavar="TIME",
-            help="Leave out checks that would not end within this time, e.g. 10m.",
-            rich_help_panel=BOUNDS,
+            help="Time for all checks, e.g. 10m. Checks that are not expected to finish in time are left out, and the "
+            "answer cannot be 'ready' then. \\[default: no limit]",
         ),
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Check the 36 cells of NeMo RL's guide instead of 8.", rich_help_panel=MATRIX),
+        typer.Option(
+            "--full",
+            help="Compare log-probabilities in all 36 settings of NeMo RL's guide (length, batch size, prompts, "
+            "decoding) instead of 8. Takes hours.",
+        ),
     ] = False,
     only: Annotated[
         list[str] | None,
@@ -100,7 +102,7 @@ def certify(
             metavar="CHECK",
             help="Run only this check. Repeatable. Other checks keep their results from an earlier run with the same "
             "--out. If there is no earlier run, the answer cannot be 'ready'. Checks that share a computation run "
-            f"together, e.g. weights, layers, logits and gradients. Quote names with spaces: {', '.join(CHECK_NAMES)}.",
+            f"together. Names, to be quoted if they have spaces: {', '.join(CHECK_NAMES)}.",
         ),
     ] = None,
     skip: Annotated[
@@ -108,7 +110,7 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Do not run this check. Repeatable. See --only.",
+            help="Skip this check. Repeatable. --only lists the names.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
@@ -124,7 +126,8 @@ def certify(
         typer.Option(
             metavar=INT,
             min=0,
-            help="With --verify: require that trainer and engine agreed on a sequence of at least this many tokens.",
+            help="With --verify: require a certificate in which trainer and engine agree on a sequence of at least INT "
+            "tokens.",
         ),
     ] = 0,
     sign: Annotated[
@@ -135,8 +138,9 @@ def certify(
         str | None,
         typer.Option(
             metavar="MESH",
-            help="Also check a training loop of three steps (learning rates 0, 0 and 0.01). MESH: none for one "
-            "process, or fsdp=2, tp=2, ... \\[default: no training loop]",
+            help="Also run three training steps with learning rates 0, 0 and 0.01, and check that every sync arrives "
+            "and that only the last step changes weights. MESH is 'none' (one process), or for example fsdp=2 or "
+            "tp=2. \\[default: no training steps]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,
@@ -145,7 +149,8 @@ def certify(
         typer.Option(
             metavar=INT,
             min=1,
-            help="Check only the first INT layers, if the model does not fit in memory. \\[default: all]",
+            help="Check only the first INT layers, for models that do not fit in memory. The certificate shows it. "
+            "\\[default: all]",
         ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
@@ -159,13 +164,14 @@ def certify(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results.", rich_help_panel=OUTPUT)] = False,
     json_file: JsonFile = None,
-    markdown: Annotated[Path | None, output_file("Write Markdown for a model card.")] = None,
+    markdown: Annotated[Path | None, output_file("Write the result as Markdown for a model card.")] = None,
     badge: Annotated[Path | None, output_file("Write an SVG badge.")] = None,
 ) -> None:
-    """Run all checks of a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
+    """Run all checks on a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
 
-    Exit status: 0 ready, 1 not ready, 2 could not run, 3 not decided. With --verify: 0 if the certificate is intact
-    and describes PATH, whatever its answer; otherwise 1. Interrupted runs resume when you repeat the command.
+    The answer cannot be 'ready' without --engine, or if checks are left out. Exit status: 0 ready, 1 not ready, 2 could
+    not run, 3 not decided. With --verify, the exit status is 0 if the certificate is intact and belongs to PATH, even
+    if it says 'not ready'; otherwise it is 1. Interrupted runs resume when you repeat the command.
     """
     if verify is not None:
         require_only(context, APPLIES_TO_VERIFY, "--verify")
@@ -227,7 +233,7 @@ def show_certificate(certificate: Certificate, *, verbose: bool) -> None:
         verbose: whether to print checks that passed or do not apply.
     """
     assert certificate.folder is not None
-    show(f"{certificate.answer.upper()}: {certificate.sentence}")
+    show(f"{certificate.answer.upper()}: {certificate.subject}: {certificate.counts}")
     for result in certificate.results:
         if not verbose and result.status.name in ("PASSED", "NOT_APPLICABLE"):
             continue

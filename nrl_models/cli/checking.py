@@ -42,7 +42,9 @@ def parity(
     path: CheckpointPath,
     check: Annotated[
         list[ParityCheck] | None,
-        typer.Option(metavar="CHECK", help="1, 2, 3 or gradients. Repeatable. \\[default: all]"),
+        typer.Option(
+            metavar="CHECK", help="1 (weights), 2 (layers), 3 (logits) or gradients. Repeatable. \\[default: all]"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(metavar=DEVICE, help="Device to run on.")] = "cpu",
     length: Annotated[int, typer.Option(metavar=INT, help="Sequence length in tokens.", min=8)] = 64,
@@ -52,17 +54,16 @@ def parity(
         Literal["megatron"] | None,
         typer.Option(
             metavar="NAME",
-            help="Also compare this trainer's model with the one of nrl_models, at the same levels. The only value is "
-            "megatron (Megatron-Core).",
+            help="Also compare nrl_models' model with a second trainer's. Supported: megatron (Megatron-Core).",
         ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
     verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare a checkpoint loaded with nrl_models and with transformers; name the first module that differs.
+    """Load a checkpoint with nrl_models and with transformers, compare the models, and name the first difference.
 
-    Levels: 1 compares weights, 2 compares layers, 3 compares logits.
+    Compares weights (level 1), layers (level 2), logits (level 3) and gradients.
     """
     from nrl_models.parity import check_parity
     from nrl_models.parity.check import CHECKS
@@ -90,14 +91,14 @@ def refit_check(
     device: Device = "cpu",
     length: Annotated[
         int | None,
-        input_size("Length of the scored sequences. \\[default: 100, or the model's limit]", least=8),
+        input_size("Length of the compared sequences. \\[default: 100, or the model's limit]", least=8),
     ] = None,
-    batch: Annotated[int, input_size("Number of scored sequences.")] = 4,
+    batch: Annotated[int, input_size("Number of compared sequences.")] = 4,
     threshold: Annotated[
         float,
         number(
-            "Largest bound on token_mult_prob_error (mean factor between the probabilities of both sides; 1 if "
-            "equal). The bound is derived from the dtype and the first refit's error.",
+            "Upper limit of the bound on token_mult_prob_error: the mean factor between the probabilities that trainer "
+            "and engine give to a token, 1 if they are equal. The bound itself is derived from dtype and first refit.",
             panel=BOUNDS,
         ),
     ] = 1.05,
@@ -116,8 +117,8 @@ def refit_check(
 ) -> None:
     """Check that new weights reach an engine.
 
-    Start an engine on random weights, send it the trainer's weights, train one step, and send them again. Compare
-    log-probabilities after each send.
+    Start an engine with random weights, send it the model's weights, train one step, and send the new weights. Compare
+    log-probabilities after each transfer.
     """
     from nrl_models.consistency.refit import check_refit, refit_settings
 

@@ -79,21 +79,19 @@ def consistency(
         bool,
         typer.Option(
             "--full",
-            help="Check the 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32.",
+            help="Compare the 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32.",
             rich_help_panel=MATRIX,
         ),
     ] = False,
     repeats: Annotated[
         int,
-        typer.Option(
-            metavar=INT, help="Measurements per cell, each with other prompts.", min=1, rich_help_panel=MATRIX
-        ),
+        typer.Option(metavar=INT, help="Measurements per cell, each with new prompts.", min=1, rich_help_panel=MATRIX),
     ] = 1,
     new_tokens: Annotated[
         int,
         typer.Option(
             metavar=INT,
-            help="Maximum number of tokens to generate per sequence, at most half of its length.",
+            help="Number of tokens to generate per sequence. Capped at half of --length.",
             min=1,
             rich_help_panel=SAMPLING,
         ),
@@ -104,7 +102,8 @@ def consistency(
     strict: Annotated[
         bool,
         typer.Option(
-            help="Also let the trainer sample and the engine score. A cell fails if either error exceeds the bound.",
+            help="Also compare in the other direction: the trainer samples and the engine scores. A cell fails if "
+            "either comparison fails.",
             rich_help_panel=SAMPLING,
         ),
     ] = False,
@@ -116,7 +115,7 @@ def consistency(
         float,
         number(
             "A cell also passes if its error is at most 1 + FLOAT * (noise floor - 1). The noise floor is the "
-            "error that rounding alone causes. 0 turns this off.",
+            "error that rounding alone causes. 0 disables this rule.",
             panel=BOUNDS,
             least=0.0,
         ),
@@ -126,7 +125,8 @@ def consistency(
         Literal["auto", "dummy"],
         typer.Option(
             metavar="FORMAT",
-            help="auto: the engine reads the weights. dummy: it starts with random weights and is refitted.",
+            help="auto: the engine loads the checkpoint. dummy: the engine starts with random weights, and the trainer "
+            "sends it the checkpoint's weights (a refit).",
             rich_help_panel=ENGINE,
         ),
     ] = "auto",
@@ -134,7 +134,8 @@ def consistency(
     witness: Annotated[
         str | None,
         engine_argument(
-            "Also score failing cells with this engine, and report the side it agrees with: mlx or vllm-transformers.",
+            "Also score failing cells with a second engine (mlx or vllm-transformers), and report whether it agrees "
+            "with the trainer or with the engine.",
             panel=ENGINE,
         ),
     ] = None,
@@ -144,7 +145,7 @@ def consistency(
         Literal["megatron"] | None,
         typer.Option(
             metavar="NAME",
-            help="Also compare this trainer with the engine in every cell. The only value is megatron (Megatron-Core).",
+            help="Also compare a second trainer with the engine in every cell. Supported: megatron (Megatron-Core).",
             rich_help_panel=TRAINER,
         ),
     ] = None,
@@ -153,7 +154,11 @@ def consistency(
     ] = None,
     images: Annotated[
         list[Path] | None,
-        input_file("Image file. Compare a prompt with this image, and do not run the matrix. Repeatable.", panel=INPUT),
+        input_file(
+            "Image file. Instead of the matrix, compare trainer and engine on a prompt that contains this image. "
+            "Repeatable. Needs --engine vllm.",
+            panel=INPUT,
+        ),
     ] = None,
     image_prompt: Annotated[
         str | None,
@@ -176,21 +181,23 @@ def consistency(
     verbose: Verbose = False,
     json_file: JsonFile = None,
     markdown: Annotated[Path | None, output_file("Write the report as Markdown.")] = None,
-    html: Annotated[Path | None, output_file("Write report.html to this file as well.")] = None,
+    html: Annotated[Path | None, output_file("Also write the HTML report to FILE.")] = None,
     capsule: Annotated[
-        Path | None, output_file("Write the evidence of the worst failing cell to a file for nrl-models replay.")
+        Path | None,
+        output_file("If a cell fails, write a capsule to FILE: the evidence of the worst cell, for nrl-models replay."),
     ] = None,
-    capsule_mb: Annotated[float, number("Largest size of the capsule in MB.", panel=OUTPUT, least=0.1)] = 16.0,
+    capsule_mb: Annotated[float, number("Maximum size of the capsule in MB.", panel=OUTPUT, least=0.1)] = 16.0,
     capsule_tokens: Annotated[
         int,
         typer.Option(
-            metavar=INT, help="Longest sequence whose activations are in the capsule.", min=1, rich_help_panel=OUTPUT
+            metavar=INT, help="Store activations only of sequences of up to INT tokens.", min=1, rich_help_panel=OUTPUT
         ),
     ] = 1024,
 ) -> None:
-    """Compare log-probabilities of the trainer and an inference engine, over a matrix of settings or on images.
+    """Compare the log-probabilities of trainer and inference engine, for several lengths, batch sizes and prompts.
 
-    The default 8 cells take about 10 minutes for a model of 135M parameters on 2 cores; --full takes hours.
+    The trainer is the model as nrl_models loads it. A cell is a combination of length, prompts, decoding mode and batch
+    size. The 8 default cells take about 10 minutes for a model of 135M parameters on 2 cores; --full takes hours.
     Exit status: 0 all cells passed, 1 a cell failed, 2 could not run. Interrupted runs resume when you repeat the
     command.
     """

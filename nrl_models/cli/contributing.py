@@ -31,10 +31,11 @@ def new(
         typer.Option("--again", help="With --out-of-tree: also accept an architecture that is already registered."),
     ] = False,
 ) -> None:
-    """Onboard a new architecture: detect fusable projections, generate the family, test it, list open decisions.
+    """Generate a family for a new architecture: detect fusable projections, write the package, and test it.
 
-    Without --out-of-tree, it writes the package, its coverage page and its record of configuration keys into this
-    checkout of nrl_models. The generated tests need pytest (extra test).
+    A family is the package with nrl_models' classes for an architecture. The command lists what you have to decide. By
+    default, it writes the package, its coverage page and the list of its configuration keys into this checkout of
+    nrl_models. The generated tests need pytest (extra test).
     """
     from rich.table import Table
 

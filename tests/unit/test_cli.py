@@ -299,7 +299,7 @@ def test_the_demos_verdict_is_its_exit_status(
     result = runner.invoke(app, ["demo", *arguments])
     assert result.exit_code == (0 if passed and answer == "ready" else 1)
     assert result.stdout.splitlines()[-3:] == [
-        f"{answer.upper()}: checkpoint with hf-generate: {answer}. 0 checks passed.",
+        f"{answer.upper()}: checkpoint with hf-generate: 0 checks passed.",
         f"certificate: {tmp_path / 'certificate.json'}",
         f"report: {tmp_path / 'report.html'}",
     ]
