@@ -75,7 +75,7 @@ def test_help_has_metavars_and_no_python_types(command: str, monkeypatch: pytest
 def test_help_has_no_line_breaks_inside_of_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     printed = runner.invoke(app, ["train", "--help"]).output
-    assert "To use your own function, pass it on the command line, for example reward._target_=package.function." in printed
+    assert "pass it on the command line, for example reward._target_=package.function." in printed
 
 
 def test_short_help_of_a_command() -> None:
