@@ -189,8 +189,8 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
             _set_value(config, name, values[name])
         except Exception as error:  # any error of a setter or of the class of a part
             raise UnknownArgumentError(
-                f"{name}={shown(values[name])}: {type(config).__name__} does not accept this value: {one_line(error)}\n"
-                f"  What to do: pass another value of {name}, or leave it out"
+                f"{name}={shown(values[name])}: {type(config).__name__} does not accept this value: {one_line(error)}",
+                f"  What to do: pass a different value for {name}, or leave it out",
             ) from error
 
 

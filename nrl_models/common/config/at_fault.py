@@ -61,7 +61,7 @@ def blaming(config: PreTrainedConfig, what: str, passed: Mapping[str, Any] = _NO
         suspects = ", ".join(passed) + " or the configuration" if passed else "the configuration"
         advice = f"correct {suspects}{OR_REPORT}"
         if found and found.keys() <= passed.keys():
-            advice = f"pass another value of {' and '.join(found)}, or leave it out"
+            advice = f"pass a different value for {' and '.join(found)}, or leave it out"
         if not problems:
             argument = re.search(r"(attn|experts)_implementation", str(error))
             advice = f"pass a supported {argument[0]} to from_pretrained, or leave it out" if argument else advice

@@ -63,11 +63,15 @@ def test_a_value_that_nothing_can_be_built_of(folder: Path, values: dict[str, An
 @pytest.mark.parametrize(
     ("passed", "subject", "advice"),
     [
-        ({"id2label": None}, "id2label", "pass another value of id2label, or leave it out"),
-        ({"id2label": 5}, "id2label", "pass another value of id2label, or leave it out"),
-        ({"attn_implementation": 5}, "attn_implementation", "pass another value of attn_implementation,"),
-        ({"experts_implementation": "grouped_mm"}, "experts_implementation", "pass another value of experts_implem"),
-        ({"hidden_act": "silly", "num_labels": 2}, "hidden_act", "pass another value of hidden_act, or leave it out"),
+        ({"id2label": None}, "id2label", "pass a different value for id2label, or leave it out"),
+        ({"id2label": 5}, "id2label", "pass a different value for id2label, or leave it out"),
+        ({"attn_implementation": 5}, "attn_implementation", "pass a different value for attn_implementation,"),
+        ({"experts_implementation": "grouped_mm"}, "experts_implementation", "pass a different value for experts_"),
+        (
+            {"hidden_act": "silly", "num_labels": 2},
+            "hidden_act",
+            "pass a different value for hidden_act, or leave it out",
+        ),
     ],
     ids=str,
 )
