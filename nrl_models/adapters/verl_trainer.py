@@ -2,7 +2,7 @@
 
     import nrl_models.adapters.verl_trainer
 
-    nrl_models.adapters.verl_trainer.watch()  # before trainer.fit(), in the process of the trainer
+    nrl_models.adapters.verl_trainer.watch()  # before trainer.fit(), in the trainer's process (a Ray worker)
 
 verl compares both sides in `calculate_debug_metrics`, which only reports. This hook adds the watch's metrics, and
 raises `DriftError` before the actor is updated. Set `actor_rollout_ref.rollout.calculate_log_probs=True`, so that

@@ -48,10 +48,10 @@ class Watch:
         engine: the engine; None if the trainer owns it, see `after_sync`.
         sampling: sampling parameters of the log-probabilities.
         fail: raise `DriftError` for failures. Otherwise they are logged.
-        max_staleness: number of syncs that samples may lag behind, see `versions` of `before_update`. Lagging rows are
-            not compared, because the trainer's weights are newer.
-        probe_every: number of syncs between two probes: fixed sequences that both sides score. 0: only when rollouts
-            differ.
+        max_staleness: number of syncs by which samples may be older than the trainer's weights, see `versions` of
+            `before_update`. Rows of earlier weights are not compared, because the trainer's weights are newer.
+        probe_every: syncs from one run of the probes to the next. Probes are fixed sequences whose log-probabilities
+            both sides compute. 0: only if rollouts differ.
         probes: token IDs of the probes, all of one length. Default: random text tokens, 4 rows of 64.
         optimizer: with it, weights that change at learning rate 0 are a failure.
         tokenizer: with it, a changed vocabulary or chat template is a failure.
@@ -59,14 +59,15 @@ class Watch:
         bars: published bounds. A difference that the noise floor explains is a warning above them.
         log: a file for JSON lines, or a function of `(values, step)` such as `accelerator.log`; or a list of them.
         capsule: a file for the evidence of the first failure, or a directory with a file per failure. `nrl-models
-            replay` computes the findings again. None for no capsule.
+            replay` recomputes the findings from it. None for no capsule.
         capsule_limits: size of a capsule.
 
-    With several ranks, each rank makes a watch and calls `before_update`. If one finds a failure, there or at the sync
-    before, all raise there. Probes and scoring samples again are off, because every rank would have to take part.
+    With several ranks, create a watch on every rank. If one rank finds a failure at a sync or in `before_update`, all
+    ranks raise `DriftError` in `before_update`. Probes and scoring samples again are off, because every rank would have
+    to take part.
 
     Attributes:
-        findings: everything that was found.
+        findings: all findings so far.
         history: metrics of the last steps.
 
     Raises:
@@ -249,16 +250,16 @@ class Watch:
         """Compare log-probabilities of a step's rollouts. Call it before the optimizer step.
 
         Args:
-            samples: the engine's samples. With them causes are tested by scoring the samples again.
-            trainer: the trainer's log-probabilities `(rows, length)`, by the weights that sampled; or the result of
-                `token_logprobs` or `rollout_logprobs`. Then only tokens of its mask are compared: not those that the
-                trainer's `top_k` and `top_p` exclude.
+            samples: the engine's samples. With them, the watch can score the samples again to test causes.
+            trainer: the trainer's log-probabilities `(rows, length)`, computed with the weights that generated the
+                samples; or the result of `token_logprobs` or `rollout_logprobs`. Then only tokens of its mask are
+                compared, which leaves out tokens that the trainer's `top_k` or `top_p` excludes.
             engine: the engine's log-probabilities `(rows, length)`. Default: those of `samples`.
-            mask: True for sampled tokens, `(rows, length)`. Default: the replies of `samples`, each row being prompt
-                and reply without padding on the left; without samples, the mask of `trainer`.
+            mask: True for tokens to compare, `(rows, length)`. Default: the completions of `samples`, each row being
+                prompt and completion without padding on the left; without samples, the mask of `trainer`.
             attention_mask: True for tokens that are not padding, `(rows, any length)`.
-            tokens: token IDs of prompt and reply that the trainer computes with, without padding.
-            versions: version of the weights that sampled each row.
+            tokens: token IDs of prompt and completion that the trainer used, without padding.
+            versions: for each row, the version of the weights that generated it.
 
         Raises:
             DriftError: something is wrong, and `fail`.
