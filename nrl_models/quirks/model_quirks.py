@@ -36,7 +36,7 @@ LOADING = (
         where=("load",),
         applies=predicates.declares("tower-names"),
         handling="Keys are renamed by transformers' rules and matched with and without the base model's prefix. A "
-        "missing tensor raises an error before anything is written.",
+        "missing tensor raises an error before any weight is loaded.",
         code=(
             "nrl_models.loading.names.checkpoint_names:CheckpointNames",
             "nrl_models.common.state_dict.matching:match",
