@@ -45,7 +45,7 @@ class TokenLogprobs:
         outside: True for tokens that `top_k` or `top_p` excludes (a log-probability of -inf). A consistent engine
             cannot have sampled them. They are not in `mask`, so that losses stay finite; count them.
         entropy: Entropy of the sampled distribution, in nats; None unless requested.
-        kl: Divergence of that distribution from the reference's over the complete vocabulary, in nats; None without a
+        kl: KL(model || reference) of the token's distribution, summed over the vocabulary, in nats; None without a
             reference.
         loss: A scalar; None unless a loss was passed.
     """

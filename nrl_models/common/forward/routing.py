@@ -194,7 +194,7 @@ def _on_batch(shape: tuple[int, ...], rows: int, length: int) -> tuple[int, ...]
 
 
 def flip_rate(first: Mapping[str, list[torch.Tensor]], second: Mapping[str, list[torch.Tensor]]) -> float:
-    """The share of tokens, over all modules, for which two records do not hold the same set of choices."""
+    """Return the fraction of (token, router) pairs for which two records do not have the same set of choices."""
     flipped, tokens = 0, 0
     for name, choices in first.items():
         ours, theirs = choices[-1], second[name][-1].to(choices[-1].device)
