@@ -144,8 +144,8 @@ def _size(parameters: Iterable[nn.Parameter], *, requires_grad: bool) -> int:
 def freeze_unreachable(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
     """Freeze the parameters that cannot receive a gradient from a loss, and return them with the reason.
 
-    An optimizer has no state for such parameters, so resuming would fail. Examples: projections that no layer calls, or
-    a tower in text-only training.
+    An optimizer has no state for such parameters, so resuming with `torch.distributed.checkpoint` fails. Examples:
+    projections that no layer calls, or a tower in text-only training.
 
     Args:
         model, run: See `unreachable_parameters`.
