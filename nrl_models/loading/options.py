@@ -73,7 +73,7 @@ class LoadOptions:
             `model_type` or architecture.
         mtp: Weights of multi-token prediction, which the model does not use: "keep" leaves them in the files' pages and
             saves and exports them unchanged; "drop" leaves them out, with a warning. If the checkpoint has only some of
-            the layers that the configuration announces, loading raises; if it has none, it warns. Models without output
+            the layers that the configuration declares, loading raises; if it has none, it warns. Models without output
             embeddings leave them out.
         ignore_config_keys: Configuration keys, by name or path (`text_config.use_x`), that no code needs to implement;
             see `nrl_models.common.config.validate.check_config`.

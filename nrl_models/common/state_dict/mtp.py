@@ -7,7 +7,7 @@ patterns and makes them strict. There are two forms of names:
 
 - A separate prefix: `mtp.layers.0`, `model.mtp_block.0`.
 - Numbers after the decoder's layers: `model.layers.61` in a model of 61 layers. Such a layer only counts as MTP if it
-  has `eh_proj`, which combines embedding and hidden state, and if the configuration announces its number. So a surplus
+  has `eh_proj`, which combines embedding and hidden state, and if the configuration declares its number. So a surplus
   decoder layer is not mistaken for one.
 """
 
@@ -146,12 +146,12 @@ class MTPNames:
         return [key for key in unknown if self._has_prefix(key) or (self._number(key) or -1) in joints]
 
     def incomplete(self, found: Collection[str]) -> list[Problem]:
-        """Problems for MTP layers that the configuration announces and of which a checkpoint has only some."""
+        """Problems for MTP layers that the configuration declares and of which a checkpoint has only some."""
         numbers = {int(match[1]) for key in found if (match := re.search(r"\.(\d+)\.", key))}
         if not numbers or len(numbers) >= self.announced:
             return []
         there = ", ".join(map(str, sorted(numbers)))
-        detail = f"announces {self.announced} MTP layers, and the checkpoint has number {there} only"
+        detail = f"declares {self.announced} MTP layers, and the checkpoint has number {there} only"
         return [Problem(ProblemKind.PARTIAL, self.key, detail)]
 
     def _has_prefix(self, key: str) -> bool:

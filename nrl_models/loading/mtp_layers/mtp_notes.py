@@ -20,7 +20,7 @@ def keeps(model: PreTrainedModel, mtp: MTP) -> bool:
 
 
 def note_mtp(model: PreTrainedModel, files: CheckpointFiles, found: Collection[str], mtp: MTP) -> None:
-    """Log once that MTP weights are dropped, or that the configuration announces some but the checkpoint has none.
+    """Log once that MTP weights are dropped, or that the configuration declares some but the checkpoint has none.
 
     Args:
         model, files, mtp: See `fit_checkpoint`.
@@ -36,6 +36,6 @@ def note_mtp(model: PreTrainedModel, files: CheckpointFiles, found: Collection[s
         )
     elif not found and keeps(model, mtp) and names.known and names.announced:
         logger.warning_once(
-            f"{files.folder} announces {names.announced} layers of multi-token prediction ({names.key}), but has none. "
+            f"{files.folder} declares {names.announced} layers of multi-token prediction ({names.key}), but has none. "
             "Saved and exported checkpoints have none either, and engines cannot use them for drafting."
         )

@@ -197,7 +197,7 @@ def test_a_base_model_leaves_them_out_with_the_head(
 def test_none_where_some_are_announced_is_said(numbered: Path, caplog: Any) -> None:
     edit_weights(numbered, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.2." in name])
     model = AutoModelForCausalLM.from_pretrained(numbered)
-    assert "announces 1 layers of multi-token prediction (num_nextn_predict_layers), but has none" in caplog.text
+    assert "declares 1 layers of multi-token prediction (num_nextn_predict_layers), but has none" in caplog.text
     assert not any(".layers.2." in name for name in export(model))
 
 
@@ -209,7 +209,7 @@ def test_another_choice_is_refused(numbered: Path, value: Any) -> None:
 
 def test_some_of_the_announced_layers_are_refused(numbered: Path) -> None:
     edit_config(numbered, num_nextn_predict_layers=2)
-    with pytest.raises(CheckpointError, match=r"announces 2 MTP layers, and the checkpoint has number 2 only"):
+    with pytest.raises(CheckpointError, match=r"declares 2 MTP layers, and the checkpoint has number 2 only"):
         AutoModelForCausalLM.from_pretrained(numbered)
     assert not kept_by(AutoModelForCausalLM.from_pretrained(numbered, mtp="drop"))
 
