@@ -93,7 +93,7 @@ def values(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         ),
         compared=count,
         side=Side.CONFIG if wrong else None,
-        advice="Compare with the published checkpoint. If this is intended, leave the check out (--skip values)."
+        advice="Compare with the published checkpoint. With --skip values, the answer is 'not decided'."
         if doubtful and not wrong
         else "",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl_models.testing.variants import SEPARATOR
-from tests.engine.obstacles import WITHOUT_MODEL, Stage, obstacle
+from tests.engine.obstacles import Stage, obstacle
 from tests.engine.published import BOUND
 from tools.coverage_pages.overview import table
 from tools.coverage_pages.results import Record
@@ -122,12 +122,19 @@ def summary_lines(
 ) -> list[str]:
     """Return the number of architectures per outcome, and tables of those that fail or were not run."""
     counts = Counter(record.outcome["status"] for record in records.values())
-    without_model = sum(record.outcome.get("stage") in WITHOUT_MODEL for record in records.values())
+    stages = Counter(record.outcome.get("stage") for record in records.values())
     missing = [name for name in everything if name not in records]
     shown_first = next(iter(meanings))
     lines = [f"- {counts[each]} {meaning}" for each, meaning in meanings.items() if counts[each] or each == shown_first]
     if counts["not run"]:
-        lines[-1] += f": the engine fails for {counts['not run'] - without_model}, {without_model} have no tiny model"
+        failures = counts["not run"] - stages[Stage.REQUIREMENT] - stages[Stage.MODEL]
+        lines[-1] += f": the engine fails for {failures}"
+        if needing := stages[Stage.REQUIREMENT]:
+            lines[-1] += (
+                f", {needing} {'needs' if needing == 1 else 'need'} package versions that its environment does not have"
+            )
+        if without := stages[Stage.MODEL]:
+            lines[-1] += f", {without} {'has' if without == 1 else 'have'} no tiny model"
     lines += [f"- not tried yet: {', '.join(missing)}"] if missing else []
     lines += ["", f"[All {len(records)} results](engine-coverage/{ENGINES[engine]}.md)", ""]
     failed = [name for name in by_outcome(records) if records[name].outcome["status"] in ORDER[1:3]]

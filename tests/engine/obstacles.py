@@ -24,9 +24,6 @@ WORDS = {
 }
 """The stages, as the pages name them."""
 
-WITHOUT_MODEL = frozenset({Stage.REQUIREMENT, Stage.MODEL})
-"""Stages before the engine starts."""
-
 
 def obstacle(architecture: str, stage: Stage, causes: Mapping[str, str]) -> str:
     """Describe why an architecture is not run.
