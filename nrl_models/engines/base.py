@@ -22,6 +22,7 @@ from nrl_models.engines.engine_types import (
 )
 from nrl_models.engines.guarded_calls import GuardedCalls
 from nrl_models.engines.input_checks import (
+    media_inputs,
     plain_tokens,
     require_lengths,
     require_limits,
@@ -95,13 +96,15 @@ class Engine(GuardedCalls):
             ignore_end: Whether to continue after an end-of-text token.
             beyond_limit: Skip the check of lengths, so that the engine itself has to stop at its length limit.
             model_inputs: Keyword arguments of the model's forward for each prompt (batch size 1), in addition to the
-                token ids. Empty for a prompt without images.
+                token ids. Empty for a prompt without images. `input_ids` and `attention_mask` of a processor are left
+                out, so `Sample.model_inputs` does not have them.
             images: PIL images of each prompt, in the order of their placeholders. `Sample.prompt` then has the token
                 ids from the engine's processor.
 
         Raises:
-            EngineError: If a prompt is too long, `max_new_tokens` is below 1, or the engine does not support the
-                temperature or images. Also if the engine fails or ends a sequence early.
+            EngineError: If a prompt is too long, `max_new_tokens` is below 1, `model_inputs` are those of other token
+                ids or have padding, or the engine does not support the temperature or images. Also if the engine fails
+                or ends a sequence early.
         """
         require_sampling(self, sampling)
         require_limits(self, sampling, max_new_tokens)
@@ -112,7 +115,7 @@ class Engine(GuardedCalls):
         if not (prompts := plain_tokens(prompts)):
             return []
         more: dict[str, Any] = {}
-        if model_inputs is not None and any(model_inputs):
+        if model_inputs is not None and any(model_inputs := media_inputs(self, prompts, model_inputs)):
             if not self.capabilities().images:
                 raise EngineError(
                     f"{self.name} accepts only token ids here, and {sum(map(bool, model_inputs))} of {len(prompts)} "
@@ -165,6 +168,8 @@ class Engine(GuardedCalls):
         require_one_each(sequences, **{name: options.get(name) for name in ("model_inputs", "images")})
         if not (sequences := plain_tokens(sequences)):
             return []
+        if options.get("model_inputs") is not None:
+            options["model_inputs"] = media_inputs(self, sequences, options["model_inputs"])
         return self._score(sequences, sampling, last=last, **options)
 
     def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:

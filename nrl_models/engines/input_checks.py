@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, Protocol
+
+import torch
 
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.engine_types import Capabilities, Tokens
 from nrl_models.errors import EngineError, itemised, shown
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.logprobs.token_inputs import contradictions, without_tokens
 
 
 class Limited(Protocol):
@@ -108,3 +111,19 @@ def require_one_each(sequences: Sequence[Tokens], **inputs: Any) -> None:
 def plain_tokens(sequences: Sequence[Tokens]) -> list[list[int]]:
     """Return sequences as lists of Python integers, without NumPy's, which JSON does not accept."""
     return [[int(token) for token in tokens] for tokens in sequences]
+
+
+def media_inputs(
+    engine: Limited, sequences: Sequence[Tokens], model_inputs: Sequence[Any]
+) -> list[Mapping[str, torch.Tensor]]:
+    """Return processor outputs without token ids and masks, which the engine makes. One object remains one.
+
+    Raises:
+        EngineError: If an output is for other token ids, or has padding.
+    """
+    checked = [contradictions(tokens, own) for tokens, own in zip(sequences, model_inputs, strict=True)]
+    problems = [f"model_inputs of sequence {index} {each}" for index, found in enumerate(checked) for each in found]
+    if problems:
+        raise EngineError(f"{engine.name} cannot process these sequences:", *itemised(problems))
+    kept = {id(own): without_tokens(own) for own in model_inputs}  # engines batch sequences with the same object
+    return [kept[id(own)] for own in model_inputs]

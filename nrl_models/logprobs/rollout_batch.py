@@ -24,7 +24,7 @@ from nrl_models.logprobs.head import require_head
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.shared_prompts import can_share_prompts, units_with_shared_prompts
-from nrl_models.logprobs.token_inputs import require_zeros_and_ones, unknown_token
+from nrl_models.logprobs.token_inputs import contradictions, require_zeros_and_ones, unknown_token, without_tokens
 from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, chunk_tokens
 
 TokenSequence = Sequence[int] | torch.Tensor
@@ -76,7 +76,8 @@ def rollout_logprobs(
             all ranks if torch.distributed is initialized.
         model_inputs: For each sequence, further arguments of the model's forward (`pixel_values`, ...), empty if there
             are none. A tensor with a value per token includes the completion's tokens. They are moved to the model's
-            device and dtype when they are needed. Such sequences run one by one, in one process.
+            device and dtype when they are needed. Such sequences run one by one, in one process. The `input_ids` and
+            `attention_mask` of a processor are left out, after a check that they have the same tokens, without padding.
         share_prompts: Compute the tokens with which several sequences begin once, if that gives the same result:
             the model keeps packed documents apart, and there is no dropout or record of experts. Rows of such
             sequences have up to 2048 tokens on a CPU if `row_tokens` is not passed.
@@ -107,7 +108,7 @@ def rollout_logprobs(
     if isinstance(sequences, Iterable) and not isinstance(sequences, torch.Tensor):
         sequences = list(sequences)
     ids, problems = _ids(sequences, models, row_tokens)
-    problems += _wrong_inputs(own, len(ids), group)
+    problems += _wrong_inputs(own, ids, group)
     scores, wrong = _scores(score, ids)
     _agree([*problems, *wrong, *_wrong_terms(loss_terms, len(ids))], len(ids), group, device)
     layout = Layout.ALONE if own else layout_of(*wrapped)
@@ -115,7 +116,7 @@ def rollout_logprobs(
     planned, count = _plan(ids, scores if shares else None, layout, loss_terms, row_tokens, device, models, group)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}
     options |= {"reference": reference, "chunk_size": chunk_size}
-    batch = SequenceBatch(ids, scores, device, own)
+    batch = SequenceBatch(ids, scores, device, [without_tokens(inputs) for inputs in own])
     parts = [MicrobatchInputs.of(batch, part, layout) for part in planned]
     return Accumulation(model, batch, parts, count, options, loss, loss_terms, group).run()
 
@@ -209,10 +210,11 @@ def _wrong_terms(terms: LossTerms | str | torch.Tensor, count: int) -> list[str]
     return [f"loss_terms is {tuple(terms.shape)}: expected ({count},)"]
 
 
-def _wrong_inputs(own: Sequence[Mapping[str, Any]], count: int, group: Any) -> list[str]:
-    wrong = [f"there are model_inputs for {len(own)} of {count} sequences"] if own and len(own) != count else []
-    kinds = {number: type(inputs).__name__ for number, inputs in enumerate(own) if not isinstance(inputs, Mapping)}
-    wrong += [f"model_inputs of sequence {number} is a {kind}: expected a dict" for number, kind in kinds.items()]
+def _wrong_inputs(own: Sequence[Any], ids: Sequence[torch.Tensor], group: Any) -> list[str]:
+    wrong = [f"there are model_inputs for {len(own)} of {len(ids)} sequences"] if own and len(own) != len(ids) else []
+    pairs = enumerate(zip(ids, own, strict=False))
+    found = {number: contradictions(row, inputs) for number, (row, inputs) in pairs}
+    wrong += [f"model_inputs of sequence {number} {each}" for number, problems in found.items() for each in problems]
     if own and ranks_of(group) > 1:  # all ranks must run the same forwards, including towers
         wrong.append(f"model_inputs: expected one process, not {ranks_of(group)} ranks")
     return wrong

@@ -186,6 +186,41 @@ def test_a_sequence_is_scored_with_its_images(prompts: list[Any]) -> None:
     assert other[-count:] != pytest.approx(sample.logprobs, abs=1e-5)
 
 
+def test_token_ids_and_masks_of_a_processor_are_left_out(prompts: list[Any]) -> None:
+    (red, inputs), _ = prompts
+    model = CASE.model()
+    engine, options = HFEngine(model), {"max_new_tokens": 3, "ignore_end": False}
+    from_processor = {"input_ids": torch.tensor([red]), "attention_mask": torch.ones(1, len(red)).long()}
+    (expected,) = engine.generate([red], Sampling(), **options, model_inputs=[inputs])
+    (sample,) = engine.generate([red], Sampling(), **options, model_inputs=[{**from_processor, **inputs}])
+    assert sample == expected
+    assert sample.model_inputs.keys() == inputs.keys()
+    count, given = len(sample.tokens), [{**from_processor, **sample.sequence_inputs}]
+    (scores,) = engine.score([sample.sequence], Sampling(), last=count, model_inputs=given)
+    assert scores[-count:] == pytest.approx(expected.logprobs, abs=1e-5)
+    found = rollout_logprobs(model, [sample.sequence], model_inputs=given).logprobs[0, -count:]
+    assert found.tolist() == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_token_ids_and_masks_that_contradict_the_prompt(prompts: list[Any]) -> None:
+    (red, inputs), _ = prompts
+    engine = HFEngine(CASE.model())
+    ids = torch.tensor([red])
+    for given, message in (
+        ({"input_ids": ids + 1}, "has other input_ids than the sequence: pass the token ids of the same processor"),
+        ({"attention_mask": ids > red[0]}, "has zeros in attention_mask: expected a sequence without padding"),
+        ({"input_ids": [red]}, r"has input_ids=.*: expected a tensor, as with return_tensors='pt'"),
+    ):
+        message = f"(?s)model_inputs of sequence 1 {message}"
+        given = {"model_inputs": [inputs, {**given, **inputs}]}
+        with pytest.raises(EngineError, match=message):
+            engine.generate([red, red], Sampling(), max_new_tokens=1, ignore_end=False, **given)
+        with pytest.raises(EngineError, match=message):
+            engine.score([red, red], Sampling(), **given)
+        with pytest.raises(ValueError, match=message):
+            rollout_logprobs(engine.model, [red, red], **given)
+
+
 def test_raw_images_are_refused_by_an_engine_without_a_processor(prompts: list[Any]) -> None:
     (red, _), _ = prompts
     engine = HFEngine(CASE.new_pair()[0], name="some engine")
