@@ -150,11 +150,11 @@ def require_complete(
             f"{[lengths[index] for index in ended]} tokens; expected 'stop', or {max_new_tokens} tokens. The "
             "completions are incomplete: generate them again, after any pause or weight update of the engine"
         )
-    at_images = [index for index in short if samples[index].finish_reason == AT_PLACEHOLDER]
-    if at_images and ignore_end:
+    at_placeholders = [index for index in short if samples[index].finish_reason == AT_PLACEHOLDER]
+    if at_placeholders and ignore_end:
         raise EngineError(
-            f"{engine_name} sampled the placeholder of an image in sequences {at_images}, which ends a completion: "
-            "with images, pass ignore_end=False"
+            f"{engine_name} sampled the placeholder of an image, video or audio in sequences {at_placeholders}, which "
+            "ends a completion: with these, pass ignore_end=False"
         )
     if short and ignore_end and not beyond_limit:
         raise EngineError(

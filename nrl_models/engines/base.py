@@ -86,7 +86,7 @@ class Engine(GuardedCalls):
         - `images`: PIL images. The prompts have one placeholder token per image, as in the text.
 
         With images, a completion also ends if the model samples an image token, because no text follows from it.
-        `finish_reason` is then `placeholder`.
+        `finish_reason` is then `placeholder`. With videos and audio it ends at their tokens.
 
         Args:
             prompts: Token ids of each prompt.

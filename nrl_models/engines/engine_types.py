@@ -25,7 +25,7 @@ LOGITS = "logits"
 """The name under which `Engine.module_calls` has the model's last hidden states and its logits."""
 
 AT_PLACEHOLDER = "placeholder"
-"""Finish reason of a completion that stopped before a sampled image token, which is left out."""
+"""Finish reason of a completion that stopped before a sampled image, video or audio token, which is left out."""
 
 
 @dataclass(frozen=True, slots=True)

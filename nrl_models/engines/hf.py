@@ -36,7 +36,8 @@ from nrl_models.engines.group_calls import with_groups
 from nrl_models.engines.input_checks import require_lengths, require_max_length
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.errors import EngineError, NRLModelsError, one_line
-from nrl_models.inputs.images import cast, image_token, takes_images
+from nrl_models.inputs.images import cast, takes_images
+from nrl_models.inputs.placeholders import placeholders
 from nrl_models.inputs.tokenizers import as_ids, tokenizer_ends
 from nrl_models.loading.placement import present_device
 from nrl_models.logprobs.head import output_embedding
@@ -149,19 +150,19 @@ class HFEngine(Engine):
         """Batch prompts of equal length, so that nothing is padded. With images, batch only equal prompts."""
         results: dict[int, Sample] = {}
         ends = set() if ignore_end else {*as_ids(self.model.generation_config.eos_token_id), *self._tokenizer_ends}
-        placeholder = None if model_inputs is None else image_token(self.model.config)
-        stops = ends if placeholder is None else {*ends, placeholder}
         # The recorder processes the logits; transformers' own processors are switched off.
         neutral = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        config = GenerationConfig(
-            do_sample=not sampling.greedy,
-            **neutral,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(stops) or None,
-            pad_token_id=0,
-        )
         torch.manual_seed(seed)
         for indices in _by_length(prompts, model_inputs):
+            given = {} if model_inputs is None else model_inputs[indices[0]]
+            stops = ends | placeholders(self.model.config, given)
+            config = GenerationConfig(
+                do_sample=not sampling.greedy,
+                **neutral,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=sorted(stops) or None,
+                pad_token_id=0,
+            )
             recorder = _LogprobRecorder(sampling)
             batch = torch.tensor([list(prompts[index]) for index in indices], device=self.model.device)
             with self._plain_generation():
@@ -170,7 +171,7 @@ class HFEngine(Engine):
                     attention_mask=torch.ones_like(batch),
                     generation_config=config,
                     logits_processor=LogitsProcessorList([recorder]),
-                    **({} if model_inputs is None else self._of_batch(model_inputs[indices[0]], batch)),
+                    **self._of_batch(given, batch),
                 )
             new, logprobs = sequences[:, batch.shape[1] :].tolist(), recorder.finish(sequences).tolist()
             for row, index in enumerate(indices):
