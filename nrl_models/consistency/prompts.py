@@ -10,7 +10,7 @@ from typing import Any
 from nrl_models.consistency import Data
 from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError
-from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
+from nrl_models.inputs.model_inputs import first_text_token
 from nrl_models.inputs.real_text import prose_of_this_machine
 from nrl_models.inputs.tokenizers import load_tokenizer
 
@@ -104,8 +104,8 @@ class Prompts:
         return ids[:length]
 
     def _counting_ids(self, first: int, count: int) -> list[int]:
-        ids = self.vocabulary - FIRST_TEXT_TOKEN
-        return [FIRST_TEXT_TOKEN + place % ids for place in range(first, first + count)] if ids > 1 else [0] * count
+        start = first_text_token(self.vocabulary)
+        return [start + place % (self.vocabulary - start) for place in range(first, first + count)]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenized(text, add_special_tokens=False)

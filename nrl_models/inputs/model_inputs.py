@@ -14,10 +14,24 @@ from nrl_models.inputs.audio import audio_inputs, audio_token
 from nrl_models.inputs.image_geometry import Inputs
 from nrl_models.inputs.images import accepts_images, image_inputs, image_token, takes_images
 
-__all__ = ["FIRST_TEXT_TOKEN", "Inputs", "decoder_ids", "inputs_for", "takes_images", "text_ids", "vocabulary_size"]
+__all__ = [
+    "FIRST_TEXT_TOKEN",
+    "Inputs",
+    "decoder_ids",
+    "first_text_token",
+    "inputs_for",
+    "takes_images",
+    "text_ids",
+    "vocabulary_size",
+]
 
 FIRST_TEXT_TOKEN = 16
-"""Lower token ids are left to special tokens."""
+"""Lower token ids are left to special tokens, unless the vocabulary is small, see `first_text_token`."""
+
+
+def first_text_token(vocabulary: int) -> int:
+    """Return the first token id of random text: 0 for vocabularies of less than 32 tokens (DNA, digits)."""
+    return FIRST_TEXT_TOKEN if vocabulary >= 2 * FIRST_TEXT_TOKEN else 0
 
 
 def inputs_for(
@@ -79,9 +93,12 @@ def decoder_ids(inputs: Inputs) -> torch.Tensor:
 
 
 def text_ids(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Return random token ids of text, without special tokens and image tokens."""
-    ids = torch.randint(FIRST_TEXT_TOKEN, vocabulary_size(config), shape, generator=generator)
-    return ids.masked_fill(torch.isin(ids, torch.tensor(_special_tokens(config))), FIRST_TEXT_TOKEN)
+    """Return random token ids of text, without special tokens and image tokens (unless there are only these)."""
+    vocabulary, special = vocabulary_size(config), _special_tokens(config)
+    first = first_text_token(vocabulary)
+    ids = torch.randint(first, vocabulary, shape, generator=generator)
+    other = next((token for token in range(first, vocabulary) if token not in special), first)
+    return ids.masked_fill(torch.isin(ids, torch.tensor(special)), other)
 
 
 def _special_tokens(config: PreTrainedConfig) -> list[int]:

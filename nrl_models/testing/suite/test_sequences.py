@@ -17,7 +17,7 @@ from nrl_models.common.documents.packing import token_positions
 from nrl_models.common.forward.routing import replay_routing
 from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.inputs.images import in_order
-from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
+from nrl_models.inputs.model_inputs import first_text_token, vocabulary_size
 from nrl_models.parity.noise import logits_and_routing, logits_of
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies_to, proves
@@ -248,9 +248,10 @@ def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], st
     # The encoder runs again, but the cache has its keys and values.
     again = {name: value for name, value in inputs.items() if not name.startswith(prefix)} if prefix else {}
     output = model(**inputs, use_cache=True)
-    logits = [output.logits]
+    logits, vocabulary = [output.logits], vocabulary_size(model.config)
     for step in range(steps):
-        word = torch.full_like(inputs[f"{prefix}input_ids"][:, :1], FIRST_TEXT_TOKEN + 1 + step)
+        token = (first_text_token(vocabulary) + 1 + step) % vocabulary
+        word = torch.full_like(inputs[f"{prefix}input_ids"][:, :1], token)
         cache = cache_input(model.forward, cache_in(output))
         output = model(**again, **{f"{prefix}input_ids": word}, **cache, use_cache=True)
         logits.append(output.logits)

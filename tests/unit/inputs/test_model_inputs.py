@@ -10,7 +10,8 @@ import torch
 from transformers import Gemma3Config, LlamaConfig, PreTrainedModel
 
 from nrl_models import registry
-from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN, inputs_for
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN, inputs_for, text_ids
 from nrl_models.testing.tiny import tiny_config
 
 
@@ -43,6 +44,28 @@ def test_no_special_token_is_a_word() -> None:
     config = tiny_config(LlamaConfig, {"vocab_size": 32, "eos_token_id": [20, 21], "pad_token_id": 25})
     ids = inputs_for(registry.model_class("LlamaForCausalLM").from_config(config), length=2000)["input_ids"]
     assert set(ids.unique().tolist()) == set(range(FIRST_TEXT_TOKEN, 32)) - {20, 21, 25}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "special", "expected"),
+    [
+        (1, {}, {0}),
+        (4, {"bos_token_id": 1, "eos_token_id": 2}, {0, 3}),
+        (3, {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}, {0}),
+        (16, {"bos_token_id": 1, "eos_token_id": 2}, {0, *range(3, 16)}),
+        (17, {"bos_token_id": 0, "eos_token_id": 1}, set(range(2, 17))),
+        (40, {"bos_token_id": 16, "eos_token_id": 17}, set(range(18, 40))),
+    ],
+)
+def test_vocabularies_of_few_tokens(vocabulary: int, special: dict[str, int], expected: set[int]) -> None:
+    given = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | special
+    ids = text_ids(LlamaConfig(vocab_size=vocabulary, **given), (2, 1000), torch.Generator().manual_seed(0))
+    assert set(ids.unique().tolist()) == expected
+
+
+@pytest.mark.parametrize(("vocabulary", "expected"), [(1, {0}), (16, set(range(16))), (40, set(range(16, 40)))])
+def test_counting_prompts_without_a_tokenizer(vocabulary: int, expected: set[int]) -> None:
+    assert set(Prompts(None, vocabulary).counting(100)) == expected
 
 
 def test_a_seed_gives_the_same_numbers_and_draws_no_others() -> None:

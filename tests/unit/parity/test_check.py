@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertModel, GPT2LMHeadModel
+from transformers import BertModel, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from nrl_models import registry
@@ -24,6 +24,14 @@ def test_passes_on_a_checkpoint(checkpoint: Path) -> None:
     assert "level 3: logits, bfloat16" in checks
     assert "gradients, float32" in checks
     assert report.to_json()["verdict"] == "pass"
+
+
+@pytest.mark.parametrize("vocabulary", [4, 16])
+def test_vocabularies_of_few_tokens(tmp_path: Path, vocabulary: int) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).save_pretrained(tmp_path)
+    report = check_parity(tmp_path)
+    assert report.passed, [row for row in report.rows if not row.passed]
 
 
 @pytest.mark.parametrize(("model_class", "output"), [(BertModel, "hidden states"), (GPT2LMHeadModel, "logits")])
