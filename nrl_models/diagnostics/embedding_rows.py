@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import chain
+from typing import Any
 
 import torch
+
+from nrl_models.common.dtypes import dtype_name
 
 ROWS_AT_A_TIME = 8192
 
@@ -123,6 +126,67 @@ def untrained_rows(
         duplicates=duplicates(weight, degenerate),
         clusters=clusters(weight, found.mean, degenerate),
         padding=padding,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSummary:
+    """Statistics of the rows of one embedding.
+
+    Args:
+        kind: `Input` or `Output`.
+        key: Name of the tensor in the files.
+        shape, dtype: Shape and dtype of the tensor.
+        untrained: The untrained rows.
+        mean_abs, max_abs: Mean and maximum of all absolute values.
+        std_range: Smallest and largest standard deviation of a row.
+        healthy_std: Standard deviation over the values of all other rows; 0 if there are none.
+        copies: Further keys under which the files have the tensor, because it is tied.
+    """
+
+    kind: str
+    key: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    untrained: UntrainedRows
+    mean_abs: float
+    max_abs: float
+    std_range: tuple[float, float]
+    healthy_std: float
+    copies: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """By name."""
+        values = asdict(self)
+        return values | values.pop("untrained") | {"kind": self.kind.lower(), "dtype": dtype_name(self.dtype)}
+
+
+def summarize(
+    kind: str,
+    key: str,
+    weight: torch.Tensor,
+    *,
+    near_zero: float = NEAR_ZERO,
+    identical: float = IDENTICAL,
+    padding: int | None = None,
+) -> EmbeddingSummary:
+    """Statistics and untrained rows of `weight`, `(vocabulary, hidden)`; `padding` is a row that may be zero."""
+    found = statistics(weight)
+    untrained = untrained_rows(weight, found, near_zero=near_zero, identical=identical, padding=padding)
+    healthy = torch.ones(len(weight), dtype=torch.bool)
+    healthy[[*untrained.all, *([] if untrained.padding is None else [untrained.padding])]] = False
+    count = max(int(healthy.sum()) * weight.shape[1], 1)
+    variance = found.squares[healthy].sum() / count - (found.total[healthy].sum() / count) ** 2
+    return EmbeddingSummary(
+        kind=kind,
+        key=key,
+        shape=(weight.shape[0], weight.shape[1]),
+        dtype=weight.dtype,
+        untrained=untrained,
+        mean_abs=found.absolute.sum().item() / max(weight.numel(), 1),
+        max_abs=found.largest.max().item(),
+        std_range=(found.deviation.min().item(), found.deviation.max().item()),
+        healthy_std=max(variance.item(), 0.0) ** 0.5,
     )
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -25,7 +24,6 @@ from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import RECORD
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
-from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.checkpoint.writing import require_replaceable, staged
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.gguf.gguf_files import open_files
@@ -36,9 +34,8 @@ from nrl_models.diagnostics.embedding_rows import (
     NEAR_ZERO,
     SAME_DIRECTION,
     SMALL,
-    UntrainedRows,
-    statistics,
-    untrained_rows,
+    EmbeddingSummary,
+    summarize,
 )
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -47,36 +44,6 @@ from nrl_models.parity.parity_report import Unit
 
 SHOWN_TOKENS, SHOWN_GROUPS = 12, 8
 """How many tokens are named in a line, and how many groups are listed."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingSummary:
-    """Statistics of the rows of one embedding.
-
-    Args:
-        kind: `Input` or `Output`.
-        key: Name of the tensor in the files.
-        shape, dtype: Shape and dtype of the tensor.
-        untrained: The untrained rows.
-        mean_abs, max_abs: Mean and maximum of all absolute values.
-        std_range: Smallest and largest standard deviation of a row.
-        healthy_std: Standard deviation over the values of all other rows; 0 if there are none.
-    """
-
-    kind: str
-    key: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    untrained: UntrainedRows
-    mean_abs: float
-    max_abs: float
-    std_range: tuple[float, float]
-    healthy_std: float
-
-    def to_json(self) -> dict[str, Any]:
-        """By name."""
-        values = asdict(self)
-        return values | values.pop("untrained") | {"kind": self.kind.lower(), "dtype": dtype_name(self.dtype)}
 
 
 def diagnose_embeddings(
@@ -118,13 +85,14 @@ def diagnose_embeddings(
     with closing(open_files(folder)) as files:
         found, tied = find_embeddings(folder, files)
         summaries: list[EmbeddingSummary] = []
-        for kind, (key, stored) in found.items():
+        for kind, (key, *copies) in found.items():
             if summaries and summaries[0].key == key:
                 summaries.append(replace(summaries[0], kind=kind))
                 continue
             padding = padding_row(config) if kind == "Input" else None
-            weight = files.read(stored)
-            summaries.append(summarize(kind, key, weight, near_zero=near_zero, identical=identical, padding=padding))
+            weight = files.read(files.tensors[key])
+            summary = summarize(kind, key, weight, near_zero=near_zero, identical=identical, padding=padding)
+            summaries.append(replace(summary, copies=tuple(copies)))
     for number, summary in enumerate(summaries):
         if number and tied:
             result.lines += ["", f"{summary.kind} embeddings: tied to the input embeddings"]
@@ -157,8 +125,10 @@ def diagnose_embeddings(
     return result.finish(finding)
 
 
-def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tuple[str, StoredTensor]], bool]:
-    """Return the stored tensors of input and output embeddings by kind, and whether they are tied.
+def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, list[str]], bool]:
+    """Return the keys of input and output embeddings in the files by kind, and whether they are tied.
+
+    Tied embeddings may be stored under several keys.
 
     Raises:
         CheckpointError: If the files have no input embeddings.
@@ -167,25 +137,28 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tup
     adapter = StateDictAdapter(model)
     modules = {"Input": input_embeddings(model), "Output": model.get_output_embeddings()}
     names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
-    result: dict[str, tuple[str, StoredTensor]] = {}
+    result: dict[str, list[str]] = {}
     for kind, module in modules.items():
         if module is None:
             continue
         name = f"{names[id(module)]}.weight"
-        for candidate in (name, adapter.tied.get(name, name)):
-            keys = [
-                tensor.name for layout in ("hub", "transformers") for tensor in adapter.tensors_in(candidate, layout)
-            ]
-            stored = next((key for key in [*keys, candidate] if key in files.tensors), None)
-            if stored is not None:
-                result[kind] = (stored, files.tensors[stored])
-                break
+        source = adapter.tied.get(name, name)
+        candidates = [source, *(other for other, tied_to in adapter.tied.items() if tied_to == source)]
+        keys = [
+            key
+            for candidate in candidates
+            for layout in ("hub", "transformers")
+            for key in [*(tensor.name for tensor in adapter.tensors_in(candidate, layout)), candidate]
+            if key in files.tensors
+        ]
+        if keys:
+            result[kind] = list(dict.fromkeys(keys))
     if "Input" not in result:
         missing = "the input embeddings", f"are not one module of {class_name(model)}"
         if modules["Input"] is not None:
             missing = f"{names[id(modules['Input'])]}.weight", "is in none of the files"
         raise CheckpointError(f"{folder} holds no input embeddings", [Problem(ProblemKind.MISSING, *missing)])
-    tied = "Output" not in result or result["Output"][0] == result["Input"][0]
+    tied = "Output" not in result or result["Output"] == result["Input"]
     return result, tied and modules["Output"] is not None
 
 
@@ -212,35 +185,6 @@ def token_names(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[Sequence
         return ", ".join(names)
 
     return line if tokens else lambda rows: ""
-
-
-def summarize(
-    kind: str,
-    key: str,
-    weight: torch.Tensor,
-    *,
-    near_zero: float = NEAR_ZERO,
-    identical: float = IDENTICAL,
-    padding: int | None = None,
-) -> EmbeddingSummary:
-    """Statistics and untrained rows of `weight`, `(vocabulary, hidden)`; `padding` is a row that may be zero."""
-    found = statistics(weight)
-    untrained = untrained_rows(weight, found, near_zero=near_zero, identical=identical, padding=padding)
-    healthy = torch.ones(len(weight), dtype=torch.bool)
-    healthy[[*untrained.all, *([] if untrained.padding is None else [untrained.padding])]] = False
-    count = max(int(healthy.sum()) * weight.shape[1], 1)
-    variance = found.squares[healthy].sum() / count - (found.total[healthy].sum() / count) ** 2
-    return EmbeddingSummary(
-        kind=kind,
-        key=key,
-        shape=(weight.shape[0], weight.shape[1]),
-        dtype=weight.dtype,
-        untrained=untrained,
-        mean_abs=found.absolute.sum().item() / max(weight.numel(), 1),
-        max_abs=found.largest.max().item(),
-        std_range=(found.deviation.min().item(), found.deviation.max().item()),
-        healthy_std=max(variance.item(), 0.0) ** 0.5,
-    )
 
 
 def _lines(
@@ -330,20 +274,23 @@ def write_reinitialized(folder: Path, target: Path, summaries: Sequence[Embeddin
         )
     changed = {summary.key: summary for summary in summaries if summary.untrained.degenerate}
     generator = torch.Generator().manual_seed(seed)
+    new_rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for summary in changed.values():
+        rows = torch.tensor(summary.untrained.degenerate)
+        new = torch.randn(len(rows), summary.shape[1], generator=generator) * summary.healthy_std
+        new_rows |= dict.fromkeys((summary.key, *summary.copies), (rows, new.to(summary.dtype)))
     with staged(target) as stage:
         for source in sorted(path for path in folder.iterdir() if path.is_file() and path.name != RECORD):
             keys: list[str] = []
             if source.suffix == ".safetensors":
                 with safe_open(source, "pt") as stored:
-                    keys, metadata = sorted(changed.keys() & set(stored.keys())), stored.metadata()
+                    keys, metadata = sorted(new_rows.keys() & set(stored.keys())), stored.metadata()
             if not keys:
                 shutil.copy2(source, stage / source.name)
                 continue
             tensors = safetensors.torch.load_file(source)
             for key in keys:
-                summary = changed[key]
-                rows = torch.tensor(summary.untrained.degenerate)
-                new = torch.randn(len(rows), summary.shape[1], generator=generator) * summary.healthy_std
-                tensors[key][rows] = new.to(summary.dtype)
+                rows, new = new_rows[key]
+                tensors[key][rows] = new.to(tensors[key])
             safetensors.torch.save_file(tensors, stage / source.name, metadata=metadata)
     return sum(len(summary.untrained.degenerate) for summary in changed.values())

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import Gemma3Config, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.diagnostics.embeddings import diagnose_embeddings, ranges
@@ -148,6 +149,25 @@ def test_a_tied_head_counts_once(tmp_path: Path) -> None:
     assert first["padding"] == 0
     assert result.passed
     assert all(found["key"] == first["key"] for found in rest)
+
+
+def test_rows_of_tied_tensors_that_are_both_stored(tmp_path: Path) -> None:
+    new_model(tiny_config(LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path / "tied")
+
+    def store_both(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][ZERO] = 0.0
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    edit_weights(tmp_path / "tied", store_both)
+    result = diagnose_embeddings(tmp_path / "tied", reinitialize=tmp_path / "mended")
+    assert result.measured["tied"]
+    assert {embedding["key"] for embedding in result.measured["embeddings"]} == {"model.embed_tokens.weight"}
+    assert "with 3 rows reinitialized" in "\n".join(result.lines)
+    after = stored(tmp_path / "mended")
+    assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "mended")
+    assert torch.equal(model.lm_head.weight, after["lm_head.weight"])
+    assert diagnose_embeddings(tmp_path / "mended").passed
 
 
 def test_a_row_of_zeros_of_a_token_that_is_not_only_padding_counts(folder: Path) -> None:
