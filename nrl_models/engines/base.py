@@ -288,7 +288,7 @@ class Engine(GuardedCalls):
             A dictionary from module name to `ModuleCall`.
 
         Raises:
-            EngineError: If the engine cannot record modules.
+            EngineError: If the engine cannot record modules, or `decode_last` is set for a single token.
         """
         raise EngineError(f"the modules of {self.name} cannot be recorded")
 

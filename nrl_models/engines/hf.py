@@ -33,7 +33,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
 )
 from nrl_models.engines.group_calls import with_groups
-from nrl_models.engines.input_checks import require_lengths, require_max_length
+from nrl_models.engines.input_checks import require_max_length, require_recordable
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.errors import EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, takes_images
@@ -275,7 +275,7 @@ class HFEngine(Engine):
     @_in_evaluation_mode
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`."""
-        require_lengths(self, [tokens])
+        require_recordable(self, tokens, decode_last=decode_last)
         batch = torch.tensor([list(tokens)], device=self.model.device)
         inputs: dict[str, Any] = {"input_ids": batch, "use_cache": False}
         if decode_last:

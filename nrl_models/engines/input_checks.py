@@ -96,6 +96,19 @@ def require_lengths(engine: Limited, sequences: Sequence[Tokens], more: int = 0)
         raise EngineError(f"{engine.name} cannot process these sequences:", *itemised(problems))
 
 
+def require_recordable(engine: Limited, tokens: Tokens, *, decode_last: bool, more: int = 0) -> None:
+    """Check the arguments of `Engine.module_calls`, see `require_lengths`.
+
+    Raises:
+        EngineError: If the sequence does not fit, or has a single token and `decode_last` is set.
+    """
+    require_lengths(engine, [tokens], more)
+    if decode_last and len(tokens) < 2:
+        raise EngineError(
+            f"{engine.name} decodes the last token after the tokens before it: decode_last expects at least two tokens"
+        )
+
+
 def require_one_each(sequences: Sequence[Tokens], **inputs: Any) -> None:
     """Check that inputs have an entry for each sequence; None if they were not passed.
 

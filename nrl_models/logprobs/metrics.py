@@ -1,7 +1,7 @@
 """Metrics that compare the trainer's log-probabilities with those of the engine's sampling.
 
-`trainer` and `engine` are log-probabilities of the same tokens, of any shape. `mask` selects the tokens to compare.
-With `r = trainer - engine`:
+`trainer` and `engine` are log-probabilities of the same tokens: tensors of any shape, or lists of numbers. `mask`
+selects the tokens to compare. With `r = trainer - engine`:
 
 | metric | definition | if equal |
 |---|---|---|
@@ -16,27 +16,46 @@ k1 to k3 are defined in http://joschu.net/blog/kl-approx.html. The names are NeM
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from nrl_models.common.value_checks import finite_or_none
+from nrl_models.errors import UnknownArgumentError, one_line
+
+Values = torch.Tensor | Sequence[Any]
+"""A tensor, or lists of numbers, as `Engine.score` returns them."""
 
 
-def _chosen(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    _require_one_shape(trainer, engine, mask)
-    trainer, engine = trainer.detach().double(), engine.detach().double().to(trainer.device)
-    return (trainer.flatten(), engine.flatten()) if mask is None else (trainer[mask.bool()], engine[mask.bool()])
-
-
-def _require_one_shape(*tensors: torch.Tensor | None) -> None:
-    shapes = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
+def _tensors(trainer: Values, engine: Values, mask: Values | None) -> tuple[torch.Tensor, ...]:
+    """Return log-probabilities on one device, and the mask if there is one. Lists become fp64."""
+    given = {"trainer": trainer, "engine": engine} | ({} if mask is None else {"mask": mask})
+    tensors = {}
+    for name, value in given.items():
+        try:
+            dtype = None if isinstance(value, torch.Tensor) else torch.float64
+            tensors[name] = torch.as_tensor(value, dtype=dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnknownArgumentError(
+                f"{name} is a {type(value).__name__} that is not a tensor ({one_line(error)}): expected a tensor or "
+                "lists of numbers. Pad sequences of different lengths, and leave the padding out with mask"
+            ) from error
+    shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"log-probabilities and mask must have one shape, got {shapes}")
+    return tuple(tensor.to(tensors["trainer"].device) for tensor in tensors.values())
 
 
-def _difference(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _chosen(trainer: Values, engine: Values, mask: Values | None) -> tuple[torch.Tensor, ...]:
+    values = _tensors(trainer, engine, mask)
+    first, second = (value.detach().double() for value in values[:2])
+    chosen = values[2].bool() if mask is not None else ...
+    return first[chosen].flatten(), second[chosen].flatten()
+
+
+def _difference(trainer: Values, engine: Values, mask: Values | None) -> torch.Tensor:
     trainer, engine = _chosen(trainer, engine, mask)
     return trainer - engine
 
@@ -45,7 +64,7 @@ def _mean(values: torch.Tensor) -> float:
     return values.mean().item() if values.numel() else math.nan
 
 
-def token_mult_prob_error(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+def token_mult_prob_error(trainer: Values, engine: Values, mask: Values | None = None) -> float:
     """Mean factor by which the probability of a token is off: `mean exp(abs(trainer - engine))`."""
     return _mean(_difference(trainer, engine, mask).abs().exp())
 
@@ -62,27 +81,27 @@ def shown_error(value: float, *, aligned: bool = False) -> str:
     return f"{value:.8g}" if value < 2.0 else f"{value:.6g}"
 
 
-def sampling_importance_ratio(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+def sampling_importance_ratio(trainer: Values, engine: Values, mask: Values | None = None) -> float:
     """Mean importance ratio: `mean exp(trainer - engine)`."""
     return _mean(_difference(trainer, engine, mask).exp())
 
 
-def kl_k1(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+def kl_k1(trainer: Values, engine: Values, mask: Values | None = None) -> float:
     """The unbiased, noisy estimator of KL(engine, trainer): `mean engine - trainer`."""
     return _mean(-_difference(trainer, engine, mask))
 
 
-def kl_k2(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+def kl_k2(trainer: Values, engine: Values, mask: Values | None = None) -> float:
     """The biased, quiet estimator: `mean (trainer - engine)^2 / 2`."""
     return _mean(_difference(trainer, engine, mask).square() / 2)
 
 
-def kl_k3(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+def kl_k3(trainer: Values, engine: Values, mask: Values | None = None) -> float:
     """The unbiased, never negative estimator: `mean exp(r) - 1 - r`; NeMo RL's `gen_kl_error`."""
     return _mean(_k3(_difference(trainer, engine, mask)))
 
 
-def js_divergence_error(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+def js_divergence_error(trainer: Values, engine: Values, mask: Values | None = None) -> float:
     """Mean k3 of the trainer and of the engine against the mixture `log(exp(trainer) / 2 + exp(engine) / 2)`.
 
     Each of them is at most twice as likely as the mixture, so no term grows exponentially.
@@ -136,14 +155,17 @@ class ConsistencyMetrics:
         return values
 
 
-def consistency_metrics(
-    trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None
-) -> ConsistencyMetrics:
+def consistency_metrics(trainer: Values, engine: Values, mask: Values | None = None) -> ConsistencyMetrics:
     """Compare two sets of log-probabilities of the same tokens.
 
     Args:
-        trainer, engine: `(batch, seq_len)`. NaN and infinite values are counted, and excluded from the means.
+        trainer, engine: `(batch, seq_len)`, or lists of lists. NaN and infinite values are counted, and excluded from
+            the means.
         mask: Sampled tokens; default: all.
+
+    Raises:
+        UnknownArgumentError: If an argument is neither a tensor nor lists of equal length.
+        ValueError: If shapes differ, or are not `(batch, seq_len)`.
 
     Examples:
         >>> import torch
@@ -153,11 +175,10 @@ def consistency_metrics(
         >>> round(metrics.token_mult_prob_error, 4)  # the mean of exp(0.1) and exp(0)
         1.0526
     """
+    trainer, engine, *given = _tensors(trainer, engine, mask)
     if trainer.ndim != 2:
         raise ValueError(f"expected (sequences, length), got {tuple(trainer.shape)}")
-    _require_one_shape(trainer, engine, mask)
-    mask = torch.ones_like(trainer, dtype=torch.bool) if mask is None else mask.bool()
-    engine = engine.to(trainer.device)
+    mask = given[0].bool() if given else torch.ones_like(trainer, dtype=torch.bool)
     nan = mask & (trainer.isnan() | engine.isnan())
     engine_infinite, trainer_infinite = mask & engine.isinf(), mask & trainer.isinf()
     compared = mask & ~(nan | engine_infinite | trainer_infinite)

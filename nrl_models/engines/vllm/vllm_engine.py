@@ -30,7 +30,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
     prompt_seeds,
 )
-from nrl_models.engines.input_checks import require_lengths
+from nrl_models.engines.input_checks import require_recordable
 from nrl_models.engines.transfer.transports import LOCAL, Transport, message_of
 from nrl_models.engines.vllm.vllm_faults import discard_requests, end_waiting_on_death
 from nrl_models.engines.vllm.vllm_images import ImageCalls, takes_raw_images, with_images
@@ -275,7 +275,7 @@ class VLLMEngine(Engine):
         """See `Engine.module_calls`. With `decode_last`, the last token must be the result of greedy decoding."""
         if not self.capabilities().modules:
             raise EngineError("vLLM's modules can be recorded only in this process and with enforce_eager=True")
-        require_lengths(self, [tokens], 1)
+        require_recordable(self, tokens, decode_last=decode_last, more=1)
         self._call("nrl_record_start")
         try:
             if decode_last:

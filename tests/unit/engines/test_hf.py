@@ -230,6 +230,15 @@ def test_modules_show_what_they_compute(engine: HFEngine, prompts: list[list[int
             torch.testing.assert_close(output, other[:, -1:], rtol=0, atol=1e-4)
 
 
+def test_decoding_the_last_token_needs_one_before_it(engine: HFEngine) -> None:
+    assert engine.module_calls([5])
+    assert engine.module_calls([5, 6], decode_last=True)
+    with pytest.raises(EngineError, match="decode_last expects at least two tokens"):
+        engine.module_calls([5], decode_last=True)
+    with pytest.raises(EngineError, match="sequence 0 is empty"):
+        engine.module_calls([], decode_last=True)
+
+
 def test_unknown_options_are_refused(checkpoint: Path) -> None:
     with pytest.raises(EngineError, match="enforce_eager, load_format=fast"):
         start_engine("hf-generate", checkpoint, load_format="fast", enforce_eager=True)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import (
     consistency_metrics,
     js_divergence_error,
@@ -149,3 +150,27 @@ def test_quantile_is_a_value_that_occurs() -> None:
     assert quantile(values, 0.99) == 198.0
     assert quantile(values, 1.0) == 200.0
     assert quantile(values[:1], 0.99) == 1.0
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.__name__)
+def test_lists_of_numbers(metric: object) -> None:
+    trainer, engine, mask = [[-0.1, -0.2], [-0.3, -9.0]], [[-0.2, -0.2], [-0.1, -1.0]], [[True, True], [1, 0]]
+    tensors = [torch.tensor(values, dtype=torch.float64) for values in (trainer, engine)]
+    assert metric(trainer, engine) == metric(*tensors)
+    assert metric(trainer[0], tensors[1][0]) == metric(tensors[0][0], tensors[1][0])
+    assert metric(trainer, engine, mask) == metric(*tensors, torch.tensor(mask))
+    assert consistency_metrics(trainer, engine, mask) == consistency_metrics(*tensors, torch.tensor(mask))
+    assert metric(torch.tensor(-0.1), torch.tensor(-0.2)) == metric(torch.tensor([-0.1]), torch.tensor([-0.2]))
+
+
+@pytest.mark.parametrize("metric", [*METRICS, consistency_metrics], ids=lambda metric: metric.__name__)
+def test_lists_that_are_not_tensors(metric: object) -> None:
+    values = torch.zeros(2, 2)
+    with pytest.raises(UnknownArgumentError, match=r"trainer is a list that is not a tensor .*: expected a tensor or"):
+        metric([[-0.1], [-0.2, -0.3]], values)
+    with pytest.raises(UnknownArgumentError, match="engine is a NoneType that is not a tensor"):
+        metric(values, None)
+    with pytest.raises(UnknownArgumentError, match="mask is a str that is not a tensor"):
+        metric(values, values, "all")
+    with pytest.raises(ValueError, match="must have one shape"):
+        metric(values, [[0.0]])
