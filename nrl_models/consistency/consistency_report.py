@@ -18,6 +18,7 @@ from nrl_models.consistency.cells import NOISE_FACTOR, Cell, Settings, largest_e
 from nrl_models.consistency.measure import Comparison, Measurement
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.logprobs.metrics import ConsistencyMetrics, shown_error
+from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.parity_report import Outcome, Unit
 from nrl_models.parity.result_table import ResultTable
 from nrl_models.parity.worst import last_if_nan, worst_of
@@ -38,6 +39,7 @@ class CellResult:
     Args:
         cell: The cell.
         repeats: Its measurements.
+        sampling: Sampling parameters of its tokens, see `Settings.sampling_of`.
         threshold: Bound of `token_mult_prob_error`, unless the noise floor allows more.
         noise_factor: Allowed distance from 1 as a multiple of the noise floor's.
         verdict: Source of the disagreement; None if the cell passes or was not judged.
@@ -45,6 +47,7 @@ class CellResult:
 
     cell: Cell
     repeats: tuple[Measurement, ...]
+    sampling: Sampling
     threshold: float
     noise_factor: float = NOISE_FACTOR
     verdict: Verdict | None = None
@@ -114,7 +117,11 @@ class CellResult:
                 if count:
                     problems.append(f"{count} log-probabilities of {name} are {what}")
             outside = sum(metrics.trainer_infinite for metrics in repeats)
-            if outside > MAX_OUTSIDE * sum(metrics.tokens + metrics.trainer_infinite for metrics in repeats):
+            if not self.sampling.truncates and outside:
+                problems.append(
+                    f"{outside} tokens of {name} have probability 0 in the trainer, without top-k and top-p"
+                )
+            elif outside > MAX_OUTSIDE * sum(metrics.tokens + metrics.trainer_infinite for metrics in repeats):
                 problems.append(f"{outside} tokens of {name} are excluded by the trainer's top-k and top-p")
         return problems
 

@@ -235,7 +235,8 @@ def run_matrix(
                 progress(report)
 
             repeats = tuple(meter.measure(cell, repeat, note) for repeat in range(settings.repeats))
-            result = CellResult(cell, repeats, settings.threshold, settings.noise_factor)
+            sampling = settings.sampling_of(cell)
+            result = CellResult(cell, repeats, sampling, settings.threshold, settings.noise_factor)
             judged = sum(earlier.verdict is not None for earlier in report.results)
             if not result.passed and judged < MAX_VERDICTS:
                 note("judging")
@@ -245,10 +246,10 @@ def run_matrix(
             progress(report)
         failing = [result for result in report.results if not result.passed]
         if capsule is not None and failing:
-            worst = max(failing, key=lambda result: worst_of(map(_badness, result.repeats)))
+            worst = max(failing, key=lambda result: worst_of(map(_badness_in(result), result.repeats)))
             report.running[worst.cell] = "writing the capsule"
             progress(report)
-            found = judge.judged(worst.cell, max(worst.repeats, key=_badness), with_tensors=True)
+            found = judge.judged(worst.cell, max(worst.repeats, key=_badness_in(worst)), with_tensors=True)
             write_consistency(capsule, found, meter.engine, meter.trainer, capsule_limits or Limits())
             with_verdict = replace(worst, verdict=found.verdict)
             report.results = [with_verdict if result is worst else result for result in report.results]
@@ -268,7 +269,7 @@ def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
         # A verdict against a side that was made without this witness lacks the witness's vote.
         if not (witness and kept.at_fault) or (kept.witness and kept.witness.vote and kept.witness.engine == witness):
             return kept
-    verdict = judge.judge(result.cell, max(result.repeats, key=_badness))
+    verdict = judge.judge(result.cell, max(result.repeats, key=_badness_in(result)))
     store.save_note(name, verdict.to_json())
     return verdict
 
@@ -290,12 +291,17 @@ def _witness_options(witness: str, settings: Settings, engine: Mapping[str, Any]
     return options
 
 
-def _badness(measurement: Measurement) -> float:
-    return worst_of(
-        (metrics.nan + metrics.engine_infinite) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
-        for name, metrics in measurement.metrics.items()
-        if name in (Comparison.DECODE, Comparison.PREFILL, Comparison.SECOND)
-    )
+def _badness_in(result: CellResult) -> Callable[[Measurement], float]:
+    """Return a key that orders the repeats of a cell by their errors."""
+
+    def badness(measurement: Measurement) -> float:
+        return worst_of(
+            metrics.impossible(result.sampling) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
+            for name, metrics in measurement.metrics.items()
+            if name in (Comparison.DECODE, Comparison.PREFILL, Comparison.SECOND)
+        )
+
+    return badness
 
 
 def _fitting(folder: Path, settings: Settings, engine: str, skip: bool) -> tuple[Settings, dict[Cell, str]]:

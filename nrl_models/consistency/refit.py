@@ -225,7 +225,9 @@ class RefitChecker:
         after = self.meter.measure(self.cell)
         self.not_observable = tuple(self.change.unseen(after, self.threshold))
         self.change = WeightChange(self.meter, self.cell)
-        result = CellResult(self.cell, (after,), self.threshold, self.meter.settings.noise_factor)
+        settings = self.meter.settings
+        sampling = settings.sampling_of(self.cell)
+        result = CellResult(self.cell, (after,), sampling, self.threshold, settings.noise_factor)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(after))
         step = RefitStep(name, report, problems, result, before.metrics[Comparison.DECODE].token_mult_prob_error)

@@ -137,7 +137,7 @@ def diagnose_decode_vs_prefill(
     bad = [
         index
         for index, found in enumerate(sequences)
-        if not found.token_mult_prob_error < threshold or found.nan or found.engine_infinite or found.trainer_infinite
+        if not found.token_mult_prob_error < threshold or found.impossible(Sampling())
     ]
     result.measured = {"threshold": threshold, "sequences": [found.to_json() for found in sequences]}
     errors = (found.token_mult_prob_error for found in sequences)

@@ -24,6 +24,7 @@ import torch
 
 from nrl_models.common.value_checks import finite_or_none
 from nrl_models.errors import UnknownArgumentError, one_line
+from nrl_models.logprobs.sampling import Sampling
 
 Values = torch.Tensor | Sequence[Any]
 """A tensor, or lists of numbers, as `Engine.score` returns them."""
@@ -131,7 +132,7 @@ class ConsistencyMetrics:
         max: Maximum of `abs(r)`, in nats.
         nan: Number of tokens for which either side is NaN.
         engine_infinite: Number of tokens with an infinite log-probability in the engine, although it sampled them.
-        trainer_infinite: Number of tokens that the trainer's `top_k` and `top_p` exclude.
+        trainer_infinite: Number of tokens with probability 0 in the trainer, for example excluded by `top_k`.
     """
 
     tokens: int
@@ -148,6 +149,13 @@ class ConsistencyMetrics:
     nan: int
     engine_infinite: int
     trainer_infinite: int
+
+    def impossible(self, sampling: Sampling) -> int:
+        """Number of tokens that are not finite on a side, although `sampling` cannot exclude them on that side.
+
+        At the limit of `top_k` and `top_p`, rounding decides whether the trainer excludes a token that was sampled.
+        """
+        return self.nan + self.engine_infinite + (0 if sampling.truncates else self.trainer_infinite)
 
     def to_json(self) -> dict[str, Any]:
         """By name, with numbers that JSON lacks as None."""

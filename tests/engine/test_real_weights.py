@@ -116,8 +116,9 @@ def test_bfloat16_stays_within_its_noise_floor_and_a_small_defect_does_not(
         forget(engine)
         trainer = HFEngine(AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype), "trainer")
         meter = Meter(engine, trainer, prompts, HALF, references=References(smollm2))
-        found = meter.measure(HALF.cells()[0])
-        return CellResult(HALF.cells()[0], (found,), HALF.threshold, HALF.noise_factor)
+        cell = HALF.cells()[0]
+        found = meter.measure(cell)
+        return CellResult(cell, (found,), HALF.sampling_of(cell), HALF.threshold, HALF.noise_factor)
 
     for dtype in (torch.bfloat16, torch.float32):
         found = result(dtype)

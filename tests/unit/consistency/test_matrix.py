@@ -268,6 +268,18 @@ def test_tokens_the_engine_never_samples_are_found_by_strict_mode_alone(run: Run
     )
 
 
+def test_verdict_names_trainer_that_excludes_sampled_token(run: Run, trainer: HFEngine) -> None:
+    score = trainer.score
+
+    def without_last(*args: Any, **kwargs: Any) -> Any:
+        return [[*row[:-1], -math.inf] for row in score(*args, **kwargs)]
+
+    trainer.score = without_last
+    report = run(replace(SETTINGS, sampling=Sampling()))
+    assert report.verdict == "fail"
+    assert (report.results[0].verdict.kind, report.results[0].verdict.at_fault) == ("trainer", (Party.TRAINER,))
+
+
 def test_an_engine_that_cannot_score_is_judged_by_its_decoding(run: Run, engine: HFEngine) -> None:
     known = engine.capabilities()
     engine.capabilities = lambda: replace(known, score=False, processed_scores=False)

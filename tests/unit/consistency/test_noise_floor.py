@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from nrl_models.consistency.references import References
 from nrl_models.consistency.store import Store
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError
+from nrl_models.logprobs import Sampling
 from nrl_models.logprobs.metrics import shown_error
 
 CELL = Cell(100, "dummy", "greedy", 1)
@@ -47,7 +49,7 @@ def result(error: float, noise: float, **options: Any) -> CellResult:
         rounded=zero + torch.tensor(noise).log(),
         noise_dtype=torch.bfloat16,
     )
-    return CellResult(CELL, (found,), 1.05, **options)
+    return CellResult(CELL, (found,), Sampling(0.0), 1.05, **options)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,21 @@ def test_messages_tell_an_error_from_a_narrow_threshold() -> None:
     assert float(error) == pytest.approx(1.000104, abs=1e-7)
     assert threshold == "1.0001"
     assert [shown_error(value) for value in (1.0, 1.0000006, 1.05, 2374.9429)] == ["1", "1.0000006", "1.05", "2374.94"]
+
+
+@pytest.mark.parametrize("place", ["trainer", "decode", "prefill"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(0.8, top_p=0.95), Sampling(top_k=9)], ids=str)
+def test_tokens_of_probability_zero(sampling: Sampling, place: str) -> None:
+    """Only the trainer's top-k and top-p may exclude one of 200 sampled tokens."""
+    values = torch.zeros(1, 200, dtype=torch.float64)
+    others = dict.fromkeys(("decode", "prefill", "trainer", "rounded"), values)
+    others[place] = values.index_fill(1, torch.tensor([7]), -math.inf)
+    tokens = torch.zeros(1, 210, dtype=torch.int64)
+    found = CellResult(CELL, (Measurement(tokens=tokens, prompt_length=10, **others),), sampling, 1.05)
+    assert found.passed == (place == "trainer" and sampling.truncates), found.problems
+    if place == "trainer" and not found.passed:
+        expected = "tokens of decode have probability 0 in the trainer, without top-k and top-p"
+        assert found.problems[0] == f"1 {expected}"
 
 
 def test_a_noise_factor_of_zero_leaves_the_threshold_alone() -> None:

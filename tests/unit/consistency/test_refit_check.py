@@ -64,9 +64,10 @@ def test_every_stale_tensor_is_found_or_listed(tmp_path: Path) -> None:
     readable, count = HFEngine(engine.model), measured.decode.shape[1]
     for name in new:
         readable.refit((new | {name: old[name]}).items(), digests=False)
-        stale = final_scores(engine, measured.tokens, count, settings.sampling_of(check.cell))
-        found = replace(measured, decode=stale, prefill=stale)
-        assert not CellResult(check.cell, (found,), check.threshold).passed or name in check.not_observable, name
+        sampling = settings.sampling_of(check.cell)
+        stale = final_scores(engine, measured.tokens, count, sampling)
+        found = CellResult(check.cell, (replace(measured, decode=stale, prefill=stale),), sampling, check.threshold)
+        assert not found.passed or name in check.not_observable, name
 
 
 def test_weights_of_multi_token_prediction_move_and_are_listed(tmp_path: Path) -> None:
