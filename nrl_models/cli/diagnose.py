@@ -254,12 +254,19 @@ def prefix_caching(
         int | None,
         input_size("Tokens to generate in each of two turns. \\[default: 2048, or as many as fit]"),
     ] = None,
+    threshold: Annotated[
+        float,
+        number("Largest mean of exp(|cached - prefill|) that passes.", panel=BOUNDS),
+    ] = 1.05,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check that prefix caching gives no NaN when a completion is part of the next prompt (NeMo RL's diagnostic 5)."""
+    """Check that prefix caching keeps log-probabilities right when a completion is part of the next prompt.
+
+    Fails for NaN, as NeMo RL's diagnostic 5, and for values that differ from those of one prefill.
+    """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
     from nrl_models.diagnostics.versions import diagnose_versions
@@ -280,7 +287,9 @@ def prefix_caching(
 
     def diagnose(**environment: Any) -> Diagnosis:
         with _engine(path, engine, dtype, engine_option, **options, **environment) as started:
-            return diagnose_prefix_caching(started, str(path), prompt, new_tokens=new, decode=decode)
+            return diagnose_prefix_caching(
+                started, str(path), prompt, new_tokens=new, threshold=threshold, decode=decode
+            )
 
     if not engine_python:
         _show(diagnose(), json_file)

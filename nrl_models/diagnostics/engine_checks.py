@@ -242,18 +242,21 @@ def diagnose_prefix_caching(
     prompt: Sequence[int],
     *,
     new_tokens: int = 2048,
+    threshold: float = THRESHOLD,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Diagnosis:
     """Diagnostic 5: let the engine continue a count, append its answer to the prompt, and let it continue without NaN.
 
     Multi-turn RL uses an engine this way: the prefix cache then has entries written while decoding. (vLLM 0.14 returned
-    NaN for all tokens of the second answer except the first.)
+    NaN for all tokens of the second answer except the first.) The guide only requires values without NaN. The second
+    answer is also compared with one prefill without the cache.
 
     Args:
         engine: An engine with prefix caching.
         subject: The checkpoint, for the output.
         prompt: Token ids of a text that counts; the guide's counts to 3000.
         new_tokens: Number of tokens to generate, twice.
+        threshold: Bound of the second answer's `token_mult_prob_error`, compared with one prefill.
         decode: Function that decodes token ids, for the output.
 
     Raises:
@@ -290,9 +293,13 @@ def diagnose_prefix_caching(
             broken = "prefix caching is broken" + (f" in vLLM {version}" if version else "")
             return result.finish(f"{count} are NaN on iteration {iteration} ({broken})")
         tokens = sample.sequence
-    # The guide only requires values without NaN. A prefill without the cache also verifies the values.
     (found,) = _against_prefill(engine, [sample], new_tokens)
-    error = shown_error(found.token_mult_prob_error)
-    result.say(f"  compared with one prefill without the cache: token_mult_prob_error {error}")
-    result.measured["against_prefill"] = found.to_json()
-    return result.finish()
+    compared = f"token_mult_prob_error {shown_error(found.token_mult_prob_error)}"
+    if impossible := found.impossible(Sampling()):
+        compared += f", {impossible} tokens with probability 0 or NaN"
+    result.say(f"  compared with one prefill without the cache: {compared}")
+    result.measured |= {"against_prefill": found.to_json(), "threshold": threshold}
+    result.value, result.bound, result.unit = found.token_mult_prob_error, threshold, Unit.TOKEN_MULT_PROB_ERROR
+    agrees = found.token_mult_prob_error <= threshold and not impossible
+    differs = f"cached tokens and one prefill differ: {compared}, threshold {threshold:g}"
+    return result.finish("" if agrees else differs)

@@ -173,6 +173,28 @@ def test_prefix_caching_counts_nan(engine: HFEngine) -> None:
     assert (found["value"], found["bound"], found["unit"]) == (9, 0, "count")
 
 
+@pytest.mark.parametrize(("shift", "threshold", "passed"), [(0.2, 1.05, False), (0.2, 1.3, True), (math.inf, 2, False)])
+def test_prefix_caching_compares_with_prefill(engine: HFEngine, shift: float, threshold: float, passed: bool) -> None:
+    known, generate, calls = replace(engine.capabilities(), prefix_caching=True), engine.generate, []
+    engine.capabilities = lambda: known
+
+    def stale(*args: Any, **options: Any) -> list[Sample]:
+        (sample,) = generate(*args, **options)
+        calls.append(sample)
+        last = sample.logprobs[-1] - shift
+        values = [value - 0.2 for value in sample.logprobs[:-1]]
+        return [replace(sample, logprobs=(*values, last))] if len(calls) == 2 else [sample]
+
+    engine.generate = stale
+    result = diagnose_prefix_caching(engine, "tiny", PROMPT, new_tokens=10, threshold=threshold)
+    assert result.passed == passed, result.lines
+    found = result.to_json()
+    assert (found["value"], found["bound"]) == (pytest.approx(math.exp(0.2), abs=1e-4), threshold)
+    if not passed:
+        assert "FAIL: prefix-caching: tiny: cached tokens and one prefill differ: token_mult_prob_" in result.lines[-1]
+        assert (", 1 tokens with probability 0 or NaN" in result.lines[-1]) == math.isinf(shift)
+
+
 def test_the_command_prints_the_guides_lines(llama_checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     arguments = ["--engine", "hf-generate", "--dtype", "float32"]
