@@ -53,7 +53,8 @@ def train(
 
         parsed = read_recipe(recipe_file(recipe), overrides or ())
         run = run_recipe(parsed, out=out, overwrite=overwrite, note=note)
-    show_report(run, json_file, run.summary, *([] if out is None else [f"saved: {out}"]))
+    show(run.summary)
+    show_report(run, json_file, *([] if out is None else [f"saved: {out}"]))
 
 
 def _list() -> None:

@@ -35,7 +35,10 @@ def test_it_trains_and_holds_the_gates(small: list[str], tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     assert "last(gradient_norm)" in unframed(result.output)
     assert unframed(result.output).count("last(tokens)") == 1, "the row of the gate"
-    assert "PASS: 2 of 2 gates passed" in result.output
+    printed = result.output.splitlines()
+    (heading,) = (number for number, line in enumerate(printed) if "measured" in line)
+    assert printed.index("PASS: 2 of 2 gates passed") < heading
+    assert printed[-1] == f"saved: {out}"
     found = json.loads(file.read_text())
     assert found["passed"] is True
     assert [gate["gate"] for gate in found["gates"]] == ["max(loss) < 100", "last(tokens) > 0"]
