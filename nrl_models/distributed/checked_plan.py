@@ -31,6 +31,7 @@ from nrl_models.distributed.parallel_plan import (
     without_rule,
 )
 from nrl_models.distributed.pipeline.schedules import schedule_problems
+from nrl_models.distributed.split_blocks import split_problems
 from nrl_models.distributed.tensor.styles import EXPERT_STYLES, REPLICATE, TENSOR_STYLES, Style, VocabularyParallel
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
@@ -192,6 +193,7 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
         problems += heads or _uneven(model, name, module.weight, style, ranks)  # the heads' message has more detail
     problems += _tied_problems(model, mesh, styles)
+    problems += split_problems(model, styles)
     return [*problems, *_adapter_problems(model, "tp")]
 
 

@@ -239,6 +239,12 @@ class Style:
         """Whether it shards the weight of a linear."""
         return self.dim(2) is not None
 
+    def has_shares(self, is_parameter: bool) -> bool:
+        """Return True if each rank has a share of the activations around a module or parameter of this style."""
+        if is_parameter:
+            return self.sums_gradient or self.dim(2) is not None
+        return self.sums_gradient or self.compute not in (None, ColwiseGathered, RowwiseSplit, VocabularyParallel)
+
 
 def _output(ndim: int) -> int:
     return max(ndim - 2, 0)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.distributed.checked_plan import plan_for
-from nrl_models.distributed.parallel_plan import ParallelPlan, Plan
+from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, declared_tensor_plan
 from nrl_models.errors import ShardingError
 from nrl_models.onboarding.estimate import _fake_mesh
 from nrl_models.testing.tiny import tiny_config
@@ -20,7 +20,11 @@ ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
 
 
 def llama(**sizes: int) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, sizes), device="meta")
+    return tiny(LlamaConfig, **sizes)
+
+
+def tiny(config: type[PreTrainedConfig], **sizes: int) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(tiny_config(config, sizes), device="meta")
 
 
 def problems(model: PreTrainedModel, mesh: Mapping[str, int], plan: Plan | ParallelPlan = "auto") -> dict[str, str]:
@@ -107,3 +111,44 @@ def test_rules_that_divide_tied_embeddings_differently_raise(name: str) -> None:
 def test_rules_that_fit_each_other_have_no_problem(sizes: dict[str, Any], plan: Plan) -> None:
     with _fake_mesh({"tp": 2}) as ranks:
         plan_for(llama(**sizes), ranks, plan)
+
+
+@pytest.mark.parametrize("style", ["replicate", "colwise_gather_output", "rowwise_split_input", "packed_colwise"])
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [(f"{MLP}.down_proj", "gate_proj, up_proj"), (f"{ATTENTION}.q_proj", "k_proj, o_proj, v_proj")],
+)
+def test_rules_that_split_a_part_of_a_block_raise(name: str, others: str, style: str) -> None:
+    found = problems(llama(), {"tp": 2}, {name: style})
+    assert found.keys() == {f"{name} (2 times)"}
+    (detail,) = found.values()
+    has, _, names = detail.partition(", because tp splits ")
+    assert has.startswith(f"has the style {style!r}, expected '")
+    assert sorted(names.split(", ")) == others.split(", ")
+
+
+def test_a_complete_plan_without_a_part_of_a_block_raises() -> None:
+    model = llama()
+    plan = {name: style for name, style in declared_tensor_plan(model).items() if not name.endswith("up_proj")}
+    found = problems(model, {"tp": 2}, ParallelPlan(tensor=plan))
+    assert found == {
+        f"{MLP}.up_proj (2 times)": "has no rule, expected 'colwise', because tp splits gate_proj, down_proj"
+    }
+
+
+def test_gradients_of_norms_are_summed_only_if_heads_are_split() -> None:
+    rules = {f"{ATTENTION}.{name}_proj": "replicate" for name in "qkvo"}
+    found = problems(tiny(Qwen3Config), {"tp": 2}, rules)
+    assert found.keys() == {f"{ATTENTION}.{name}_norm (2 times)" for name in "qk"}
+    with _fake_mesh({"tp": 2}) as ranks:
+        plan_for(tiny(Qwen3Config), ranks, rules | {f"{ATTENTION}.{name}_norm": "replicate" for name in "qk"})
+
+
+def test_outputs_of_a_stack_of_experts_are_summed_only_if_its_features_are_split() -> None:
+    rules = {f"{MLP}.experts.{name}": "replicate" for name in ("gate_up_proj", "down_proj")}
+    assert problems(tiny(Qwen3MoeConfig), {"tp": 2}, rules).keys() == {f"{MLP}.experts (2 times)"}
+
+
+def test_rules_that_no_plan_declares_split_outputs_and_inputs() -> None:
+    found = problems(llama(), {"tp": 2}, {"lm_head": "colwise"})
+    assert found == {"lm_head": "has the style 'colwise', but no rule splits the input of another linear in the model"}
