@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from nrl_models.common.modules import class_name
 from nrl_models.common.upstream import cache_in
 from nrl_models.distributed.mesh import gather_over, reporting_dead_ranks, size_of
+from nrl_models.distributed.tensor.regions import observed_by
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 SAME_BATCH = ("ep", "tp")
@@ -66,7 +67,7 @@ def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[s
 
     Raises:
         ShardingError: If trainable parameters were added after sharding, ranks that must process the same batch got
-            different ones, or they drew different random numbers.
+            different ones, or they drew different random numbers for activations that must be equal.
     """
     sharding = model.sharding
     draws: RandomDraws | None = None
@@ -77,7 +78,8 @@ def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[s
         draws = require_same_batch(sharding.mesh, inputs)
     sharding.is_checking = True
     try:
-        yield
+        with nullcontext() if draws is None else draws.observed():
+            yield
     finally:
         sharding.is_checking = False
     if draws is not None:
@@ -176,16 +178,44 @@ def require_same_batch(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> RandomDra
 
 
 class RandomDraws:
-    """Check of the random numbers that ranks of one batch draw.
+    """Check of the random numbers that ranks of one batch draw. Observes sharded regions.
+
+    Ranks may draw different numbers for their own shares of activations, such as dropout of their heads' attention.
 
     Args:
         mesh: Mesh of the model.
         state: Digest of the random state at the start.
         differing: Dimensions of the mesh whose ranks had different states then.
+
+    Attributes:
+        drew_for_all: Whether numbers were drawn for activations that must be equal on all ranks.
     """
 
     def __init__(self, mesh: DeviceMesh, state: int, differing: Sequence[str]) -> None:
         self.mesh, self.state, self.differing = mesh, state, differing
+        self.drew_for_all = False
+        self._in_region = False
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Observe the draws of forwards in this context. Costs nothing if the states were equal."""
+        with observed_by(self) if self.differing else nullcontext():
+            yield
+
+    def entered(self, dimension: str) -> None:
+        """Assign draws up to here to all ranks."""
+        if list(self.differing) == [dimension]:
+            self._note_draws()
+            self._in_region = True
+
+    def left(self, dimension: str) -> None:
+        """Assign draws since `entered` to the region."""
+        if list(self.differing) == [dimension] and self._in_region:
+            self.state = _random_state(self.mesh.device_type)
+            self._in_region = False
+
+    def _note_draws(self) -> None:
+        self.drew_for_all |= _random_state(self.mesh.device_type) != self.state
 
     def require_same_states(self, purpose: str) -> None:
         """Check that the states were equal. Does not communicate.
@@ -200,13 +230,15 @@ class RandomDraws:
             raise ShardingError(f"{purpose} needs the same random numbers on ranks of one batch", problems, [advice])
 
     def require_none_if_states_differ(self) -> None:
-        """Check that nothing was drawn since the start if states differed. Does not communicate.
+        """Check that nothing was drawn for all ranks since the start if states differed. Does not communicate.
 
         Raises:
             ShardingError: Dropout or a router's noise drew numbers; on every rank of the group.
         """
-        if self.differing and _random_state(self.mesh.device_type) != self.state:
-            self.require_same_states("dropout (or noise of a router)")
+        if self.differing:
+            self._note_draws()
+            if self.drew_for_all:
+                self.require_same_states("dropout (or noise of a router)")
 
 
 def _random_state(device_type: str) -> int:

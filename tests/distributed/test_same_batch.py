@@ -38,8 +38,12 @@ def test_sampling_with_different_seeds_raises(two: World) -> None:
 
 
 DROPOUT = {"hidden_dropout": 0.5, "attention_dropout": 0.0}
+ATTENTION_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.5}
 RANDOM: list[Any] = [
     ("GPTNeoXForCausalLM", DROPOUT, "tp"),
+    ("GPTNeoXForCausalLM", DROPOUT | {"attention_dropout": 0.5}, "tp"),
+    ("Phi3ForCausalLM", {"attention_dropout": 0.5}, "tp"),  # all ranks compute all heads
+    ("MixtralForCausalLM", {"attention_dropout": 0.5}, "ep"),
     ("MixtralForCausalLM", {"router_jitter_noise": 0.3}, "ep"),
 ]
 
@@ -50,6 +54,20 @@ def test_random_numbers_must_be_equal(two: World, architecture: str, config: dic
     assert two.run(job, [0, 1]) == [(f"{STATE} {dimension}",)] * 2
     assert two.run(job, [1, 1]) == [()] * 2
     assert two.run(partial(job, training=False), [0, 1]) == [()] * 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("LlamaForCausalLM", {"attention_dropout": 0.5}),
+        ("GPTNeoXForCausalLM", ATTENTION_DROPOUT),
+        ("DeepseekV3ForCausalLM", {"attention_dropout": 0.5}),
+    ],
+)
+def test_ranks_may_drop_different_attention_of_their_own_heads(
+    two: World, architecture: str, config: dict[str, Any]
+) -> None:
+    assert two.run(partial(same_batch.trains, architecture, config, tp=2), [0, 1]) == [()] * 2
 
 
 def test_different_random_states_work_if_nothing_is_drawn(two: World) -> None:
@@ -65,3 +83,8 @@ def test_random_numbers_of_a_pipeline_must_be_equal_in_its_stages(four: World) -
     assert third == fourth == (f"{STATE} tp",)
     for other in (first, second):  # the ranks of the other stage name those of this one
         assert [problem.split(" ShardingError")[0] for problem in other] == ["rank 2", "rank 3"]
+
+
+def test_ranks_of_a_stage_may_drop_different_attention_of_their_own_heads(four: World) -> None:
+    job = partial(same_batch.trains, "GPTNeoXForCausalLM", ATTENTION_DROPOUT, pp=2, tp=2)
+    assert four.run(job, [0, 1, 2, 3]) == [()] * 4

@@ -108,7 +108,7 @@ class Pipeline:
         once = gradients_divided_once(self.model, self.sharding.plan.reshard_after_forward, keep_gathered)
         draws = require_same_batch(self.mesh, {})  # the inputs were compared
         with self._running(), shared_gradients_summed(self.model, self.mesh):
-            with once:
+            with once, draws.observed():
                 first = (inputs["input_ids"],) if 0 in self.stages.held else ()
                 rows = torch.arange(shape[0], device=device)
                 self._schedule.step(*first, target=rows, losses=losses, return_outputs=False, **inputs)

@@ -22,9 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
+from nrl_models.distributed.tensor.regions import observing
+
 
 def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return `tensor`, which is equal on all ranks of `mesh`. Its gradient is summed over the ranks."""
+    if (observer := observing()) is not None:
+        observer.entered(_dimension(mesh))
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return _in_own_memory(replicated.to_local(grad_placements=[Partial()]))
 
@@ -36,8 +40,16 @@ def leaving(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _redistributed(tensor: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> torch.Tensor:
     """Redistribute a local tensor from placement `before` to `after`, and return the local result."""
+    if after.is_replicate() and (observer := observing()) is not None:
+        observer.left(_dimension(mesh))
     placed = DTensor.from_local(tensor, mesh, [before], run_check=False)
     return _in_own_memory(placed.redistribute(placements=[after]).to_local())
+
+
+def _dimension(mesh: DeviceMesh) -> str:
+    """Return the name of a one-dimensional mesh."""
+    (name,) = mesh.mesh_dim_names or ("",)
+    return name
 
 
 def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
