@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from nrl_models.common.checkpoint.files import INDEX_NAME
 from nrl_models.common.checkpoint.writing import staged
@@ -27,6 +28,7 @@ from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import Ranks, agree, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import DEFAULT_BUCKET
+from nrl_models.distributed.tensor.local_tensors import unsharded_class
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -155,10 +157,13 @@ def write_together(folder: str | Path, ranks: Ranks, write: Callable[[Path | Non
 
 
 def _write_configuration(model: PreTrainedModel, adapter: StateDictAdapter, stage: Path) -> None:
-    """Write the configuration as transformers does with weights."""
+    """Write the configuration, and the Python code of a registered class, as transformers does with weights."""
     dtype = next(spec.dtype for spec in adapter.own.values() if spec.dtype.is_floating_point)
     model.config.dtype = dtype_name(dtype)
     model.config.architectures = [class_name(model)]
+    if model.is_remote_code():
+        whole_class = unsharded_class(model)
+        custom_object_save(whole_class.__new__(whole_class), stage, config=model.config)
     with ties_as_read(model):
         model.config.save_pretrained(stage)
     if model.can_generate():

@@ -97,6 +97,17 @@ def test_both_formats_are_those_of_one_process(two: World, tmp_path: Path) -> No
         assert files_in(tmp_path / f"sharded-{original}") == expected
 
 
+@pytest.mark.parametrize("dimension", ["fsdp", "tp"])
+def test_the_code_of_a_registered_class_is_saved(two: World, tmp_path: Path, dimension: str) -> None:
+    (tmp_path / "modeling_own.py").write_text(
+        "from nrl_models.families.llama.model import LlamaForCausalLM\nclass OwnForCausalLM(LlamaForCausalLM):\n    pass\n"
+    )
+    two.run(partial(export_and_save.saves_code_as_one_process, **{dimension: 2}), str(tmp_path), str(tmp_path))
+    expected = files_in(tmp_path / "whole")
+    assert "modeling_own.py" in expected
+    assert files_in(tmp_path / "sharded") == expected
+
+
 def test_a_sharded_model_exports_and_saves_under_its_checkpoints_names(two: World, tmp_path: Path) -> None:
     """Kimi-K2.5 as published. transformers would save other names."""
     setting.case_of("Kimi_K25ForConditionalGeneration").reference().save_pretrained(tmp_path)

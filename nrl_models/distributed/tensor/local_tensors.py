@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
+from transformers import PreTrainedModel
 
 from nrl_models.common.cached import cached
 
@@ -94,6 +96,15 @@ def sum_gradients_over(module: nn.Module, dimensions: Mapping[str, str]) -> None
 def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
     """Change `module`'s class to one with `mixins` before it: the same object, and a class of the same name."""
     module.__class__ = _mixed(type(module), mixins)
+
+
+def unsharded_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the class of a model before it was sharded, without mixins and without FSDP's class."""
+    return next(
+        cls
+        for cls in type(model).__mro__
+        if issubclass(cls, PreTrainedModel) and not issubclass(cls, FSDPModule) and "mixed_into" not in vars(cls)
+    )
 
 
 @cached

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, regist
 from nrl_models.distributed import load_checkpoint, parallelize, plan_for, save_checkpoint, saving, shards, share_of
 from nrl_models.distributed.parallel_plan import declared_tensor_plan
 from nrl_models.errors import ShardingError
+from nrl_models.testing.tiny import tiny_config
 
 
 def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
@@ -204,6 +207,22 @@ def saves_as_one_process(folder: str, out: str, **sizes: int) -> None:
         if dist.get_rank() == 0:
             whole.save_pretrained(f"{out}/whole-{original}", **options)
         dist.barrier()
+
+
+def saves_code_as_one_process(modules: str, out: str, **sizes: int) -> None:
+    """Save a sharded model whose class in `modules` is registered with an auto class, also from one process."""
+    sys.path.insert(0, modules)
+    try:
+        model_class = importlib.import_module("modeling_own").OwnForCausalLM
+    finally:
+        sys.path.remove(modules)
+    model_class.register_for_auto_class("AutoModelForCausalLM")
+    torch.manual_seed(0)
+    whole = model_class.from_config(tiny_config(LlamaConfig), dtype=torch.float32)
+    parallelize(copy.deepcopy(whole), mesh_of(**sizes)).save_pretrained(f"{out}/sharded")
+    if dist.get_rank() == 0:
+        whole.save_pretrained(f"{out}/whole")
+    dist.barrier()
 
 
 def exports_the_checkpoint(folder: str, **sizes: int) -> None:
