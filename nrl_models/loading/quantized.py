@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections import join
-from nrl_models.common.state_dict.kept_tensors import keep, kept_from
+from nrl_models.common.state_dict.kept_tensors import keep, keeps_unused, kept_from
+from nrl_models.common.state_dict.layouts import base_prefix, note_mapped_keys, renamed_keys
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import has_quantizer, requests_dequantization
-from nrl_models.common.upstream_conversions import set_loaded_conversions
+from nrl_models.common.upstream_conversions import Renaming, get_model_conversion_mapping, set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.fit import EXACT, Tolerance, former_buffers, joined
 from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
@@ -149,6 +150,21 @@ def _accepted(
     return _Accepted(missing, heads, towers, info.get("mismatched_keys", ()) if tolerance.mismatched else ())
 
 
+def _unused(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str] | None) -> list[str]:
+    """Return the keys of tensors that the family keeps, whose linears the model does not have."""
+    ignored, kept = joined(model._keys_to_ignore_on_load_unexpected or ()), keeps_unused(model)
+    candidates = [key for key in keys if ignored.search(key) and kept.search(key)]
+    conversions = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
+    owners = {name.rpartition(".")[0] for name in model.state_dict(keep_vars=True)}
+    prefix = base_prefix(model)
+
+    def is_used(name: str) -> bool:  # also a part of a quantized tensor, such as `weight.absmax`
+        owner = name.rpartition(".")[0]
+        return bool(owner) and (bool({owner, prefix + owner, owner.removeprefix(prefix)} & owners) or is_used(owner))
+
+    return [key for key, name in renamed_keys(candidates, conversions, Renaming()).items() if not is_used(name)]
+
+
 def load_quantized(
     model_class: type[PreTrainedModel],
     opened: CheckpointFiles,
@@ -220,8 +236,12 @@ def load_quantized(
     note_not_loaded(model, opened, accepted.of_head, accepted.of_towers)
     if getattr(model, "hf_quantizer", None) is None:
         set_loaded_conversions(model, None)  # dequantized: saving must not quantize it again
+    elif options.key_mapping:
+        note_mapped_keys(model, opened.tensors, options.key_mapping)
     join(model)
     note_mtp(model, opened, of_mtp, options.mtp)
     if keeps(model, options.mtp) and not is_off("mtp-weights"):
         keep(model, kept_from(opened, of_mtp, model.dtype, is_mtp=True))
+    if not is_off("shared-kv-unused-weights"):
+        keep(model, kept_from(opened, _unused(model, opened.tensors, options.key_mapping), model.dtype))
     return model.eval(), info

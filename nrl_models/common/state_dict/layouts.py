@@ -30,6 +30,7 @@ from nrl_models.common.upstream_conversions import (
     get_model_conversion_mapping,
     loaded_conversions,
     revert_weight_conversion,
+    set_loaded_conversions,
 )
 from nrl_models.common.views.traced_tensor import TracedTensor
 from nrl_models.common.views.view import HFTensor, Piece, View
@@ -151,6 +152,32 @@ def under_mapped_names(model: nn.Module, table: Mapping[str, HFTensor]) -> dict[
     if not names:
         return dict(table)
     return {(new := names.get(tensor.pieces, name)): replace(tensor, name=new) for name, tensor in table.items()}
+
+
+def note_mapped_keys(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]) -> None:
+    """Record the keys of a checkpoint that stays quantized and was loaded with `key_mapping`; see `note_mapped_names`.
+
+    transformers then does not revert the expressions.
+    """
+    renamings = get_model_conversion_mapping(model, dict(key_mapping))[: len(key_mapping)]
+    described = [describe_conversion(renaming) for renaming in renamings]
+    loaded = loaded_conversions(model) or []
+    set_loaded_conversions(model, [each for each in loaded if describe_conversion(each) not in described])
+    mapped = renamed_keys(keys, renamings, Renaming())
+    cast(Any, model)._mapped_keys = {name: key for key, name in mapped.items()}
+
+
+def under_mapped_keys(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors under the keys recorded by `note_mapped_keys`, also parts of quantized ones (`weight.absmax`)."""
+    keys: Mapping[str, str] = getattr(model, "_mapped_keys", {})
+
+    def key_of(name: str) -> str:
+        if name in keys or "." not in name:
+            return keys.get(name, name)
+        whole, _, part = name.rpartition(".")
+        return f"{key_of(whole)}.{part}"
+
+    return {key_of(name): tensor for name, tensor in tensors.items()}
 
 
 def base_prefix(model: PreTrainedModel) -> str:

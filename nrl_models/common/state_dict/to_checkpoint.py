@@ -27,6 +27,7 @@ from nrl_models.common.state_dict.layouts import (
     are_alike,
     convert_layout,
     hub_conversions,
+    under_mapped_keys,
     under_mapped_names,
     under_published_names,
 )
@@ -129,7 +130,7 @@ def quantizer_returns(
         if original_format:
             twin = copy.copy(model)
             set_loaded_conversions(twin, conversions_to_revert(model))
-            tensors = revert_weight_conversion(twin, tensors)
+            tensors = under_mapped_keys(model, revert_weight_conversion(twin, tensors))
         tensors |= {name: kept.read() for name, kept in kept_by(model).items()}
         return {name: own_storage(tensor) for name, tensor in tensors.items()}, metadata
 

@@ -73,6 +73,54 @@ def test_saves_mtp_weights(method: str, tmp_path: Path) -> None:
     assert_same(stored(tmp_path / "converted"), stored(tmp_path / "ours"))
 
 
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
+@pytest.mark.parametrize("key_mapping", [None, {r"^wrapped\.": ""}])
+def test_saves_tensors_that_the_family_keeps(method: str, key_mapping: Any, tmp_path: Path) -> None:
+    """Published Gemma 3n checkpoints have unused keys and values for layers that share earlier ones."""
+    folder = tmp_path / "source"
+    FamilyCase(registry.model_class("Gemma3nForCausalLM")).reference().save_pretrained(folder)
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        queries = [name for name in tensors if name.endswith("self_attn.q_proj.weight")]
+        keys = {name.replace("q_proj", "k_proj") for name in queries} - tensors.keys()
+        tensors |= {key: torch.randn(64, 256) for key in keys}
+        for name in list(tensors):
+            tensors[f"wrapped.{name}" if key_mapping and "self_attn" in name else name] = tensors.pop(name)
+
+    edit_weights(folder, edit)
+    options: dict[str, Any] = {"key_mapping": key_mapping, "dtype": torch.float32}
+    expected = {
+        name: kept.read() for name, kept in kept_by(AutoModelForCausalLM.from_pretrained(folder, **options)).items()
+    }
+    assert expected
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization(method), **options)
+    assert_same({name: kept.read() for name, kept in kept_by(model).items()}, expected)
+    model.save_pretrained(tmp_path / "saved")
+    saved = stored(tmp_path / "saved")
+    assert_same({name: saved[name] for name in expected}, expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    assert kept_by(again).keys() == expected.keys()
+
+
+def test_key_mapping_of_some_names(tmp_path: Path) -> None:
+    """Reverting the expression would also rename other names."""
+    folder = tmp_path / "source"
+    FamilyCase(registry.model_class("LlamaForCausalLM")).reference().save_pretrained(folder)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "layers.0." in name]:
+            tensors[name.replace("model.", "decoder.")] = tensors.pop(name)
+
+    edit_weights(folder, rename)
+    options: dict[str, Any] = {"quantization_config": quantization("bitsandbytes"), "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(folder, key_mapping={r"^decoder\.": "model."}, **options)
+    model.save_pretrained(tmp_path / "saved")
+    names = stored(tmp_path / "saved").keys()
+    assert names >= stored(folder).keys()
+    parts = {name.partition(".weight.")[0] for name in names - stored(folder).keys()}
+    assert {f"{part}.weight" for part in parts} <= stored(folder).keys()
+
+
 def test_state_dict_of_a_quantized_model_raises(llama_checkpoint: Path, tmp_path: Path) -> None:
     model = load(AutoModelForCausalLM, llama_checkpoint, "bitsandbytes")
     with pytest.raises(StateDictError, match="stays quantized and saves its own tensors"):
