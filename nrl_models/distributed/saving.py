@@ -22,6 +22,7 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.own_tensors import require_savable
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import check_shapes, check_ties, checkpoint_layout
 from nrl_models.common.views.view import HFTensor
@@ -55,6 +56,7 @@ def save_pretrained(
     Raises:
         UnknownArgumentError: If there are `options`.
         CheckpointError: If configuration and model disagree about shapes or tied embeddings.
+        StateDictError: If weights were quantized in place.
         ShardingError: If another rank failed. The failed rank raises its own error.
     """
     if options := {name: value for name, value in options.items() if name not in _IMPLIED}:
@@ -66,6 +68,7 @@ def save_pretrained(
     adapter = sharding.adapter_of(model)
     check_shapes(model, adapter)
     check_ties(model, adapter)
+    require_savable(model)
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
     kept = kept_by(model)  # the first rank's, which writes them
     with reporting_dead_ranks(f"save into {folder}"):
@@ -163,7 +166,8 @@ def _write_configuration(model: PreTrainedModel, adapter: StateDictAdapter, stag
     model.config.architectures = [class_name(model)]
     if model.is_remote_code():
         whole_class = unsharded_class(model)
-        custom_object_save(whole_class.__new__(whole_class), stage, config=model.config)
+        config: Any = model.config  # annotated as a dictionary
+        custom_object_save(whole_class.__new__(whole_class), stage, config=config)
     with ties_as_read(model):
         model.config.save_pretrained(stage)
     if model.can_generate():

@@ -188,30 +188,37 @@ class StoredFormats(NamedTuple):
     Attributes:
         packed: Packed modules of torch, tensor subclasses, and packed weights of bitsandbytes.
         narrow: Parameters of integers and 8-bit floats, and such buffers of modules without a weight.
+        opaque: Names in `packed` of weights without a memory that safetensors can write: not those of bitsandbytes.
     """
 
     packed: dict[str, str]
     narrow: dict[str, str]
+    opaque: frozenset[str]
+
+
+_EXPORT_ADVICE = "export a model that is loaded without quantization, or start the engine on the saved checkpoint"
 
 
 def stored_formats(model: nn.Module) -> StoredFormats:
     """Return the weights that are not stored as plain floats. Builds nothing, so adapters compare it."""
-    packed, narrow = {}, {}
+    packed, narrow, opaque = {}, {}, set()
     for prefix, module in own_modules(model, duplicates=True):
         dot = f"{prefix}." if prefix else ""
         if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "_packed_params"):
             packed[f"{dot}weight"] = f"{type(module).__module__}.{type(module).__qualname__}"
+            opaque.add(f"{dot}weight")
         holds_weight = bool(module._modules) or "weight" in module._parameters
         for name, tensor in (*module._parameters.items(), *(() if holds_weight else module._buffers.items())):
             if tensor is None:
                 continue
             if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
                 packed[dot + name] = type(tensor).__name__
+                opaque.add(dot + name)
             elif getattr(tensor, "bnb_quantized", False):
                 packed[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
             elif not tensor.is_complex() and (not tensor.is_floating_point() or tensor.itemsize == 1):
                 narrow[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
-    return StoredFormats(packed, narrow)
+    return StoredFormats(packed, narrow, frozenset(opaque))
 
 
 def quantized_weights(model: nn.Module, stored: StoredFormats) -> dict[str, str]:
@@ -232,16 +239,34 @@ def quantized_weights(model: nn.Module, stored: StoredFormats) -> dict[str, str]
     return quantized
 
 
-def require_unquantized(quantized: Mapping[str, str]) -> None:
-    """Raise if weights are quantized, because engines would receive their storage in place of weights.
+def require_unquantized(quantized: Mapping[str, str], action: str = "exported", advice: str = _EXPORT_ADVICE) -> None:
+    """Raise if weights are quantized, because engines or files would get their storage in place of weights.
 
     Args:
         quantized: See `quantized_weights`.
+        action: What the weights would be, for the message.
+        advice: A remedy.
+
+    Raises:
+        StateDictError: If there are any. Lists all weights.
     """
     if quantized:
         problems = [Problem(ProblemKind.DTYPE, name, f"is quantized ({kind})") for name, kind in quantized.items()]
-        advice = ["export a model that is loaded without quantization, or start the engine on the saved checkpoint"]
-        raise StateDictError("quantized weights cannot be exported", problems, advice)
+        raise StateDictError(f"quantized weights cannot be {action}", problems, [advice])
+
+
+def require_savable(model: nn.Module) -> None:
+    """Raise if weights were quantized in place by torch or torchao, whose format no checkpoint describes.
+
+    Raises:
+        StateDictError: If there are any. Lists all weights.
+    """
+    advice = (
+        "save before quantizing; to save quantized weights, load the saved checkpoint with "
+        "from_pretrained(quantization_config=...), whose save_pretrained writes them"
+    )
+    stored = stored_formats(model)
+    require_unquantized({name: kind for name, kind in stored.packed.items() if name in stored.opaque}, "saved", advice)
 
 
 def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -38,6 +38,7 @@ from nrl_models.common.state_dict.own_tensors import (
     Gathered,
     as_built,
     read_all,
+    require_savable,
     stored_formats,
 )
 from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
@@ -69,7 +70,8 @@ def to_checkpoint(
 
     Raises:
         CheckpointError: If configuration and model disagree on shapes or tied weights, or tensors have no values.
-        StateDictError: If `state_dict` is not this model's, or the model stays quantized.
+        StateDictError: If `state_dict` is not this model's, or weights are quantized but transformers did not load them
+            quantized. With a `state_dict` also if the model stays quantized.
     """
     is_quantized = getattr(model, "hf_quantizer", None) is not None
     if is_quantized and state_dict is not None:
@@ -82,6 +84,7 @@ def to_checkpoint(
         check_ties(model, adapter)
         return {}
     if state_dict is None:
+        require_savable(model)
         state_dict = _values(model, adapter)
         check_ties(model, adapter, state_dict)
     else:

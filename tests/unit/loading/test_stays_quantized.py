@@ -128,6 +128,28 @@ def test_state_dict_of_a_quantized_model_raises(llama_checkpoint: Path, tmp_path
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("package", ["torch", "torchao"])
+@pytest.mark.filterwarnings("ignore")  # torch.ao.quantization is deprecated
+def test_saving_weights_that_were_quantized_in_place_raises(
+    package: str, llama_checkpoint: Path, tmp_path: Path
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    complete = model.state_dict()
+    if package == "torch":
+        model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    else:
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with pytest.raises(StateDictError, match="quantized weights cannot be saved") as caught:
+        model.save_pretrained(tmp_path / "saved")
+    assert "model.layers.0.self_attn.q_proj.weight" in {problem.subject for problem in caught.value.problems}
+    assert "quantization_config" in str(caught.value)
+    assert not (tmp_path / "saved").exists()
+    if package == "torchao":  # other values may be saved
+        model.save_pretrained(tmp_path / "complete", state_dict=complete)
+        assert_same(stored(tmp_path / "complete"), stored(llama_checkpoint))
+
+
 @pytest.mark.usefixtures("accepts_installed_peft")
 def test_adapter_with_a_state_dict(llama_checkpoint: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
