@@ -265,7 +265,7 @@ def prefix_caching(
 ) -> None:
     """Check that prefix caching keeps log-probabilities right when a completion is part of the next prompt.
 
-    Fails for NaN, as NeMo RL's diagnostic 5, and for values that differ from those of one prefill.
+    Fails if a log-probability is NaN (NeMo RL's diagnostic 5), or differs from that of one prefill.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
