@@ -61,7 +61,7 @@ def consistency(
         list[Data] | None,
         typer.Option(
             metavar="KIND",
-            help="Prompts: real (text) or dummy (random token IDs). Repeatable. \\[default: both]",
+            help="Prompts: real (text) or dummy (counting numbers). Repeatable. \\[default: both]",
             rich_help_panel=MATRIX,
         ),
     ] = None,

@@ -249,8 +249,8 @@ def _quirk_blocks(quirks: Sequence[Mapping[str, Any]], title: str) -> Group:
         fields.add_column(no_wrap=True, style="dim")
         fields.add_column(overflow="fold")
         fields.add_row("symptom", escape(quirk["symptom"]))
-        fields.add_row("handling", escape(quirk["handling"]))
-        fields.add_row("switch off", escape(quirk["off"]))
+        fields.add_row("workaround", escape(quirk["handling"]))
+        fields.add_row("disable", escape(quirk["off"]))
         if quirk["needed_while"]:
             fields.add_row("needed while", escape(quirk["needed_while"]))
         else:

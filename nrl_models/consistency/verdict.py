@@ -149,7 +149,7 @@ class Verdict:
         elif self.kind == VerdictKind.NOT_FINITE:
             sentences = [f"Log-probabilities of {who} are not finite"]
         else:
-            sentences = [f"At fault: {who}" + (f", computing as if {self.cause.message}" if self.cause else "")]
+            sentences = [f"Wrong: {who}" + (f", computing as if {self.cause.message}" if self.cause else "")]
         sentences += [f"First divergence: {self.divergence}"] if self.divergence else []
         sentences += [self.note] if self.note else []
         sentences += [self.witness.sentence(who)] if self.witness else []

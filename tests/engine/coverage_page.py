@@ -50,7 +50,7 @@ SHORT = 160
 
 FACTS = (
     (r"parameters of the engine were not written: ((?:[^,;]+)(?:, [^,;]+)?)", "the refit does not write {}"),
-    (r"At fault: [^.]*, computing as if (.*?)\. (?:First|Its|Known)", "it computes as if {}"),
+    (r"(?:Wrong|At fault): [^.]*, computing as if (.*?)\. (?:First|Its|Known)", "it computes as if {}"),
     (r"First divergence: (.*?)(?:, off by|;|\.? With|\.? Known|\.$)", "first difference {}"),
     (r"(\d+ log-probabilities of decode are NaN)", "{}"),
     (r"(?:First difference|What differs first): (.*?)\.", "first difference: {}"),

@@ -101,5 +101,5 @@ def test_what_is_wrong_is_not_taken_for_agreement(
     monkeypatch.setattr(HFEngine, "score", shifted)
     found = hold(name, vllm, tmp_path)
     assert found.status == "disagrees"
-    assert "At fault: trainer" in found.reason
+    assert "Wrong: trainer" in found.reason
     assert (max(found.bounds) > BOUND) == (name in BF16)
