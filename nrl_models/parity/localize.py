@@ -41,10 +41,10 @@ class Culprit:
     @property
     def cause(self) -> str:
         """Text: whether its weights or its computation differ."""
-        return f"its weights differ: {', '.join(self.weights)}" if self.weights else "same weights, other computation"
+        return f"its weights differ: {', '.join(self.weights)}" if self.weights else "same weights, different computation"
 
     def __str__(self) -> str:
-        confirmed = "confirmed by substitution" if self.confirmed else "more follow"
+        confirmed = "confirmed by substitution" if self.confirmed else "further modules differ"
         return f"{self.module} ({self.class_name}): output off by {self.max_diff:.1e}; {self.cause}; {confirmed}"
 
 

@@ -217,7 +217,7 @@ def compare_logits_rounded(
     routing: RoutingRecord,
     truth: Truth | None = None,
 ) -> ParityRow:
-    """Level 3 below fp32: compare the complete model's logits, for mixtures with the reference's choice of experts.
+    """Level 3 below fp32: compare the logits. MoE models use the experts that the reference chose.
 
     Args:
         model: The model under test, below fp32.
@@ -244,7 +244,7 @@ def compare_logits_rounded(
 def compare_gradients_rounded(
     model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, truth: Truth | None = None
 ) -> ParityRow:
-    """Compare gradients of the loss below fp32, for mixtures with the reference's choice of experts.
+    """Compare gradients of the loss below fp32. MoE models use the experts that the reference chose.
 
     Args:
         model: The model under test, below fp32.
