@@ -1,4 +1,4 @@
-"""Code to delete once upstream has fixed a quirk, by its name. Used by the tripwires and the guide."""
+"""Code to delete once upstream has fixed a quirk, by its name. Used by the tripwires."""
 
 REMOVE = {
     "fp32-masters": "nothing: advise bf16 masters in docs/loading.md",

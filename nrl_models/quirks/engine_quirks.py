@@ -28,13 +28,14 @@ def _stale(part: str) -> Callable[[Evidence], bool]:
 EXPORT = (
     Quirk(
         name="names-on-the-hub",
-        symptom="An engine gets transformers' names in memory, which differ from Hub names, and accepts none or the "
-        "wrong ones.",
+        symptom="The names of a model's parameters in transformers differ from those in Hub checkpoints. An "
+        "engine that receives the former ignores the weights or loads wrong ones.",
         where=("export", "engine"),
         applies=predicates.has_several_names,
-        handling="Exports have Hub names and layout, experts one by one. A refit checks that all arrive.",
+        handling="Exports have the names and layout of Hub checkpoints, with separate tensors for each expert. A "
+        "refit checks that all arrive.",
         code=("nrl_models.common.state_dict.adapter:StateDictAdapter",),
-        off='iter_export(model, layout="transformers")',
+        off='`iter_export(model, layout="transformers")`',
         probe="differential",
         asks="transformers saves other names than it has in memory",
     ),
@@ -43,13 +44,13 @@ EXPORT = (
 INFERENCE = (
     Quirk(
         name="engine-dummy-buffers",
-        symptom="An engine that starts with random weights also has a random `normalizer`, which no weight update "
-        "reaches, and generates gibberish.",
+        symptom="An engine that starts with random weights also has a random `normalizer`, a buffer that no "
+        "weight update reaches. It generates gibberish.",
         where=("engine",),
         applies=lambda subject: ModelFlag.VLLM_LOAD_FORMAT_AUTO in subject.flags,
-        handling="Families have ModelFlag.VLLM_LOAD_FORMAT_AUTO, so vLLM starts from the checkpoint. A refit reports "
-        "persistent buffers that were not written. `refit-check` and `consistency --load-format dummy` "
-        "still start with random weights.",
+        handling="Families have the flag `ModelFlag.VLLM_LOAD_FORMAT_AUTO`, so vLLM starts from the checkpoint. A "
+        "refit reports persistent buffers that were not written. `refit-check` and `consistency "
+        "--load-format dummy` still start with random weights.",
         code=(
             "nrl_models.common.flags:ModelFlag",
             "nrl_models.engines.vllm:VLLMEngine",
@@ -64,15 +65,16 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-reload-buffers",
-        symptom="A refit of a running engine overwrites constants that were derived when it started (a scale, a "
+        symptom="A refit of a running engine overwrites constants that were derived at startup (a scale, a square "
         "root) with uninitialized memory.",
         where=("engine",),
         every_model=True,
-        handling="Refits use vLLM's layerwise reload, which keeps them, and are compared with the trainer afterwards.",
+        handling="Refits use vLLM's layerwise reload, which preserves them. `refit-check` compares engine and "
+        "trainer after a refit.",
         code=("nrl_models.engines.transfer.reload:WeightReload", "nrl_models.consistency.refit:RefitChecker"),
-        off="write to the engine's parameters past WeightReload",
+        off="write to the engine's parameters without `WeightReload`",
         fixed="vllm>=0.32",
-        kept_for="engines of an older version, reached over HTTP",
+        kept_for="servers with an older vLLM",
         probe="behavioral",
         asks="vLLM's reload changes a derived buffer",
         sources=("https://github.com/vllm-project/vllm/pull/44371",),
@@ -80,26 +82,26 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-tied-head",
-        symptom="After a refit, a tied output embedding that the engine stores as a separate module keeps the "
-        "packed old weights.",
+        symptom="After a refit, a tied output embedding that the engine stores as a separate module keeps the old "
+        "(packed) weights.",
         where=("engine",),
         applies=predicates.ties_embeddings,
         handling="Modules that share a parameter are prepared again when all weights have arrived.",
         code=("nrl_models.engines.transfer.reload:WeightReload.finish",),
         probe="behavioral",
-        asks="a refit with the quirk switched off leaves vLLM's head unchanged",
+        asks="a refit without the workaround leaves vLLM's head unchanged",
         explains=_stale("logits"),
     ),
     Quirk(
         name="engine-experts-on-cpu",
-        symptom="On a CPU, a refit leaves stacks of experts as they were sent, and the engine reads them as if they "
-        "were packed for its kernels.",
+        symptom="On a CPU, refitted expert weights are not packed for the engine's kernels, but the kernels read "
+        "them as packed.",
         where=("engine",),
         applies=predicates.has_experts,
-        handling="The kernel is created again with each refit, which packs the experts.",
+        handling="The kernel is created again in each refit, which packs the experts.",
         code=("nrl_models.engines.transfer.reload:WeightReload",),
         probe="behavioral",
-        asks="a refit with the quirk switched off leaves vLLM's experts unpacked",
+        asks="a refit without the workaround leaves vLLM's experts unpacked",
         explains=_stale("experts"),
     ),
     Quirk(
@@ -115,11 +117,11 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-v0-runtime",
-        symptom="Trainers selected vLLM's V0 runtime with NRL_VLLM_USE_V1=0. It no longer exists, and the variable "
-        "would be ignored silently.",
+        symptom="vLLM's V0 engine no longer exists. Environments may still select it with `NRL_VLLM_USE_V1=0`, "
+        "which would have no effect.",
         where=("engine",),
         every_model=True,
-        handling="NRL_VLLM_USE_V1=0 raises an error.",
+        handling="`NRL_VLLM_USE_V1=0` raises an error.",
         code=("nrl_models.engines.vllm:VLLMEngine.start",),
         fixed="vllm>=0.11",
         kept_for="environments that still set the variable",

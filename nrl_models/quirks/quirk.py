@@ -60,14 +60,14 @@ class Quirk:
     @property
     def switch(self) -> str:
         """How to switch the handling off, as text."""
-        return f'quirks_off("{self.name}"), or {VARIABLE}={self.name}' if self.name in SWITCHES else self.off
+        return f'`quirks_off("{self.name}")`, or `{VARIABLE}={self.name}`' if self.name in SWITCHES else self.off
 
     @property
     def expiry(self) -> str:
         """Text: until when the quirk exists."""
         if not self.fixed:
             return f"Needed while {self.asks}"
-        return f"Fixed in {self.fixed}" + (f"; entry kept for {self.kept_for}" if self.kept_for else "")
+        return f"Fixed in {self.fixed}" + (f". Still listed for {self.kept_for}" if self.kept_for else "")
 
     @property
     def is_fixed(self) -> bool:
