@@ -1,4 +1,4 @@
-"""Losses of post-training: functions of log-probabilities `(sequences, length)` and of scores; see docs/recipes.md."""
+"""Losses of post-training: functions of log-probabilities `(sequences, length)` and of scores; see docs/losses.md."""
 
 from nrl_models.deprecation import old_names
 from nrl_models.losses.corrections import Correction, CorrectionType, RatioLevel, importance_weights

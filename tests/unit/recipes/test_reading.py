@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ from nrl_models.errors import RecipeError, UnknownArgumentError
 from nrl_models.losses import Correction, Normalize
 from nrl_models.recipes import read_recipe, recipe_file, recipes
 from nrl_models.recipes.gates import Gate
-from nrl_models.recipes.recipe import POLICY_METRICS, PolicyRecipe, SupervisedRecipe, WatchSettings
+from nrl_models.recipes.recipe import (
+    POLICY_METRICS,
+    PolicyRecipe,
+    PolicyTraining,
+    SupervisedRecipe,
+    SupervisedTraining,
+    WatchSettings,
+)
 from nrl_models.recipes.targets import SAFE_LOADING, SLOTS
 
 POLICY = """
@@ -378,3 +387,23 @@ def test_every_recipe_that_comes_along_is_read(name: str) -> None:
     lines = recipes()[name].read_text().splitlines()
     assert sum("#" in line for line in lines) >= 3, "it is commented"
     assert lines[0].startswith("# ")
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+
+
+def test_page_shows_the_bundled_recipe() -> None:
+    (shown,) = re.findall(r"^```yaml\n(# .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert shown == recipe_file("demo/grpo").read_text()
+
+
+def test_page_lists_training_keys_and_defaults() -> None:
+    table = PAGE[PAGE.index("### Training") : PAGE.index("### Columns")]
+    listed = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| `?([^|`]+)`? \|", table, re.MULTILINE))
+    fields = {field.name: field for kind in (SupervisedTraining, PolicyTraining) for field in dataclasses.fields(kind)}
+    assert listed.keys() == fields.keys()
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING:
+            assert listed[name] == "required"
+        elif name != "row_tokens":  # by device
+            assert listed[name] in (str(field.default), json.dumps(field.default))

@@ -119,7 +119,7 @@ def test_rows_that_are_cut_are_logged(small: list[str], caplog: pytest.LogCaptur
     for length, count in ((32, 0), (8, 1)):
         result = runner.invoke(app, ["train", "llama/sft", *small, f"training.max_length={length}"])
         assert result.exit_code in (0, 1), result.output
-        assert sum("longer than max_length: they are cut" in message for message in caplog.messages) == count
+        assert sum("longer than max_length: they are truncated" in message for message in caplog.messages) == count
 
 
 def test_the_list() -> None:
