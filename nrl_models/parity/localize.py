@@ -41,7 +41,9 @@ class Culprit:
     @property
     def cause(self) -> str:
         """Text: whether its weights or its computation differ."""
-        return f"its weights differ: {', '.join(self.weights)}" if self.weights else "same weights, different computation"
+        if self.weights:
+            return f"its weights differ: {', '.join(self.weights)}"
+        return "same weights, different computation"
 
     def __str__(self) -> str:
         confirmed = "confirmed by substitution" if self.confirmed else "further modules differ"

@@ -232,7 +232,7 @@ def _sequences(max_length: int, tokenizer: Any, pairs: bool, row: Row) -> Sequen
     if not all(any(answer[1:]) for _, answer in cut):
         return None
     if cut != found:
-        logger.warning_once("some rows are longer than max_length: they are truncated, and their ends are not trained on")
+        logger.warning_once("some rows are longer than max_length: they are truncated")
     return cut
 
 
