@@ -127,7 +127,7 @@ class _AutoModel:
     def _class_for(
         cls, config: PreTrainedConfig, folder: Path | None, trust_remote_code: bool
     ) -> type[PreTrainedModel]:
-        """The class for `config`, which came from `folder`."""
+        """Return the model class for `config`, which was read from `folder`."""
         architecture = cls.architecture(config)
         if architecture is None:
             model_class = cls._remote_class(config, folder, trust_remote_code)
@@ -141,7 +141,7 @@ class _AutoModel:
 
     @classmethod
     def serves(cls, architecture: str) -> bool:
-        """Return True if an architecture's name is that of a model of this kind."""
+        """Return True if an architecture's name is the name of a model of this kind."""
         return architecture.endswith(cls.suffixes)
 
     @classmethod
@@ -180,7 +180,7 @@ class _AutoModel:
 
     @classmethod
     def _served_for(cls, config: PreTrainedConfig) -> Sequence[type[PreTrainedModel]]:
-        """The classes that transformers has for a configuration in this auto class."""
+        """Return transformers' classes for a configuration in this auto class."""
         mapping: Mapping[type, Any] = cls.upstream._model_mapping
         found = mapping.get(type(config), ())
         return found if isinstance(found, (list, tuple)) else (found,)
@@ -273,7 +273,7 @@ AUTO_CLASSES = (
 
 
 def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
-    """The auto class for the architecture that a configuration names."""
+    """Return the auto class for the architecture in `config`, or for its type if no architecture matches."""
     for named in config.architectures or []:
         for auto_class in AUTO_CLASSES:
             if auto_class.serves(named):
@@ -299,7 +299,7 @@ def _class_names(classes: Sequence[type]) -> list[str]:
 
 
 def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
-    """Return True if transformers' class of this name has another configuration class than those in `config`."""
+    """Return True if transformers' class of this name belongs to a configuration class that `config` lacks."""
     upstream = class_of_transformers(architecture)
     return upstream is not None and part_for(upstream, config) is None
 
@@ -316,7 +316,7 @@ def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) 
 def _kinds_of(config: PreTrainedConfig) -> str:
     fitting = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
     if AutoModelForImageTextToText in fitting:
-        fitting.remove(AutoModelForMultimodalLM)  # which gives the same class
+        fitting.remove(AutoModelForMultimodalLM)  # which returns the same class
     if fitting:
         heads = [auto_class.__name__ for auto_class in fitting if auto_class is not AutoModel]
         return f"Use {' or '.join(heads or [AutoModel.__name__])}."
@@ -329,7 +329,7 @@ def _shared_classes_of(config: PreTrainedConfig) -> str:
 
 
 def _with_adapter(model: Any) -> FamilyModel:
-    """Attach the same adapter as that of families to a regular Hugging Face model."""
+    """Attach an adapter to a regular Hugging Face model, as family models have."""
     if not isinstance(model, FamilyModel):
         model.state_dict_adapter = StateDictAdapter(model)
         if model.state_dict_adapter.kept:

@@ -55,7 +55,7 @@ def register(*architectures: str) -> list[str]:
     for name, model_class in classes.items():
         theirs.ModelRegistry.register(name, model_for_automodel(model_class), exist_ok=True)
         model_type = model_class.config_class.model_type
-        if theirs._CUSTOM_CONFIG_REGISTRATIONS.pop(model_type, None):  # of Automodel's class, with other keys
+        if theirs._CUSTOM_CONFIG_REGISTRATIONS.pop(model_type, None):  # of Automodel's class, whose keys differ
             AutoConfig.register(model_type, model_class.config_class, exist_ok=True)
         package = model_class.__module__.rpartition(".")[0]
         sys.modules[f"{package}.{SIBLING}"] = adapter
@@ -80,7 +80,7 @@ def model_for_automodel(model_class: type[FamilyModel]) -> type[FamilyModel]:
             self.__dict__ |= ours.__dict__
 
         def to_hf(self, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
-            """Same as the base method, without duplicates of tied tensors, which no file has."""
+            """Convert as the base method does, without tied duplicates, which no file contains."""
             once = {name: tensor for name, tensor in state_dict.items() if self.tied.get(name) not in state_dict}
             return super().to_hf(once, *given, **options)
 

@@ -64,7 +64,7 @@ class HubStream:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the hub's tensors, contiguous: parameters as they arrive, then persistent buffers.
 
-        Of tied tensors, only the one that is saved is yielded.
+        Tied tensors are yielded once, under the name that is saved.
 
         Args:
             tensors: Unsharded parameters under the names of the model's class.
@@ -83,7 +83,7 @@ class HubStream:
     def _once(
         tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, with each tensor that is tied now once, under the name that is saved."""
+        """Yield each tensor once, under its saved name. Drops tensors that are tied to a tensor yielded before."""
         seen = set()
         for name, tensor in tensors:
             kept = tied.get(own_name(name), own_name(name))

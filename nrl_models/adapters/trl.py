@@ -50,18 +50,18 @@ def send_hub_tensors(trainer: Any) -> None:
 
 
 def _hook_generation(generation: Any) -> None:
-    """`VLLMGeneration`, of the trainers that wait for their rollouts: it walks its own `_iter_named_params`."""
+    """Hook `VLLMGeneration`, which sends the tensors of its `_iter_named_params`. Used by synchronous trainers."""
     stream, gathered = HubStream(generation.model), generation._iter_named_params
 
     def iter_named_params() -> Iterator[tuple[str, torch.Tensor]]:
         yield from stream(gathered(), generation.model)
 
     generation._iter_named_params = iter_named_params
-    generation._weight_metadata = None  # of names sent so far
+    generation._weight_metadata = None  # cached for the previous names
 
 
 def _hook_asynchronous(trainer: Any) -> None:
-    """Hook the asynchronous trainers, which announce all tensors when they are created, and stream them at each update.
+    """Hook asynchronous trainers, which announce all tensors at creation and stream them in each update.
 
     Frozen parameters are skipped, as in TRL, because the engine already has them.
     """
@@ -71,7 +71,7 @@ def _hook_asynchronous(trainer: Any) -> None:
         yield from stream(gathered(), trainer.accelerator.unwrap_model(trainer.model))
 
     client = trainer.weight_transfer
-    if hasattr(client, "_weight_update_info"):  # on the process that sends, unless a client of the user's own does
+    if hasattr(client, "_weight_update_info"):  # on the sending process, with TRL's client
         client._weight_update_info |= _announced(trainer, stream)
     trainer._streaming_iter = streaming_iter
 

@@ -1,7 +1,9 @@
 """TRL: compare the log-probabilities of vLLM and trainer in every step.
 
-nrl_models.adapters.trl_watch.watch(trainer)
-trainer.train()
+    nrl_models.adapters.trl_watch.watch(trainer)
+    trainer.train()
+
+Call `watch` after creating the trainer and before training.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from nrl_models.watch.record import PREFIX
 
 
 def watch(trainer: Any, *, digests: bool = True, **options: Any) -> Watch:
-    """Watch a trainer that samples with vLLM: raise `DriftError` before an update if trainer and vLLM differ.
+    """Watch a trainer that samples with vLLM. Raises `DriftError` before an update if trainer and vLLM differ.
 
-    The metrics are in the trainer's own log, as `watch/token_mult_prob_error` and others. TRL computes the
+    The metrics appear in the trainer's log, as `watch/token_mult_prob_error` and others. TRL computes the
     log-probabilities of both sides for its correction anyway.
 
     Args:
@@ -93,7 +95,7 @@ def _watch_rollouts(trainer: Any, found: Watch) -> None:
 
 
 def _samples(output: dict[str, Any]) -> list[Sample] | None:
-    """Prompts and completions as samples, of which the trainer can score text again; None with images or tools."""
+    """Return prompts and completions as samples that the trainer can score again; None with images or tools."""
     if "tool_mask" in output or "pixel_values" in output:
         return None
     rows = zip(

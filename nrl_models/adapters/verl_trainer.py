@@ -26,11 +26,11 @@ METRICS = "calculate_debug_metrics"
 """verl's function that compares rollout and actor."""
 
 USERS = ("verl.utils.debug.metrics", "verl.trainer.ppo.v1.trainer_base")
-"""Modules that import it by name."""
+"""Modules that import `METRICS` by name."""
 
 
 def watch(**options: Any) -> Watch:
-    """Watch verl's rollouts.
+    """Watch the log-probabilities of verl's rollouts and actor.
 
     Args:
         options: options of `Watch`, without model and engine.

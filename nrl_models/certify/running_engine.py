@@ -42,10 +42,10 @@ NEW_TOKENS = 16
 """Number of sampled tokens per sequence."""
 
 COUNT, GUIDE_COUNT = (100, 64), (3_000, 2_048)
-"""Prefix caching: last number of the prompt that counts, and number of sampled tokens; the guide's with `full`."""
+"""Prefix caching: last number of the counting prompt, and number of sampled tokens; the guide's with `full`."""
 
 PIXELS = ((96, 64), (64, 64))
-"""Sizes of the images of the prompts."""
+"""Sizes of the images in the prompts."""
 
 
 def engine_start(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
@@ -97,7 +97,7 @@ def engine_start(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
 
 
 def prefix_caching(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
-    """Continue an own completion with the prefix cache, and compare with a prefill without it."""
+    """Continue the engine's own completion from its prefix cache, and compare with a prefill of all tokens."""
     name, engine = "prefix caching", subject.engine
     if not engine.capabilities().prefix_caching:
         yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary=f"{engine.name} runs without it")
@@ -203,7 +203,7 @@ def _incomplete(samples: Sequence[Sample]) -> list[str]:
             problems.append(f"sequence {number}: tokens without experts")
         else:
             repeated = (choices.sort(-1).values.diff(dim=-1) == 0).any(-1)
-            if bool((repeated.any(0) & ~repeated.all(0)).any()):  # layers without experts have the same number always
+            if bool((repeated.any(0) & ~repeated.all(0)).any()):  # layers without experts always have the same number
                 problems.append(f"sequence {number}: tokens with an expert that was chosen twice")
     return problems
 
@@ -220,7 +220,7 @@ def _replayed_error(subject: CheckpointUnderTest, samples: Sequence[Sample], rou
 
 
 def images(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
-    """Compare prompts with images, if the model takes any."""
+    """Compare prompts with images, if the model supports images."""
     name, trainer = "images", subject.trainer
     if not takes_images(trainer.model) or is_base_model(trainer.model):
         yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary="the model takes no images")

@@ -45,12 +45,12 @@ CONFIG = LlamaConfig(
     num_hidden_layers=4,
     num_attention_heads=8,
     num_key_value_heads=4,
-    max_position_embeddings=16_384,  # the longest sequences that consistency is checked on fit
+    max_position_embeddings=16_384,  # fits the longest sequences of the consistency check
     bos_token_id=0,
     eos_token_id=0,
     pad_token_id=1,
 )
-"""About five million parameters."""
+"""A model of about five million parameters."""
 
 TITLE = "demo: a Llama trained with transformers, loaded and saved by nrl_models"
 
@@ -63,7 +63,7 @@ BROKEN_MODULE = "model.layers.2.self_attn"
 """The module that `nrl-models demo --break` changes."""
 
 BUG = f"{BROKEN_MODULE}.scaling is multiplied by 1.1, so the attention scores of layer 2 are 1.1 times too large"
-"""What `nrl-models demo --break` inserts."""
+"""The bug that `nrl-models demo --break` inserts."""
 
 QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is 2 + 3?")
 
@@ -222,7 +222,7 @@ def next_commands(folder: str | Path, checkpoint: Path | None = None) -> list[st
 
 
 def _training_commands(folder: str | Path, checkpoint: Path | None) -> list[str]:
-    """Two recipes for the checkpoint that the demo trained, on a CPU: fine-tuning, then RL."""
+    """Return commands that train the demo's checkpoint on a CPU: fine-tuning, then RL."""
     if checkpoint is not None:
         return []
     trained, tuned = (Path(folder) / name for name in ("checkpoint", "sft"))
@@ -234,7 +234,7 @@ def _training_commands(folder: str | Path, checkpoint: Path | None) -> list[str]
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer of `VOCAB_SIZE` tokens."""
+    """Train a byte-pair tokenizer with `VOCAB_SIZE` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
