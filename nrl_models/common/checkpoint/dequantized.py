@@ -110,8 +110,7 @@ class DequantizedFiles(ComputedFiles):
 
     FP8: `weight` and its scales are read as `weight` in fp32; activation scales are dropped. MXFP4:
     `gate_up_proj_blocks` and `gate_up_proj_scales` are read as `gate_up_proj` in bf16, which is exact, with the last
-    two
-    dimensions swapped as in the model.
+    two dimensions swapped as in the model.
 
     Args:
         folder: See `CheckpointFiles`.
@@ -252,7 +251,7 @@ def from_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_names(key: str) -> list[str]:
-    """Names under which the scales of a tensor are published."""
+    """Return the names under which the scales of a tensor may be stored."""
     names = [f"{key}_scale_inv", f"{key}_scale"]
     if key.endswith(".weight"):
         names += [key.removesuffix("weight") + name for name in ("scale", "qscale_weight")]
@@ -260,7 +259,7 @@ def _scale_names(key: str) -> list[str]:
 
 
 def _activation_scale_names(key: str) -> list[str]:
-    """Names of the scales of a linear's input, which weights do not depend on."""
+    """Return the names of a linear's activation scales, which its weight does not depend on."""
     names = [f"{key}_activation_scale", f"{key}_input_scale"]
     if key.endswith(".weight"):
         names += [key.removesuffix("weight") + name for name in ("activation_scale", "input_scale", "qscale_act")]

@@ -130,7 +130,7 @@ class CheckpointFiles:
 
     def _mapped(self, file: str) -> tuple[mmap.mmap, int]:
         """Return the memory map of a complete file, and the file's offset in it."""
-        with self._opening:  # several threads read, and a file is to be mapped once
+        with self._opening:  # several threads read; map each file only once
             if file not in self._maps:
                 self._maps[file] = map_file(self._descriptor(file))
         return self._maps[file]
@@ -169,7 +169,7 @@ class CheckpointFiles:
         self._maps.clear()
 
     def _descriptor(self, file: str) -> int:
-        """The open file, which must be as it was when its header was read: pages past its end cannot be read."""
+        """Return the open file. Raises if it changed since its header was read: pages past its end cannot be read."""
         descriptor = self._handles[file].fileno()
         if identity(os.fstat(descriptor)) != self.seen[file]:
             raise was_replaced(self.folder, [file])

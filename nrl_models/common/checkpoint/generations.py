@@ -21,10 +21,10 @@ PUBLISHED = ".nrl-published"
 """Directory of a checkpoint that is being moved into place."""
 
 RECORD = ".nrl-replaces.json"
-"""In it: `replaces`, the size and time of every file that the checkpoint replaces or removes, and `files`, its own."""
+"""File in `PUBLISHED`. `replaces` has size and time of all replaced or removed files; `files` has the new ones."""
 
 Identity = tuple[int, int, int, int]
-"""Device, inode, size in bytes, and time of the last change in nanoseconds: another file has another."""
+"""Device, inode, size in bytes, and time of the last change in nanoseconds. Differs between any two files."""
 
 
 def identity(status: os.stat_result) -> Identity:
@@ -47,7 +47,7 @@ def version_at(path: Path) -> list[int] | None:
 
 
 def plain(folder: Path) -> Path:
-    """The directory that a checkpoint was saved into: `folder`, or that in which it is `PUBLISHED`."""
+    """Return the directory into which a checkpoint was saved: `folder`, or its parent if `folder` is `PUBLISHED`."""
     return folder.parent if folder.name == PUBLISHED else folder
 
 
@@ -55,7 +55,7 @@ READ = (".codes", ".gguf", ".jinja", ".json", ".model", ".py", ".safetensors", "
 """Suffixes of files that this library or transformers reads from a checkpoint."""
 
 TEMPLATES = "additional_chat_templates"
-"""The directory that transformers reads more chat templates from."""
+"""The directory from which transformers reads additional chat templates."""
 
 
 def contents_of(folder: Path) -> list[Path]:
@@ -153,10 +153,10 @@ class FileWatch:
     Create it before anything is read. Files that are read later are added by `saw`.
 
     Args:
-        folder: The directory.
+        folder: Directory of the checkpoint.
 
     Attributes:
-        location: Directory of its files, see `current`.
+        location: Directory of the files, see `current`.
 
     Raises:
         CheckpointError: See `current`.
@@ -224,7 +224,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def was_replaced(folder: Path, names: Iterable[str]) -> CheckpointError:
-    """The error for a checkpoint that changed while it was read."""
+    """Return the error for a checkpoint that changed while it was read."""
     detail = "was replaced or changed by another process while the checkpoint was read"
     problems = [Problem(ProblemKind.REPLACED, name, detail) for name in names]
     return CheckpointError(f"cannot load {folder}", problems, ["load it again, when nothing writes there"])

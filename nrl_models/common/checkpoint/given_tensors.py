@@ -1,4 +1,4 @@
-"""A state dict, read as a checkpoint's files are."""
+"""Read a state dict through the same interface as a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NAME = "state_dict"
 
 
 class GivenTensors(CheckpointFiles):
-    """The tensors of a state dict. The model that is loaded gets copies of them.
+    """The tensors of a state dict. The loaded model gets copies of them.
 
     Args:
         state_dict: Complete tensors under names of checkpoints or of the model.
 
     Raises:
-        UnknownArgumentError: It is not a mapping of names to tensors, or tensors are sharded, sparse or on meta.
+        UnknownArgumentError: If it is not a mapping of names to tensors, or tensors are sharded, sparse or on meta.
     """
 
     is_private = False
@@ -53,7 +53,7 @@ class GivenTensors(CheckpointFiles):
         return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return the tensor of the state dict itself, not a copy."""
+        """Return the tensor in the state dict, without a copy."""
         return self._given[tensor.key]
 
     def stored_parts(self, tensor: StoredTensor) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor] | None]:
@@ -65,7 +65,7 @@ class GivenTensors(CheckpointFiles):
         return None
 
     def close(self) -> None:
-        """Forget the state dict."""
+        """Drop the reference to the state dict."""
         self._given = {}
 
 

@@ -1,4 +1,4 @@
-"""Limits for values of a configuration, so that a damaged one raises an error instead of hanging or filling memory."""
+"""Limits for configuration values, so that a damaged one raises an error instead of hanging or filling memory."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.overrides import TorchFunctionMode
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind
 
 MOST_PARTS = 20_000
-"""Layers, which configuration classes list, and experts, which checkpoints have each of: some hundred at most."""
+"""Maximum number of layers or of experts. Configurations list layers, checkpoints list experts; few exceed 100."""
 
 MOST_LABELS = 2**20
-"""Maximum number of labels of a classifier. A configuration has a name for each."""
+"""Maximum number of labels of a classifier. A configuration has a name for each label."""
 
 MOST_ELEMENTS = 2**26
-"""A size of one dimension, of which tables are computed when a model is built: six times the longest context."""
+"""Maximum size of a dimension, because models build tables of this size. Six times the longest known context."""
 
 TENSORS, TENSORS_PER_STORED = 20_000, 16
-"""How many tensors a model may have: so many in any case, and so many for each tensor of its checkpoint."""
+"""Maximum number of tensors in a model: a constant, plus this many per tensor of its checkpoint."""
 
 MOST_IN_TABLE = 2**29
-"""Numbers in a table that is computed when a model is built: a mask of 22,000 positions squared."""
+"""Maximum number of elements in a table that is computed when a model is built: a 22,000 x 22,000 mask."""
 
 _PARTS = re.compile(r"(^|_)(n|num)_.*(layer|block|expert)s?$|(^|_)(layers?|depths?|experts)$")
 _SIZES = re.compile(r"(_|^)(size|dims?|heads?|embeddings|positions|rank|width|channels|ctx|embd)$")
 _LIMITS = ((_PARTS, MOST_PARTS), (re.compile(r"(^|_)num_labels$"), MOST_LABELS), (_SIZES, MOST_ELEMENTS))
-"""By pattern of a key, the most that it may ask for."""
+"""Pattern of keys, and their maximum value."""
 
 
 def check_limits(values: Mapping[str, Any], where: object) -> None:
@@ -65,7 +65,7 @@ def _beyond(values: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
 
 @contextmanager
 def limited_build(stored: int) -> Iterator[None]:
-    """Context manager that stops building a model in this thread before it fills memory or has too many tensors.
+    """Stop building a model in this thread before it fills memory or has too many tensors.
 
     Args:
         stored: Number of tensors of the checkpoint.

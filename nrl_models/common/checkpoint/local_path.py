@@ -127,7 +127,7 @@ def cache_directory() -> Path:
 
 
 def leaves(file: str) -> bool:
-    """Whether a name of a file leads out of the directory of the checkpoint."""
+    """Return True if a file's name points outside the checkpoint's directory."""
     path = PurePosixPath(file)
     return path.is_absolute() or ".." in path.parts or "\\" in file
 

@@ -23,7 +23,7 @@ CONVERTIBLE = ("pytorch_model.bin", "pytorch_model.bin.index.json", INDEX_NAME)
 
 
 def named_weights(folder: Path) -> Any:
-    """The file, or index of shards, that a checkpoint's configuration names; None if it names none. Unchecked."""
+    """Return the weights file, or index of shards, in a checkpoint's configuration, unchecked; None without one."""
     try:
         return read_object(folder / CONFIG_NAME).get(KEY)
     except (CheckpointError, OSError):  # reported when the configuration is read

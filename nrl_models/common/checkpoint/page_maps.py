@@ -20,8 +20,7 @@ PAGE = mmap.PAGESIZE
 
 HUGE = 2**21
 """Kernels map this many bytes of a file at once if memory address and file offset are equal modulo this size.
-Otherwise,
-the first pass over the weights has a page fault every 64 KiB, and takes 50% longer."""
+Otherwise, the first pass over the weights has a page fault every 64 KiB, and takes 50% longer."""
 
 MAX_RUNS = 4096
 """Maximum number of ranges in a mapped tensor, because each uses up part of the process's `vm.max_map_count` (65,530 by
@@ -84,12 +83,15 @@ def map_file(descriptor: int) -> tuple[mmap.mmap, int]:
 
 
 def _reserve(nbytes: int) -> mmap.mmap:
-    """Reserve memory that is only allocated when it is written."""
+    """Reserve memory. The kernel allocates each page on its first write."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _huge_shift(runs: Sequence[ByteRange], positions: Sequence[int], shift: int, address: int) -> int:
-    """Where memory at `address` has to begin for the most bytes of the runs that fit `shift` to fit `HUGE` too."""
+    """Return the offset from `address` at which the most bytes have equal file and memory offsets modulo `HUGE`.
+
+    Counts only runs whose pages fit `shift`, their offset modulo the page size.
+    """
     fitting: Counter[int] = Counter()
     for run, position in zip(runs, positions, strict=False):
         if (run.start - position - shift) % PAGE == 0:

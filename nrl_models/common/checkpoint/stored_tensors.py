@@ -37,21 +37,21 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return self.numel * self.dtype.itemsize
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def problem(self, kind: ProblemKind, detail: str) -> Problem:
-        """A problem with this tensor."""
+        """Return a problem with this tensor."""
         return Problem(kind, self.key, detail, self.file)
 
 
 def stored_tensors(handle: BinaryIO, file: str, problems: list[Problem]) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors file, from its header (https://huggingface.co/docs/safetensors#format)."""
+    """Yield the tensors in the header of a safetensors file (https://huggingface.co/docs/safetensors#format)."""
     length = int.from_bytes(handle.read(8), "little")
     header: dict[str, Any] = json.loads(handle.read(length))
     for key, entry in header.items():

@@ -142,13 +142,13 @@ def _put(stage: Path, target: Path) -> None:
 
 @contextmanager
 def reporting_disk(target: Path) -> Iterator[None]:
-    """Context manager that turns errors of the disk into `SaveError`, which says that `target` did not change."""
+    """Turn disk errors into `SaveError`, whose message states that `target` did not change."""
     try:
         yield
     except SaveError:
         raise
     except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno is None:  # of a network
+        if isinstance(error, OSError) and error.errno is None:  # network error
             raise
         is_full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = (isinstance(error, OSError) and error.strerror) or error

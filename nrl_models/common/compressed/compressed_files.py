@@ -40,14 +40,14 @@ FORMATS = (
     "nvfp4-pack-quantized",
     "pack-quantized",
 )
-"""Formats that are read; the others are mixtures of these, or legacy."""
+"""Supported formats. Other formats are mixtures of these, or legacy."""
 
 PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
 """Names of tensors that one weight is stored as."""
 
 OF_ACTIVATIONS = tuple(f"{side}_{part}" for side in ("input", "output") for part in ("scale", "zero_point"))
 NOT_OF_WEIGHTS = (*OF_ACTIVATIONS, "input_global_scale")
-"""Names of tensors that quantize inputs and outputs of a linear; no weight depends on them."""
+"""Names of tensors that quantize inputs and outputs of a linear. Weights do not depend on them."""
 
 OF_CACHE = (*CACHE_SCALES, ".k_zero_point", ".v_zero_point", ".q_zero_point")
 """Ends of names of tensors that quantize the key-value cache."""
@@ -144,7 +144,7 @@ class CompressedFiles(ComputedFiles):
         return plain_shape(compressed.format, {name: part.shape for name, part in compressed.parts.items()}, stated)
 
     def _misfits(self, layer: str, compressed: Compressed) -> list[Problem]:
-        """Problems with the parts of one weight."""
+        """Return problems with the parts of one weight."""
         parts, any_part = compressed.parts, next(iter(compressed.parts.values()))
         if compressed.format not in FORMATS:
             detail = f"is stored in format {compressed.format!r}; formats that are read: {', '.join(FORMATS)}"

@@ -1,4 +1,4 @@
-"""Configuration keys that a complete command ignores, in addition to those of a call. Has no heavy imports."""
+"""Configuration keys that a CLI command ignores, in addition to those of a call. Has no heavy imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ignored_here() -> frozenset[str]:
 
 @contextmanager
 def ignoring(keys: Collection[str]) -> Iterator[None]:
-    """Context manager in which `check_config` also ignores these keys."""
+    """Make `check_config` also ignore these keys while the context is open, in all threads."""
     global _ignored
     before = _ignored
     _ignored = before | frozenset(keys)

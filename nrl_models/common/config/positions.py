@@ -1,4 +1,4 @@
-"""How long a sequence may be, and whether another one is encoded."""
+"""Length limits in a configuration, and whether a model has an encoder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def has_encoder(config: PreTrainedConfig) -> bool:
 
 
 def rope_switch(config: PreTrainedConfig) -> int | None:
-    """Tokens from which LongRoPE has other factors (`original_max_position_embeddings`); None without LongRoPE.
+    """Return the length above which LongRoPE uses its long factors (`original_max_position_embeddings`), or None.
 
-    transformers chooses the factors by the length of each sequence, vLLM by the longest that it was started for.
+    transformers selects the factors by the length of each sequence, vLLM by its `max_model_len`.
     """
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}

@@ -30,7 +30,7 @@ def architecture_that_computes_with(key: str) -> str | None:
 
 
 def supported_at_default_only(architecture: str) -> Mapping[str, Any]:
-    """For each key of which an architecture supports the default only, by its path, that default."""
+    """Return the keys, by path, that an architecture supports only at their default, with the default."""
     return _table()["supported"].get(architecture, {})
 
 

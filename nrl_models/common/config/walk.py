@@ -33,12 +33,12 @@ def all_values(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
 
 
 def parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """The configurations nested in `config`, by key."""
+    """Return the configurations nested in `config`, by key."""
     return {key: value for key, value in own_values(config).items() if isinstance(value, PreTrainedConfig)}
 
 
 def values_of_layers(config: PreTrainedConfig, key: str) -> tuple[Any, ...]:
-    """Return the distinct values that the layers of a model have for a key, or its one value; empty if it has none."""
+    """Return the distinct values of a key across a model's layers, or its single value; empty if it has none."""
     layers = getattr(config, "per_layer_config", None) if getattr(config, "is_heterogeneous", False) else None
     if not layers:
         return (getattr(config, key),) if hasattr(config, key) else ()

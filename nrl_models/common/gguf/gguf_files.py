@@ -25,7 +25,7 @@ from nrl_models.common.gguf.gguf_tables import Tables, require_package
 from nrl_models.errors import Problem, ProblemKind
 
 HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
-"""Types of GGUF that a model can be loaded in."""
+"""Types of GGUF in which a model can be loaded."""
 
 
 def open_files(path: str | Path) -> CheckpointFiles:
@@ -77,11 +77,11 @@ class GGUFFiles(CheckpointFiles):
         return sum(nbytes_of(tensor, self._kinds[tensor.kind]) for found in self._sources.values() for tensor in found)
 
     def stored_as(self, tensor: StoredTensor) -> str:
-        """GGUF's name of the type its values are stored in: `Q4_K`, or several with a plus sign between them."""
+        """Return GGUF's name of the tensor's type (`Q4_K`), or several names joined by plus signs."""
         return "+".join(sorted({self._kinds[source.kind].name for source in self._sources[tensor.key]}))
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor's values, dequantized, in fp32: computed again at each call."""
+        """Return the tensor's values in fp32, dequantized again in each call."""
         arrays = {source.name: self._dequantized(source) for source in self._sources[tensor.key]}
         found = self._tables.undo(arrays).get(tensor.key)
         if found is None or found.shape != tensor.shape:
@@ -116,6 +116,6 @@ class GGUFFiles(CheckpointFiles):
                 ProblemKind.DUPLICATED, key, f"is in the file under several names: {names}", self.folder.name
             )
             raise refused(self.folder, [problem], "download the file again")
-        else:  # stacks of experts, of which gate and up are one: rows one after the other
+        else:  # stacks of experts: gate and up are one tensor, with their rows concatenated
             shape = (first.shape[0], sum(tensor.shape[1] for tensor in sources), *first.shape[2:])
         return StoredTensor(key, self.folder.name, shape, torch.float32, first.start)

@@ -1,8 +1,7 @@
 """Read the header of a GGUF file, without its tensors.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` package creates an
-object
-for each string of the vocabulary, which takes seconds. This reader skips them.
+object for each string of the vocabulary, which takes seconds. This reader skips them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 MOST_ELEMENTS = 4096
-"""Of an array that is read: a value for each layer. The vocabulary's are longer."""
+"""Maximum length of an array that is read: one value per layer. Arrays of the vocabulary are longer."""
 
 INSTALL = "install the package that reads GGUF: pip install gguf"
 
@@ -64,7 +63,7 @@ class GGUFHeader:
     Args:
         file: Path of the file.
         architecture: llama.cpp's name of the model.
-        values: Metadata. Of arrays, only short ones of numbers.
+        values: Metadata. Arrays are None unless they are short and have numbers.
         tensors: Tensors of the file.
     """
 
@@ -75,7 +74,7 @@ class GGUFHeader:
 
 
 def refused(file: Path, problems: list[Problem], *advice: str) -> CheckpointError:
-    """The error for a GGUF file that does not load."""
+    """Return the error for a GGUF file that does not load."""
     return CheckpointError(f"cannot load {file}", problems, advice)
 
 
@@ -111,7 +110,7 @@ def _parsed(file: Path, cursor: _Cursor) -> GGUFHeader:
     entries = []
     for _ in range(tensor_count):
         name, dimensions = cursor.string(), cursor.take("I")
-        shape = tuple(cursor.take("Q") for _ in range(dimensions))[::-1]  # written with the contiguous one first
+        shape = tuple(cursor.take("Q") for _ in range(dimensions))[::-1]  # stored with the contiguous dimension first
         entries.append((name, shape, cursor.take("I"), cursor.take("Q")))
     alignment = values.get("general.alignment", ALIGNMENT)
     data = math.ceil(cursor.at / alignment) * alignment
@@ -124,19 +123,19 @@ def _parsed(file: Path, cursor: _Cursor) -> GGUFHeader:
 
 
 class _Cursor:
-    """Reads values one after the other."""
+    """Reads the values of a header in order."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
 
     def take(self, code: str) -> Any:
-        """A number."""
+        """Read a number with a `struct` format code."""
         (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
         self.at += struct.calcsize(code)
         return value
 
     def string(self) -> str:
-        """A string."""
+        """Read a string."""
         length = self.take("Q")
         start, self.at = self.at, self.at + length
         if self.at > len(self.data):
@@ -144,7 +143,7 @@ class _Cursor:
         return self.data[start : self.at].decode()
 
     def value(self, kind: int) -> Any:
-        """A value of metadata; of an array of numbers a tuple, and None if it is skipped: of strings, or long."""
+        """Read a metadata value. An array becomes a tuple of numbers, or None if it has strings or is long."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:

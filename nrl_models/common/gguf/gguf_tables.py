@@ -115,7 +115,7 @@ def upstream_source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
     if not is_gguf(found):
         return path, {}
     keywords: dict[str, Any] = {"gguf_file": found.name}
-    if hasattr(transformers, "GgufConfig"):  # before, transformers had no other way than this
+    if hasattr(transformers, "GgufConfig"):  # older transformers has only `gguf_file`
         keywords["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return found.parent, keywords
 
@@ -169,7 +169,7 @@ class Tables:
             raise refused(header.file, [problem], "try a newer transformers, or a newer gguf package") from error
 
     def target(self, name: str) -> str | None:
-        """transformers' name for the tensor that `name` is, or is a part of; None if it has none."""
+        """Return transformers' name for the tensor that `name` equals or is part of; None if it has none."""
         return self.names.get(name) or self.names.get(name.removesuffix(".weight"))
 
     def is_whole(self, name: str) -> bool:
@@ -222,11 +222,11 @@ class _Shallow:
         self.config = getattr(module, "config", None)
 
     def state_dict(self) -> Any:
-        """Return its tensors by name."""
+        """Return the tensors by name."""
         return self._module.state_dict()
 
     def named_children(self) -> list[tuple[str, _Shallow]]:
-        """Return its direct submodules."""
+        """Return the direct submodules."""
         parts = self._module.named_children() if self._levels else ()
         return [(name, _Shallow(part, self._levels - 1)) for name, part in parts]
 

@@ -1,4 +1,4 @@
-"""Asking the kernel to put files onto the disk, so that they outlive a power failure."""
+"""Sync files to disk, so that they survive a power failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from nrl_models.errors import UnknownArgumentError
 
 VARIABLE = "NRL_MODELS_FSYNC"
-"""The environment variable that turns this off: `0` leaves to the kernel when files reach the disk."""
+"""Environment variable that disables syncing: with `0`, the kernel decides when files reach the disk."""
 
 
 def is_durable() -> bool:
@@ -43,7 +43,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` a directory and all that is in it."""
+    """Sync all files and subdirectories of a directory, and the directory, to disk."""
     if not is_durable():
         return
     for place, _, files in os.walk(folder, topdown=False):
