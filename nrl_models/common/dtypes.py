@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as configurations write it: `bfloat16`."""
+    """Return a dtype's name in configurations, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 

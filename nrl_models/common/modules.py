@@ -17,14 +17,14 @@ from nrl_models.common.upstream_torch import FLATTENED, WRAPPED_NAMES, name_insi
 
 
 def class_name(model: nn.Module) -> str:
-    """The name of a model's class, without the prefix that FSDP adds."""
+    """Return the name of a model's class, without the prefix that FSDP adds."""
     return type(model).__name__.removeprefix("FSDP")
 
 
 def is_base_model(model: nn.Module) -> bool:
     """Return True if a model has no head: it returns hidden states, and has no loss.
 
-    Some models with a head have no separate module for the rest, and are their own `base_model`. These accept labels.
+    Some models with a head have no separate base model (`base_model` is the model). They accept labels.
     """
     return getattr(model, "base_model", None) is model and "labels" not in signature(type(model).forward).parameters
 
@@ -44,7 +44,7 @@ def input_embeddings(model: nn.Module) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's inputs: that of its first parameter, or of its computation if that is offloaded.
+    """Return the device for a model's inputs: the first parameter's, or where offloaded weights are computed.
 
     Between calls, weights that accelerate offloads are on the meta device.
     """
@@ -121,7 +121,7 @@ def _is_peft_module(kind: type) -> bool:
 
 
 def innermost(module: Any, *, peft: bool = True) -> Any:
-    """The module inside all wrappers, or the module itself."""
+    """Return the module inside all wrappers, or `module` if it has none."""
     while (inner := inner_of(module, peft=peft)) is not None:
         module = inner
     return module
@@ -141,7 +141,7 @@ def virtual_tokens(model: nn.Module) -> int:
 
 
 def reads_complete_rows(model: nn.Module) -> bool:
-    """Return True if a PEFT adapter around a model treats a row as one sequence, whatever its positions are.
+    """Return True if a PEFT adapter around a model treats a row as one sequence, even if positions start again.
 
     Prompt learning puts virtual tokens before a row, and activated LoRA (`alora_invocation_tokens`) starts at the last
     invocation tokens of a row.

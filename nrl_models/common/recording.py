@@ -1,4 +1,4 @@
-"""Recording the inputs and outputs of a model's modules while a forward runs."""
+"""Record the inputs and outputs of a model's modules while a forward runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class RecordedCall:
     """The last call of a module.
 
     Args:
-        inputs: Floating-point tensors in its arguments.
-        output: Its result.
+        inputs: Floating-point tensors in the arguments.
+        output: Result of the module.
     """
 
     inputs: list[torch.Tensor]
@@ -26,12 +26,12 @@ class RecordedCall:
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """Floating-point tensors in its result."""
+        """Floating-point tensors in the result."""
         return float_tensors(self.output)
 
 
 def float_tensors(values: Any) -> list[torch.Tensor]:
-    """The floating-point tensors among a module's arguments or results."""
+    """Return the floating-point tensors among a module's arguments or results."""
     values = list(values) if isinstance(values, (tuple, list)) else [values]
     return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
@@ -40,7 +40,7 @@ def float_tensors(values: Any) -> list[torch.Tensor]:
 def record_calls(
     model: nn.Module, names: Collection[str] | None = None, *, copy: bool = False
 ) -> Iterator[dict[str, RecordedCall]]:
-    """Context manager that keeps the last call of each module by name, in the order in which modules finish.
+    """Record the last call of each module by name, in the order in which modules finish.
 
     Args:
         model: The model.
@@ -70,7 +70,7 @@ def record_calls(
 def modules_running(
     model: nn.Module, begins: Callable[[str, nn.Module, tuple[Any, ...]], object]
 ) -> Iterator[list[str]]:
-    """Context manager that keeps the names of modules whose forwards are running, outermost first.
+    """Yield a list with the names of the modules whose forwards are running, outermost first.
 
     Args:
         model: The model.
@@ -94,7 +94,7 @@ def modules_running(
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While open, `module` computes `forward`; its hooks fire as usual."""
+    """Replace the forward of `module` while the context is open. Its hooks run as usual."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

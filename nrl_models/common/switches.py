@@ -58,7 +58,7 @@ def is_off(name: str) -> bool:
 
 @contextmanager
 def quirks_off(*names: str) -> Iterator[None]:
-    """Context manager that switches off the handling of quirks in all threads.
+    """Switch off the handling of quirks in all threads while the context is open.
 
     Raises:
         UnknownArgumentError: If a name is not in `SWITCHES`.

@@ -7,16 +7,16 @@ because classes outside of transformers declare them as well.
 
 If a new version changes one of them, `make test TRANSFORMERS=X` fails in the tests named here:
 
-| what | used for | tests |
+| name | used for | tests |
 |---|---|---|
 | `core_model_loading`, `conversion_mapping` | the hub's names and shapes, as views | `tests/unit/state_dict` |
 | `_weight_conversions` | the layout that a model was loaded from, in which it is saved | `test_files` |
-| `_is_hf_initialized`, `PreTrainedModel.init_weights` | what an initialization must leave alone | `test_weights` |
+| `_is_hf_initialized`, `PreTrainedModel.init_weights` | tensors that initialization must skip | `test_weights` |
 | `modeling_gguf_pytorch_utils` | GGUF's names of tensors and configuration values | `test_gguf` |
 | `_get_dtype_plan` | parameters that stay in fp32 | `test_dtypes` of the generated suite |
 | `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
 | `_gradient_checkpointing_func`, `ENABLE_CHECKPOINTING` | activation checkpointing | `tests/unit/forward`, `recipes` |
-| closures of `masking_utils` | what a mask shows, to attend without it | `tests/unit/documents/test_masks.py` |
+| closures of `masking_utils` | parts of a mask, to attend without it | `tests/unit/documents/test_masks.py` |
 | `POSITIONS_FROM_TOKENS`, `POSITIONS_FROM_MEDIA` | positions of padded batches | `tests/unit/logprobs/test_tokens.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
 | `_extra_content` of auto classes | classes of ours for transformers' configurations | `tests/unit/adapters` |
@@ -95,11 +95,11 @@ device_in_context: Callable[[], torch.device | None] = get_torch_context_manager
 """Returns the device of an enclosing `torch.device(...)` or of `torch.set_default_device`; None if there is none."""
 
 
-# Arguments of upstream's functions, which change their names and their order
+# Arguments of upstream's functions, whose names and order differ between versions
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""Names of the argument and of the output field for a key-value cache. transformers 5.24 renamed the others to `cache`
-and drops them in 5.40."""
+"""Names of the argument and of the output field for a key-value cache. transformers 5.24 renamed the last two to
+`cache` and drops them in 5.40."""
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
 
 
 def gguf_reading() -> ModuleType:
-    """transformers' module that reads GGUF files, imported when it is needed: its tables of architectures and names."""
+    """Return transformers' module that reads GGUF files and maps their names. Imported on the first call."""
     from transformers import modeling_gguf_pytorch_utils
 
     return modeling_gguf_pytorch_utils
@@ -153,7 +153,7 @@ def has_quantizer(settings: Mapping[str, Any]) -> bool:
     """Return True if transformers quantizes or dequantizes by these settings. It ignores those of unknown methods."""
     try:
         return AutoHfQuantizer.supports_quant_method(dict(settings))
-    except (TypeError, ValueError):  # no name of a method, for which transformers raises when it loads
+    except (TypeError, ValueError):  # not a name of a method; transformers raises on loading
         return True
 
 
@@ -219,7 +219,7 @@ def have_peft_name_references() -> None:
 
 
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Patterns of names of tensors that stay in another dtype when a model is loaded in `dtype`."""
+    """Return the dtypes of tensors that stay in another dtype when a model is loaded in `dtype`, by name pattern."""
     return dict(model._get_dtype_plan(dtype))
 
 
@@ -259,7 +259,7 @@ def text_part(config: PreTrainedConfig, *, decoder: bool | None = None) -> PreTr
     """
     try:
         return config.get_text_config(decoder=decoder)
-    except ValueError:  # several parts are text
+    except ValueError:  # several text parts
         return config
 
 
@@ -272,7 +272,7 @@ KEEPS_PADDING_OUT_OF_SINGLE_ROWS = has_reached("5.15")
 """Whether layers with a state ignore padding in a batch of one row. Older versions only do so with several rows."""
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Where modules hold the function that checkpoints them: transformers' layers, and torch's `CheckpointWrapper`."""
+"""Attributes with a module's checkpoint function: in transformers' layers, and in torch's `CheckpointWrapper`."""
 
 _NEW_NAME = "activation_checkpointing_enable"
 ENABLE_CHECKPOINTING = _NEW_NAME if hasattr(PreTrainedModel, _NEW_NAME) else "gradient_checkpointing_enable"
@@ -286,7 +286,7 @@ POSITIONS_FROM_MEDIA = ("get_rope_index",)
 
 
 def computes_positions(model: nn.Module, *, media: bool) -> bool:
-    """Return True if a model computes its positions itself if none are passed, other than counting columns.
+    """Return True if a model computes positions when none are passed, other than by counting columns.
 
     Args:
         model: The model.
@@ -298,7 +298,7 @@ def computes_positions(model: nn.Module, *, media: bool) -> bool:
 
 
 def record_as(model_class: type[nn.Module], module: PreTrainedModel) -> None:
-    """Let a class record the same outputs as a module's class (hidden states, router logits), which are set by class.
+    """Let a class record the same outputs (hidden states, router logits) as a module's class. They are set by class.
 
     Args:
         model_class: The current class of `module`.

@@ -1,4 +1,4 @@
-"""transformers' conversions between the names and shapes of the hub's tensors and a model's."""
+"""transformers' conversions between names and shapes of the hub's tensors and of a model's tensors."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ class _NoPrefixChange:
 
 
 PrefixChange: type = getattr(core_model_loading, "PrefixChange", _NoPrefixChange)
-"""The conversion that adds or removes a prefix which only some checkpoints carry."""
+"""The conversion that adds or removes a prefix that only some checkpoints have."""
 
 
 def loaded_conversions(model: nn.Module) -> list[Any] | None:
-    """The conversions that a model was loaded with; None if it was not loaded, or none were noted."""
+    """Return the conversions that a model was loaded with; None if it was not loaded, or none were recorded."""
     return cast("list[Any] | None", getattr(model, "_weight_conversions", None))
 
 
 def set_loaded_conversions(model: nn.Module, conversions: Sequence[Any] | None) -> None:
-    """Note the conversions that a model was loaded with, which transformers reverts when it saves."""
+    """Record the conversions that a model was loaded with. transformers reverts them when it saves."""
     cast(Any, model)._weight_conversions = conversions
 
 
 def conversions_to_revert(model: Any) -> list[Any] | None:
-    """Return the conversions to revert when a model that stays quantized is saved; None if none were noted.
+    """Return the conversions to revert when a model that stays quantized is saved; None if none were recorded.
 
     Leaves out conversions that only read a quantizer's format (bitsandbytes, torchao). They cannot be reverted, and the
     quantizer's state dict already has that format.
@@ -123,7 +123,7 @@ def as_meant(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def patterns_of(conversion: Any) -> tuple[str, ...]:
-    """All expressions over names that a conversion has, sources and targets, as declared and as compiled."""
+    """Return all name patterns of a conversion: its sources and targets, as declared and as compiled."""
     return (
         conversion.compiled_sources.pattern,
         *conversion.target_patterns,
@@ -133,13 +133,13 @@ def patterns_of(conversion: Any) -> tuple[str, ...]:
 
 
 def describe_conversion(conversion: Any) -> tuple[Any, ...]:
-    """A conversion's type and its settings, without its state: equal for conversions that do the same."""
+    """Return a conversion's type and settings, without its state. Equal for conversions that do the same."""
     operations = [(type(operation), vars(operation)) for operation in getattr(conversion, "operations", ())]
     return type(conversion), *_declared(conversion), _scope(conversion), getattr(conversion, "offset", None), operations
 
 
 def _declared(conversion: Any) -> tuple[Any, ...]:
-    """Source and target patterns as they were declared; before 5.6 only as they were processed."""
+    """Return source and target patterns as they were declared; before 5.6 only the processed patterns."""
     sources = getattr(conversion, "_original_source_patterns", conversion.source_patterns)
     targets = getattr(conversion, "_original_target_patterns", conversion.target_patterns)
     return *sources, "to", *targets

@@ -135,21 +135,21 @@ WRAPPERS = (
     PrivateAttribute("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     PrivateAttribute("torch.nn.parallel.data_parallel", "DataParallel", "module"),
 )
-"""Torch's classes that wrap one module, with the attribute that has it."""
+"""Torch's classes that wrap one module, with the attribute that contains it."""
 WRAPPED_NAMES = frozenset(wrapper.name for wrapper in WRAPPERS if wrapper.name.startswith("_"))
-"""Under these names wrappers have the module inside. Modules of models have no such names."""
+"""Attributes in which wrappers have the inner module. Modules of models have no attributes with these names."""
 
 FLATTENED = "_fsdp_flattened"
-"""FSDP1 marks the parameters that it flattens, and the flat ones, by this attribute."""
+"""Attribute by which FSDP1 marks the parameters that it flattens, and the flat parameters."""
 
 FSDP1_NAME = "_fsdp_wrapped_module"
 _HIDDEN = ("_checkpoint_wrapped_module", FSDP1_NAME)
 
 
 def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:
-    """Torch's classes that wrap one module, with the attribute that has it.
+    """Return torch's classes that wrap one module, with the attribute that contains it.
 
-    Only of the modules of torch that are imported: without them no object is of such a class.
+    Leaves out classes of modules that are not imported, because they have no instances.
     """
     found = ((getattr(sys.modules.get(wrapper.module), wrapper.class_name, None), wrapper.name) for wrapper in WRAPPERS)
     return tuple((kind, name) for kind, name in found if kind is not None)
@@ -159,7 +159,7 @@ _inside: WeakKeyDictionary[type, str] = WeakKeyDictionary()
 
 
 def name_inside(kind: type) -> str:
-    """Return the attribute in which a class of torch's wrappers has the module; empty for other classes.
+    """Return the attribute in which a class of torch's wrappers has the inner module; empty for other classes.
 
     Cached by class: a wrapper's module is imported before any subclass of it exists.
     """

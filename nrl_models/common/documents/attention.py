@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nrl_models.common.documents.boundaries import Documents
 
 MOST_VALUES = 256
-"""The widest head of the flash kernels that have variable lengths."""
+"""Maximum head size of the flash kernels with variable lengths."""
 
 
 def attend(
@@ -28,7 +28,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention within each document.
+    """Compute causal attention within each document.
 
     Shapes: B batch, H heads, K key-value heads (H is a multiple of K), T sequence length, D head size, V value head
     size.
@@ -69,9 +69,9 @@ TILE = 1024
 def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None, **options: Any
 ) -> torch.Tensor:
-    """Attention of documents `(B, ...)`. With a window, computes a window of queries at a time, with its visible keys.
+    """Compute causal attention of documents `(B, ...)`. With a window, runs one window of queries per call.
 
-    The queries are those of the last tokens. Keys before them are those of a shared prompt.
+    The queries are the last tokens. The keys before them are the keys of a shared prompt.
     """
     length, total = query.shape[2], key.shape[2]
     prompt = total - length
@@ -141,7 +141,7 @@ def _all_at_once(
     window: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention of all rows with a kernel, on flattened tokens `(tokens, heads, head_size)`."""
+    """Compute attention of all rows in one kernel call, on flattened tokens `(tokens, heads, head_size)`."""
     if documents.prompts is not None:
         key, value = (documents.prompts.repeated(tensor, 2) for tensor in (key, value))
     flat = tuple(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))

@@ -37,8 +37,8 @@ class Documents:
 
         Args:
             position_ids: `(batch, seq_len)`; see `starts_of`, and `sharing_prompts` for documents that continue others.
-            attention_mask: `(batch, seq_len)`, False or 0 for padding. Consecutive padding is one document, whatever
-                its positions.
+            attention_mask: `(batch, seq_len)`, False or 0 for padding. Consecutive padding is one document, at any
+                positions.
         """
         starts = starts_of(position_ids, attention_mask)
         if attention_mask is not None:
@@ -64,14 +64,14 @@ class Documents:
     def to(self, device: torch.device) -> Documents:
         """Return these documents with tensors on a device, and with `batches` unless it is a CPU.
 
-        Launching kernels for each document would take longer than computing padding. A CPU launches nothing.
+        On a GPU, launching kernels for each document would take longer than computing padding.
         """
         prompts = None if self.prompts is None else self.prompts.to(device)
         batches = None if device.type == "cpu" else DocumentBatches.of(self).to(device)
         return Documents(self.lengths, self.index.to(device), self.cu_seqlens.to(device), prompts, batches)
 
     def chunked(self, size: int) -> Documents:
-        """Each document in chunks of `size` tokens and a rest, which are documents by themselves."""
+        """Split each document into chunks of `size` tokens (the last one may be shorter), which become documents."""
         positions = self.positions.cpu() % size
         starts = (positions == 0) | nn.functional.pad(self.index.cpu().diff() != 0, (1, 0), value=True)
         before = None if self.prompts is None else self.prompts.before.cpu()
@@ -79,14 +79,14 @@ class Documents:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Return each token's index in its document, from zero, `(batch, seq_len)`. A shared prompt counts."""
+        """Return each token's index in its document, from zero, `(batch, seq_len)`. Counts a shared prompt."""
         sizes = zip(self.lengths_with_prompts, chain(*self.lengths), strict=True)
         within = [torch.arange(size - length, size) for size, length in sizes]
         return torch.cat(within).view(self.shape).to(self.index.device)
 
     @property
     def lengths_with_prompts(self) -> list[int]:
-        """The length of each document, including the shared prompt that it continues."""
+        """Length of each document, including the shared prompt that it continues."""
         lengths = list(chain(*self.lengths))
         if self.prompts is None:
             return lengths
@@ -104,12 +104,12 @@ class Documents:
 
     @property
     def shape(self) -> torch.Size:
-        """`(batch, length)`."""
+        """Shape `(batch, seq_len)` of the batch."""
         return self.index.shape
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest document."""
+        """Number of tokens of the longest document."""
         return max(map(max, self.lengths))
 
     def split(self, tensor: torch.Tensor, dim: int = 1) -> list[torch.Tensor]:
@@ -129,7 +129,7 @@ class Documents:
         return [part for row, lengths in rows for part in row.split(list(lengths), dim)]
 
     def join(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """Concatenate the results for the parts that `split` returned into one tensor. Drops repeated prompts."""
+        """Concatenate results for the parts from `split` into one tensor. Drops repeated prompts."""
         if self.prompts is not None:
             sizes = chain(*self.lengths)
             parts = [part.narrow(dim, part.shape[dim] - size, size) for part, size in zip(parts, sizes, strict=True)]
@@ -199,20 +199,20 @@ class SharedPrompts:
 
 
 LEAST_FILL = 0.75
-"""Smallest share of a batch's length that a document has."""
+"""Minimum length of a document in a batch, as a share of the batch's length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentBatches:
     """Documents of similar lengths, whose shared prompts have equal lengths, as batches padded on the right.
 
-    Shapes: B batches, S of one document's own tokens, P tokens of a prompt. The padding of a document repeats its last
-    token.
+    Shapes: B batches, S tokens of a document without its prompt, P tokens of a prompt. The padding of a document
+    repeats its last token.
 
     Attributes:
-        sizes: Documents, `S` and `P` of each batch.
-        queries: Token in the flattened `(batch, seq_len)` of each of the documents' own tokens, batch after batch.
-        keys: The same for keys, each with its prompt before it.
+        sizes: Number of documents, `S` and `P` of each batch.
+        queries: Index in the flattened `(batch, seq_len)` of each query token, batch after batch.
+        keys: Same as `queries` for the keys, where each document follows its prompt.
         places: `(batch * seq_len,)`, the index in `queries` of each token.
     """
 
@@ -276,10 +276,10 @@ _sharing: ContextVar[bool] = ContextVar("sharing prompts", default=False)
 
 @contextmanager
 def sharing_prompts() -> Iterator[None]:
-    """While open, documents of a packed row may continue the beginning of another.
+    """Let documents of a packed row continue the beginning of an earlier one while the context is open.
 
     A document that starts at position `p > 0` continues the first `p` tokens of the last document before it that starts
-    at 0. It attends to these tokens and to its own.
+    at 0. It attends to these tokens and to the tokens in the document.
     """
     before = _sharing.set(True)
     try:

@@ -24,13 +24,13 @@ from nrl_models.common.upstream_torch import current_graph_task_id
 
 
 class _Unknown:
-    """Nobody has said which documents run: none, in a forward pass."""
+    """State before any forward has set its documents. In a forward pass, it means no documents."""
 
 
 _UNKNOWN = _Unknown()
 _running: ContextVar[Documents | _Unknown | None] = ContextVar("documents running", default=_UNKNOWN)
 _open: list[None] = []
-"""An entry for each packed batch that runs, in any thread: compilers cannot read a context variable, but this list."""
+"""One entry per packed batch that runs, in any thread. Compilers can read this list, but no context variable."""
 _packed: WeakSet[nn.Module] = WeakSet()
 """Layers that ran on packed batches: they may run again in a backward pass."""
 
@@ -73,7 +73,7 @@ def some_layer_ran_packed() -> bool:
 
 @contextmanager
 def running(documents: Documents | None) -> Iterator[None]:
-    """While open, `documents_running()` returns `documents`, in this thread."""
+    """Make `documents_running()` return `documents` in this thread while the context is open."""
     before = _running.set(documents)
     is_packed = documents is not None
     if is_packed:

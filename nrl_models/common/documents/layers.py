@@ -43,8 +43,7 @@ class ByDocument(nn.Module):
         """Run the layer once per document. Results without a token dimension are those of the last document.
 
         Raises:
-            ValueError: If it gets another number of tokens than the packed batch has, or should return attention
-                weights.
+            ValueError: If the number of tokens differs from the packed batch, or attention weights are requested.
         """
         documents = documents_running(self)
         if documents is None or is_off("layers-across-documents"):
@@ -119,7 +118,7 @@ def _tokens_of_padded_row(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 
 def _cut(value: Any, tokens: torch.Tensor) -> Any:
-    """A value's part for these tokens of the row, if it has one."""
+    """Return the part of a value at these tokens of the row. Values without a token dimension are unchanged."""
     if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[:2] == (1, len(tokens)):
         return value[:, tokens]
     return value
@@ -148,7 +147,7 @@ def _parts(value: Any, documents: Documents) -> list[Any]:
 
 
 def _parts_of_tensor(value: torch.Tensor, documents: Documents) -> list[torch.Tensor]:
-    """The documents' parts of a tensor; none if it has no dimension of tokens."""
+    """Split a tensor by document. Returns an empty list if it has no dimension of tokens."""
     rows, length = documents.shape
     if value.ndim < 2 or value.shape[0] not in (1, rows):
         return []
@@ -166,7 +165,7 @@ def _parts_of_tensor(value: torch.Tensor, documents: Documents) -> list[torch.Te
 
 
 def _joined(results: Sequence[Any], documents: Documents) -> Any:
-    """Merge the documents' results: tensors per token are concatenated; other values are the last document's."""
+    """Merge the documents' results: concatenate tensors per token, and take other values from the last document."""
     *_, last = results
     if isinstance(last, ModelOutput):
         if last.get("attentions"):
@@ -179,5 +178,5 @@ def _joined(results: Sequence[Any], documents: Documents) -> Any:
     if all(shape[:2] == (1, length) for shape, length in zip(shapes, lengths, strict=True)):
         return documents.join(results)
     if all(shape[:1] == (length,) for shape, length in zip(shapes, lengths, strict=True)):
-        return documents.join(results, 0)  # routers see the tokens of all rows in one dimension
+        return documents.join(results, 0)  # routers flatten the tokens of all rows into one dimension
     return last

@@ -1,9 +1,9 @@
 """Masks of packed batches that are only built if they are read.
 
-transformers creates masks through one registry, and passes them to attention functions of another. While a packed batch
-runs, this module makes the first registry return a `DocumentMask`. Attention functions of the second, and torch itself,
-recognize it and attend per document. All other code that reads the mask gets the one that transformers would create.
-The mask is an argument of layers, so activation checkpointing passes it on when it runs a layer again.
+transformers creates masks through one registry, and passes them to attention functions of a second registry. While a
+packed batch runs, this module makes the first registry return a `DocumentMask`. Attention functions of the second
+registry, and torch's SDPA, recognize it and attend per document. All other code that reads the mask gets the mask that
+transformers would create. The mask is an argument of layers, so activation checkpointing passes it to recomputation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DocumentMask(torch.Tensor):
     def __new__(
         cls: Any, documents: Documents, window: int | None, build: Callable[[], torch.Tensor], device: Any
     ) -> DocumentMask:
-        """A mask that `build()` returns, on `device`."""
+        """Create a mask on `device`. `build` returns its values, and is called when they are read."""
         batch, length = documents.shape
         made = torch.Tensor._make_wrapper_subclass(cls, (batch, 1, length, length), dtype=torch.bool, device=device)
         made.documents, made.window, made._build = documents, window, build
@@ -80,7 +80,7 @@ class DocumentMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Attend per document, answer calls that need no values, and build the mask for all others."""
+        """Attend per document, run functions that need no values, and build the mask for all other functions."""
         kwargs = kwargs or {}
         if func in METADATA:
             with DisableTorchFunctionSubclass():
@@ -151,7 +151,7 @@ def attend_by_document() -> None:
 
 
 def _keeping_apart(make: Function, *, built: bool) -> Function:
-    """Wrap a mask function so that documents of a packed batch stay apart, whatever positions it receives.
+    """Wrap a mask function so that documents of a packed batch stay apart, even if it does not receive their positions.
 
     Args:
         make: A mask function of transformers.
@@ -260,7 +260,7 @@ def _sdpa_by_document(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """SDPA without repeating key heads. transformers repeats and copies them if there is a mask."""
+    """Run SDPA without repeating key heads. transformers repeats and copies them if there is a mask."""
     mask, plain = attention_mask, all(kwargs.get(name) is None for name in _NOT_PLAIN)
     if not isinstance(mask, DocumentMask) or not plain or not mask.fits(query, key, value):
         return sdpa_attention(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)

@@ -60,13 +60,13 @@ def keep_documents_apart(forward: Forward, *, defined_by: type[nn.Module] | None
     """Wrap a model's `forward` so that packed documents stay apart.
 
     Where positions start again, the wrapper drops a 2-D mask, makes no cache, and runs the forward with the documents
-    (`documents_running()`). The positions then say all that the mask said, because padding is never in one document
-    with a later token. Inside a wrapped forward, further wrapped forwards change nothing.
+    (`documents_running()`). This loses nothing of the mask, because padding is never in one document with a later
+    token. Inside a wrapped forward, further wrapped forwards change nothing.
 
     `torch.compile` cannot read positions. The wrapper therefore breaks the graph where a batch may be packed: with 2-D
     `position_ids` or `cu_seq_lens_q`, and without a cache. Under `fullgraph=True` that raises torch's `Unsupported`.
 
-    Boundaries `cu_seq_lens_q`, as transformers' collators give them, must agree with the positions, or replace them.
+    Boundaries `cu_seq_lens_q`, which transformers' collators return, must agree with the positions, or replace them.
 
     Args:
         forward: Unbound, taking `attention_mask`, `position_ids` `(batch, length)` and a cache by name.
@@ -102,7 +102,7 @@ def _may_be_packed(inputs: Mapping[str, Any]) -> bool:
 
 
 def _run(forward: Forward, signature: _Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a model's forward, and tell its layers which documents the batch has."""
+    """Run a model's forward, and make the documents of its batch available to its layers."""
     if documents_are_known():  # a model around this one has read the positions
         return forward(model, *args, **kwargs)
     inputs = dict(zip(signature.names, args, strict=False)) | kwargs
@@ -118,7 +118,7 @@ def _run(forward: Forward, signature: _Signature, model: Any, args: tuple[Any, .
     if signature.takes("use_cache"):
         inputs["use_cache"] = False
     if not signature.takes("position_ids"):
-        del inputs["position_ids"]  # the documents contain all that they said
+        del inputs["position_ids"]  # the documents contain the same information
     with running(documents):
         output = forward(model, **inputs)
     _check_scores(model, output, rows)
@@ -208,7 +208,7 @@ def inner_models_keep_documents_apart(model: PreTrainedModel) -> None:
     """Wrap the forwards of the models inside a model that lead to its decoder, in place.
 
     Args:
-        model: The model, whose own forward is already wrapped.
+        model: The model. Its own forward is already wrapped.
     """
     decoder = model.get_decoder()
     for module in {id(module): module for module in (model.base_model, *_around(model, decoder))}.values():
@@ -220,7 +220,7 @@ def inner_models_keep_documents_apart(model: PreTrainedModel) -> None:
 
 
 def _around(model: PreTrainedModel, decoder: Any) -> Iterator[PreTrainedModel]:
-    """The models inside `model` that contain the decoder, and the decoder itself."""
+    """Yield the models inside `model` that contain the decoder, and the decoder."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(inner is decoder for inner in module.modules()):
             yield module

@@ -1,4 +1,4 @@
-"""Multimodal models that read a field which the output of their language model lacks."""
+"""Fix for multimodal models that read a field which the output of their language model lacks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def with_image_outputs(upstream: type[PreTrainedModel]) -> type[PreTrainedModel]
 
 
 def _add_image_outputs(module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook."""
+    """Set `image_outputs` to None in an output without it. A forward hook."""
     if not hasattr(output, "image_outputs") and not is_off("text-output-without-images"):
         output.image_outputs = None

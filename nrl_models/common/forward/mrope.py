@@ -1,4 +1,4 @@
-"""Positions in three dimensions (M-RoPE): packed documents, and offsets that outlive their sequence."""
+"""Positions in three dimensions (M-RoPE): keep packed documents apart, and discard offsets of earlier sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PackedTextPositions(nn.Module):
     handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-packed-documents",)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and results are upstream's; `position_ids` `(batch, tokens)`, `(3, batch, ...)` or `(4, ...)`."""
+        """Run the Hugging Face forward, with `position_ids` `(batch, seq_len)` expanded to `(4, batch, seq_len)`."""
         upstream: Any = super()
         inputs = named_arguments(upstream.forward, args, kwargs)
         position_ids = inputs.get("position_ids")
@@ -42,7 +42,7 @@ class FreshPositions(nn.Module):
     handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-stale-offsets",)
 
     def compute_3d_position_ids(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Arguments and results are upstream's."""
+        """Compute positions as upstream does, after discarding the offsets of an earlier sequence."""
         upstream: Any = super()
         inputs = named_arguments(upstream.compute_3d_position_ids, args, kwargs)
         cache = cache_in(inputs)
@@ -55,9 +55,9 @@ class FreshPositions(nn.Module):
 
 
 def _image_types(inputs: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:
-    """Return the token types of images, which transformers' processors add, and batches of trainers lack.
+    """Return the token types of images, which transformers' processors add but batches of trainers lack.
 
-    Nothing if there are videos, whose tokens are marked in different ways, or if tokens of images are not known.
+    Empty if there are videos, whose tokens are marked in different ways, or if the ids of image tokens are unknown.
     """
     tokens = inputs.get("input_ids")
     if tokens is None or getattr(config, "image_token_id", None) is None:

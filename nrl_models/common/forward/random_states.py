@@ -14,12 +14,12 @@ TorchState = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def torch_random_state() -> TorchState:
-    """The present states of torch's generators."""
+    """Return the current states of torch's generators."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
 def set_torch_random_state(state: TorchState) -> None:
-    """Go back to some states of torch's generators."""
+    """Restore states of torch's generators."""
     cpu, cuda = state
     torch.set_rng_state(cpu)
     if cuda:
@@ -28,7 +28,7 @@ def set_torch_random_state(state: TorchState) -> None:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Restore the random states on exit, whatever was seeded or drawn inside, and also after an error.
+    """Restore the random states on exit, even after an error and regardless of seeds set inside.
 
     Covers Python's, numpy's global and torch's default generators on the CPU and all CUDA devices. Does not initialize
     CUDA, because a process that is forked later may have to do that.

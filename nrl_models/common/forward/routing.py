@@ -25,16 +25,16 @@ from nrl_models.common.modules import device_of
 from nrl_models.common.recording import forward_replaced, modules_running
 
 RoutingRecord = dict[str, list[torch.Tensor]]
-"""For each module that chose, by name, the indices of each `topk` of its last call, in order."""
+"""Indices of each `topk` in a module's last call, in order, by module name."""
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Context manager that records choices in `model`'s forwards in this thread; a module's last call counts.
+    """Record the choices of `model`'s forwards in this thread. Keeps the last call of each module.
 
-    While a record is replayed, this records what the model itself would have chosen.
+    During a replay, this records the model's own choices, not the replayed ones.
     """
     record: RoutingRecord = {}
     with (
@@ -65,7 +65,7 @@ def routing_is_observed() -> bool:
 
 @contextmanager
 def own_routing() -> Iterator[None]:
-    """Context manager in which models make their own choices in this thread, even during a replay. For tests."""
+    """Let models make their own choices in this thread, even during a replay. For tests."""
     before = getattr(_aside, "open", False)
     _aside.open = True
     try:
@@ -84,12 +84,12 @@ def can_replay(model: nn.Module) -> bool:
 
 @contextmanager
 def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Context manager in which `model`'s modules use the recorded choices, in all threads and in recomputation.
+    """Make `model`'s modules use the recorded choices, in all threads and in recomputation.
 
     Args:
         model: A model with modules of the recorded names, called on the recorded number of tokens.
         record: Record from `record_routing` for a model of this architecture, or from `engine_routing`. For negative
-            indices, the model chooses itself.
+            indices, the model's choice is used.
 
     Raises:
         KeyError: If `model` lacks a recorded module.
@@ -189,7 +189,7 @@ def _routers(model: nn.Module, count: int) -> dict[int, tuple[str, list[tuple[in
 
 
 def _on_batch(shape: tuple[int, ...], rows: int, length: int) -> tuple[int, ...]:
-    """The shape, on a batch, of a choice that has `shape` for `_PROBE` tokens of one sequence."""
+    """Return the shape, for a batch, of a choice that has `shape` for `_PROBE` tokens of one sequence."""
     return (rows, length, *shape[2:]) if shape[:2] == (1, _PROBE) else (rows * length, *shape[1:])
 
 
@@ -205,7 +205,7 @@ def flip_rate(first: Mapping[str, list[torch.Tensor]], second: Mapping[str, list
 
 
 def _running_under(module: nn.Module, mode: Callable[[], TorchFunctionMode]) -> AbstractContextManager[None]:
-    """Context manager in which each call of `module`'s forward, in any thread, runs under a new `mode()`."""
+    """Run each call of `module`'s forward, in any thread, under a new `mode()` while the context is open."""
     forward = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ class _RoutingRecorder(TorchFunctionMode):
         super().__init__()
         self.record, self.running = record, running
         self.among: dict[str, int] = {}
-        """Of how many each module's last choice was."""
+        """Number of candidates of each module's last choice."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -232,7 +232,7 @@ class _RoutingRecorder(TorchFunctionMode):
 
 
 class _Replayer(TorchFunctionMode):
-    """Made for a single call of a module."""
+    """Replays the choices of a single call of a module."""
 
     def __init__(self, name: str, choices: list[torch.Tensor]) -> None:
         super().__init__()

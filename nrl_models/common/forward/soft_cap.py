@@ -1,6 +1,6 @@
 """Attention with soft-capped scores, which `sdpa` silently ignores in older versions of transformers.
 
-There, model classes pass `softcap` to any attention function, and `sdpa`, the default, ignored it. Newer versions
+In those, model classes pass `softcap` to any attention function, and `sdpa`, the default, ignored it. Newer versions
 declare that these classes do not support `sdpa`. For older versions, the family's class declares it and runs `eager`.
 """
 
@@ -28,5 +28,5 @@ def drops_soft_cap(upstream: type[PreTrainedModel]) -> bool:
 
 
 def reference_attention(upstream: type[PreTrainedModel]) -> dict[str, str]:
-    """Keywords for building a reference of class `upstream`: attention that drops no soft cap."""
+    """Return keywords for building a reference of class `upstream`, with attention that applies soft caps."""
     return {"attn_implementation": "eager"} if drops_soft_cap(upstream) else {}

@@ -32,7 +32,7 @@ COMPONENTS: dict[str, str] = {
     "freeze_routers": "the modules that choose experts",
     "freeze_lm_head": "the output embeddings, or the head of a classifier",
 }
-"""The keys of a freeze configuration, and the component that each freezes."""
+"""Keys of a freeze configuration, and the component that each key freezes."""
 
 SHORT_NAMES: dict[str, str] = {
     key.removeprefix("freeze_").removesuffix("_tower").removesuffix("_model"): key for key in COMPONENTS
@@ -209,7 +209,7 @@ _UNCALLED = "belongs to a module that is never called"
 
 
 def _leaves(loss: torch.Tensor) -> set[int]:
-    """Identities of the leaves of `loss`'s graph."""
+    """Return the ids of the leaves of `loss`'s graph."""
     found: set[int] = set()
     seen: set[Any] = set()
     nodes = [loss.grad_fn]
@@ -225,7 +225,7 @@ def _leaves(loss: torch.Tensor) -> set[int]:
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters for an optimizer: those that are not frozen, with tied ones once.
+    """Return the parameters for an optimizer: all that require grad, tied ones once.
 
     Raises:
         ValueError: If there are none.
@@ -237,7 +237,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
-    """The parameters of each component that a model has, by key of `COMPONENTS` and by name."""
+    """Return the parameters of each component that a model has, by key of `COMPONENTS` and parameter name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decoder = model.get_decoder()
     towers = {modality: _towers(model, modality) for modality in ("image", "audio")}

@@ -26,8 +26,8 @@ class CombinedProjections(nn.Module):
 
     Rules for forming a group:
 
-    - Missing linears are skipped: absent or None (a configuration without `q_a_proj`, a layer that reuses another's
-      keys), or wrapped in another module. A group needs at least two linears.
+    - Missing linears are skipped: absent or None (a configuration without `q_a_proj`, a layer that reuses the
+      keys of another layer), or wrapped in another module. A group needs at least two linears.
     - If only some linears have a bias, the larger part (with or without bias) is fused, and the others run separately.
     - If a linear is wrapped later (by PEFT or a checkpoint wrapper), all linears of its group run separately.
     - A class may serve both self-attention and cross-attention, whose linears read two inputs. `places` then restricts
@@ -74,7 +74,7 @@ class CombinedProjections(nn.Module):
                 yield group_name, linears
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The Hugging Face forward, with one matmul for each group that can. Arguments and results are its own."""
+        """Run the Hugging Face forward, with one matmul per group where possible. Same arguments and results."""
         if torch.compiler.is_compiling():  # the compiler fuses linears itself
             return super().forward(*args, **kwargs)
         # Not in a backward pass: a checkpoint runs this again, and must compute the same as before.

@@ -46,7 +46,7 @@ from nrl_models.common.upstream_torch import (
 )
 
 _LINEAR, _LINEAR_FORWARD = F.linear, nn.Linear.forward
-"""Original functions. If either is patched globally, linears run separately."""
+"""Unpatched functions. If either is patched globally, linears run separately."""
 
 _saved_tensors_hooks = saved_tensors_hooks
 
@@ -62,7 +62,7 @@ class LinearGroup(nn.Module):
 
     Attributes:
         names: Names of all linears, in the order of their rows, including replaced ones.
-        always_answers: Intercept calls even if the linears run one by one, because a subclass changes their input.
+        always_answers: Whether to intercept calls even if linears run separately, because a subclass changes inputs.
     """
 
     always_answers: bool = False
@@ -88,7 +88,7 @@ class LinearGroup(nn.Module):
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
-        """The linears by name, in the order of their rows, without replaced ones."""
+        """Linears by name, in the order of their rows, without replaced ones."""
         pairs = zip(self.names, (linear() for linear in self._references), strict=True)
         return {name: linear for name, linear in pairs if linear is not None}
 
@@ -157,11 +157,11 @@ class LinearGroup(nn.Module):
         return parameter if type(parameter) is nn.Parameter else None
 
     def set_memory(self, parameter: torch.Tensor, neighbor: torch.Tensor) -> None:
-        """Make a tensor of the same values the memory of a parameter."""
+        """Make a tensor with the same values (a view of the buffer) the memory of a parameter."""
         parameter.data = neighbor
 
     def accept_classes(self) -> None:
-        """Accept the present classes of the linears, which the caller guarantees to compute a linear."""
+        """Accept the current classes of the linears, which the caller guarantees to compute a linear."""
         self._types = tuple(type(linear) for linear in self.linears.values())
 
     def has_its_linears(self) -> bool:
@@ -201,7 +201,7 @@ class LinearGroup(nn.Module):
         return [name for name, linear in pairs if owner._modules.get(name) is not linear()]
 
     def why_separate(self, owner: nn.Module | None = None) -> Obstacle | None:
-        """Return why the linears run separately at present; None if they are fused.
+        """Return why the linears run separately now; None if they are fused.
 
         Args:
             owner: Parent module whose forward calls the linears. If None, wrappers between them are not checked.
@@ -222,7 +222,7 @@ class LinearGroup(nn.Module):
         return None
 
     def _parameters_by_kind(self) -> dict[str, list[nn.Parameter]]:
-        """The linears' weights, and their biases if they have any."""
+        """Return the linears' weights, and their biases if all have one, by kind."""
         kinds = {kind: [linear._parameters.get(kind) for linear in self.linears.values()] for kind in KINDS}
         return {kind: found for kind, found in kinds.items() if None not in found}  # type: ignore[misc]
 
@@ -296,7 +296,7 @@ class LinearGroup(nn.Module):
             ):
                 return None
             linears.append(linear)
-        if not self._busy.acquire(blocking=False):  # another thread started a run in the meantime
+        if not self._busy.acquire(blocking=False):  # another thread has started a run
             return None
         self.__dict__["_run"] = run = GroupRun(self, linears)
         for linear, answer in zip(linears, self._answers, strict=True):
@@ -308,7 +308,7 @@ class LinearGroup(nn.Module):
 
         Args:
             run: The run that `begin` returned.
-            complete: The parent's forward returned. If it did not call some of the linears, the group is not used
+            complete: Whether the parent's forward returned. If it did not call some linears, the group is not used
                 again, because it would compute unused outputs.
         """
         self.__dict__["_run"] = None

@@ -33,7 +33,7 @@ class GroupReport:
 
 
 def report(model: nn.Module) -> list[GroupReport]:
-    """How each group of `model` computes at present, in the order of its modules."""
+    """Return a report for each group of `model`, in the order of its modules, after trying to fuse unfused groups."""
     for module in model.modules():
         if isinstance(module, CombinedProjections) and module._join_when_run:
             module.join_projections()

@@ -70,7 +70,7 @@ class _JoinedLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.lengths, ctx.is_cast = lengths, cast is not None
-        # Parameters are part of the graph, and kept for it: for second derivatives, and to see whether they changed.
+        # Keep the parameters for second derivatives, and to check whether they changed.
         ctx.weights = parameters[: len(lengths)]
         ctx.versions = [version_of(weight) for weight in ctx.weights]
         ctx.dtype = ctx.weights[0].dtype
@@ -87,7 +87,7 @@ class _JoinedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         input, rows = ctx.saved_tensors
         differentiates = torch.is_grad_enabled()
-        if ctx.wants_input and (differentiates or not ctx.is_cast):  # otherwise a cast copy was used, and is saved
+        if ctx.wants_input and (differentiates or not ctx.is_cast):  # otherwise a cast copy was used, and saved
             _check_versions(ctx, [gradient is not None for gradient in gradients])
         if differentiates or any(gradient is None for gradient in gradients):
             weights = [None] * len(ctx.lengths)
@@ -121,10 +121,10 @@ def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gr
 
 
 def _cut(gradient: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
-    """Each linear's rows, without a copy, and not as views of one another."""
+    """Split a gradient into the linears' rows. Without a copy, and in-place changes of one slice are allowed."""
     try:
         return torch.unsafe_split_with_sizes(gradient, lengths, 0)
-    except RuntimeError:  # a batched gradient (`is_grads_batched=True`) has no rule for it
+    except RuntimeError:  # a batched gradient (`is_grads_batched=True`) is not supported
         return gradient.split(lengths)
 
 
@@ -134,7 +134,7 @@ def _separately(
     weights: Sequence[torch.Tensor | None],
     gradients: Sequence[torch.Tensor | None],
 ) -> Gradients:
-    """The gradients one by one: only of the linears that were used, and differentiable again."""
+    """Compute the gradients one by one, only for linears that were used. Supports second derivatives."""
     count = len(ctx.lengths)
     input_gradient = None
     weight_gradients: list[torch.Tensor | None] = [None] * count

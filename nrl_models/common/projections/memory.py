@@ -51,7 +51,7 @@ class Buffer:
         return result
 
     def places(self) -> tuple[tuple[int, torch.Size], ...]:
-        """Where each tensor is: the address of its first element, and its shape."""
+        """Return the address and shape of each tensor."""
         return tuple((rows.data_ptr(), rows.shape) for rows in self.rows.split(self.lengths))
 
     @staticmethod

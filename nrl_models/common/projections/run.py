@@ -41,7 +41,7 @@ class RunnableGroup(Protocol):
         """Return the weights of `linears` if one matmul gives the same result as separate calls; else None."""
 
     def compute(self, input: torch.Tensor, weights: JoinedWeights | None, /) -> tuple[torch.Tensor, ...]:
-        """Every linear's output for `input`."""
+        """Compute each linear's output for `input`."""
 
 
 class GroupRun:
@@ -49,12 +49,12 @@ class GroupRun:
 
     Args:
         group: The group.
-        linears: Its linears.
+        linears: The group's linears.
 
     Attributes:
         begun: Modes at the start of the forward.
         modes: Modes of the last fused matmul.
-        outputs: Outputs of the last fused matmul that were not returned yet; None for the others.
+        outputs: Outputs of the last fused matmul that were not returned yet; None for returned ones.
         left: Number of outputs that were not returned yet.
         thread: Thread of the forward.
     """
@@ -68,13 +68,13 @@ class GroupRun:
         self.left = 0
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
-        """A linear's output `(..., O)` for `input` `(..., I)`; None if the linear has to compute it itself."""
+        """Return a linear's output `(..., O)` for `input` `(..., I)`; None if the linear has to run separately."""
         # In-place changes of an inference-mode tensor between the calls of two linears cannot be detected.
         if type(input) is not torch.Tensor or input.is_inference() or get_ident() != self.thread:
             return None
         modes = _modes(self.linears)
         if not self.left:
-            # A forward may disable gradients itself, as indexers of sparse attention do. Other differences matter.
+            # Parents may disable gradients (as sparse attention's indexers do). Other differences prevent fusing.
             if modes != self.begun and modes != self.begun.without_gradients():
                 return None
             self.modes = modes
@@ -130,7 +130,7 @@ class InterceptedForward:
 
     @property
     def linear(self) -> nn.Linear:
-        """The linear."""
+        """The linear whose calls are intercepted."""
         linear = self.group._references[self.number]()
         assert linear is not None
         return linear
@@ -151,12 +151,12 @@ class OwnForward:
         self.linear = linear
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` `(..., I)`. Returns `(..., O)`."""
+        """Run the forward of the linear's class on `input` `(..., I)`. Returns `(..., O)`."""
         return type(self.linear).forward(self.linear, input)
 
 
 _Seen = list[tuple[torch.Tensor, int, int | None, bool] | None]
-"""For each parameter of a linear: the object, its address, its version, and whether it requires a gradient."""
+"""Object, address, version and `requires_grad` of each parameter of a linear."""
 
 
 def _seen(linear: nn.Linear) -> _Seen:
@@ -216,12 +216,12 @@ class _Modes(NamedTuple):
     transforms: bool
 
     def without_gradients(self) -> _Modes:
-        """The same within `torch.no_grad()`."""
+        """Return these modes as they are within `torch.no_grad()`."""
         return self._replace(learns=False, saved_tensors_hooks=None)
 
 
 def _modes(linears: Sequence[nn.Linear]) -> _Modes:
-    """The active modes."""
+    """Return the active modes."""
     learns = _is_grad_enabled()
     return _Modes(
         learns,
