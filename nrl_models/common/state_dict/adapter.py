@@ -43,7 +43,7 @@ class StateDictAdapter(LayoutTables):
         model: See `LayoutTables`.
 
     Attributes:
-        kept: Weights of multi-token prediction that the model keeps but does not compute with, by engines' names.
+        kept: MTP weights that the model keeps but does not compute with, by engines' names.
         computed: Weights that torch computes from other tensors (pruning, parametrizations).
         quantized: Weights that are stored quantized, with their format.
     """
@@ -273,7 +273,7 @@ class StateDictAdapter(LayoutTables):
 
                 A tensor that the consumer keeps is never overwritten. Its buffer stays in memory until the last tensor
                 in it is freed, and a new buffer is allocated instead. Buffers whose tensors are all freed are reused.
-                On a CPU, the last two stay with the model for its next export, until the model is freed.
+                On a CPU, the model keeps the last two such buffers for its next export.
             layout: Names and shapes to yield.
 
         Raises:
@@ -286,7 +286,7 @@ class StateDictAdapter(LayoutTables):
     # Inside
 
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-        """Implements `iter_export`."""
+        """Implement `iter_export`."""
         own_tensors.require_stored(self.computed)
         if max_bytes is not None and type(max_bytes) is not int:
             raise UnknownArgumentError(f"max_bytes={max_bytes!r}: expected a whole number of bytes, or None")
@@ -335,7 +335,7 @@ _kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDicti
 
 
 def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
-    """The adapter of a model that is not sharded: the same object until the model's structure or its ties change."""
+    """Return the adapter of an unsharded model. It is cached until the model's structure or its ties change."""
     if is_flattened(model):
         return StateDictAdapter(own_tensors.as_built(model))
     conversions = loaded_conversions(model)

@@ -45,7 +45,7 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its size in each dimension."""
+        """Size in each dimension."""
         return tuple(self.tensor.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[B
     Args:
         steps: Steps of a `View`.
         shape: Shape of the complete tensor.
-        block: A region of it.
+        block: A region of the tensor.
     """
     blocks = [block]
     place = tuple(shape)
@@ -105,7 +105,7 @@ def _stepped(block: Block, method: str, args: tuple[int, ...]) -> Block | None:
 
 
 def _reshaped(block: Block, old: Sequence[int], new: Sequence[int]) -> list[Block]:
-    """`block` of a tensor of shape `old`, as blocks of the same tensor of shape `new`."""
+    """Return the blocks that `block`, a region of a tensor of shape `old`, becomes if the tensor has shape `new`."""
     blocks, dim = [block], 0
     for before, after in dimension_runs(old, new):
         if not before:
@@ -153,7 +153,7 @@ def _split(block: Block, dim: int, inner: int) -> list[Block]:
     return result
 
 
-# Views that a rank has without the others
+# Views that a rank can read without other ranks
 
 
 def check_reads(table: Iterable[HFTensor], own: Mapping[str, torch.Tensor]) -> None:
@@ -191,7 +191,7 @@ def cuts_shards(view: View, tensor: DTensor) -> bool:
     if not view.steps:
         return False
     if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
-        return True  # partial sums that are not reduced yet, and interleaved shards
+        return True  # unreduced partial sums, and interleaved shards
     sharded = {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
     for method, args in view.steps:
         if method == "transpose":

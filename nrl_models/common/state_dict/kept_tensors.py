@@ -24,7 +24,7 @@ class KeptTensor:
     """A kept tensor in its stored form.
 
     Args:
-        spec: Its shape, and the dtype in which it is saved and exported.
+        spec: Shape of the tensor, and the dtype in which it is saved and exported.
         stored: Memory-mapped tensors with the values, or the inputs from which they are computed. Never written to.
         compute: Function that computes the values from `stored`. None if `stored` has the values.
         is_mtp: Whether it is a weight of multi-token prediction. Engines also receive these.
@@ -36,7 +36,7 @@ class KeptTensor:
     is_mtp: bool = False
 
     def read(self) -> torch.Tensor:
-        """Return the values on the CPU: the mapped tensor itself, or newly computed values."""
+        """Return the values on the CPU: the mapped tensor, or newly computed values."""
         if self.compute is None:
             return self.stored[0]
         return self.compute(*self.stored).to(self.spec.dtype)
@@ -68,7 +68,7 @@ def kept_by(model: nn.Module, *, mtp_only: bool = False) -> Mapping[str, KeptTen
 
 
 def keeps_unused(model: nn.Module) -> re.Pattern[str]:
-    """Matches names of a checkpoint's tensors that a family's model keeps (`FamilyModel.keeps_unused`)."""
+    """Return a pattern of the checkpoint tensors that a family's model keeps (`FamilyModel.keeps_unused`)."""
     return re.compile("|".join(getattr(model, "keeps_unused", ())) or r"(?!)")
 
 
@@ -76,7 +76,7 @@ def kept_as(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Mapping[str, K
     """Return the tensors that a model keeps.
 
     Raises:
-        StateDictError: If a tensor of `specs` is missing, or is another one.
+        StateDictError: If a tensor of `specs` is missing, or differs in shape or dtype.
     """
     kept = kept_by(model)
     if gone := [name for name, spec in specs.items() if name not in kept or kept[name].spec != spec]:
@@ -86,7 +86,7 @@ def kept_as(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Mapping[str, K
 
 
 def keep(model: nn.Module, tensors: Mapping[str, KeptTensor]) -> None:
-    """Add `tensors` to the ones that a model keeps."""
+    """Add `tensors` to the tensors that a model keeps."""
     if tensors:
         cast(Any, model)._kept_tensors = {**kept_by(model), **tensors}
 
@@ -99,7 +99,7 @@ def kept_from(
     Args:
         files: The checkpoint. It may be closed afterwards.
         keys: Keys of the tensors.
-        dtype: Dtype of dequantized tensors. Others keep their stored dtype.
+        dtype: Dtype of dequantized tensors. Other tensors keep their stored dtype.
         is_mtp: See `KeptTensor`.
     """
     kept = {}

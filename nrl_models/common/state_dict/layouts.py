@@ -81,15 +81,15 @@ def computed_weights(model: nn.Module) -> list[str]:
 
 
 def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
-    """transformers' name and the view of every tensor, in the order of transformers' own `state_dict()`."""
+    """Yield transformers' name and the view of every tensor, in the order of transformers' `state_dict()`."""
     return ((name, View(name)) for name in own_tensors(model))
 
 
 def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
-    """transformers' conversions between the hub's layout and the model's, as it would save them; None if none.
+    """Return transformers' conversions between hub and model, as `save_pretrained` applies them; None without any.
 
-    A prefix that only some checkpoints carry (`PrefixChange`) is kept only if the checkpoint this
-    model came from carried it, which is transformers' rule.
+    Some prefixes are only in some checkpoints (`PrefixChange`). As in transformers, such a prefix is kept only if the
+    model was loaded from a checkpoint that has it.
     """
     loaded_with = loaded_conversions(model) or ()
     conversions = [
@@ -127,7 +127,7 @@ def published_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def under_published_names(model: PreTrainedModel, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
-    """The tensors of a layout that transformers saves, under the names that the model's checkpoint had for them."""
+    """Return a layout's tensors, saved by transformers, under the names in the model's checkpoint."""
     published = published_names(model)
     if not published:
         return dict(table)
@@ -181,7 +181,7 @@ def under_mapped_keys(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def base_prefix(model: PreTrainedModel) -> str:
-    """Of names in a model's base model, which checkpoints may leave out; empty if it has none."""
+    """Return the prefix of names in the base model, which checkpoints may leave out; empty if there is none."""
     return f"{model.base_model_prefix}." if model.base_model_prefix else ""
 
 

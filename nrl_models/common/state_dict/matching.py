@@ -93,7 +93,7 @@ def _coverage(
     given: Mapping[str, TensorSpec | StoredTensor],
     absent: Callable[[str, Collection[HFTensor]], list[str]],
 ) -> list[Problem]:
-    """Problems with the sources of an own tensor: they must fill it exactly once, in one dtype."""
+    """Return problems with the sources of an own tensor, which must fill it exactly once, in one dtype."""
     keys = [key for key, _ in sources]
     views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
     places = [view.place_in(spec.shape) for view in views]

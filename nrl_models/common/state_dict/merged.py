@@ -80,16 +80,16 @@ class MergedAdapter(StateDictAdapter):
         return self._with_ties(_merged_ties(model, tied_names(without_wrappers(model, peft=True)))[0])
 
     def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """As `StateDictAdapter.own_tensors`, without adapters."""
+        """Return the own tensors of the model without adapters, see `StateDictAdapter.own_tensors`."""
         return super().own_tensors(without_wrappers(model, peft=True))
 
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `StateDictAdapter.iter_export`. Weights with an adapter are copied and merged when they are yielded.
+        """Yield tensors as `StateDictAdapter.iter_export`. Weights with adapters are copied and merged when yielded.
 
         Raises:
-            StateDictError: Before the first tensor, if PEFT cannot merge an adapter, or merges it into other weights.
+            StateDictError: Before the first tensor, if PEFT cannot merge an adapter, or into wrong weights.
         """
         if problems := _unmergeable(peft_modules(model)):
             raise StateDictError("the adapters cannot be merged into what is exported", problems)
@@ -100,7 +100,7 @@ class MergedAdapter(StateDictAdapter):
 
 
 class _Merged(Mapping[str, torch.Tensor]):
-    """The model's tensors by name without adapters, merged when they are read. The last module's are cached."""
+    """The model's tensors by name without adapters, merged when they are read. The last module's tensors are cached."""
 
     def __init__(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         self._own = own
@@ -144,7 +144,7 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
 
 
 _FAILURES = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""Errors of PEFT if an adapter cannot be merged, and of torch if one cannot be copied."""
+"""Errors of PEFT if an adapter cannot be merged, and of torch if it cannot be copied."""
 
 
 def _copy(wrapper: Any, copied: dict[int, Any]) -> Any:
@@ -168,11 +168,11 @@ def _merged(wrapper: Any, twin: Any) -> nn.Module:
         if tuner.merged and tuner.disable_adapters:
             tuner.unmerge()
     if is_disabled(wrapper) and hasattr(wrapper, "modules_to_save"):
-        return cast(nn.Module, innermost(twin))  # PEFT unloads the trained copy all the same
+        return cast(nn.Module, innermost(twin))  # PEFT still unloads the trained copy
     merges = not is_disabled(wrapper) and not getattr(wrapper, "merged", False)
     if hasattr(twin, "unload_and_optionally_merge_module"):
         return cast(nn.Module, twin.unload_and_optionally_merge_module(merges, safe_merge=False, adapter_names=None))
-    for tuner in reversed(list(_tuners(twin)) if merges else []):  # an adapter may be around another one's module
+    for tuner in reversed(list(_tuners(twin)) if merges else []):  # an adapter may wrap another adapter's module
         if not tuner.merged:
             tuner.merge(safe_merge=False)
     return cast(nn.Module, twin.get_base_layer())
@@ -235,7 +235,7 @@ def _merge_differences(wrapper: Any) -> Iterator[str]:
     base, generator = innermost(twin), torch.Generator().manual_seed(0)
     inputs = _inputs(base, generator)
     if inputs is None or any(part.is_meta for part in twin.parameters()):
-        return  # experts, for which PEFT only has LoRA, whose deltas are added; or a model without values
+        return  # experts (PEFT only has LoRA, which adds deltas), or a model without values
     of_base = {id(part) for part in base.parameters()}
     for part in twin.parameters():
         if id(part) not in of_base and part.is_floating_point():
@@ -274,7 +274,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _foreign(model: nn.Module) -> dict[str, str]:
-    """PEFT's modules in a model that wrap no module with weights (adaption prompts), with their classes."""
+    """Return PEFT's modules that wrap no module with weights (adaption prompts), with their classes, by name."""
     wrappers = tuple(f"{name}." for name, _ in peft_modules(model))
     return {
         name: type(module).__name__
@@ -305,12 +305,12 @@ def _merged_ties(model: nn.Module, tied: Mapping[str, str]) -> tuple[dict[str, s
 
 
 def _memory_in(wrapper: nn.Module) -> set[int]:
-    """The addresses of all parameters in a module."""
+    """Return the storage addresses of all parameters in a module."""
     return {part.untyped_storage().data_ptr() for part in wrapper.parameters()}
 
 
 def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
-    """Yield the tensors of a wrapper that affect no merged weight, or cannot be merged."""
+    """Yield a problem for each tensor of a wrapper that affects no merged weight, or cannot be merged."""
     base = {id(part) for part in innermost(wrapper).parameters()}
     known = {*wrapper.active_adapters, *_adapters_of(wrapper)}.union(*map(_adapters_of, _tuners(wrapper)))
     for own, part in wrapper.named_parameters():
@@ -324,7 +324,7 @@ def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
 
 
 def _adapters_of(wrapper: Any) -> set[str]:
-    """The names of a wrapper's adapters, active or not."""
+    """Return the names of a wrapper's adapters, active or not."""
     found: set[str] = set()
     for layer in getattr(wrapper, "adapter_layer_names", ()):
         holder: Any = wrapper

@@ -33,7 +33,7 @@ COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers",
 """Config keys of the number of MTP layers."""
 
 JOINT = "eh_proj.weight"
-"""The projection that every MTP layer begins with that is numbered like a decoder layer."""
+"""The projection at the start of every MTP layer that is numbered like a decoder layer."""
 
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Ends of the names of an MTP layer's copies of the model's embeddings."""
@@ -141,12 +141,12 @@ class MTPNames:
         return "mtp" in pattern or _NUMBERED.fullmatch(pattern) is not None
 
     def among(self, unknown: Collection[str]) -> list[str]:
-        """The MTP weights among the keys of a checkpoint that the model does not have."""
+        """Return the MTP weights among `unknown`, the keys of a checkpoint that the model does not have."""
         joints = {self._number(key) for key in unknown if key.endswith(f".{JOINT}")}
         return [key for key in unknown if self._has_prefix(key) or (self._number(key) or -1) in joints]
 
     def incomplete(self, found: Collection[str]) -> list[Problem]:
-        """Problems for MTP layers that the configuration declares and of which a checkpoint has only some."""
+        """Return a problem if a checkpoint has some but not all of the MTP layers in the configuration."""
         numbers = {int(match[1]) for key in found if (match := re.search(r"\.(\d+)\.", key))}
         if not numbers or len(numbers) >= self.announced:
             return []
@@ -158,7 +158,7 @@ class MTPNames:
         return any(pattern.search(key.removeprefix(inside)) for inside, pattern in self.prefixed)
 
     def _number(self, key: str) -> int | None:
-        """The number of the layer after the decoder's that `key` is of."""
+        """Return the number of the MTP layer that `key` belongs to; None if it is not numbered like a decoder layer."""
         for inside, pattern in self.numbered:
             match = pattern.search(key.removeprefix(inside))
             if match and 0 <= int(match["number"]) - self.first < max(self.announced, 1):

@@ -57,7 +57,7 @@ def model_inside(model: Any) -> PreTrainedModel:
 
 
 def parameters_outside(model: nn.Module, inner: nn.Module) -> list[str]:
-    """Names of the parameters of a model that are not in the model inside: PEFT's prompts and prefixes."""
+    """Return names of parameters that are in `model` but not in its inner model: PEFT's prompts and prefixes."""
     inside = {id(part) for part in inner.parameters()}
     return [name for name, part in model.named_parameters() if id(part) not in inside]
 
@@ -121,7 +121,7 @@ def assemble(
     sources: list[tuple[str, HFTensor]],
     state_dict: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Assemble an own tensor from Hugging Face tensors. Returns the same object if one of them is the complete tensor.
+    """Assemble an own tensor from Hugging Face tensors. A source that is the complete tensor is returned as it is.
 
     Args:
         name: Name of the own tensor.
@@ -187,8 +187,8 @@ class StoredFormats(NamedTuple):
 
     Attributes:
         packed: Packed modules of torch, tensor subclasses, and packed weights of bitsandbytes.
-        narrow: Parameters of integers and 8-bit floats, and such buffers of modules without a weight.
-        opaque: Names in `packed` of weights without a memory that safetensors can write: not those of bitsandbytes.
+        narrow: Parameters in integers and 8-bit floats. Also buffers in these dtypes if their module has no weight.
+        opaque: Names in `packed` of weights whose memory safetensors cannot write. Excludes weights of bitsandbytes.
     """
 
     packed: dict[str, str]
@@ -200,7 +200,7 @@ _EXPORT_ADVICE = "export a model that is loaded without quantization, or start t
 
 
 def stored_formats(model: nn.Module) -> StoredFormats:
-    """Return the weights that are not stored as plain floats. Builds nothing, so adapters compare it."""
+    """Return the weights that are not stored as plain floats. Cheap, because adapters call it to detect changes."""
     packed, narrow, opaque = {}, {}, set()
     for prefix, module in own_modules(model, duplicates=True):
         dot = f"{prefix}." if prefix else ""
@@ -274,7 +274,7 @@ def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
     Args:
         model: The model, for example one that FSDP1 has flattened.
-        dtype: Its dtype. Default: that of `model`. Meanwhile, transformers makes it torch's default dtype.
+        dtype: Dtype of the result. Default: that of `model`. It is torch's default dtype during the call.
     """
     with BUILDING, torch.device("meta"):
         built = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype or model.dtype)
@@ -285,7 +285,7 @@ def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def computed_weights(model: PreTrainedModel) -> list[str]:
-    """Return names of weights that torch computes from other tensors, unless the model's class is built so."""
+    """Return names of weights that torch computes from other tensors, unless the model's class defines them so."""
     names = layouts.computed_weights(model)
     built = set(layouts.computed_weights(as_built(model))) if names else set()
     return [name for name in names if name not in built]

@@ -36,8 +36,7 @@ class OtherLayout(Hashable, Protocol):
 Layout = Literal["hub", "transformers"] | OtherLayout
 """`hub`: names and shapes of published checkpoints (separate experts), which engines read and `save_pretrained` writes;
 for a loaded model, those of its checkpoint. `transformers`: names and shapes of transformers' modules in memory
-(stacked
-experts). They only differ if transformers converts on loading. Or the layout of another library."""
+(stacked experts). They only differ if transformers converts on loading. Or the layout of another library."""
 
 
 class LayoutTables:
@@ -208,7 +207,7 @@ def require_tensors(state_dict: Mapping[str, object]) -> None:
 
 
 def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:
-    """The tensors of a table, by the own tensors that hold them."""
+    """Return the tensors of a table by the own tensors that hold them."""
     result: dict[str, list[HFTensor]] = defaultdict(list)
     for tensor in table.values():
         for parameter in tensor.parameters:

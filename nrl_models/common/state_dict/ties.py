@@ -38,7 +38,7 @@ def _declared_ties(plain: nn.Module, names: Set[str]) -> dict[str, str]:
         return {}
     try:
         ties = plain.get_expanded_tied_weights_keys(all_submodels=True)
-    except ValueError:  # a pattern for tensors that were removed: the remaining ones were tied when it was built
+    except ValueError:  # pattern of removed tensors: the other tensors were tied when the model was built
         ties = plain.all_tied_weights_keys
     return {name: kept for name, kept in ties.items() if {name, kept} <= names}
 
@@ -140,7 +140,7 @@ def as_keywords(keys: Iterable[str], value: bool) -> str:
 
 @contextmanager
 def ties_as_read(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager for writing a model's configuration such that reading it results in the same ties.
+    """Adjust a model's configuration while it is written, so that reading it results in the same ties.
 
     When they are read, some classes derive the `tie_word_embeddings` of one part from another's. For example,
     Qwen2.5-VL applies `True` in `text_config` to the complete model. If that would change a key, the keys without

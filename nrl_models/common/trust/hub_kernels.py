@@ -30,7 +30,7 @@ def refuse_hub_kernels(values: Mapping[str, Any], where: str) -> None:
 
 
 def _kernels(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys and values that name a repository."""
+    """Yield the keys that select a kernel, and their values, where a value is a repository."""
     waiting: list[tuple[str, Any, bool]] = [(key, value, False) for key, value in values.items()]
     while waiting:
         key, value, chooses = waiting.pop()

@@ -13,7 +13,7 @@ TRANSFORMERS_BACKEND = "vllm-transformers"
 """vLLM running transformers' model classes (`model_impl="transformers"`)."""
 
 VLLMS = ("vllm", TRANSFORMERS_BACKEND)
-"""Names of vLLM."""
+"""Names of vLLM with its own or transformers' model classes."""
 
 ENGINES = (*VLLMS, "mlx", "megatron", "hf-generate", "http://HOST:PORT")
 """Names of engines; any `http://` or `https://` address is a server."""
@@ -29,7 +29,7 @@ def is_secret(name: str) -> bool:
 
 
 def shown_argument(argument: str) -> str:
-    """An argument of a command as it may be shown: without the value of a secret, or a user and password in it."""
+    """Return a command's argument for display, without the value of a secret and without a user and password."""
     return _IN_ADDRESS.sub("//...@", _ASSIGNED.sub(r"\1...", argument))
 
 

@@ -14,7 +14,7 @@ from nrl_models.errors import NRLModelsError
 class NotAViewError(NRLModelsError):
     """An operation that is not a view of a parameter was applied to a `TracedTensor`.
 
-    Not a `TypeError`: torch's operators (`tensor * 2`) replace that one by their own.
+    Not a `TypeError`: torch's operators (`tensor * 2`) replace a `TypeError` by a new one.
     """
 
 
@@ -33,7 +33,7 @@ class Box:
     shape: tuple[int, ...]
 
     def narrowed(self, dim: int, start: int, length: int) -> Box | None:
-        """The part of the box within `[start, start + length)` of `dim`, in coordinates of that range."""
+        """Return the part of the box within `[start, start + length)` of `dim`, with offsets relative to `start`."""
         begin, end = self.offset[dim], self.offset[dim] + self.shape[dim]
         first, last = max(begin, start), min(end, start + length)
         if first >= last:
@@ -43,7 +43,7 @@ class Box:
         return Box(view, _replaced(self.offset, dim, first - start), _replaced(self.shape, dim, last - first))
 
     def selected(self, dim: int, index: int) -> Box | None:
-        """The part of the box at `index` of `dim`, without that dimension."""
+        """Return the part of the box at `index` of `dim`, without that dimension; None if it is not in the box."""
         begin = self.offset[dim]
         if not begin <= index < begin + self.shape[dim]:
             return None
@@ -51,7 +51,7 @@ class Box:
         return Box(view, _without(self.offset, dim), _without(self.shape, dim))
 
     def transposed(self, dim0: int, dim1: int) -> Box:
-        """The box in the tensor with two dimensions exchanged."""
+        """Return the box with two dimensions exchanged."""
         order = list(range(len(self.shape)))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         offset, shape = (tuple(sizes[dim] for dim in order) for sizes in (self.offset, self.shape))
@@ -138,7 +138,7 @@ def _run_reshaped(box: Box, dims: range, before: Sequence[int], after: Sequence[
 
 
 def dimension_runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dimensions of `old` and of `new` that hold the same elements, as short as possible."""
+    """Match runs of dimensions of `old` with runs of `new` of the same size. The runs are as short as possible."""
     if prod(old) == 0:  # empty, so products of sizes cannot be compared
         return [(list(old), list(new))]
     result: list[tuple[list[int], list[int]]] = []

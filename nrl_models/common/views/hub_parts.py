@@ -1,7 +1,7 @@
 """Sizes of the hub's tensors that transformers concatenates when it loads.
 
 transformers reverts a concatenation into equal parts. If the published parts differ in size, its `save_pretrained`
-writes tensors of other shapes, which no engine reads, and a check of shapes rejects the published ones. For example,
+writes tensors of other shapes. Engines cannot read them, and shape checks reject the published ones. For example,
 convolutions of queries, keys and values with 128, 128 and 256 channels are saved with 171, 171 and 170. Families
 declare the sizes, which are registered with transformers, so that its own `save_pretrained` is corrected as well.
 """
@@ -24,7 +24,7 @@ from nrl_models.common.upstream_conversions import (
 )
 
 PartSizes = Callable[[PreTrainedConfig], Sequence[int | None]]
-"""Return the size of each part from the text configuration. One of them is None: it has the rest."""
+"""Function from the text configuration to the size of each part. One size is None: the remaining elements."""
 
 
 class _JoinParts(Concatenate):
@@ -65,7 +65,7 @@ class _SplitParts(ConversionOps):
 
 
 def register_part_sizes(parts: Mapping[str, PartSizes]) -> bool:
-    """Correct transformers' conversions of some tensors. Returns False if this release has no such conversions.
+    """Correct transformers' conversions of some tensors. Returns False if its version has no such conversions.
 
     Args:
         parts: Sizes by `"KEY: TARGET"`: transformers' model type or class name of the conversions, and the name of the
@@ -83,7 +83,7 @@ def register_part_sizes(parts: Mapping[str, PartSizes]) -> bool:
 
 
 def equal_parts(conversions: Sequence[Any]) -> list[Any] | None:
-    """Return conversions as transformers has them, with equal parts; None if none are corrected."""
+    """Return conversions as transformers declares them, with equal parts; None if none are corrected."""
     if not any(map(_joins, conversions)):
         return None
     return [
@@ -102,7 +102,7 @@ def _corrected(conversion: Any, target: str, sizes: PartSizes) -> Any:
 
 
 def _joins(conversion: Any) -> _JoinParts | None:
-    """The corrected operation of a conversion; None if it has none."""
+    """Return the corrected operation of a conversion; None if it has none."""
     operations = getattr(conversion, "operations", ())
     return next((operation for operation in operations if isinstance(operation, _JoinParts)), None)
 

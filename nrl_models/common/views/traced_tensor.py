@@ -26,13 +26,13 @@ class TracedTensor(torch.Tensor):
 
     @staticmethod
     def of_pieces(shape: Sequence[int], dtype: torch.dtype, pieces: tuple[Piece, ...]) -> TracedTensor:
-        """A tensor of `shape` that lives in `pieces`."""
+        """Create a tensor of `shape` that consists of `pieces`."""
         traced = torch.Tensor._make_wrapper_subclass(TracedTensor, torch.Size(shape), dtype=dtype, device=META)
         traced.pieces = pieces
         return traced
 
     def step(self, method: str, *args: int) -> TracedTensor:
-        """The traced result of one view step."""
+        """Apply one view step, and return the traced result."""
         shape = place_of(tuple(self.shape), ((method, args),)).shape
         if len(self.pieces) != 1 or self.pieces[0].region:
             boxes = step_boxes(boxes_of(tuple(self.shape), self.pieces), tuple(self.shape), method, args)
@@ -100,7 +100,7 @@ def _select(self: TracedTensor, dim: int, index: int) -> TracedTensor:
     method, args = view.steps[-1] if view.steps else ("", ())
     if method != "narrow" or args[0] != dim:
         return self.step("select", dim, index)
-    selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1] + index)  # a row of some is a row
+    selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1] + index)  # merge both
     shape = (*self.shape[:dim], *self.shape[dim + 1 :])
     return TracedTensor.of_pieces(shape, self.dtype, (Piece(selected),))
 
