@@ -1,4 +1,4 @@
-"""The matrix: which combinations of length, data, sampling and batch size are checked."""
+"""The matrix: combinations of length, data, sampling and batch size to check."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ LENGTHS = (100, 1_000)
 DATA = tuple(Data)
 MODES = tuple(Mode)
 BATCHES = (8,)
-"""The default matrix has 8 cells."""
+"""Default batch sizes. The default matrix has 8 cells."""
 
 GUIDE_LENGTHS = (100, 1_000, 10_000)
 GUIDE_BATCHES = (1, 8, 32)
-"""The matrix of NeMo RL's guide has 36 cells."""
+"""Batch sizes in NeMo RL's guide, whose matrix has 36 cells."""
 
 THRESHOLD = 1.05
 """The guide's bound on `token_mult_prob_error`, for equal precision."""
 
 NOISE_FACTOR = 1.5
-"""Factor between the allowed distance of `token_mult_prob_error` from 1 and the noise floor's, if it exceeds the
-threshold. Two correct implementations round differently, and the floor is measured on a few sequences only."""
+"""Multiple of the noise floor's distance from 1 by which `token_mult_prob_error` may differ from 1, if that exceeds the
+threshold. Two correct implementations round differently, and the floor is only measured on a few sequences."""
 
 
 def largest_error(threshold: float, noise_factor: float, noise: float) -> float:
-    """The largest `token_mult_prob_error` that passes: the threshold, or more if the noise floor explains more."""
+    """Return the largest `token_mult_prob_error` that passes: the threshold, or more if noise explains more."""
     explained = 1.0 + noise_factor * (noise - 1.0)
     return max(threshold, explained) if math.isfinite(explained) else threshold
 
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Its name in file names."""
+        """Name in file names."""
         return f"{self.length}-{self.data}-{self.mode}-{self.batch}"
 
     def __str__(self) -> str:
@@ -65,13 +65,13 @@ class Settings:
     """Settings of a consistency check.
 
     Args:
-        lengths, data, modes, batches: The matrix is their product.
+        lengths, data, modes, batches: Values whose combinations are the matrix.
         repeats: Number of measurements of each cell, with different prompts and seeds.
         sampling: Sampling parameters of cells with mode `sampling`.
         new_tokens: Maximum number of generated tokens, and at most half of a sequence.
         strict: Whether the trainer also samples and the engine scores. Detects tokens that the engine never samples.
         threshold: Bound of `token_mult_prob_error`, unless the noise floor allows more.
-        noise_factor: Allowed distance from 1 as a multiple of the noise floor's; 0 to use only the threshold.
+        noise_factor: See `NOISE_FACTOR`; 0 to use only the threshold.
         seed: Random seed of prompts and sampling.
 
     Raises:
@@ -111,14 +111,14 @@ class Settings:
             raise ConsistencyError("cannot check this:", *(f"  - {problem}" for problem in problems))
 
     def cells(self) -> list[Cell]:
-        """The matrix, short sequences first."""
+        """Return the cells of the matrix, short sequences first."""
         data, modes = dict.fromkeys(self.data), dict.fromkeys(self.modes)
         return [Cell(*values) for values in product(sorted(set(self.lengths)), data, modes, sorted(set(self.batches)))]
 
     def sampling_of(self, cell: Cell) -> Sampling:
-        """How a cell samples."""
+        """Return the sampling parameters of a cell."""
         return Sampling(0.0) if cell.mode == Mode.GREEDY else self.sampling
 
     def generated(self, cell: Cell) -> int:
-        """How many tokens of each of a cell's sequences are generated; the others are the prompt."""
+        """Return the number of generated tokens in each sequence of a cell. The tokens before them are the prompt."""
         return min(self.new_tokens, cell.length // 2)

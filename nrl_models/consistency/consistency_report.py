@@ -24,7 +24,7 @@ from nrl_models.parity.result_table import ResultTable
 from nrl_models.parity.worst import last_if_nan, worst_of
 
 MAX_OUTSIDE = 0.01
-"""Share of sampled tokens that the trainer's top-k and top-p may exclude: at the edge, roundings decide."""
+"""Maximum share of sampled tokens that the trainer's top-k and top-p exclude. Rounding decides at their limits."""
 
 CELL = ("length", "data", "mode", "batch")
 
@@ -38,10 +38,10 @@ class CellResult:
 
     Args:
         cell: The cell.
-        repeats: Its measurements.
-        sampling: Sampling parameters of its tokens, see `Settings.sampling_of`.
+        repeats: Measurements of the cell.
+        sampling: Sampling parameters of the tokens, see `Settings.sampling_of`.
         threshold: Bound of `token_mult_prob_error`, unless the noise floor allows more.
-        noise_factor: Allowed distance from 1 as a multiple of the noise floor's.
+        noise_factor: See `nrl_models.consistency.cells.NOISE_FACTOR`.
         verdict: Source of the disagreement; None if the cell passes or was not judged.
     """
 
@@ -80,7 +80,7 @@ class CellResult:
 
     @property
     def worst(self) -> tuple[Comparison, float]:
-        """The comparison with the largest `token_mult_prob_error`, and that."""
+        """The comparison with the largest `token_mult_prob_error`, and the error."""
         errors = {
             name: worst_of(metrics.token_mult_prob_error for metrics in repeats)
             for name, repeats in self.comparisons.items()
@@ -100,7 +100,7 @@ class CellResult:
 
     @property
     def problems(self) -> list[str]:
-        """Why the cell does not pass; empty if it does."""
+        """Reasons why the cell does not pass; empty if it passes."""
         problems = []
         for name, repeats in self.comparisons.items():
             worst = worst_of(metrics.token_mult_prob_error for metrics in repeats)
@@ -136,7 +136,7 @@ class CellResult:
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """The cell, its worst numbers, and every repeat's."""
+        """Return the cell, its worst numbers, and the numbers of every repeat."""
         worst = worst_of(self.errors)
         finite = all(map(math.isfinite, self.errors))
         strict = [metrics.token_mult_prob_error for metrics in self.comparisons.get(Comparison.STRICT, ())]
@@ -165,7 +165,7 @@ class CellResult:
 
 
 class MatrixRow(NamedTuple):
-    """A cell in a table: its values, its numbers, its outcome or why it has none, and its result if it has one."""
+    """A table row of a cell: values, numbers, outcome or reason for its absence, and the result if it has one."""
 
     cell: tuple[str, ...]
     numbers: tuple[str, ...]
@@ -186,7 +186,6 @@ class ConsistencyReport:
         running: Unfinished cells with their current step.
         skipped: Cells that cannot be checked, with the reason.
         error: Reason why the run ended early; empty if it did not.
-        second: Description of the second trainer; empty if there is none.
         out: Directory of the measurements; None if they are not saved.
         capsule: File with the capsule of the worst failing cell; None if none was written.
     """
@@ -219,7 +218,7 @@ class ConsistencyReport:
         return self.verdict == Outcome.PASS
 
     def to_json(self) -> dict[str, Any]:
-        """`{"verdict", "cells": [{"length", "data", "mode", "batch", "token_mult_prob_error", ...}], ...}`."""
+        """Return `{"verdict", "cells": [{"length", "data", "mode", "batch", "token_mult_prob_error", ...}], ...}`."""
         return {
             "verdict": self.verdict,
             "checkpoint": self.path,
@@ -255,7 +254,7 @@ class ConsistencyReport:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The numbers shown of each cell."""
+        """Names of the numbers that each row shows."""
         asked = {Comparison.STRICT: self.settings.strict, Comparison.SECOND: bool(self.second)}
         return (*(name for name in WITH_ENGINE if asked.get(name, True)), "worst sequence", "max |diff|", "noise floor")
 
@@ -300,7 +299,7 @@ class ConsistencyReport:
         return table
 
     def markdown(self) -> str:
-        """The guide's table, and the problems."""
+        """Return the guide's table, and the problems, as Markdown."""
         lines = [f"# {self.title}", "", f"Verdict: **{self.verdict}**, threshold {self.settings.threshold:g}.", ""]
         lines += [f"The run ended early: {self.error}", ""] if self.error else []
         engine = f"trainer vs {self.engine.get('engine')}"

@@ -28,7 +28,7 @@ from nrl_models.parity.worst import last_if_nan
 from nrl_models.quirks import Pattern
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""How far a tensor may be off, relative to its scale, by the engine's dtype. Rounding errors add up over layers."""
+"""Maximum error of a tensor, relative to its scale, by the engine's dtype. Rounding errors add up over layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ModulePair:
-    """How far an engine's module is from the reference's.
+    """Difference between an engine's module and the reference's.
 
     Args:
         module: Name of the module in the reference.
@@ -174,13 +174,13 @@ def match_names(engine: Mapping[str, ModuleCall], reference: Mapping[str, Module
 
 
 def _suffix(name: str) -> str:
-    """The end of a module's name that engines agree on: from `layers.` on, or the last component."""
+    """Return the part of a module's name that engines agree on: from `layers.` on, or else the last component."""
     place = name.rfind("layers.")
     return name[place:] if place >= 0 else name.rpartition(".")[2]
 
 
 def relative_error(expected: torch.Tensor, actual: Sequence[torch.Tensor]) -> float | None:
-    """The smallest error of the forms that `actual` may have, relative to the scale; None if no shape fits."""
+    """Return the smallest error among the possible forms of `actual`, relative to the scale; None if no shape fits."""
     errors = []
     for wanted, form in _comparable(expected, actual):
         difference = (form - wanted).abs().max().item()

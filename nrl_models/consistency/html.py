@@ -28,10 +28,10 @@ MAX_POINTS = 20_000
 
 WORST_SEQUENCES = 2
 CONTEXT_TOKENS = 24
-"""Tokens of the prompt that are shown before the generated ones."""
+"""Number of the prompt's last tokens that are shown before the generated tokens."""
 
 FIGURE_INCHES, DOTS_PER_INCH = (4.6, 3.4), 160
-"""Size of a plot. Its text stays legible where the plot is as narrow as a phone."""
+"""Size of a plot. Its text remains legible on a phone."""
 
 FULL_RED = 0.6
 """Opacity of the red background of a token whose probability differs by at least the threshold's factor."""
@@ -105,7 +105,7 @@ def has_plots() -> bool:
 
 
 def plots_of(repeats: Sequence[Measurement], engine: str) -> list[tuple[str, str]]:
-    """Plot log-probabilities of trainer and engine: error by position, and one side against the other.
+    """Plot log-probabilities of trainer and engine: error by position, and trainer over engine.
 
     Args:
         repeats: Measurements of one cell.
@@ -134,7 +134,7 @@ def _error_by_position(repeats: Sequence[Measurement]) -> str:
         if differences:
             mean, largest = _by_column(differences)
             axes.plot(positions, mean, color=color, linewidth=1.2, label=f"{name}, mean")
-            if differences[0].shape[0] * len(differences) > 1:  # of one sequence the two curves coincide
+            if differences[0].shape[0] * len(differences) > 1:  # the two curves coincide for one sequence
                 axes.plot(positions, largest, color=color, linewidth=0.6, alpha=0.5, label=f"{name}, largest")
     noise, _ = _by_column([rounded - unrounded for rounded, unrounded in (repeat.noise_sides for repeat in repeats)])
     axes.plot(positions, noise, color="0.5", linewidth=0.8, linestyle="--", label="noise floor, mean")
@@ -174,7 +174,7 @@ def _png(figure: Figure) -> str:
 
 
 def _by_column(differences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and largest absolute value of each column, of its finite values."""
+    """Return mean and largest absolute value of each column, ignoring non-finite values."""
     values = torch.cat(differences).abs()
     finite = values.isfinite()
     kept = torch.where(finite, values, 0.0)

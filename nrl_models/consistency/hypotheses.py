@@ -1,8 +1,8 @@
 """Find the cause of a wrong side's log-probabilities: try hypotheses until one reproduces them.
 
-A hypothesis is the set of log-probabilities that a side would return with one specific bug: it ignored the temperature,
-shifted by a token, dropped the soft cap, kept the old weights, or ignored a configuration key. This is much cheaper
-than a search. Hypotheses do not depend on the model's name: they are derived from its head and its configuration.
+A hypothesis is the set of log-probabilities that a side would return with one specific bug. For example, the side
+ignores the temperature or a configuration key, shifts by a token, drops the soft cap, or keeps the old weights. Trying
+hypotheses is much cheaper than a search. They do not depend on the model's name, only on its head and configuration.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from nrl_models.logprobs.logit_buffers import OutputHead
 from nrl_models.logprobs.sampling import Sampling
 
 EXPLAINED = 0.1
-"""A hypothesis has to leave less than this share of the difference."""
+"""Maximum share of the difference that remains if a hypothesis explains it."""
 
 FAR = 10.0
-"""Nats from which on two log-probabilities of a token are just different."""
+"""Maximum difference in nats that a token contributes. Larger differences say nothing more."""
 
 BLOCKS = (1, 16, 32, 64, 128)
 """Sizes of the blocks in which engines cache keys and values."""
 
 LARGE = 3e9
-"""Parameters from which on no models of other configurations are built."""
+"""Number of parameters above which no models of other configurations are built."""
 
 
 class Hypothesis(NamedTuple):
@@ -45,7 +45,7 @@ class Hypothesis(NamedTuple):
 
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Mean absolute difference, in nats; a token counts for `FAR` at most, as it does if only one side excludes it."""
+    """Return the mean absolute difference in nats. A token counts at most `FAR`, also if only one side excludes it."""
     same = (first == second) | (first.isnan() & second.isnan())
     difference = (first - second).abs().nan_to_num(nan=FAR, posinf=FAR).clamp(max=FAR)
     return torch.where(same, 0.0, difference).mean().item()
@@ -87,14 +87,14 @@ class Hypotheses:
             self.hidden, self.head = hidden_states_and_head(self.model, tokens.to(self.model.device))
 
     def __iter__(self) -> Iterator[Hypothesis]:
-        """The hypotheses, cheap ones first."""
+        """Yield the hypotheses, cheap ones first."""
         yield from self.about_logits()
         yield from self.about_alignment()
         yield from self.about_weights()
         yield from self.about_configuration()
 
     def about_logits(self) -> Iterator[Hypothesis]:
-        """Temperature, top-k or top-p are left out, or the scale or soft cap of the logits."""
+        """Yield sampling parameters that were ignored, and scales or soft caps of logits that were not applied once."""
         right, head = self.sampling.processing, self.head
         tried = {(right, head)}
         for kind, message, sampling, end in (
@@ -112,7 +112,7 @@ class Hypotheses:
                 yield Hypothesis(VerdictCause(kind, message), self._logprobs(self.hidden, end, sampling))
 
     def about_alignment(self) -> Iterator[Hypothesis]:
-        """Each token has the log-probability of the previous or the next token."""
+        """Yield shifts: each token has the log-probability of the previous or the next token."""
         extended = self._logprobs(self.hidden, self.head, self.sampling, self.generated + 1)
         unknown = torch.full_like(extended[:, :1], math.nan)
         for neighbor, logprobs in (
@@ -123,7 +123,7 @@ class Hypotheses:
             yield Hypothesis(VerdictCause(CauseKind.ALIGNMENT, message), logprobs)
 
     def about_weights(self) -> Iterator[Hypothesis]:
-        """The weights, or cached keys and values, are from before the last refit."""
+        """Yield weights, and cached keys and values, from before the last refit."""
         before = self.references.with_previous_weights(torch.float32)
         if before is None:
             return
@@ -139,7 +139,7 @@ class Hypotheses:
                 return
 
     def about_configuration(self) -> Iterator[Hypothesis]:
-        """A key of the configuration is not read."""
+        """Yield configuration keys that were ignored, so that another value applied."""
         if self.model.num_parameters() > LARGE:
             return
         config = self.model.config.get_text_config()
@@ -153,12 +153,12 @@ class Hypotheses:
 
     @torch.no_grad()
     def _with_cache_of(self, before: PreTrainedModel, cached: int) -> torch.Tensor:
-        """The right weights, on keys and values that another model computed for the first tokens."""
+        """Return log-probabilities of the right weights, with keys and values of `before` for the first tokens."""
         tokens = self.tokens.to(self.model.device)
         cache = cache_in(before(input_ids=tokens[:, :cached], use_cache=True))
         inputs = cache_input(self.model.forward, cache)
         hidden, head = hidden_states_and_head(self.model, tokens[:, cached:], **inputs)
-        unknown = hidden.new_zeros(len(hidden), cached, hidden.shape[2])  # of the prompt, which does not count
+        unknown = hidden.new_zeros(len(hidden), cached, hidden.shape[2])  # in the prompt, which is not compared
         return self._logprobs(torch.cat([unknown, hidden], 1), head, self.sampling)
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ class Hypotheses:
     def _logprobs(
         self, hidden: torch.Tensor, head: OutputHead, sampling: Sampling, count: int | None = None
     ) -> torch.Tensor:
-        """Log-probabilities of the last `count` tokens, `(batch, count)`; default: the generated ones."""
+        """Return log-probabilities of the last `count` tokens, `(batch, count)`; default: the generated tokens."""
         rows, length = self.tokens.shape
         first = length - (count or self.generated)
         tokens = self.tokens[:, first:].to(hidden.device)
@@ -180,7 +180,7 @@ class Hypotheses:
 
 
 def alternatives(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield keys of a configuration with the values they would have if ignored: none, one, or the class's default."""
+    """Yield configuration keys with the value they would have if ignored: none, one, or the class's default."""
     default = type(config)()
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         yield "layer_types", ["full_attention"] * len(config.layer_types)

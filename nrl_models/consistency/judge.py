@@ -54,7 +54,7 @@ class Judge:
         self.meter, self.references, self.random_weights = meter, references, random_weights
 
     def judge(self, cell: Cell, measurement: Measurement) -> Verdict:
-        """Return the verdict on one measurement of a cell; of one that agrees, kind `precision`."""
+        """Return the verdict on one measurement of a cell. Its kind is `precision` if the sides agree."""
         return self.judged(cell, measurement).verdict
 
     def judged(self, cell: Cell, measurement: Measurement, *, with_tensors: bool = False) -> Judged:
@@ -62,7 +62,7 @@ class Judge:
 
         Args:
             cell: The cell.
-            measurement: One measurement of it.
+            measurement: A measurement of the cell.
             with_tensors: Whether comparisons of modules have the tensors of both sides, for a capsule.
         """
         case, observed = self.case(cell, measurement), Observations()
@@ -130,7 +130,7 @@ class RunningSides:
         return None if before is None else module_output(before, name, call)
 
     def testimony(self, decodes: Callable[[torch.Tensor, torch.dtype], bool]) -> Testimony:
-        """Start the witness and score the sequences. It also decodes if `decodes(scored, dtype)`."""
+        """Start the witness and score the sequences. It also decodes if `decodes(scored, dtype)` returns True."""
         case = self.case
         try:
             with self.references.asked_witness() as witness:
@@ -187,7 +187,7 @@ class RunningSides:
         return ModuleComparison.of_engine(ComparedSide.ENGINE, actual, expected, self._engine_dtype)
 
     def _in_decode(self, tokens: torch.Tensor) -> ModuleComparison:
-        """Decoding compared with prefill, within the engine."""
+        """Compare modules while decoding the last token with modules in a prefill, within the engine."""
         prompt = tokens[0].tolist()
         sample = self.engine.generate([prompt[:-1]], Sampling(0.0), max_new_tokens=1)[0]
         decoded = self.engine.module_calls(sample.sequence, decode_last=True)
@@ -202,7 +202,7 @@ class RunningSides:
 def _worst_sequences(
     measurement: Measurement, settings: Settings, count: int
 ) -> tuple[torch.Tensor, dict[Party, torch.Tensor]]:
-    """The sequences with the largest errors, and every party's log-probabilities of them."""
+    """Return the sequences with the largest errors, and every side's log-probabilities for them."""
     metrics = measurement.metrics
     of_sampled = (Comparison.DECODE, Comparison.PREFILL, Comparison.SECOND)
     sampled = [metrics[name] for name in of_sampled if name in metrics]
@@ -226,7 +226,7 @@ def _worst_sequences(
 
 
 def _owner_of(model: Any, reference: Any, name: str) -> str:
-    """The name of the reference's tensor that `model` has under the wrong `name`; empty if it is none of them."""
+    """Return the name of the reference's tensor that has the values of `model` under `name`; empty without one."""
     wrong = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")[name]
     for other, tensor in reference.state_dict().items():
         if other != name and tensor.shape == wrong.shape and torch.equal(tensor.to(wrong.device), wrong):

@@ -51,7 +51,7 @@ FORMAT = 3
 """Format of saved measurements. Increased whenever older measurements can no longer be read."""
 
 _MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold", "noise_factor")
-"""Settings that a cell's measurement does not depend on: others may be added later."""
+"""Settings that do not affect the measurement of a cell, so that a resumed run may change them."""
 
 
 def check_consistency(
@@ -104,7 +104,7 @@ def check_consistency(
 
     Raises:
         EngineError: If the engine does not start.
-        ConsistencyError: If the check cannot run with these arguments, or `out` has measurements made otherwise.
+        ConsistencyError: If the check cannot run with these arguments, or `out` has measurements with other settings.
         CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
 
     Examples:
@@ -324,7 +324,7 @@ def _fitting(folder: Path, settings: Settings, engine: str, skip: bool) -> tuple
 
 
 def fingerprint(folder: Path) -> dict[str, Any]:
-    """Names, sizes and times of a checkpoint's files: they tell whether it is still the same."""
+    """Return names, sizes and times of a checkpoint's files, to detect changes."""
     return {
         file.name: [file.stat().st_size, file.stat().st_mtime_ns]
         for file in (sorted(folder.iterdir()) if folder.is_dir() else [folder])

@@ -1,4 +1,4 @@
-"""Measuring one cell: generate once, then have every party score the same tokens."""
+"""Measure one cell: generate once, then let every side score the same tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.parity.noise import rounded_otherwise
 
 NOISE_SEQUENCES = (2, 8)
-"""Sequences of a batch on which the noise floor is measured: from one to another it differs by half, so as many as
-`NOISE_TOKENS` allows between these."""
+"""Minimum and maximum number of sequences for the noise floor, which varies by half between sequences. `NOISE_TOKENS`
+limits the number in between."""
 
 NOISE_TOKENS = 8_000
 
@@ -84,12 +84,12 @@ class Measurement:
 
     @property
     def noise_sides(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two sets of log-probabilities that differ by the noise floor."""
+        """Two sets of log-probabilities that differ by the noise floor."""
         return self.rounded, self.trainer[: len(self.rounded)] if self.unrounded is None else self.unrounded
 
     @cached_property
     def metrics(self) -> dict[Comparison, ConsistencyMetrics]:
-        """The metrics of each comparison of which both sides are known."""
+        """Metrics of each comparison whose two sides are known."""
         sides = {
             Comparison.DECODE: (self.trainer, self.decode),
             Comparison.PREFILL: (self.trainer, self.prefill),
@@ -203,7 +203,7 @@ class Meter:
         return cell.length - self.settings.generated(cell)
 
     def _sample(self, engine: Engine, cell: Cell, seed: int, offset: int = 0) -> Arrays:
-        """Continuations of the prompts of `seed`, sampled with the random numbers of `seed + offset`."""
+        """Sample continuations of the prompts of `seed`, with the random numbers of `seed + offset`."""
         prompts = self.prompts.make(cell, self._prompt_length(cell), seed)
         generated, sampling = self.settings.generated(cell), self.settings.sampling_of(cell)
         samples = engine.generate(prompts, sampling, max_new_tokens=generated, seed=seed + offset)
@@ -235,5 +235,5 @@ class Meter:
         generated, sampling = self.settings.generated(cell), self.settings.sampling_of(cell)
         known = engine.capabilities()
         if not known.score or not (known.processed_scores or sampling.is_identity):
-            return torch.zeros(0, generated, dtype=torch.float64)  # it cannot score these
+            return torch.zeros(0, generated, dtype=torch.float64)  # the engine cannot score these tokens
         return final_scores(engine, tokens, generated, sampling, **options)

@@ -24,8 +24,8 @@ class Prompts:
         vocabulary: Number of rows of the model's embedding.
         text: Real text. None uses Python's reference manual.
 
-    A tokenizer may have more tokens than the embedding has rows, as long as they are not used. For example, Gemma 3's
-    has an image token that the text model lacks.
+    A tokenizer may have more tokens than the embedding has rows if they are not used. For example, Gemma 3's
+    tokenizer has an image token that the text model lacks.
     """
 
     def __init__(self, tokenizer: Any | None, vocabulary: int, text: str | None = None) -> None:
@@ -63,13 +63,13 @@ class Prompts:
         return [make(length, generator) for _ in range(cell.batch)]
 
     def counting(self, count: int) -> list[int]:
-        """A text that counts from 1 to `count`; without a tokenizer, counting token ids."""
+        """Return a text that counts from 1 to `count`, as token ids; without a tokenizer, counting token ids."""
         if self.tokenizer is None:
             return self._counting_ids(0, count)
         return [*self._start(), *self._encode(" ".join(map(str, range(1, count + 1))) + " ")]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Token ids as text; as numbers, without a tokenizer."""
+        """Decode token ids; without a tokenizer, return them as numbers."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
 
     def _real(self, length: int, generator: random.Random) -> list[int]:
@@ -95,7 +95,7 @@ class Prompts:
         count, before = length, -1
         while len(ids) < length:
             ids = [*self._start(), *self._encode(" ".join(map(str, range(first, first + count))))]
-            if len(ids) <= before:  # it would never be enough
+            if len(ids) <= before:  # longer texts add no tokens
                 raise ConsistencyError(
                     f"the tokenizer encodes {count:,} numbers as {len(ids)} tokens, the same as half of them, so dummy "
                     f"data of {length:,} tokens is not possible. Is it the tokenizer of another model?"
@@ -122,6 +122,6 @@ class Prompts:
         return ids
 
     def _start(self) -> list[int]:
-        """The special tokens that the tokenizer puts before a text."""
+        """Return the special tokens that the tokenizer adds before a text."""
         plain, marked = self._tokenized("a", add_special_tokens=False), self._tokenized("a")
         return marked[: max(0, len(marked) - len(plain))] if marked[-len(plain) :] == plain else []

@@ -1,4 +1,4 @@
-"""Reference models: transformers' own, in any precision, with the weights that the engine and trainer should have."""
+"""Reference models: transformers' model in any precision, with the weights that engine and trainer should have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nrl_models.engines.start import start_engine
 from nrl_models.parity.check import reference_model
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-"""Gives tensors by hub name, from the first at each call."""
+"""Function that yields tensors by hub name. Each call starts again with the first tensor."""
 
 
 class References:
@@ -54,7 +54,7 @@ class References:
         key = (dtype, combined)
         if key not in self._kept:
             if self._kept and next(iter(self._kept.values())).num_parameters() > 2e9:
-                self._kept.clear()  # one large model at a time
+                self._kept.clear()  # keep only one large model in memory
             self._kept[key] = self._load(dtype, combined, self.weights)
         return self._kept[key]
 
@@ -76,7 +76,7 @@ class References:
             yield engine
 
     def with_config(self, changes: Mapping[str, Any]) -> PreTrainedModel:
-        """transformers' fp32 model of another configuration, with the same weights (not copied)."""
+        """Return transformers' fp32 model of a changed configuration, with the same weights (not copied)."""
         original = self.model(torch.float32)
         config = copy.deepcopy(original.config)
         text = config.get_text_config()
@@ -86,7 +86,7 @@ class References:
             changed = type(original)._from_config(config, dtype=torch.float32)
         changed.load_state_dict(original.state_dict(), strict=False, assign=True)
         if next(changed.buffers(), None) is not None:
-            # Buffers (RoPE tables, scales) follow from the other configuration.
+            # Buffers (RoPE tables, scales) depend on the changed configuration.
             for name, buffer in type(original)._from_config(config, dtype=torch.float32).named_buffers():
                 owner, attribute = owner_of(changed, name)
                 owner._buffers[attribute] = buffer.to(self.device)

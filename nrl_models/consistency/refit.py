@@ -48,10 +48,10 @@ LENGTH = 100
 """Default number of tokens of compared sequences, unless the model's limit is lower."""
 
 FLOOR_FACTOR = 3.0
-"""How many times further from 1 than the first refit's error the second's may be."""
+"""Maximum distance of the second refit's error from 1, as a multiple of the first refit's."""
 
 SMALLEST_EXCESS = 1e-5
-"""How far from 1 a bound is at least: two sides in fp32 differ by less, but not always by the same."""
+"""Minimum distance of a bound from 1. Two sides in fp32 differ by less, but the difference varies."""
 
 FIRST_BOUND = 1.001
 """Bound of the first refit's error in fp32, for which there is no measurement. Lower precisions use `THRESHOLD`."""
@@ -64,7 +64,7 @@ class RefitStep:
     Args:
         name: Name of the step in reports.
         report: The engine's report.
-        problems: Problems of the refit itself; empty if there are none.
+        problems: Problems during the refit; empty if there are none.
         result: The comparison after the refit.
         before: `token_mult_prob_error` before the refit, with the engine's old weights.
     """
@@ -252,7 +252,7 @@ class RefitChecker:
         return Judge(self.meter, self.meter.references, random_weights=True).judge(self.cell, measurement)
 
     def _references(self) -> References:
-        """Models with the trainer's current weights."""
+        """Create reference models with the trainer's current weights."""
         model: FamilyModel = self.meter.trainer.model
         previous = self._previous
         return References(
@@ -280,7 +280,7 @@ class RefitChecker:
         return f"{passed_line(self.passed, passed, len(self.steps), 'refits')}: {self.title}"
 
     def to_json(self) -> dict[str, Any]:
-        """`{"verdict", "refits": [{"name", "token_mult_prob_error", ...}], ...}`."""
+        """Return `{"verdict", "refits": [{"name", "token_mult_prob_error", ...}], ...}`."""
         return {
             "verdict": Outcome.of(self.passed),
             "checkpoint": self.path,
@@ -307,7 +307,7 @@ class RefitChecker:
         }
 
     def table(self) -> ResultTable:
-        """A row for each refit."""
+        """Return a table with a row for each refit."""
         sides = (Comparison.DECODE, Comparison.PREFILL)
         hidden = f". Not observable: {listed(self.not_observable)}" if self.not_observable else ""
         table = ResultTable("refit", title=escape(self.title + hidden))

@@ -23,7 +23,7 @@ class Party(StrEnum):
 
 
 class Deviation(NamedTuple):
-    """How far a party is from fp64: its `token_mult_prob_error`, and the largest difference in nats."""
+    """Distance of a side from fp64: `token_mult_prob_error`, and the largest difference in nats."""
 
     token_mult_prob_error: float
     max: float
@@ -44,8 +44,8 @@ class Opinion:
     Args:
         engine: Name of the witness engine.
         vote: The side that it agrees with; None if it returned no log-probabilities.
-        error: Why it returned none.
-        decodes: Whether its decoding is also right; None if that was not checked.
+        error: Reason why there are no log-probabilities.
+        decodes: Whether the witness's decoding is also right; None if that was not checked.
     """
 
     engine: str
@@ -132,7 +132,7 @@ class Verdict:
 
     @property
     def evidence(self) -> Evidence:
-        """The facts that quirks are matched with."""
+        """Facts by which quirks are matched."""
         if self.divergence is None:
             return Evidence(self.kind, self.random_weights)
         found = self.divergence
@@ -140,7 +140,7 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """All of it in a few sentences."""
+        """The verdict in a few sentences."""
         who = " and ".join(self.at_fault)
         if self.kind == VerdictKind.PRECISION:
             sentences = ["The difference is explained by precision"]
@@ -163,7 +163,7 @@ class Verdict:
         return " ".join(f"{sentence.removesuffix('.')}." for sentence in sentences)
 
     def to_json(self) -> dict[str, Any]:
-        """By name, with numbers that JSON lacks as None."""
+        """Return the fields as JSON values. Numbers that JSON lacks are None."""
         errors = {party: finite_or_none(error._asdict()) for party, error in self.errors.items()}
         return asdict(self) | {"errors": errors, "summary": self.summary}
 

@@ -1,4 +1,4 @@
-"""Change the weights of a trainer between two refits, so that a tensor that stays old in the engine is detected.
+"""Change the weights of a trainer between two refits, so that stale tensors in the engine are detected.
 
 A training step changes every element of every floating-point tensor, including buffers. A tensor that did not arrive is
 detected in two ways:
@@ -29,25 +29,25 @@ from nrl_models.family import FamilyModel
 from nrl_models.logprobs.metrics import token_mult_prob_error
 
 LEARNING_RATE = 1e-2
-"""Of the training step between two refits: large, so that stale weights show."""
+"""Learning rate of the training step between two refits. Large, so that stale weights have an effect."""
 
 MIN_CHANGE = 1.01
-"""Minimum `token_mult_prob_error` between before and after the training step. A smaller change would show nothing."""
+"""Minimum `token_mult_prob_error` between before and after the step. A smaller change would not detect anything."""
 
 RELATIVE_MOVE = 2.0**-6
 """Minimum change of an element relative to its size. Smaller steps could be lost if the engine rounds to bf16."""
 
 MARGIN = 4.0
-"""Factor between the error (its distance from 1) of a stale tensor and the bound, so that the check detects it."""
+"""Minimum ratio of the error of a stale tensor to the bound, both as distances from 1, so that it is detected."""
 
 LARGER_MOVES = (1.0, 8.0, 64.0)
-"""Factors on a tensor's step, tried one after the other until a stale tensor would be found."""
+"""Factors on a tensor's step. They are tried in order until a stale tensor would be detected."""
 
 FINITE_BOUND = 2.0**14
 """Replaces infinite elements, which no step moves: disabled bounds of activations (`input_min` of Gemma 4)."""
 
 OBSERVING_SECONDS = 60.0
-"""Time in which the effect of stale tensors is measured, one forward pass for each; the others are listed."""
+"""Time limit for measuring the effect of stale tensors, with one forward pass each. Further tensors are listed."""
 
 
 class WeightChange:
@@ -69,7 +69,7 @@ class WeightChange:
     def train(self, bound: float) -> float:
         """Train a step on new prompts; returns how far it moves the trainer (`token_mult_prob_error`).
 
-        Every element of every floating-point tensor moves, see the module.
+        Every element of every floating-point tensor moves, see the module's docstring.
 
         Args:
             bound: Bound on the `token_mult_prob_error` of the next refit.
@@ -112,11 +112,11 @@ class WeightChange:
         scores: Callable[[], torch.Tensor],
         needed: float,
     ) -> None:
-        """Enlarge the steps of tensors that could be stale without detection, if larger steps are detected."""
+        """Enlarge the steps of tensors that could be stale without detection, until a stale one would be detected."""
         started, now = time.monotonic(), scores()
         for name, tensor in weights.items():
             if old[name].isinf().any():
-                continue  # no multiple of an infinite step is a number
+                continue  # infinite steps cannot be scaled
             new, current = tensor.clone(), now
             for factor in LARGER_MOVES:
                 if time.monotonic() - started > OBSERVING_SECONDS:
@@ -132,7 +132,7 @@ class WeightChange:
 
     @torch.no_grad()
     def unseen(self, after: Measurement, bound: float) -> Iterable[str]:
-        """Yield tensors that could be stale without an effect above `bound` on the tokens that are compared."""
+        """Yield tensors that could be stale without an effect above `bound` on the compared tokens."""
         model, old = self.meter.trainer.model, self.old
         plan, kept = model.state_dict_adapter.export_plan(), model.state_dict_adapter.kept
         yield from (name for name, _, dtype in plan if name in kept or not dtype.is_floating_point)
@@ -153,7 +153,7 @@ class WeightChange:
     def _effect(
         tensor: torch.Tensor, old: torch.Tensor, now: torch.Tensor, scores: Callable[[], torch.Tensor]
     ) -> float:
-        """`token_mult_prob_error` of the trainer with a tensor that is as it was."""
+        """Return `token_mult_prob_error` of the trainer if one tensor has its old values."""
         new = tensor.clone()
         tensor.copy_(old)
         effect = _error(scores(), now)
@@ -196,7 +196,7 @@ def _move_all(weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tenso
 def _move_kept(
     model: FamilyModel, weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], seed: int
 ) -> None:
-    """Change the weights of multi-token prediction that a model keeps. Copies of its embeddings stay copies."""
+    """Change the MTP weights that a model keeps. Copies of the model's embeddings stay equal to them."""
     moved = {}
     for name, tensor in kept_by(model, mtp_only=True).items():
         before = tensor.read()

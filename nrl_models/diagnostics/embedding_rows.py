@@ -25,11 +25,11 @@ ROWS_AT_A_TIME = 8192
 
 NEAR_ZERO = 1e-10
 IDENTICAL = 1e-8
-"""The guide's thresholds: on the largest absolute value of a row, and on its standard deviation."""
+"""The guide's thresholds: for the largest absolute value of a row, and for its standard deviation."""
 
 SMALL = 0.05
 """A row is flat if its deviation is below this fraction of the median. It is at the mean if its distance from the mean
-is. In SmolLM2, Gemma 3 and MiniLM no trained row is below 0.2."""
+is. In SmolLM2, Gemma 3 and MiniLM, all trained rows are above 0.2."""
 
 SAME_DIRECTION = 0.9
 """Minimum cosine between rows of a cluster and its center, after subtracting the mean of all rows. At 0.85, the most
@@ -101,7 +101,7 @@ def untrained_rows(
 
     Args:
         weight: The embedding.
-        found: Its statistics.
+        found: Statistics of the rows.
         near_zero, identical: Thresholds of the guide.
         padding: Row that may be zero.
     """
@@ -156,7 +156,7 @@ class EmbeddingSummary:
     copies: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """By name."""
+        """Return the fields as JSON values, with the untrained rows on the same level."""
         values = asdict(self)
         return values | values.pop("untrained") | {"kind": self.kind.lower(), "dtype": dtype_name(self.dtype)}
 
@@ -170,7 +170,7 @@ def summarize(
     identical: float = IDENTICAL,
     padding: int | None = None,
 ) -> EmbeddingSummary:
-    """Statistics and untrained rows of `weight`, `(vocabulary, hidden)`; `padding` is a row that may be zero."""
+    """Find the untrained rows of `weight`, `(vocab_size, hidden_size)`. The row `padding` may be zero."""
     found = statistics(weight)
     untrained = untrained_rows(weight, found, near_zero=near_zero, identical=identical, padding=padding)
     healthy = torch.ones(len(weight), dtype=torch.bool)
@@ -191,13 +191,13 @@ def summarize(
 
 
 def blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The rows of `weight`, some thousands at a time, in fp32, each with the index of its first."""
+    """Yield blocks of rows of `weight` in fp32, each with the index of its first row."""
     for first in range(0, len(weight), ROWS_AT_A_TIME):
         yield first, weight[first : first + ROWS_AT_A_TIME].float()
 
 
 def statistics(weight: torch.Tensor) -> RowStatistics:
-    """The statistics of `weight`, `(vocabulary, hidden)`."""
+    """Compute the statistics of `weight`, `(vocab_size, hidden_size)`."""
     found, column_sums, summed = [], torch.zeros(weight.shape[1], dtype=torch.float64), 0
     for _, rows in blocks(weight):
         # Sum in fp64, because fp32 sums of squares lose small deviations.
@@ -215,7 +215,7 @@ def statistics(weight: torch.Tensor) -> RowStatistics:
 
 
 def duplicates(weight: torch.Tensor, skipped: torch.Tensor) -> list[list[int]]:
-    """Groups of rows that are equal bit for bit, largest first; `skipped`, a mask of rows, are in none."""
+    """Find groups of bitwise equal rows, largest first, without the rows in mask `skipped`."""
     alike: dict[bytes, list[int]] = defaultdict(list)
     for first in range(0, len(weight), ROWS_AT_A_TIME):
         rows = weight[first : first + ROWS_AT_A_TIME].contiguous().view(torch.uint8).numpy()
@@ -226,7 +226,7 @@ def duplicates(weight: torch.Tensor, skipped: torch.Tensor) -> list[list[int]]:
 
 
 def at_the_mean(weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return a mask of rows close to the mean (relative to the median distance), like those of new tokens."""
+    """Return a mask of rows close to the mean (relative to the median distance), like rows of new tokens."""
     center = mean.float()
     distances = torch.cat([(rows - center).norm(dim=1) for _, rows in blocks(weight)])
     return distances < SMALL * distances.nanmedian()
@@ -256,7 +256,7 @@ def clusters(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) ->
 
 
 def _centers(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-    """Directions, `(count, hidden)`, that several of some sampled rows share."""
+    """Find directions that several sampled rows share. Returns unit vectors, `(count, hidden_size)`."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(weight), generator=generator)
     sample = order[~skipped[order]][:SAMPLED_ROWS].sort().values
@@ -265,7 +265,7 @@ def _centers(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) ->
     projection = torch.randn(hidden, dimensions, generator=generator) if dimensions < hidden else torch.eye(hidden)
     parts = [weight[part].float() - mean.float() for part in sample.split(ROWS_AT_A_TIME)]
     low = torch.nn.functional.normalize(torch.cat([part @ projection for part in parts]))
-    # In fewer dimensions a cosine is off by some hundredths; two rows of a cluster have the square of its bound.
+    # Projected cosines are off by some hundredths. Two rows of a cluster may have the square of its bound.
     bound = SAME_DIRECTION**2 - 0.1
     neighbors = torch.cat([(part @ low.T > bound).sum(1) for part in low.split(1024)])
     found: list[torch.Tensor] = []

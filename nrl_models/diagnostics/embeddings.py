@@ -43,7 +43,7 @@ from nrl_models.loading.read_config import read_config
 from nrl_models.parity.parity_report import Unit
 
 SHOWN_TOKENS, SHOWN_GROUPS = 12, 8
-"""How many tokens are named in a line, and how many groups are listed."""
+"""Maximum number of tokens to name in a line, and of groups to list."""
 
 
 def diagnose_embeddings(
@@ -248,7 +248,7 @@ def _lines(
 
 
 def ranges(indices: Sequence[int]) -> str:
-    """Sorted indices as `0-1,3-999,1192`."""
+    """Return sorted indices as text: `0-1,3-999,1192`."""
     # In a run of consecutive indices, the difference between an index and its position is constant.
     runs = [[index for _, index in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

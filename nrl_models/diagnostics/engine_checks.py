@@ -25,7 +25,7 @@ PROMPT_TOKENS = 8
 """Number of prompt tokens for the check of the length limit."""
 
 THRESHOLD = 1.05
-"""The guide's bound, for decoding compared with prefill."""
+"""The guide's bound for decoding compared with prefill."""
 
 TOLERANCE = 1e-3
 """The guide's tolerance for compiled modes, absolute and relative."""
@@ -38,8 +38,8 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "cuda graph mode lps with backend=eager": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
 }
-"""Modes to compare with eager mode, by the guide's names, with vLLM's options. The precision flag is that of the
-environment variable `TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1`. On a CPU, modes compile, but have no graphs."""
+"""Modes to compare with eager mode, by the guide's names, with vLLM's options. The precision flag is the environment
+variable `TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1`. On a CPU, modes compile, but have no graphs."""
 
 VLLM = "--engine vllm (`make engine` installs it)"
 """Options of the engine that supports these diagnostics."""
@@ -48,15 +48,15 @@ SHOWN_TOKENS = 3
 """Number of first tokens of an answer to show if prefix caching returns NaN."""
 
 Start = Callable[[dict[str, Any]], AbstractContextManager[Engine]]
-"""Starts an engine with options added to its own."""
+"""Function that starts an engine with additional options."""
 
 
 def diagnose_max_model_len(
     engine: Engine, subject: str, prompt: Sequence[int], *, prompt_tokens: int = PROMPT_TOKENS
 ) -> Diagnosis:
-    """Diagnostic 1: request more tokens than fit, and check that the engine enforces `max_model_len`.
+    """Check that the engine enforces `max_model_len`, by requesting more tokens than fit (diagnostic 1).
 
-    An engine that does not enforce it reads and writes past the end of its tables in long sequences.
+    Without this limit, an engine reads and writes past the end of its tables in long sequences.
 
     Args:
         engine: Engine started with a small limit (20 in the guide).
@@ -84,7 +84,7 @@ def diagnose_max_model_len(
     try:
         sample = engine.generate([prompt], Sampling(0.0), max_new_tokens=limit, beyond_limit=True)[0]
     except EngineError as error:
-        # An engine that has died also raises. After a refusal, it still generates what fits.
+        # An engine that has died also raises. An engine that rejects the request still generates tokens that fit.
         engine.generate([prompt], Sampling(0.0), max_new_tokens=limit - len(prompt), ignore_end=False)
         result.say(f"Refused: {error}")
         result.measured["refused"] = True
@@ -106,7 +106,7 @@ def diagnose_decode_vs_prefill(
     threshold: float = THRESHOLD,
     seed: int = 0,
 ) -> Diagnosis:
-    """Diagnostic 2: sample long continuations at temperature 1, and score the same tokens in one prefill.
+    """Compare long continuations, sampled at temperature 1, with a prefill of the same tokens (diagnostic 2).
 
     Only generated tokens are compared, because prompt tokens are prefilled both times and would dilute an error.
 
@@ -147,7 +147,7 @@ def diagnose_decode_vs_prefill(
 
 
 def _against_prefill(engine: Engine, samples: Sequence[Sample], new_tokens: int) -> list[ConsistencyMetrics]:
-    """Each sample as it was decoded, compared with the same tokens in one prefill at temperature 1."""
+    """Compare each decoded sample with a prefill of the same tokens at temperature 1."""
     scores = engine.score([sample.sequence for sample in samples], Sampling(), last=new_tokens)
     return [
         consistency_metrics(padded([score[len(sample.prompt) :]]), padded([sample.logprobs]))
@@ -164,7 +164,7 @@ def diagnose_precision(
     modes: Sequence[str] = tuple(MODES),
     tolerance: float = TOLERANCE,
 ) -> Diagnosis:
-    """Diagnostic 4: score the same tokens in eager mode and in compiled modes. Informative, not a strict check.
+    """Compare scores of the same tokens in eager mode and in compiled modes (diagnostic 4). Only informative.
 
     The tokens are prompts with their continuations from eager mode. If each mode generated its own continuation,
     nothing could be compared after the first different token.
@@ -206,7 +206,7 @@ def diagnose_precision(
 
 
 def _part(rows: Sequence[Sequence[float]], samples: Sequence[Sample], part: str) -> torch.Tensor:
-    """Log-probabilities of the prompts (without their first tokens), or of the generated tokens."""
+    """Return log-probabilities of the prompts (without their first tokens), or of the generated tokens."""
     lengths = [len(sample.prompt) for sample in samples]
     places = [slice(1, length) if part == "prompt" else slice(length, None) for length in lengths]
     return padded([row[place] for row, place in zip(rows, places, strict=True)])
@@ -245,16 +245,19 @@ def diagnose_prefix_caching(
     threshold: float = THRESHOLD,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Diagnosis:
-    """Diagnostic 5: let the engine continue a count, append its answer to the prompt, and let it continue without NaN.
+    """Check a continued answer with prefix caching: no NaN, and close to a prefill (diagnostic 5).
 
-    Multi-turn RL uses an engine this way: the prefix cache then has entries written while decoding. (vLLM 0.14 returned
-    NaN for all tokens of the second answer except the first.) The guide only requires values without NaN. The second
-    answer is also compared with one prefill without the cache.
+    The engine continues a count, its answer is appended to the prompt, and it continues again. Multi-turn RL does the
+    same, so the cache then has entries written while decoding. vLLM 0.14 returned NaN for all tokens of the second
+    answer except the first.
+
+    The guide only requires values without NaN. This check also compares the second answer with one prefill without
+    the cache.
 
     Args:
         engine: An engine with prefix caching.
         subject: The checkpoint, for the output.
-        prompt: Token ids of a text that counts; the guide's counts to 3000.
+        prompt: Token ids of a text that counts; to 3000 in the guide.
         new_tokens: Number of tokens to generate, twice.
         threshold: Bound of the second answer's `token_mult_prob_error`, compared with one prefill.
         decode: Function that decodes token ids, for the output.
@@ -271,7 +274,7 @@ def diagnose_prefix_caching(
     iterations: list[dict[str, Any]] = []
     version = str(engine.describe().get("vllm", "")).rpartition(" ")[2]
     result.measured = {"engine": f"{engine.name} {version}".strip(), "iterations": iterations}
-    result.value, result.bound, result.unit = 0, 0, Unit.COUNT  # of NaN
+    result.value, result.bound, result.unit = 0, 0, Unit.COUNT  # number of NaN values
     tokens = tuple(prompt)
     for iteration in (1, 2):
         length = f"{len(tokens)} tokens" if decode is None else f"{len(decode(tokens))} chars"

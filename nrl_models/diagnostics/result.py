@@ -37,7 +37,7 @@ class Diagnosis:
 
     @property
     def passed(self) -> bool:
-        """Whether it passed."""
+        """Whether the diagnostic passed."""
         return self.outcome == Outcome.PASS
 
     def say(self, line: str) -> None:
@@ -51,7 +51,7 @@ class Diagnosis:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """`{"diagnostic", "verdict", "value", "bound", "unit", "checkpoint", ...}`."""
+        """Return `{"diagnostic", "verdict", "value", "bound", "unit", "checkpoint", ...}`."""
         return {
             "diagnostic": self.name,
             "verdict": self.outcome,

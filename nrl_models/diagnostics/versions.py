@@ -36,7 +36,7 @@ class Version:
 
     @property
     def engine(self) -> str:
-        """The engine's version; empty if that is not known."""
+        """Version of the engine; empty if unknown."""
         return "" if self.diagnosis is None else str(self.diagnosis.measured.get("engine", ""))
 
 
@@ -48,7 +48,7 @@ class Versions:
 
     @property
     def verdict(self) -> Outcome:
-        """`FAIL` if a version failed, `INCOMPLETE` if an engine did."""
+        """`FAIL` if a diagnosis failed, `INCOMPLETE` if an engine failed."""
         outcomes = {version.outcome for version in self.found}
         return next(outcome for outcome in (Outcome.FAIL, Outcome.INCOMPLETE, Outcome.PASS) if outcome in outcomes)
 
@@ -64,7 +64,7 @@ class Versions:
         return f"{self.verdict.upper()}: {passed} of {len(self.found)} environments passed"
 
     def table(self) -> ResultTable:
-        """A row for each environment."""
+        """Return a table with a row for each environment."""
         table = ResultTable("environment", "engine", "verdict", "result")
         for version in self.found:
             last = version.error.splitlines()[0] if version.diagnosis is None else version.diagnosis.lines[-1]
@@ -74,7 +74,7 @@ class Versions:
         return table
 
     def to_json(self) -> dict[str, Any]:
-        """`{"verdict", "environments": [{"environment", "verdict", "error", ...}]}`."""
+        """Return `{"verdict", "environments": [{"environment", "verdict", "error", ...}]}`."""
         return {
             "verdict": self.verdict,
             "environments": [

@@ -33,7 +33,7 @@ NAME = "nrl_models capsule"
 
 
 class CapsuleKind(StrEnum):
-    """The check that wrote a capsule."""
+    """Check that wrote a capsule."""
 
     CONSISTENCY = "consistency"
     WATCH = "watch"
@@ -41,12 +41,12 @@ class CapsuleKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Size of a capsule.
+    """Limits on the contents of a capsule.
 
     Args:
-        megabytes: Largest size of its tensors in MB. Log-probabilities are always kept. Weights and activations of the
+        megabytes: Maximum size of the tensors in MB. Log-probabilities are always kept. Weights and activations of the
             first diverging block come next, then activations of the other blocks.
-        tokens: Longest sequence whose activations are kept.
+        tokens: Maximum length of sequences whose activations are kept.
     """
 
     megabytes: float = 16.0
@@ -64,8 +64,8 @@ class Contents:
     """Contents of a capsule.
 
     Args:
-        kind: The check that wrote it.
-        limits: Largest size, while it is filled.
+        kind: The check that writes the capsule.
+        limits: Limits that apply while it is filled.
 
     Attributes:
         values: A JSON object.
@@ -89,7 +89,7 @@ class Contents:
         return sum(tensor.nbytes for tensor in self._stored.values())
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add tensors, whatever their size."""
+        """Add tensors of any size."""
         self._add(tensors, _stored_forms(tensors))
 
     def _add(self, tensors: Mapping[str, torch.Tensor], forms: Mapping[str, tuple[str, torch.Tensor]]) -> None:
@@ -223,7 +223,7 @@ def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Context manager in which missing or wrong values of a capsule raise `CapsuleError`."""
+    """Raise `CapsuleError` for missing or wrong values of a capsule while the context is open."""
     try:
         yield
     except NRLModelsError:

@@ -22,10 +22,10 @@ from nrl_models.logprobs.sampling import Sampling
 from nrl_models.quirks import CATALOG, Pattern, VerdictKind
 
 FLOOR_FACTOR = 5.0
-"""A party may be this many times further from fp64 than transformers in the same precision is."""
+"""Maximum distance of a side from fp64, as a multiple of the distance of transformers in the same precision."""
 
 MODULE_TOKENS = (64, 256)
-"""Numbers of tokens on which modules are first compared. If none diverges, the complete sequence is used."""
+"""Numbers of tokens on which modules are first compared. If no module diverges, the complete sequence is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,10 @@ class Testimony:
     """Log-probabilities of a witness.
 
     Args:
-        dtype: Name of the precision that explains its rounding.
-        error: Why it returned none.
-        scored: Its log-probabilities of the sequences; None if it returned none.
-        decoded: Its log-probabilities while decoding other continuations; None if that was not necessary.
+        dtype: Name of the precision that explains the witness's rounding.
+        error: Reason why there are no log-probabilities.
+        scored: Log-probabilities of the sequences; None after an error.
+        decoded: Log-probabilities while decoding other continuations; None if that was not necessary.
         exact, rounded: Log-probabilities of these continuations from transformers, in fp64 and in `dtype`.
     """
 
@@ -109,7 +109,7 @@ class Measures(Protocol):
         """Return the output of a module with the weights from before the last refit; None if there are none."""
 
     def testimony(self, decodes: Callable[[torch.Tensor, torch.dtype], bool]) -> Testimony:
-        """Start the witness and score the sequences. It also decodes if `decodes(scored, dtype)`."""
+        """Start the witness and score the sequences. It also decodes if `decodes(scored, dtype)` returns True."""
 
 
 class Decision:
@@ -117,7 +117,7 @@ class Decision:
 
     Args:
         case: The case.
-        observed: Measurements. Missing ones are taken with `measures`.
+        observed: Measurements. `measures` takes missing ones.
         measures: The running sides; None in a replay.
     """
 
@@ -129,7 +129,7 @@ class Decision:
         """The running sides.
 
         Raises:
-            CapsuleError: In a replay, which has none.
+            CapsuleError: In a replay, which has no running sides.
         """
         if self._measures is None:
             raise CapsuleError(
@@ -139,7 +139,7 @@ class Decision:
         return self._measures
 
     def verdict(self) -> Verdict:
-        """Return the verdict; of sides that agree, kind `precision`."""
+        """Return the verdict. Its kind is `precision` if the sides agree."""
         case, reference = self.case, self._reference
         exact, single = reference(torch.float64), reference(torch.float32)
         errors = {
@@ -183,7 +183,7 @@ class Decision:
         return self.observed.tensor(f"reference.{dtype_name(dtype)}", lambda: self.measures.reference(dtype))
 
     def _hypotheses(self) -> Iterator[Hypothesis]:
-        """Hypotheses in order. A record ends with the one that was the cause."""
+        """Yield hypotheses in order. In a replay, the last one in the record was the cause."""
         values, tensors = self.observed.values, self.observed.tensors
         live: Iterator[Hypothesis] | None = None
         for index in count():
@@ -218,7 +218,7 @@ class Decision:
     # Rules
 
     def _possible_dtypes(self, party: Party) -> tuple[torch.dtype, ...]:
-        """The dtypes a party may compute in, most precise first: the one it reports, or any if it reports none."""
+        """Return the dtypes that a side may compute in, most precise first. Without a reported dtype: any."""
         dtype = self.case.dtypes[party]
         if dtype is None:
             return torch.float32, torch.float16, torch.bfloat16
@@ -250,7 +250,7 @@ class Decision:
         return "None of its modules diverges"
 
     def _described(self, found: ModuleComparison, divergence: Divergence) -> Divergence:
-        """Add the pattern, or what was compared."""
+        """Add the pattern of a divergence, or the comparison that found it."""
         if found.side is ComparedSide.DECODE:
             return replace(divergence, detail="decoding one token after a cached prompt, compared with one prefill")
         if found.side is ComparedSide.TRAINER:

@@ -14,7 +14,7 @@ from nrl_models.errors import NRLModelsError, one_line
 from nrl_models.parity.parity_report import Unit
 
 RELATIVE = 1e-4
-"""Numbers of a replay may differ by this share from recorded ones: other processors round differently."""
+"""Relative difference up to which numbers of a replay count as equal, because other processors round differently."""
 
 ABSOLUTE = 1e-9
 
@@ -27,7 +27,7 @@ class ReplayCheck:
 
     Args:
         name: Name of the part.
-        passed: Whether it gives the recorded result.
+        passed: Whether the result equals the recorded one.
         detail: The result.
         different: Number of values that differ from the recorded ones. The bound is 0.
     """
@@ -38,7 +38,7 @@ class ReplayCheck:
     different: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """`{"name", "passed", "detail", "value", "bound", "unit"}`."""
+        """Return `{"name", "passed", "detail", "value", "bound", "unit"}`."""
         number = {"value": self.different, "bound": 0, "unit": Unit.COUNT}
         fields = {"name": self.name, "passed": self.passed, "detail": self.detail}
         return fields | (dict.fromkeys(number) if self.different is None else number)
@@ -46,7 +46,7 @@ class ReplayCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """The result of replaying a capsule.
+    """Result of replaying a capsule.
 
     Args:
         kind: The check that wrote the capsule.
@@ -55,7 +55,7 @@ class Replay:
         summary: The verdict in a few sentences.
         checks: Parts that were computed again.
         left_out: Tensors that the capsule does not have.
-        versions: Versions of the packages that wrote it.
+        versions: Versions of the packages that wrote the capsule.
     """
 
     kind: CapsuleKind
@@ -68,7 +68,7 @@ class Replay:
 
     @property
     def passed(self) -> bool:
-        """Whether something was computed again, and all of it gives the recorded results."""
+        """Whether something was computed again, and all results equal the recorded ones."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     @property

@@ -31,10 +31,10 @@ from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.parity.worst import worst_of
 
 TOLERANCE = 1e-3
-"""By how much tensors that should be equal may differ in fp32, relative to their size: kernels round differently."""
+"""Maximum difference between equal tensors in fp32, relative to their size, because kernels round differently."""
 
 ROUNDINGS = 4.0
-"""In a lower precision, by how many of its smallest steps from 1."""
+"""The same bound in a lower precision, as a multiple of the distance from 1 to the next number."""
 
 
 class ImageFault(StrEnum):
@@ -105,7 +105,7 @@ class _Scored:
 
     Args:
         prompt: The prompt.
-        tokens: Token ids of its text, with placeholders.
+        tokens: Token ids of the text, with placeholders.
         sample: The engine's sample.
         ids: Token ids of the trainer's prompt.
         own: Image inputs of the trainer.
@@ -123,11 +123,11 @@ class _Scored:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Against decode, and against prefill."""
+        """Errors of the trainer compared with the engine's decoding, and with its prefill."""
         return (float("inf"), float("inf")) if self.trainer is None else self.errors_of(self.trainer)
 
     def errors_of(self, scores: torch.Tensor) -> tuple[float, float]:
-        """The errors that the trainer would have if it gave these log-probabilities."""
+        """Return the errors that the trainer would have if its log-probabilities were `scores`."""
         decode = torch.tensor(self.sample.logprobs, dtype=torch.float64)
         return token_mult_prob_error(scores, decode), token_mult_prob_error(scores, self.prefill)
 
@@ -153,7 +153,7 @@ def compare_images(
         prompts: Prompts to compare.
         sampling: Sampling parameters of the engine.
         threshold: Maximum `token_mult_prob_error` that passes, unless the noise floor allows more.
-        noise_factor: Allowed distance from 1 as a multiple of the noise floor's; 0 to use only the threshold.
+        noise_factor: See `nrl_models.consistency.cells.NOISE_FACTOR`; 0 to use only the threshold.
         new_tokens: Maximum number of sampled tokens per prompt.
         seed: Random seed of the sampling.
 
@@ -321,7 +321,7 @@ def _agrees_causally(trainer: HFEngine, scored: _Scored, sampling: Sampling, bou
 
 @torch.no_grad()
 def _text_call(model: Any, ids: Sequence[int], own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The keywords with which the trainer's model calls its text model on a prompt."""
+    """Return the keywords with which the trainer's model calls its text model on a prompt."""
     calls: list[dict[str, Any]] = []
     text = model.base_model.language_model
     hook = text.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)

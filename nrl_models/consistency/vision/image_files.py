@@ -1,4 +1,4 @@
-"""Builds prompts from image files, and reports how an engine and the trainer compare on them."""
+"""Build prompts from image files, and report how an engine and the trainer compare on them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nrl_models.parity.result_table import ResultTable
 
 
 def file_prompt(processor: Any, file: Path, text: str) -> ImagePrompt:
-    """Make a prompt of an image file followed by a text.
+    """Create a prompt from an image file followed by a text.
 
-    The prompt is a user message in the processor's chat template. A processor without a template gets its placeholder
-    of an image, if it has one, and the text.
+    The prompt is a user message in the processor's chat template. Without a template, it is the processor's image
+    placeholder, if there is one, and the text.
 
     Raises:
-        OSError: Pillow cannot read the file.
+        OSError: If Pillow cannot read the file.
     """
     image = Image.open(file).convert("RGB")
     if getattr(processor, "chat_template", None):
@@ -37,12 +37,12 @@ def file_prompt(processor: Any, file: Path, text: str) -> ImagePrompt:
 
 @dataclass(frozen=True, slots=True)
 class ImageReport:
-    """The outcome of a check of image files.
+    """Result of a check of image files.
 
     Args:
         path: The checkpoint.
         files: The image files, one per prompt.
-        comparisons: The outcome of each prompt.
+        comparisons: Result of each prompt.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class ImageReport:
 
     @property
     def title(self) -> str:
-        """Checkpoint and sides."""
+        """Checkpoint and compared sides."""
         return f"{self.path}: vLLM and the trainer on images"
 
     @property
@@ -66,7 +66,7 @@ class ImageReport:
         return f"{passed_line(self.passed, passed, len(self.comparisons), 'images')}: {self.title}"
 
     def table(self) -> ResultTable:
-        """A row for each image."""
+        """Return a table with a row for each image."""
         table = ResultTable(title=escape(self.title))
         table.add_column("image", no_wrap=True)
         for name in ("size", "tokens", "decode", "prefill", "bound"):
@@ -86,7 +86,7 @@ class ImageReport:
         return table
 
     def to_json(self) -> dict[str, Any]:
-        """`{"verdict", "checkpoint", "images": [{"file", "verdict", "value", "bound", "unit", "fault", ...}]}`."""
+        """Return `{"verdict", "checkpoint", "images": [{"file", "verdict", "value", "unit", "fault", ...}]}`."""
         return {
             "verdict": Outcome.of(self.passed),
             "checkpoint": str(self.path),
