@@ -88,14 +88,14 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
 
 
 def _adapter_problems(model: PreTrainedModel, dimension: str) -> Iterator[Problem]:
-    """LoRA adapters, which a dimension of the mesh does not divide."""
+    """Yield the problem of LoRA adapters, which a dimension of the mesh does not divide."""
     if lora := [name for name, module in own_modules(model) if hasattr(module, "lora_A")]:
         detail = f"and {len(lora) - 1} more have LoRA adapters, which {dimension} does not divide"
         yield Problem(ProblemKind.PLAN, lora[0], detail, advice="use fsdp alone for LoRA")
 
 
 def _scalar_problems(model: PreTrainedModel) -> Iterator[Problem]:
-    """0-dimensional parameters, which FSDP cannot shard, not even over a single rank."""
+    """Yield a problem for each 0-dimensional parameter, which FSDP cannot shard, even over a single rank."""
     advice = "give it the shape (1,), or use tp without fsdp"
     for name, parameter in own_parameters(model):
         if parameter.ndim == 0:
@@ -105,7 +105,7 @@ def _scalar_problems(model: PreTrainedModel) -> Iterator[Problem]:
 def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ParallelPlan:
     """Fill the fields of `plan` that are None with the declared plans."""
     tensor, expert = declared_tensor_plan(model), declared_expert_plan(model)
-    # A declared style that is unknown here has no effect if its dimension has a single rank.
+    # Unknown styles are not checked if the dimension has a single rank, because they have no effect.
     if size_of(mesh, "tp") == 1:
         tensor = {name: style for name, style in tensor.items() if style in TENSOR_STYLES}
     if size_of(mesh, "ep") == 1:
@@ -147,7 +147,7 @@ def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
 
 
 def _without_fsdp(plan: ParallelPlan) -> Iterator[Problem]:
-    """Yield options of a plan that only `fsdp` applies, for a mesh without it."""
+    """Yield options that only `fsdp` supports, if the mesh has no `fsdp`."""
     requested = {"param_dtype": plan.param_dtype is not None, "offload": plan.offload}
     for option in (option for option, is_set in requested.items() if is_set):
         detail = f"is {getattr(plan, option)}, which needs the dimension fsdp in the mesh"
@@ -165,7 +165,7 @@ def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
 
 
 def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
-    """Why `tp` does not divide a model."""
+    """Return reasons why `tp` cannot divide a model."""
     ranks = size_of(mesh, "tp")
     if ranks == 1:
         return []
@@ -198,7 +198,7 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
 
 
 def _tied_problems(model: PreTrainedModel, mesh: DeviceMesh, styles: Mapping[str, Style]) -> Iterator[Problem]:
-    """Tied parameters whose uses have styles that divide them differently: each use would read another shard."""
+    """Yield tied parameters whose uses have styles that divide them differently, so each would read another shard."""
     modules = dict(own_modules(model))
     uses: dict[int, dict[str, Style]] = {}
     for name, parameter in own_parameters(model, duplicates=True):
@@ -265,7 +265,7 @@ _HEADS = ("num_key_value_heads", "num_attention_heads")
 
 
 def _fitting_ranks(model: PreTrainedModel) -> str:
-    """What `tp` can be, as advice."""
+    """Return advice with possible sizes of `tp`."""
     config = model.config.get_text_config()
     sizes = [count for key in _HEADS for count in values_of_layers(config, key) if isinstance(count, int)]
     fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(count % n == 0 for count in sizes)]
@@ -273,7 +273,7 @@ def _fitting_ranks(model: PreTrainedModel) -> str:
 
 
 def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
-    """Why `ep` does not divide a model."""
+    """Return reasons why `ep` cannot divide a model."""
     ranks = size_of(mesh, "ep")
     if ranks == 1:
         return []

@@ -1,4 +1,4 @@
-"""Checks of a sharded model at each forward: later parameters, and batches and random numbers that must be equal.
+"""Checks in each forward of a sharded model: later parameters, and batches and random numbers that must be equal.
 
 These faults are silent without a check: each rank computes with its own values, and the loss looks normal.
 """
@@ -37,7 +37,7 @@ class ChecksForward(nn.Module):
     sharding: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Check, then run hooks and `forward`. The check runs before FSDP's hooks gather parameters."""
+        """Check, then run hooks and `forward`. Checks run before FSDP's hooks gather parameters."""
         if torch.compiler.is_compiling() or self.sharding.is_checking:
             return super().__call__(*args, **kwargs)
         with checked_forward(self, args, kwargs):
@@ -60,7 +60,7 @@ class ChecksForward(nn.Module):
 
 @contextmanager
 def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager for a forward of a sharded model. Every rank has to enter it.
+    """Run checks around a forward of a sharded model. Every rank has to enter the context.
 
     Batches are not compared if a forward without gradients continues a key-value cache, because decoding steps are
     short.
@@ -118,15 +118,15 @@ class Slots:
 
 
 def later_parameters(model: nn.Module, mesh: DeviceMesh, slots: Slots) -> Iterator[str]:
-    """Names of the trainable parameters that no rank divides, reduces or keeps equal.
+    """Yield names of trainable parameters that no rank divides, reduces or keeps equal.
 
-    `fsdp` reduces the gradients of the parameters that it divided. Over other dimensions a DTensor does so itself, for
-    example in a copy of a head.
+    `fsdp` only reduces gradients of parameters that it divided. DTensors reduce their gradients over other dimensions,
+    for example in a copy of a head.
 
     Args:
         model: A sharded model.
         mesh: The mesh that it is sharded over.
-        slots: Its parameters when it was sharded.
+        slots: Parameters of the model when it was sharded.
     """
     over_fsdp = "fsdp" in (mesh.mesh_dim_names or ())
     for prefix, module in model.named_modules():
@@ -141,7 +141,7 @@ def require_no_later_parameters(model: nn.Module) -> None:
     """Check that every trainable parameter was in the model when it was sharded. Copies of the model are not checked.
 
     Raises:
-        ShardingError: Some were added later, with all their names.
+        ShardingError: If some were added later. Lists all their names.
     """
     sharding = cast(Any, model).sharding
     if not sharding.slots.is_of(model):
@@ -162,15 +162,15 @@ def require_no_later_parameters(model: nn.Module) -> None:
 
 
 def require_same_batch(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> RandomDraws:
-    """Check that the ranks of each `ep` and each `tp` group have the same tensors. Every rank calls it.
+    """Check that the ranks of each `ep` and each `tp` group have the same tensors. Every rank has to call this.
 
     Costs a hash of the inputs and of the random state, and an exchange of two numbers in each group.
 
     Returns:
-        The check of random numbers that are drawn from now on.
+        A check of the random numbers that are drawn from now on.
 
     Raises:
-        ShardingError: They differ; on every rank of the group, with the inputs that differ.
+        ShardingError: If they differ, on every rank of the group. Lists the inputs that differ.
     """
     names = [name for name in SAME_BATCH if size_of(mesh, name) > 1]
     state = _random_state(mesh.device_type) if names else 0
@@ -185,7 +185,7 @@ class RandomDraws:
     Args:
         mesh: Mesh of the model.
         state: Digest of the random state at the start.
-        differing: Dimensions of the mesh whose ranks had different states then.
+        differing: Dimensions of the mesh whose ranks had different states at the start.
 
     Attributes:
         drew_for_all: Whether numbers were drawn for activations that must be equal on all ranks.
@@ -218,10 +218,10 @@ class RandomDraws:
         self.drew_for_all |= _random_state(self.mesh.device_type) != self.state
 
     def require_same_states(self, purpose: str) -> None:
-        """Check that the states were equal. Does not communicate.
+        """Check that the states were equal at the start. Does not communicate.
 
         Raises:
-            ShardingError: They were not; on every rank of the group.
+            ShardingError: If they were not, on every rank of the group.
         """
         if self.differing:
             detail = "differs between the ranks of"
@@ -233,7 +233,7 @@ class RandomDraws:
         """Check that nothing was drawn for all ranks since the start if states differed. Does not communicate.
 
         Raises:
-            ShardingError: Dropout or a router's noise drew numbers; on every rank of the group.
+            ShardingError: If dropout or a router's noise drew numbers, on every rank of the group.
         """
         if self.differing:
             self._note_draws()
@@ -242,20 +242,20 @@ class RandomDraws:
 
 
 def _random_state(device_type: str) -> int:
-    """Digest of the state of the device's generator, from which modules draw. Does not wait for the GPU."""
+    """Hash the random state of the device's generator, from which modules draw. Does not wait for the GPU."""
     state = torch.get_rng_state() if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
     return zlib.crc32(state.numpy().tobytes())
 
 
 def _states_differ_in(group: DeviceMesh, name: str, inputs: Mapping[str, Any], state: int) -> bool:
-    """Require the same inputs on the ranks of a group. Returns True if the ranks have different random states."""
+    """Check that ranks of a group have the same inputs. Returns True if they have different random states."""
     tensors = {key: value for key, value in inputs.items() if type(value) is torch.Tensor and not value.is_meta}
     device = next((value.device for value in tensors.values()), torch.device("cpu"))
     if device.type != group.device_type:
         device = torch.device(group.device_type)
     shapes = zlib.crc32(repr([(key, value.shape, value.dtype) for key, value in tensors.items()]).encode())
     digests = [torch.tensor(shapes, device=device), *(exact_digest(value).to(device) for value in tensors.values())]
-    # Of one size on all ranks, which may have different numbers of tensors.
+    # Same size on all ranks, even if they have different numbers of tensors.
     own = torch.stack([exact_digest(torch.stack(digests)), torch.tensor(state, device=device)])
     everyone = [torch.empty_like(own) for _ in range(group.size())]
     with reporting_dead_ranks(f"compare the batches of {name}"):

@@ -14,7 +14,7 @@ from nrl_models.common.mesh_sizes import DIMENSIONS
 from nrl_models.errors import NRLModelsError, Problem, ProblemKind, ShardingError
 
 Ranks = DeviceMesh | dist.ProcessGroup | None
-"""Ranks that act together: those of a mesh or a process group. None is this rank alone."""
+"""Ranks that act together: all ranks of a mesh or process group. None means only this rank."""
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -37,7 +37,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def size_of(mesh: DeviceMesh, name: str) -> int:
-    """The size of a dimension, 1 if the mesh lacks it."""
+    """Return the size of a dimension; 1 if the mesh lacks it."""
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(name)) if name in names else 1
 
@@ -68,7 +68,7 @@ def has_stages(mesh: DeviceMesh) -> bool:
 
 
 def describe(mesh: DeviceMesh) -> str:
-    """A mesh as text, e.g. `fsdp=2, tp=4`."""
+    """Describe a mesh as text: `fsdp=2, tp=4`."""
     return ", ".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(mesh.mesh_dim_names or ()))
 
 
@@ -143,7 +143,7 @@ def agree(
 
 @contextmanager
 def agreed(ranks: Ranks, what: str) -> Iterator[dict[str, Any]]:
-    """Context manager that raises on every rank if the body fails on any rank; see `agree`. No effect on one rank.
+    """Raise on every rank if the body fails on any rank, see `agree`. No effect without other ranks.
 
     Yields:
         A dictionary for facts that must be equal on all ranks.
@@ -162,7 +162,7 @@ def agreed(ranks: Ranks, what: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def reporting_dead_ranks(what: str) -> Iterator[None]:
-    """Explain a failed collective: a rank died, or is slower than the process group's timeout.
+    """Explain a failed collective in the body: a rank died, or is slower than the process group's timeout.
 
     Raises:
         ShardingError: If the collective failed.
@@ -179,7 +179,7 @@ def reporting_dead_ranks(what: str) -> Iterator[None]:
 
 
 def _short(text: str) -> str:
-    """`text`, or its beginning and a digest of all of it."""
+    """Return `text` if it is short, or else its beginning and a digest of the complete text."""
     if len(text) <= 120:
         return text
     return f"{text[:60]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"

@@ -29,7 +29,7 @@ from nrl_models.distributed.tensor.styles import (
 )
 
 Plan = Literal["auto"] | Mapping[str, str]
-"""`"auto"`, or rules (a style for each name) that replace the model's own for the modules they name."""
+"""`"auto"`, or rules (a style for each name). Rules replace the model's own rules for the modules that they name."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ParallelPlan:
     stages_per_rank: int | None = None
 
     def stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """The numbers of the stages that a rank of `pp` holds."""
+        """Return the numbers of the stages that a rank of `pp` holds."""
         return Schedule(self.schedule).stages_of(rank, ranks, self.stages_per_rank)
 
 
@@ -103,12 +103,12 @@ def units_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def tensor_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
-    """For each module and parameter that a checked plan names, how `tp` divides it."""
+    """Return how `tp` shards each module and parameter that a checked plan names."""
     return {name: TENSOR_STYLES[style] for name, style in styles_by_name(model, plan.tensor).items()}
 
 
 def expert_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
-    """For each module and parameter that a checked plan names, how `ep` divides it."""
+    """Return how `ep` shards each module and parameter that a checked plan names."""
     return {name: EXPERT_STYLES[style] for name, style in styles_by_name(model, plan.expert).items()}
 
 
@@ -142,7 +142,7 @@ def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str 
 
 
 def styles_by_name(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """For each module and parameter that a plan names, the style it has for it."""
+    """Return the style of each module and parameter that a plan names."""
     names = names_in(model)
     found: dict[str, str] = {}
     for pattern, style in (plan or {}).items():
@@ -151,17 +151,17 @@ def styles_by_name(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str
 
 
 def name_pattern(name: str) -> re.Pattern[str]:
-    """Return an expression for the names that a plan's name stands for."""
+    """Return a pattern of the names that a plan's name matches."""
     return re.compile(re.escape(name).replace(r"\*", r"\d+"))
 
 
 def names_in(model: nn.Module) -> list[str]:
-    """The names of a model's modules, then of its parameters."""
+    """Return the names of a model's modules, then of its parameters."""
     return [name for name, _ in (*own_modules(model), *own_parameters(model, duplicates=True))]
 
 
 def expert_stacks(styles: Mapping[str, Style]) -> list[str]:
-    """The stacks of experts among the modules that have a style."""
+    """Return the stacks of experts among the modules with a style."""
     return [name for name, style in styles.items() if style.compute is ExpertsOfThisRank]
 
 

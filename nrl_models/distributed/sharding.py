@@ -104,7 +104,7 @@ class Sharding:
         self.holders = holders
 
     def rank_of_stage(self, stage: int) -> int:
-        """The rank of `pp` that holds a stage."""
+        """Return the rank of `pp` that holds a stage."""
         ranks = size_of(self.mesh, "pp")
         return next(rank for rank in range(ranks) if stage in self.plan.stages_of(rank, ranks))
 
@@ -148,7 +148,7 @@ class Sharding:
         return {name: tensor for name, tensor in own_state_dict(model).items() if self.is_first_holder(name)}
 
     def hf_views(self, model: nn.Module, exported: Mapping[str, HFTensor]) -> dict[str, torch.Tensor]:
-        """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
+        """Return views of Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
         self.require_same_tensors(model)
         own = own_state_dict(model)
         require_values(model, own)
@@ -162,12 +162,12 @@ class Sharding:
     def iter_export(
         self, model: nn.Module, exported: Mapping[str, HFTensor], max_bytes: int | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
+        """Yield complete tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
         gather = self.gatherer(model, pool_of(model, _device_of(model)))
         yield from gather(exported, DEFAULT_BUCKET if max_bytes is None else max_bytes)
 
     def gatherer(self, model: nn.Module, pool: BufferPool | None = None) -> Gatherer:
-        """Gathers tensors of the model, see `nrl_models.distributed.shards.gathered`; for several calls.
+        """Return a function that gathers tensors of the model, see `shards.gathered`. It can be called several times.
 
         Also updates the dtypes in `adapter`. Every rank has to call this.
 
@@ -195,7 +195,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def sharding_of(model: nn.Module) -> Sharding:
-    """How a sharded model is sharded. Functions that users call with wrapped models need `sharded_model` before.
+    """Return the sharding state of a model. Call `sharded_model` first if the model may be wrapped.
 
     Raises:
         ShardingError: If it is not sharded.
@@ -243,7 +243,7 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     tied, filled = tied_names(model), dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]()
     for name, target in sharding.adapter.transformers.items():
         if name not in own:
-            if name not in sharding.names:  # another stage's
+            if name not in sharding.names:  # of another stage
                 state_dict.pop(prefix + name, None)
             continue
         key = prefix + stored_names[name]
@@ -251,7 +251,7 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
         if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
         if value.shape == whole.shape:
-            one = tied.get(name, name), id(value)  # tied tensors stay one
+            one = tied.get(name, name), id(value)  # tied tensors stay tied
             if one not in filled:
                 shard: torch.Tensor = torch.empty_like(whole, dtype=value.dtype)
                 for block in blocks_of(target, {name: shard}):

@@ -63,10 +63,10 @@ def share_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
-    """This rank's blocks of a Hugging Face tensor, over the memory of the model's own tensors."""
+    """Return this rank's blocks of a Hugging Face tensor, over the memory of the model's own tensors."""
     result = []
     for piece in tensor.pieces:
-        if piece.view.parameter not in own:  # another stage's
+        if piece.view.parameter not in own:  # of another stage
             continue
         whole = own[piece.view.parameter]
         blocks = [block for held in own_blocks(whole) for block in through(piece.view.steps, whole.shape, held)]
@@ -75,10 +75,10 @@ def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
 
 
 def divided_over(tensor: HFTensor, own: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> set[int]:
-    """The mesh dimensions, by number, over which the ranks' blocks of a Hugging Face tensor differ."""
+    """Return the mesh dimensions, by number, over which ranks have different blocks of a Hugging Face tensor."""
     divided: set[str] = {"pp"} if has_stages(mesh) else set()
     for name in tensor.parameters:
-        if isinstance(whole := own.get(name), DTensor):  # or another stage's
+        if isinstance(whole := own.get(name), DTensor):  # None for another stage's tensor
             over = zip(whole.device_mesh.mesh_dim_names or (), whole.placements, strict=True)
             divided |= {dimension for dimension, placement in over if not placement.is_replicate()}
     return {dim for dim, dimension in enumerate(mesh.mesh_dim_names or ()) if dimension in divided}

@@ -23,7 +23,7 @@ from nrl_models.common.upstream_torch import TorchDispatchMode, local_scalar_den
 from nrl_models.errors import Problem, ProblemKind, listed, one_line
 
 BATCH, LENGTH = 3, 11
-"""Of the traced forward: sizes that no other dimension is likely to have."""
+"""Batch size and sequence length of the traced forward. No other dimension is likely to have these sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,14 @@ def crossing_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Cro
         trace.run()
     except NotALineError:
         raise
-    except Exception as error:  # whatever code that reads values leads to
+    except Exception as error:  # any error of code that reads values
         detail = f"what crosses its layers cannot be seen without weights: {one_line(error)}"
         raise NotALineError(Problem(ProblemKind.DIVIDE, type(model).__name__, detail)) from error
     return trace.crossing()
 
 
 def copy_on_meta(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A copy of a model, without values; with parameters of another dtype, if that is given."""
+    """Copy a model onto the meta device, optionally with another dtype of its parameters."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -193,10 +193,10 @@ class _Trace:
         self.outside = self._outside()
 
     def run(self) -> None:
-        """Run it."""
+        """Run the traced forward."""
         with ExitStack() as stack, torch.no_grad():
             _without_routing(self.model)
-            # It reads values, which tensors on meta do not have.
+            # The function reads values, which tensors on meta do not have.
             stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
             for index, layer in enumerate(self.layers):
                 layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
@@ -240,7 +240,7 @@ class _Trace:
         )
 
     def _outside(self) -> dict[int, list[str]]:
-        """By storage the names of parameters outside layers, which become labels; layers that share some are noted."""
+        """Label parameters outside layers, and return their names by storage. Notes layers that share parameters."""
         owner: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             for parameter in layer.parameters():
@@ -297,7 +297,7 @@ class _Trace:
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, torch.Tensor]:
-    """Which of the arguments of a layer are the hidden states, and they: the first tensor."""
+    """Find the hidden states in a layer's arguments: the first tensor. Returns its position or name, and the tensor."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in given:
         if isinstance(value, torch.Tensor):
@@ -308,7 +308,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str,
 def replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer with other hidden states."""
+    """Replace the hidden states in a layer's arguments."""
     if isinstance(place, str):
         return args, {**kwargs, place: value}
     return (*args[:place], value, *args[place + 1 :]), kwargs

@@ -21,7 +21,7 @@ class Cut:
     Args:
         crossing: Values that pass between the layers.
         bounds: First layer of each stage, followed by the number of layers.
-        dtype: Compute dtype; None uses the dtype of its parameters.
+        dtype: Compute dtype; None uses the dtype of the parameters.
     """
 
     crossing: Crossing
@@ -34,16 +34,16 @@ class Cut:
         return len(self.bounds) - 1
 
     def layers(self, stage: int) -> range:
-        """The layers of a stage."""
+        """Return the layers of a stage."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def outside(self, stage: int) -> frozenset[str]:
-        """The parameters outside layers that a stage needs, by every name that they have."""
+        """Return the parameters outside layers that a stage needs, under all their names."""
         return _needed(self.crossing, *self.bounds[stage : stage + 2])
 
     @cached_property
     def shared(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """The parameters, by every name of each, that several stages hold; with these stages."""
+        """Stages of each parameter that several stages hold, by all names of the parameter."""
         found = {
             names: tuple(stage for stage in range(self.stages) if self.outside(stage) & {*names})
             for names in self.crossing.outside
@@ -57,7 +57,7 @@ def cut_into(model: PreTrainedModel, stages: int, dtype: torch.dtype | None = No
     Args:
         model: The model.
         stages: Number of stages.
-        dtype: Compute dtype. None is the dtype of its parameters.
+        dtype: Compute dtype. None uses the dtype of the parameters.
 
     Raises:
         ShardingError: If the model cannot be split into that many stages. The message has the reason.
@@ -123,7 +123,7 @@ def _needed(crossing: Crossing, start: int, end: int) -> frozenset[str]:
 
 
 def _size(crossing: Crossing, start: int, end: int) -> int:
-    """Parameters of a stage."""
+    """Return the number of elements of a stage's parameters."""
     needed = _needed(crossing, start, end)
     outside = sum(size for names, size in crossing.outside.items() if needed & {*names})
     return sum(crossing.inside[start:end]) + outside

@@ -158,7 +158,7 @@ class Pipeline:
         return self.sharding.rank_of_stage(self.stages.cut.stages - 1)
 
     def _logits(self, inputs: Batch) -> torch.Tensor | None:
-        """Run a microbatch through this rank's stages; its logits on the rank of the last stage."""
+        """Run a microbatch through this rank's stages. Returns logits on the rank of the last stage, else None."""
         group, own = self.mesh.get_group("pp"), rank_in(self.mesh, "pp")
         sent: torch.Tensor | None = None
         for stage in sorted(self.stages.held):
@@ -199,7 +199,7 @@ class Pipeline:
 
     def _new_schedule(self, tokens: torch.Size) -> Any:
         """Create torch's schedule for this batch shape. Buffers for communication are allocated once."""
-        # Not at the top: every load of a model would import it, a tenth of its start.
+        # Imported here, because importing it takes a tenth of the time to load a model.
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -225,7 +225,7 @@ class Pipeline:
         return make(held, self.microbatches, loss_fn=lambda *given: self._loss(*given), scale_grads=False)
 
     def _check(self, inputs: Batch, targets: Batch) -> None:
-        """Agree on a batch; ranks that differ in `fsdp` have others, of other shapes perhaps."""
+        """Check that ranks agree on a batch. Ranks that differ in `fsdp` may have different batches and shapes."""
         with agreed(self._replicas, WHAT) as known, agreed(self._of_one_batch, WHAT) as facts:
             known |= {"the microbatches": self.microbatches}
             if problems := list(self._problems(inputs, targets)):
@@ -286,7 +286,7 @@ class Pipeline:
 
 
 class _OneStage(nn.Module):
-    """One stage of a rank in the form of torch's schedules. Its parameters are those of its layers."""
+    """One stage of a rank in the form that torch's schedules expect. Its parameters are those of its layers."""
 
     pipeline: Pipeline
     stage: int
@@ -308,7 +308,7 @@ class _OneStage(nn.Module):
 
 
 def _scalar(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The loss of a microbatch, if a backward can begin with it."""
+    """Return the loss of a microbatch. Raises unless it is a scalar with a graph to the logits."""
     if not isinstance(loss, torch.Tensor) or loss.ndim or loss.requires_grad < logits.requires_grad:
         found = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         detail = f"is {found}; a scalar that is computed from the logits was expected"

@@ -19,10 +19,10 @@ from nrl_models.distributed.shards import full_of, local_of
 
 @contextmanager
 def shared_gradients_summed(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[None]:
-    """Sum the gradients of parameters that several ranks hold (tied ones and those used by several stages).
+    """Sum the gradients of parameters that several ranks hold, because they are tied or several stages use them.
 
-    So the parameters stay equal on all of these ranks with any optimizer. Gradients from before the step are already
-    equal, and are added once.
+    With this, the parameters stay equal on all of these ranks with any optimizer. Gradients from before the step are
+    already equal, and are added once.
     """
     shared = held_by_several(model)
     before = [parameter.grad for parameter, _ in shared]
@@ -74,7 +74,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def held_by_several(model: PreTrainedModel) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-    """This rank's parameters that other ranks hold too, with the ranks, in the same order on all of them."""
+    """Return this rank's parameters that other ranks also hold, with these ranks. Every rank has the same order."""
     sharding = sharding_of(model)
     assert sharding.stages is not None
     own = dict(own_parameters(model))

@@ -49,7 +49,7 @@ class Stages:
 
     @property
     def device(self) -> torch.device:
-        """Where the stages compute."""
+        """Device on which the stages compute."""
         return next(self._first_layer.parameters()).device
 
     def require_running(self) -> int:
@@ -71,7 +71,7 @@ class Stages:
 
     @contextmanager
     def only(self, stage: int, received: torch.Tensor | None) -> Iterator[None]:
-        """Context manager in which the model's list of layers is that of one stage."""
+        """Restrict the model's list of layers to the layers of one stage while the context is open."""
         layers, self.stack._modules = self.stack._modules, self._layers[stage]
         self.received = received
         try:
@@ -130,7 +130,7 @@ class Entry(StandIn):
     """The first layer of a stage: runs on the received hidden states."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer."""
+        """Run the layer on the received hidden states. Same other arguments and results."""
         place, _ = hidden_of(args, kwargs)
         received = self.stages.received
         assert received is not None
@@ -172,7 +172,7 @@ class Absent(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        # Device, dtype and shape of it are read; memory is not spent.
+        # Code reads its device, dtype and shape. The expanded tensor uses no memory.
         return self._zeros(found).expand(found.shape) if isinstance(found, torch.Tensor) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ def keep_stages(model: PreTrainedModel, cut: Cut, held: Sequence[int]) -> Stages
             model.set_submodule(name, Absent(module, stages))
             inside |= {id(inner) for inner in module.modules()}
             continue
-        for attribute in own:  # of a module with others that are needed
+        for attribute in own:  # unneeded parameters of a module with needed ones
             if f"{dot}{attribute}" not in needed:
                 module.__dict__[attribute] = module._parameters.pop(attribute).to("meta", cut.dtype)
     ties = getattr(model, "all_tied_weights_keys", None) or {}

@@ -95,7 +95,7 @@ class BlockedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor: as far as blocks reach."""
+        """Shape of the tensor, up to the end of its last blocks."""
         ends = [[start + size for start, size in zip(block.offset, block.shape, strict=True)] for block in self.blocks]
         return tuple(map(max, zip(*ends, strict=True)))
 
@@ -107,9 +107,9 @@ class BlockedTensor:
 
 
 def blocks_to_write(tensors: Iterable[Held], mesh: DeviceMesh) -> Iterator[tuple[str, Block]]:
-    """The blocks of tensors that this rank of a mesh writes, with their names.
+    """Yield the blocks of tensors that this rank of a mesh writes, with the names of the tensors.
 
-    These are all that it has; but of ranks that have the same it is one, in turns.
+    If several ranks hold the same blocks, one of them writes. Such ranks take turns, one tensor each.
     """
     for number, held in enumerate(tensors):
         divided = divided_over(held.tensor, held.own, mesh)

@@ -28,7 +28,7 @@ from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 NAME = "manifest.json"
 FORMAT = 2
-"""Of checkpoints that this version writes. It also reads format 1, which has scalars without their types."""
+"""Format of checkpoints that this version writes. It also reads format 1, which has scalars without types."""
 
 
 class StatePart(StrEnum):
@@ -124,14 +124,14 @@ class Manifest:
     format: int = FORMAT
 
     def files_of(self, *parts: StatePart) -> list[str]:
-        """The files of some parts."""
+        """Return the names of all files with these parts."""
         return sorted(name for name in self.files if name.startswith(tuple(f"{part}-" for part in parts)))
 
     def checked(self) -> Manifest:
         """Return a copy, as it will be read again.
 
         Raises:
-            CheckpointError: If JSON cannot represent a value, or gives another one back. Lists all such values.
+            CheckpointError: If JSON cannot represent a value, or changes it. Lists all such values.
         """
         try:
             manifest = Manifest.parse(self.rendered())
@@ -160,7 +160,7 @@ class Manifest:
         content = parse_object(data, NAME, "a checkpoint").get("manifest")
         try:
             is_intact = _rendered(content) == data
-        except ValueError:  # numbers that JSON has no name for
+        except ValueError:  # numbers that JSON lacks
             is_intact = False
         if not is_intact:
             raise _refused([Problem(ProblemKind.FILE, NAME, "is damaged: its hash differs from the recorded one")])
@@ -193,7 +193,7 @@ def read_manifest(version: Path) -> Manifest:
 
 
 def _rendered(content: Any) -> bytes:
-    """The only way to write `content`, a manifest's: so any byte that is another one is found."""
+    """Render `content` in the only form that `parse` accepts, so that any changed byte is detected."""
     import xxhash  # only saving needs it
 
     text = json.dumps(content, allow_nan=False, indent=1, default=_fields)
@@ -251,7 +251,7 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
 
 
 def _changed_by_json(value: Any, read: Any, where: str) -> Iterator[Problem]:
-    """Find values that JSON gives back as other ones, except tuples, which become lists."""
+    """Find values that JSON changes, except tuples, which become lists."""
     if isinstance(value, dict) and isinstance(read, dict) and value.keys() == read.keys():
         for key, inner in value.items():
             yield from _changed_by_json(inner, read[key], f"{where}.{key}")

@@ -98,7 +98,7 @@ def of_all_stages(facts: OptimizerFacts, mesh: DeviceMesh) -> OptimizerFacts:
 
 
 def held_states(model: PreTrainedModel, optimizer: Optimizer) -> list[Held]:
-    """The tensors of an optimizer's states, called `{parameter}.{state}`."""
+    """Return the tensors of an optimizer's states, with names `{parameter}.{state}`."""
     layout = sharding_of(model).adapter.transformers
     return [
         Held(f"{name}.{key}", layout[name], {name: value.detach()})
@@ -120,7 +120,7 @@ def misfits(
     Args:
         model: A sharded model.
         optimizer: Optimizer of the model's parameters.
-        ours: Its groups, from `of_all_stages`.
+        ours: Groups of the optimizer, from `of_all_stages`.
         saved: Groups and names of the saved states.
         stored: Tensors of the saved states.
     """
@@ -179,7 +179,7 @@ def restore(
     """Load saved states and options into an optimizer, replacing its own.
 
     Call only if `misfits` and `narrowed` return nothing. States that had the dtype of their parameter get its current
-    dtype, as a new optimizer has it. Others keep theirs.
+    dtype, as a new optimizer has it. Other states keep their dtype.
     """
     for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
         options = {key: value for key, value in saved_group.options.items() if key not in NO_OPTIONS}
@@ -201,7 +201,7 @@ def restore(
 
 
 def _device_of_scalars(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
-    """Where torch's `Optimizer.load_state_dict` puts `step`: fused and capturable kernels read it on the device."""
+    """Return the device of `step` in torch's `load_state_dict`. Fused and capturable kernels read it on the GPU."""
     return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
@@ -212,7 +212,7 @@ def _misfitting_options(number: int, ours: Mapping[str, Any], theirs: Mapping[st
         problems.append(Problem(ProblemKind.MISSING, f"lr of group {number}", "was not saved"))
     for key, value in theirs.items():
         here, there = _kind(ours.get(key)), _kind(value)
-        if here not in (there, None) and (here, there) != ("switch", None):  # which is on, off, or left to torch
+        if here not in (there, None) and (here, there) != ("switch", None):  # a switch is on, off, or left to torch
             detail = f"is {shown(value)} there, and {shown(ours[key])} here"
             problems.append(Problem(ProblemKind.DTYPE, f"{key} of group {number}", detail))
     return problems
@@ -269,7 +269,7 @@ def _plain(value: Any) -> Any:
 
 
 def _retyped(current: Any, value: Any) -> Any:
-    """An option as JSON has it, in the type of its current value."""
+    """Convert an option from JSON to the type of its current value."""
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value

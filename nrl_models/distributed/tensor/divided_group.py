@@ -24,7 +24,7 @@ class DividedGroup(LinearGroup):
 
     Attributes:
         tp_mesh: Ranks that shard the linears; None if none is sharded.
-        held_over: Mesh of the linears' DTensors. `fsdp` uses another mesh, and manages the memory itself.
+        held_over: Mesh of the linears' DTensors. With `fsdp` they have another mesh, and `fsdp` manages the memory.
         always_answers: Whether a linear is sharded.
     """
 
@@ -51,7 +51,7 @@ class DividedGroup(LinearGroup):
         )
 
     def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:
-        """The input, entered once for all linears that are divided."""
+        """Return the input of each linear. Sharded linears share one input that has entered the sharded region."""
         if not self.always_answers:
             return super().inputs_of_linears(input)
         assert self.tp_mesh is not None
@@ -74,7 +74,7 @@ class DividedGroup(LinearGroup):
         return local_of(parameter)
 
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """This rank's share of a DTensor."""
+        """Return this rank's shard of a DTensor, see `LinearGroup.memory_of`; None if `fsdp` manages its memory."""
         if isinstance(parameter, DTensor):
             return parameter._local_tensor if parameter.device_mesh == self.held_over else None
         return super().memory_of(parameter)

@@ -34,13 +34,13 @@ class OnLocalTensors(nn.Module):
     is_unit: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and results are the module's own."""
+        """Run the module's forward on local tensors. Same arguments and results."""
         return _run_on_local_tensors(self, super().forward, args, kwargs)
 
 
 @torch.compiler.disable(recursive=False)
 def _run_on_local_tensors(module: OnLocalTensors, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run the forward. Not compiled, because it replaces parameters; the functions that it calls are compiled."""
+    """Run the forward. Never compiled, because it replaces parameters; the functions that it calls are compiled."""
     with _local_tensors(module):
         return forward(*args, **kwargs)
 
@@ -74,7 +74,7 @@ def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
 def _local(parameter: DTensor, summed_over: str | None) -> torch.Tensor:
     if summed_over is None:
         return parameter.to_local()
-    # Redistribute to the current placements: no effect in the forward, sums the shares in the backward.
+    # Redistribute to the current placements: identity in the forward, sum over ranks in the backward.
     names = parameter.device_mesh.mesh_dim_names or ()
     shares = [
         Partial() if name == summed_over else placement

@@ -20,13 +20,13 @@ from nrl_models.common.upstream_torch import StridedShard, state_dict_utils
 
 
 class Packing(NamedTuple):
-    """How a DTensor's local tensor consists of shares of blocks.
+    """Layout of a DTensor's local tensor that consists of shards of several blocks.
 
     Attributes:
-        dim: The dimension.
-        blocks: The number of blocks in it.
-        ranks: The number of ranks that divide each block.
-        rank: The number of this rank among them.
+        dim: Dimension that has the blocks.
+        blocks: Number of blocks in this dimension.
+        ranks: Number of ranks that shard each block.
+        rank: Index of this rank among them.
     """
 
     dim: int
@@ -36,7 +36,7 @@ class Packing(NamedTuple):
 
 
 def packing_of(tensor: DTensor) -> Packing | None:
-    """Return how a local tensor consists of shares of blocks; None if it is one contiguous region."""
+    """Return how a local tensor consists of shards of blocks; None if it is one contiguous region."""
     mesh, placements = tensor.device_mesh, tensor.placements
     for mesh_dim, placement in enumerate(placements):
         # `fsdp` and `tp` that divide one dimension use `_StridedShard` for a contiguous region.
@@ -47,7 +47,7 @@ def packing_of(tensor: DTensor) -> Packing | None:
 
 
 def _dims(placements: Sequence[Placement]) -> list[int]:
-    """The tensor dimensions that placements divide, one for each placement that divides one."""
+    """Return the tensor dimension of each placement that shards one."""
     return [placement.dim for placement in placements if hasattr(placement, "dim")]
 
 
@@ -81,7 +81,7 @@ def regions_of(tensor: DTensor) -> list[Region]:
 
 
 _CHUNKS: Callable[[DTensor], list[ChunkStorageMetadata]] = DTensor.__create_chunk_list__
-"""torch's own function: right about every dimension that is not packed."""
+"""torch's original function, which is right for DTensors without packed dimensions."""
 
 
 @functools.cache

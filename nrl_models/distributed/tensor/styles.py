@@ -34,7 +34,7 @@ def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def leaving(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' tensors; each gets the sum's gradient."""
+    """Return the sum of the tensors of all ranks. The gradient of the sum is the gradient of each tensor."""
     return _redistributed(tensor, mesh, Partial(), Replicate())
 
 
@@ -91,27 +91,27 @@ class LinearOfWholeInput(_Parallel):
 
 
 class Colwise(LinearOfWholeInput):
-    """A linear with its share of the output features: returns `(..., O / ranks)`."""
+    """A linear with a shard of the output features: returns `(..., O / ranks)`."""
 
     is_divided = True
 
 
 class ColwiseGathered(Colwise):
-    """A linear with its share of the output features, which are then gathered: returns `(..., O)`."""
+    """A linear with a shard of the output features, which are then gathered: returns `(..., O)`."""
 
     def exchange(self, output: torch.Tensor) -> torch.Tensor:
-        """`output`: `(..., O / ranks)`. Returns all ranks' features."""
+        """Gather the features of all ranks, from `(..., O / ranks)` to `(..., O)`."""
         return _redistributed(output, self.tp_mesh, Shard(output.ndim - 1), Replicate())
 
 
 class Rowwise(_Parallel):
-    """A linear with its share of the input features. The bias is added once, after the sum."""
+    """A linear with a shard of the input features. The bias is added once, after the sum."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` `(..., I / ranks)`, this rank's share. Returns `(..., O)`, the same on every rank."""
+        """Compute `(..., O)`, equal on every rank, from this rank's shard `(..., I / ranks)` of the input."""
         output = leaving(F.linear(input, self.weight), self.tp_mesh)
         return output if self.bias is None else output + self.bias
 
@@ -120,7 +120,7 @@ class RowwiseSplit(Rowwise):
     """`Rowwise` with an unsharded input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` `(..., I)`, the same on every rank. Returns `(..., O)`, the same too."""
+        """Compute `(..., O)` from an input `(..., I)`. Both are equal on every rank."""
         return super().forward(_redistributed(input, self.tp_mesh, Replicate(), Shard(input.ndim - 1)))
 
 
@@ -135,7 +135,7 @@ class VocabularyParallel(_Parallel):
     weight: torch.Tensor
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`input`: tokens, the same on every rank. Returns their vectors, the same too."""
+        """Return the vectors of tokens. Tokens and vectors are equal on every rank."""
         inside = (input >= self.first_token) & (input < self.first_token + self.weight.shape[0])
         local = torch.where(inside, input - self.first_token, 0)
         vectors = super().forward(local, *args, **kwargs).masked_fill(~inside.unsqueeze(-1), 0)
@@ -146,7 +146,7 @@ class SummedOutput(_Parallel):
     """A module whose output is summed over the ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Arguments are the module's own. Returns the sum."""
+        """Run the module, and sum its output over the ranks. Same arguments."""
         return leaving(super().forward(*args, **kwargs), self.tp_mesh)
 
 
@@ -163,16 +163,16 @@ class LatentKeys(LinearOfWholeInput):
     rotary_features: int
 
     def exchange(self, output: torch.Tensor) -> torch.Tensor:
-        """`output`: `(..., O)`, the same on every rank. Returns the same values."""
+        """Return `output`, `(..., O)`, which is equal on every rank. Sums the gradient of its rotary features."""
         latent, rotary = output.split([output.shape[-1] - self.rotary_features, self.rotary_features], dim=-1)
         return torch.cat([latent, entering(rotary, self.tp_mesh)], dim=-1)
 
 
 class DividedExperts(_Parallel):
-    """A stack of experts, each with its share of the intermediate features."""
+    """A stack of experts, each with a shard of the intermediate features."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Arguments are the stack's own, the same on every rank. Returns the experts' sum, the same too."""
+        """Run the stack, and sum over the ranks. Arguments and result are equal on every rank."""
         shared = [entering(value, self.tp_mesh) if _is_float(value) else value for value in args]
         named = {key: entering(value, self.tp_mesh) if _is_float(value) else value for key, value in kwargs.items()}
         return leaving(super().forward(*shared, **named), self.tp_mesh)
@@ -182,7 +182,7 @@ class ScaledIdentity(_Parallel):
     """An expert that returns its input, on ranks whose outputs are summed."""
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns this rank's share of `input`."""
+        """Return this rank's part of the result: the expert's output for `input / ranks`."""
         return super().forward(input / self.tp_mesh.size(), *args, **kwargs)
 
 
@@ -248,7 +248,7 @@ class Style:
 
     @property
     def divides_linears(self) -> bool:
-        """Whether it shards the weight of a linear."""
+        """Whether the style shards the weight of a linear."""
         return self.dim(2) is not None
 
     def has_shares(self, is_parameter: bool) -> bool:
@@ -302,7 +302,7 @@ EXPERT_STYLES = _by_name(
     REPLICATE,
     Style("grouped_gemm", _first),
     Style("ep_dispatch_experts", compute=ExpertsOfThisRank),
-    Style("moe_tp_experts", compute=ExpertsOfThisRank),  # so called before transformers 5.2x
+    Style("moe_tp_experts", compute=ExpertsOfThisRank),  # name before transformers 5.2x
     Style("replicated_with_grad_allreduce", sums_gradient=True),
     Style("ep_router"),  # no effect: the stack selects this rank's experts here
 )
