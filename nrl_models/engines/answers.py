@@ -16,7 +16,7 @@ MINUS_INFINITY = -9999.0
 """Value that vLLM sends for -infinity and all lower values, because JSON has no infinity."""
 
 LARGEST_LOGPROB = 0.1
-"""Log-probabilities are at most 0, but for the rounding of a bfloat16 softmax."""
+"""Maximum of log-probabilities. Rounding in a bfloat16 softmax can make them exceed 0."""
 
 MOST_TOKENS = 2**31
 """Limit of token ids if the vocabulary size is unknown."""
@@ -43,7 +43,7 @@ class Checked:
         return EngineError(hidden(f"{self.who} {text}", self.secrets))
 
     def wrong(self, field: str, value: Any, expected: str) -> NoReturn:
-        """Raise the error about a field."""
+        """Raise the error for a field."""
         # Shorten the value to a line, because an answer may be long or deeply nested. Hide secrets before that, because
         # a truncated or escaped secret would not be recognized.
         if isinstance(value, str):
@@ -53,7 +53,7 @@ class Checked:
         raise self.error(f"returned an invalid answer: {field} is {found}, expected {expected}")
 
     def mapping(self, value: Any, field: str) -> dict[str, Any]:
-        """A JSON object."""
+        """Check a JSON object."""
         return value if isinstance(value, dict) else self.wrong(field, value, "an object")
 
     def listed(self, value: Any, field: str, length: int | None = None) -> list[Any]:
@@ -65,7 +65,7 @@ class Checked:
         return value
 
     def text(self, value: Any, field: str) -> str:
-        """A name."""
+        """Check a name: a printable string."""
         return value if isinstance(value, str) and value.isprintable() else self.wrong(field, value, "a name")
 
     def whole(self, value: Any, field: str, least: int, below: int = MOST_TOKENS) -> int:
@@ -75,7 +75,7 @@ class Checked:
         return value
 
     def token_ids(self, value: Any, field: str) -> tuple[int, ...]:
-        """Ids that the vocabulary has."""
+        """Check a list of token ids in the vocabulary."""
         below = MOST_TOKENS if self.vocabulary is None else self.vocabulary
         return tuple(
             self.whole(token, f"{field}[{index}]", 0, below) for index, token in enumerate(self.listed(value, field))
@@ -100,12 +100,12 @@ class Checked:
         return samples
 
     def logprobs(self, value: Any, field: str, length: int | None = None) -> tuple[float, ...]:
-        """A list of log-probabilities, see `logprob`."""
+        """Check a list of log-probabilities, see `logprob`."""
         listed = self.listed(value, field, length)
         return tuple(self.logprob(each, f"{field}[{index}]") for index, each in enumerate(listed))
 
     def logprob(self, value: Any, field: str) -> float:
-        """A log-probability. JSON has no NaN, which is sent as null, and no -inf, which vLLM sends as -9999."""
+        """Parse a log-probability. NaN is sent as null, and -inf as -9999 by vLLM, because JSON lacks both."""
         if value is None:
             return math.nan
         if type(value) not in (int, float) or not value <= LARGEST_LOGPROB:
@@ -113,7 +113,7 @@ class Checked:
         return -math.inf if value <= MINUS_INFINITY else float(value)
 
     def logprobs_by_id(self, value: Any, tokens: Sequence[int], field: str) -> list[float]:
-        """Return the log-probability of each of `tokens`, looked up by id. The first token has none: NaN."""
+        """Return the log-probability of each of `tokens`, looked up by id. The first token has NaN."""
         result = [math.nan]
         for index, (place, token) in enumerate(zip(self.listed(value, field, len(tokens)), tokens, strict=True)):
             if index:

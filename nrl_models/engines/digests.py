@@ -96,7 +96,7 @@ class HeldWeights:
 
 
 def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number for the bits of each row; 0 for a row of zeros."""
+    """Hash the bits of each row to 64 bits; 0 for a row of zeros."""
     value = tensor.detach().contiguous()
     rows = value.reshape(-1, 1 if value.dim() < 2 else value.shape[-1])
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
@@ -107,11 +107,11 @@ def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 HEAD = "lm_head.weight"
-"""Name of the weights that a configuration ties to the embeddings, after the names of modules around them."""
+"""Name of the weights that a configuration ties to the embeddings, without the names of parent modules."""
 
 
 def tied_apart(name: str, source: str) -> str:
-    """The message about a tensor that differs from the one that the engine's configuration ties it to."""
+    """Return the message for a tensor that differs from the tensor that the engine's configuration ties it to."""
     return (
         f"{name} differs from {source}, and the engine's configuration ties them (tie_word_embeddings), so it has one "
         "tensor for both: start the engine on a checkpoint that the untied model saved, with tie_word_embeddings=false"

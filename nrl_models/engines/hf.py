@@ -46,11 +46,11 @@ from nrl_models.logprobs.tokens import token_logprobs
 from nrl_models.parity.check import reference_model
 
 TOKENS_AT_A_TIME = 2**14
-"""Tokens in a forward when scoring, which bounds the memory of hidden states and attention."""
+"""Maximum number of tokens in a scoring forward, which limits the memory of hidden states and attention."""
 
 
 def _in_evaluation_mode(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an engine without gradients and dropout, also while its model is being trained."""
+    """Wrap an engine's method to run without gradients and dropout, even while its model is being trained."""
 
     @wraps(method)
     def compute(self: HFEngine, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ class HFEngine(Engine):
         Args:
             path, dtype, max_length, load_format, seed: See `start_engine`.
             device: Device of the model.
-            unknown: Raises an error if there are any.
+            unknown: Further options. Any raises an error.
 
         Raises:
             EngineError: If an option is unknown or invalid, or transformers cannot load the checkpoint.
@@ -116,7 +116,7 @@ class HFEngine(Engine):
         return cls(model, max_length=max_length)
 
     def capabilities(self) -> Capabilities:
-        """Everything but a prefix cache."""
+        """Return capabilities: everything except a prefix cache."""
         return Capabilities(
             refit=True,
             modules=True,
@@ -127,7 +127,7 @@ class HFEngine(Engine):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Version and settings."""
+        """Return version and settings."""
         return {
             "engine": self.name,
             "transformers": version("transformers"),
@@ -147,10 +147,10 @@ class HFEngine(Engine):
         ignore_end: bool,
         model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[Sample]:
-        """Batch prompts of equal length, so that nothing is padded. With images, batch only equal prompts."""
+        """Generate in batches of prompts with equal lengths, without padding. Prompts with images must be equal."""
         results: dict[int, Sample] = {}
         ends = set() if ignore_end else {*as_ids(self.model.generation_config.eos_token_id), *self._tokenizer_ends}
-        # The recorder processes the logits; transformers' own processors are switched off.
+        # The recorder processes the logits; transformers' processors are disabled.
         neutral = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(seed)
         for indices in _by_length(prompts, model_inputs):
@@ -194,7 +194,7 @@ class HFEngine(Engine):
 
     @contextmanager
     def _plain_generation(self) -> Iterator[None]:
-        """While open, the checkpoint's own generation settings (penalties, processors) do not apply."""
+        """Disable the checkpoint's generation settings (penalties, processors) while the context is open."""
         kept = self.model.generation_config
         self.model.generation_config = GenerationConfig()
         try:
@@ -212,7 +212,7 @@ class HFEngine(Engine):
         full_logits: bool = False,
         model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[list[float]]:
-        """See `Engine.score`. Sequences of equal length are scored together, so nothing is padded.
+        """Score as in `Engine.score`. Sequences of equal length are scored together, so nothing is padded.
 
         Args:
             sequences, sampling, last: See `Engine.score`.
@@ -264,17 +264,17 @@ class HFEngine(Engine):
         }
 
     def note_weights(self) -> bool:
-        """See `Engine.note_weights`."""
+        """Record hashes of the weights, see `Engine.note_weights`."""
         self._held = HeldWeights(self.model.state_dict())
         return True
 
     def unchanged_weights(self) -> list[str]:
-        """See `Engine.unchanged_weights`."""
+        """Return the names of unchanged weights, see `Engine.unchanged_weights`."""
         return self._held.unchanged(self.model.state_dict())
 
     @_in_evaluation_mode
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
-        """See `Engine.module_calls`."""
+        """Record the calls of all modules, see `Engine.module_calls`."""
         require_recordable(self, tokens, decode_last=decode_last)
         batch = torch.tensor([list(tokens)], device=self.model.device)
         inputs: dict[str, Any] = {"input_ids": batch, "use_cache": False}
@@ -328,6 +328,6 @@ class _LogprobRecorder(LogitsProcessor):
             self.logprobs.append(self.last.gather(-1, tokens[:, None]))
 
     def finish(self, sequences: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of all sampled tokens, `(batch, new tokens)`."""
+        """Return log-probabilities of all sampled tokens, `(batch, new_tokens)`."""
         self._record(sequences[:, -1])
         return torch.cat(self.logprobs, dim=1).double()

@@ -135,8 +135,8 @@ class HTTPEngine(Engine):
     ) -> HTTPEngine:
         """Connect to a server that serves the checkpoint in `path`.
 
-        `load_format` and `seed` are ignored, because they only have an effect when a server is started. `dtype` states
-        the dtype that the server was started with.
+        `load_format` and `seed` are ignored, because they only have an effect when a server is started. `dtype` is the
+        dtype that the server was started with.
         """
         folder = resolve_folder(path)
         config = read_config(folder)
@@ -154,7 +154,7 @@ class HTTPEngine(Engine):
         return cls(address, ends=end_tokens(folder, config), defaults=defaults, **own, **options)
 
     def capabilities(self) -> Capabilities:
-        """Generation, scores at temperature 1, and new weights (if its server does); no access to the process."""
+        """Return capabilities: generation, scores at temperature 1, and new weights if the server supports them."""
         return Capabilities(
             min_temperature=VLLM_TEMPERATURES[0],
             max_temperature=VLLM_TEMPERATURES[1],
@@ -167,7 +167,7 @@ class HTTPEngine(Engine):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Address and model."""
+        """Return address and model."""
         return {"engine": self.name, "address": self.address, "model": self.model, "max_model_len": self.max_length}
 
     def _generate(
@@ -230,7 +230,7 @@ class HTTPEngine(Engine):
         """Check that the server still has the weights of the last refit. Without a refit, there is nothing to check.
 
         Raises:
-            EngineError: If it has others.
+            EngineError: If it has other weights.
         """
         if self._sent is not None and (there := self._client.weight_version()) != self._sent:
             raise EngineError(
@@ -239,7 +239,7 @@ class HTTPEngine(Engine):
             )
 
     def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:
-        """See `Engine.score`. Uses `prompt_logprobs` if the server supports it, else `echo`."""
+        """Score as in `Engine.score`, with `prompt_logprobs` if the server supports it, or else with `echo`."""
         if not sampling.is_identity:
             raise EngineError(f"{self.address} scores existing tokens at temperature 1 only, not at {sampling}")
         body: dict[str, Any] = NEUTRAL | {"model": self.model, "prompt": sequences}
@@ -266,7 +266,7 @@ class HTTPEngine(Engine):
         return results
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """The server waits, paused, from before an update until it has all of it, and the version is the one sent."""
+        """Pause the server, send all weights, and resume it after checking that it reports their version."""
         try:
             there = self._client.weight_version()
         except EngineError as error:
@@ -302,7 +302,7 @@ class HTTPEngine(Engine):
         return self._sender.in_doubt or not self._settled
 
     def note_weights(self) -> bool:
-        """See `Engine.note_weights`. A server's checksums are of complete tensors."""
+        """Record checksums, see `Engine.note_weights`. A server has one checksum per complete tensor."""
         try:
             self._held = self._client.checksums()
         except EngineError:  # a server without this route
@@ -310,8 +310,8 @@ class HTTPEngine(Engine):
         return bool(self._held) and EMPTY not in self._held.values()
 
     def unchanged_weights(self) -> list[str]:
-        """See `Engine.unchanged_weights`."""
+        """Return the names of unchanged weights, see `Engine.unchanged_weights`."""
         now = self._client.checksums() if self._held else {}
         same = [name for name, checksum in now.items() if self._held.get(name) == checksum != EMPTY]
-        names = [name.rpartition(":")[2] for name in same]  # without the worker's ranks
-        return [name for name in names if not name.rpartition(".")[2].startswith("_")]  # which no checkpoint has
+        names = [name.rpartition(":")[2] for name in same]  # removes the worker's ranks
+        return [name for name in names if not name.rpartition(".")[2].startswith("_")]  # names in no checkpoint

@@ -27,7 +27,7 @@ CONNECTIONS = 128
 COMPLETIONS = "/v1/completions"
 
 BYTES_PER_TOKEN = 2**10
-"""Maximum size of a token in an answer: its id, text and log-probability take a few hundred bytes."""
+"""Maximum size of a token in an answer. Its id, text and log-probability need a few hundred bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ServerConnection:
         return self._content(path, self.send(method, path, body, tokens))
 
     def _content(self, path: str, answer: _Answer) -> dict[str, Any]:
-        """Return the JSON object of an answer. Raises EngineError for an error or something else."""
+        """Return the JSON object of an answer. Raises `EngineError` for an error or any other content."""
         check = self.checked
         text = answer.body.decode(errors="replace")
         if 300 <= answer.status < 400:
@@ -103,13 +103,13 @@ class ServerConnection:
             raise check.error(f"answered {path} with something that is not JSON: {shown!r}") from error
 
     def send(self, method: str, path: str, body: dict[str, Any] | None, tokens: int = 0) -> _Answer:
-        """Send a request and return the answer, whatever its status."""
+        """Send a request and return the answer with any status."""
         return self._send_all(method, path, [body], tokens)[0]
 
     def _send_all(
         self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], tokens: int = 0
     ) -> list[_Answer]:
-        """Send requests at the same time, and return the answers in order, whatever their status.
+        """Send requests at the same time, and return the answers in order, with any status.
 
         The first request that fails or has no complete answer cancels the others.
         """
@@ -213,7 +213,7 @@ class ServerConnection:
         return [places[number] for number in range(expected)]
 
     def token_ids(self, choice: dict[str, Any], at: str) -> tuple[int, ...]:
-        """The sampled tokens' ids."""
+        """Return the ids of the sampled tokens."""
         if choice.get("token_ids") is not None:
             return self.checked.token_ids(choice["token_ids"], f"{at}.token_ids")
         names = self._logprobs(choice, at).get("tokens") or []

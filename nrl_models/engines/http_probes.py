@@ -24,10 +24,10 @@ INVALID = {"top_p": 2.0, "top_k": -7, "min_p": 2.0, "repetition_penalty": -1.0}
 """Values that a server rejects if it reads the parameter and checks it."""
 
 PROBE_TOKENS = 16
-"""Tokens that show how a server samples."""
+"""Number of tokens per probe of how a server samples."""
 
 MOST_PROBES = 8
-"""Number of prompts to try until a continuation is uncertain enough to show something."""
+"""Maximum number of prompts to try until a continuation is uncertain enough to compare distributions."""
 
 PROBE_TOLERANCE = 0.03
 """Maximum mean difference, in nats, between a probe's log-probabilities from sampling and from a prefill."""
@@ -42,7 +42,7 @@ class Probed(Protocol):
         """Request one token, and return the status of the answer."""
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling) -> list[list[float]]:
-        """See `Engine.score`."""
+        """Score sequences, see `Engine.score`."""
 
     def request_samples(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
@@ -106,7 +106,7 @@ class ServerProbes:
                 return
 
     def _require_processed(self, name: str, prompts: Sequence[Tokens]) -> None:
-        """Check that log-probabilities are those after temperature or truncation.
+        """Check that log-probabilities are computed after temperature and truncation.
 
         The probe's sampling leaves one token, the most likely one. Its log-probability is then 0. A server that reports
         unprocessed log-probabilities returns the same as for greedy decoding.
@@ -117,7 +117,7 @@ class ServerProbes:
             raw, found = _compared(self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe))
             if raw:
                 break
-        else:  # every continuation is certain: the next call probes its own prompts
+        else:  # every continuation is certain: the next call probes with its prompts
             return
         # With two equally likely tokens, a processed log-probability may equal the unprocessed one by chance.
         if sum(abs(one - other) for one, other in zip(raw, found, strict=True)) < 0.5 * sum(map(abs, found)):
@@ -143,7 +143,7 @@ def _starts(prompts: Sequence[Tokens]) -> list[list[int]]:
 
 
 def _compared(greedy: Sample, sampled: Sample) -> tuple[list[float], list[float]]:
-    """Return the log-probabilities of both samples up to the first other token, without those of certain tokens."""
+    """Return both samples' log-probabilities up to the first different token, without those of certain tokens."""
     raw, found = [], []
     for expected, token, before, after in zip(
         greedy.tokens, sampled.tokens, greedy.logprobs, sampled.logprobs, strict=False

@@ -40,8 +40,8 @@ class RefitTargets:
         ties to another, see `require_tied`.
 
         Raises:
-            EngineError: If the model has no such tensor, or got it under another name, or it has another shape or kind
-                of dtype, or values that are infinite in the model's dtype.
+            EngineError: If the model has no such tensor, got it under another name, its shape or kind of dtype differs,
+                or values are infinite in the model's dtype.
         """
         target = self._adapter.find(name)
         if target is None and self._mtp.may_be(name):
@@ -81,7 +81,7 @@ class RefitTargets:
                 raise EngineError(tied_apart(name, tied[target.parameters[0]]))
 
     def missing(self, written: Collection[str]) -> dict[str, str]:
-        """The first parameter of each hub tensor that is not in `written`, but for tied ones."""
+        """Return the first parameter of each hub tensor that is not in `written`. Leaves out tied tensors."""
         return {
             name: target.parameters[0]
             for name, target in self._adapter.hub.items()

@@ -95,7 +95,7 @@ def start_engine(
 
 
 def room_to_score(name: str) -> int:
-    """How many positions an engine needs beyond the tokens it scores: most have to sample another token."""
+    """Return the number of positions that an engine needs beyond scored tokens. Most engines sample one more token."""
     return 0 if name in ("hf-generate", "megatron", "mlx") else 1
 
 

@@ -55,7 +55,7 @@ class EnvironmentEngine(Engine):
         self.worker = WorkerProcess([str(python), "-I", str(WORKER)], who, environment)
         self._checked = Checked(who)
         try:
-            # Not as an argument, which every user of the machine can read: a token of the hub may be among them.
+            # Not as an argument, because all users of the machine can read it: options may have a token of the hub.
             self.described = self._described(self.worker.ask(keywords))
         except EngineError:
             self.close()
@@ -111,7 +111,7 @@ class EnvironmentEngine(Engine):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Version and settings."""
+        """Return version and settings."""
         return {"engine": self.name, "python": str(self.python), **self.described}
 
     def _generate(
@@ -129,7 +129,7 @@ class EnvironmentEngine(Engine):
         return self._checked.samples(self._samples(prompts, asked, seeds), prompts)
 
     def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:
-        """See `Engine.score`."""
+        """Score sequences, see `Engine.score`."""
         if not sampling.is_identity:
             raise EngineError(f"vLLM of {self.python} scores existing tokens at temperature 1 only, not at {sampling}")
         asked = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}

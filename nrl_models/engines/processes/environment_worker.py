@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 DISPENSABLE = ("kv_cache_memory_bytes", "logprobs_mode")
-"""Keywords that versions lack, and that greedy decoding does without."""
+"""Keywords that some versions lack. Greedy decoding works without them."""
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def started(keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def generated(llm: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tokens and log-probabilities of each prompt's continuation, and of the prompt if requested."""
+    """Generate completions. Returns tokens and log-probabilities, also of the prompts if requested."""
     import vllm
 
     seeds = request["seeds"]
@@ -100,7 +100,7 @@ def generated(llm: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def chosen(places: Any, tokens: list[int]) -> list[float | None]:
-    """The log-probability of each token, looked up by its id; None for NaN, which JSON lacks."""
+    """Look up the log-probability of each token by its id. NaN becomes None, because JSON lacks it."""
     found = [float(place[token].logprob) for place, token in zip(places, tokens, strict=True)]
     return [None if math.isnan(value) else value for value in found]
 

@@ -1,4 +1,4 @@
-"""Runs a GPT model of Megatron-Core for `megatron_core.py`."""
+"""Run a GPT model of Megatron-Core for `megatron_core.py`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MegatronModel(WorkerModel):
         self.model = megatron_of(self.source.eval())
 
     def describe(self) -> dict[str, Any]:
-        """See `WorkerModel.describe`."""
+        """Return versions and settings, see `WorkerModel.describe`."""
         return {
             "megatron-core": version("megatron-core"),
             "class": f"{type(self.model).__module__}:{type(self.model).__name__}",
@@ -51,7 +51,7 @@ class MegatronModel(WorkerModel):
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """See `WorkerModel.logits`."""
+        """Return logits, see `WorkerModel.logits`."""
         return logits(self.model, torch.tensor([tokens], device=self.device))[0].float().cpu()
 
     def decoding(self) -> DecodingStep:
@@ -66,7 +66,7 @@ class MegatronModel(WorkerModel):
         return step
 
     def apply(self) -> dict[str, Any]:
-        """See `WorkerModel.apply`."""
+        """Load the received weights, see `WorkerModel.apply`."""
         arrived, self.arrived = self.arrived, {}
         adapter, targets = self.source.state_dict_adapter, RefitTargets(self.source, "megatron")
         found = [targets.find(name, tensor) for name, tensor in arrived.items()]

@@ -28,7 +28,7 @@ class MLXModel(WorkerModel):
 
     Args:
         path: Directory of the checkpoint.
-        dtype: Dtype of the parameters; None uses the checkpoint's. Below fp32, mlx-lm keeps some in another dtype.
+        dtype: Dtype of the parameters; None uses the checkpoint's. Below fp32, mlx-lm keeps some in others.
         weights: Whether to load the weights. Otherwise they are random.
         seed: Random seed of random weights.
     """
@@ -85,18 +85,18 @@ class MLXModel(WorkerModel):
         }
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """See `WorkerModel.logits`."""
+        """Return logits, see `WorkerModel.logits`."""
         return as_torch(self.model(mx.array([tokens]))[0])
 
     def decoding(self) -> DecodingStep:
-        """A step with mlx-lm's cache."""
+        """Return a decoding step that uses mlx-lm's cache."""
         cache = make_prompt_cache(self.model)
         return lambda given: as_torch(self.model(mx.array(given), cache=cache)[:, -1])
 
     # New weights
 
     def receive(self, message: Message, digests: bool) -> dict[str, Any]:
-        """See `WorkerModel.receive`. Digests are those of MLX's arrays."""
+        """Receive weights, see `WorkerModel.receive`. Digests are those of MLX's arrays."""
         new = {name: as_array(tensor) for name, tensor in tensors_of(message)}
         self.arrived |= new
         return {"digests": {name: tensor_digest(as_stored(value)) for name, value in new.items()} if digests else {}}
@@ -156,7 +156,7 @@ def with_older_keys(config: dict[str, Any], stated: dict[str, Any]) -> dict[str,
 
     Args:
         config: The configuration as transformers completes it.
-        stated: The keys in the file. A None is passed on only if the file has it; mlx-lm has defaults for the rest.
+        stated: The keys in the file. None is only passed if the file has it. mlx-lm has defaults for missing keys.
     """
     found: dict[str, Any] = {
         name: with_older_keys(value, stated.get(name) or {})
@@ -197,7 +197,7 @@ def _older_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _older_layers(found: dict[str, Any]) -> dict[str, Any]:
-    """Older keys for models with different kinds of layers: the interval of full attention, and its separate sizes.
+    """Return older keys for different kinds of layers: the interval of full attention, and its separate sizes.
 
     If `layer_types` exists, transformers uses only it, so the older keys may contradict it.
     """
@@ -216,12 +216,12 @@ def _older_layers(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_torch(value: mx.array) -> torch.Tensor:
-    """Logits as torch has them, in fp32."""
+    """Convert logits to a torch tensor in fp32."""
     return torch.from_numpy(np.array(value.astype(mx.float32)))
 
 
 def as_stored(value: mx.array) -> torch.Tensor:
-    """The same bits in torch."""
+    """Convert an array to a torch tensor with the same bits."""
     if value.dtype == mx.bfloat16:  # which NumPy lacks
         return torch.from_numpy(np.array(value.view(mx.uint16))).view(torch.bfloat16)
     return torch.from_numpy(np.array(value))

@@ -75,7 +75,7 @@ class WorkerEngine(Engine):
 
         Args:
             path, dtype, max_length, load_format, seed: See `start_engine`.
-            unknown: Raises an error if there are any.
+            unknown: Further options. Any raises an error.
 
         Raises:
             EngineError: If the package is not installed, lacks the model, or cannot load the checkpoint. Also if an
@@ -118,11 +118,11 @@ class WorkerEngine(Engine):
             ) from error
 
     def capabilities(self) -> Capabilities:
-        """Everything but its modules' outputs and a prefix cache."""
+        """Return capabilities: everything except outputs of modules and a prefix cache."""
         return Capabilities(refit=True, max_length=self.max_length, vocabulary=self.vocabulary, dtype=self.dtype)
 
     def describe(self) -> dict[str, Any]:
-        """Versions and settings."""
+        """Return versions and settings."""
         return {"engine": self.name, **self.described}
 
     def _generate(
@@ -141,7 +141,7 @@ class WorkerEngine(Engine):
         return self._checked.samples(self._checked.listed(answer.get("samples"), "samples", len(prompts)), prompts)
 
     def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:
-        """See `Engine.score`."""
+        """Score sequences, see `Engine.score`."""
         asked = {"call": "score", "sequences": sequences, "sampling": asdict(sampling), "last": last}
         answer = self._checked.listed(self.worker.ask(asked).get("scores"), "scores", len(sequences))
         return [
@@ -156,7 +156,7 @@ class WorkerEngine(Engine):
         for bucket in sent:
             with message_of(bucket, LOCAL) as message:
                 found |= self.worker.ask({"call": "receive", "message": message, "digests": digests})["digests"]
-        self._changed = True  # if the call is interrupted, the worker may still apply them
+        self._changed = True  # an interrupted worker may still apply the tensors
         try:
             unwritten = self.worker.ask({"call": "apply"})["unwritten"]
         except EngineError:

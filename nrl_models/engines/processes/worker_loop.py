@@ -25,7 +25,7 @@ from nrl_models.engines.transfer.transports import Message, tensors_of
 from nrl_models.logprobs.sampling import Sampling, processed
 
 DecodingStep = Callable[[list[list[int]]], torch.Tensor]
-"""Feed the next tokens of each sequence, the same number for each. Returns the logits after the last token,
+"""Function of the next tokens of each sequence, the same number for each. Returns the logits after the last token,
 `(batch, vocab_size)` in fp32."""
 
 
@@ -38,7 +38,7 @@ class WorkerModel(ABC):
 
     @abstractmethod
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Logits of a sequence, `(tokens, vocabulary)` fp32."""
+        """Return the logits of a sequence, `(seq_len, vocab_size)` in fp32."""
 
     @abstractmethod
     def decoding(self) -> DecodingStep:
@@ -86,7 +86,7 @@ class WorkerModel(ABC):
     def _sample(
         self, batch: list[list[int]], sampling: Sampling, count: int, seeds: list[int]
     ) -> list[tuple[list[int], list[float]]]:
-        """`count` tokens for each prompt, and the log-probability of each."""
+        """Sample `count` tokens for each prompt. Returns tokens and log-probabilities of each prompt."""
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         step, given, tokens, logprobs = self.decoding(), batch, [], []
         for _ in range(count):
@@ -105,7 +105,7 @@ class WorkerModel(ABC):
     def score(
         self, sequences: list[list[int]], sampling: dict[str, Any], last: int | None
     ) -> dict[str, list[list[float | None]]]:
-        """Log-probability of each token except the first; None where not requested."""
+        """Return the log-probability of each token except the first; None where not requested."""
         scores = []
         for tokens in sequences:
             asked = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)

@@ -23,19 +23,19 @@ class ServerClient:
         self._request, self._checked = request, checked
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `SyncClient`."""
+        """Prepare the workers, see `SyncClient`."""
         self._request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `SyncClient`."""
+        """Begin an update, see `SyncClient`."""
         self._request("POST", "/start_weight_update", None)
 
     def update_weights(self, update_info: Any) -> None:
-        """See `SyncClient`."""
+        """Announce weights, see `SyncClient`."""
         self._request("POST", "/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `SyncClient`."""
+        """End an update, see `SyncClient`."""
         body = None if weight_version is None else {"weight_version": weight_version}
         self._request("POST", "/finish_weight_update", body)
 
@@ -45,7 +45,7 @@ class ServerClient:
         return self._checked.text(answer.get("weight_version"), "weight_version")
 
     def checksums(self) -> dict[str, str]:
-        """A checksum of each tensor that the server's workers hold (vLLM's `/weight_checker`)."""
+        """Return a checksum of each tensor in the server's workers, from vLLM's `/weight_checker`."""
         found = self._checked.mapping(self._request("POST", "/weight_checker", {"action": "checksum"}), "it")
         listed = self._checked.mapping(found.get("checksums"), "checksums")
         return {name: self._checked.text(checksum, "a checksum") for name, checksum in listed.items()}

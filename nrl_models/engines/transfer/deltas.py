@@ -17,7 +17,7 @@ from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.errors import EngineError, shown
 
 FARTHEST = 2**16 - 1
-"""Elements from one position to the next, at most."""
+"""Maximum distance in elements from one position to the next."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,7 +51,7 @@ class DeltaWriter:
         if not count:
             return False
         self.names.append(name)
-        if count * size_of_one < now.nbytes:  # otherwise positions would only cost time
+        if count * size_of_one < now.nbytes:  # otherwise, sending positions saves nothing
             steps = _steps(changed.nonzero().flatten())
             if (size := len(steps) * size_of_one) < now.nbytes:
                 self._sparse.append((name, len(steps)))
@@ -127,7 +127,7 @@ def _steps(places: torch.Tensor) -> torch.Tensor:
 
 
 def _listed(text: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Names of the tensors of which elements changed, each with how many."""
+    """Return the names of tensors with changed elements, each with the number of these elements."""
     try:
         listed: Any = json.loads(text[_SPARSE])
         fits = all(type(name) is str and type(count) is int and count > 0 for name, count in listed)

@@ -39,8 +39,7 @@ class Unwritten:
 
 HEAD_BIAS = "lm_head.bias"
 """vLLM with transformers' classes registers this parameter when it arrives. If the layer's weight has not arrived yet,
-its
-reload then drops it. safetensors does not keep the order of tensors in another process, so it is loaded last."""
+its reload then drops it. safetensors does not keep the order of tensors in another process, so it is loaded last."""
 
 
 class WeightReload:
@@ -92,14 +91,14 @@ class WeightReload:
         self._embeddings: dict[str, str] = {}
 
     def load(self, tensors: Iterable[NamedTensor]) -> None:
-        """Take some weights, by hub name."""
+        """Load some weights, by hub name."""
         self._load(self._put_off(tensors))
 
     def _put_off(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield all tensors except those to be loaded last."""
+        """Yield all tensors except those to load last."""
         for name, tensor in tensors:
             if name.endswith(HEAD_BIAS):
-                self._last.append((name, tensor.clone()))  # its memory may be the sender's, for the next bucket
+                self._last.append((name, tensor.clone()))  # the sender may reuse the memory for the next bucket
             else:
                 yield name, tensor
 
@@ -123,7 +122,7 @@ class WeightReload:
                 yield name, tensor
 
     def note_tied(self, name: str, tensor: torch.Tensor) -> None:
-        """Note a tensor for `require_tied`, if it may be a head or embeddings of a model that ties them."""
+        """Record a tensor for `require_tied`, if it may be a head or embeddings of a model that ties them."""
         if self._ties and tensor.dim() == 2:
             if name.endswith(HEAD):
                 self._head = name, tensor_digest(tensor)
@@ -191,7 +190,7 @@ class WeightReload:
                 kept += [lacking.get(each, f"{each} (its module lacks another tensor)") for each in names]
                 _drop(info)
             elif not info.load_numel and module not in self._tied:
-                # A loader may report weights as written that it wrote past vLLM's reload, which then restores the old.
+                # A loader may bypass vLLM's reload and report weights as written. The reload then restores old ones.
                 missed |= {f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)}
         self._end()
         return Unwritten((*kept, *self._left(self._parameters, missed)), self._left(self._buffers))
@@ -213,7 +212,7 @@ class WeightReload:
                 tensor.zero_()
 
     def abandon(self) -> bool:
-        """Stop: complete modules get their new weights, others keep the old ones. Returns True if anything changed."""
+        """Stop the reload. Complete modules get new weights, others keep the old ones. Returns True if any changed."""
         changed = False
         for module in self.model.modules():
             info = _info(module)
@@ -236,7 +235,7 @@ class WeightReload:
                 if (method := getattr(module, "quant_method", None)) is not None:
                     method.process_weights_after_loading(module)
         for method, kernel in self._kernels:
-            if method.moe_kernel is None:  # of experts that were not sent
+            if method.moe_kernel is None:  # the experts were not sent
                 method.moe_kernel = kernel
 
     def _left(self, expected: Iterable[tuple[str, ...]], missed: Set[str] = frozenset()) -> tuple[str, ...]:
@@ -264,7 +263,7 @@ class _SameKind(TorchDispatchMode):
         self._last = ""
 
     def named(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield the same tensors, and note their names for errors."""
+        """Yield the same tensors, and record their names for errors."""
         for self._last, tensor in tensors:
             self._names[tensor.data_ptr()] = self._last
             yield self._last, tensor
@@ -325,7 +324,7 @@ def _info(module: torch.nn.Module) -> Any:
 
 
 def _names(tensors: Iterable[NamedTensor]) -> list[tuple[str, ...]]:
-    """Return all names of each tensor. A model may contain a layer twice, and its loader may report only one name."""
+    """Return all names of each tensor. A layer may be in a model twice, and its loader may report only one name."""
     names: dict[int, list[str]] = {}
     kept = []  # keeps objects alive, so that ids are unique
     for name, tensor in tensors:
@@ -335,7 +334,7 @@ def _names(tensors: Iterable[NamedTensor]) -> list[tuple[str, ...]]:
 
 
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules that share a parameter with an earlier module."""
+    """Return the modules that share a parameter with an earlier module."""
     seen: dict[torch.nn.Parameter, torch.nn.Module] = {}
     modules = []
     for module in model.modules():

@@ -1,7 +1,7 @@
 """Tensors in memory shared between two processes of one machine, in the safetensors format.
 
 A segment is a file in memory (`memfd_create(2)`) without a name. Another process opens it through the writer's
-descriptor, which the system permits only to processes of the same user. Segments are sealed: nobody can modify or
+descriptor, which the system permits only to processes of the same user. Segments are sealed: no process can modify or
 truncate them. The memory is freed when the last process closes or unmaps it, even after a crash.
 """
 
@@ -62,7 +62,7 @@ class Segment:
             raise EngineError("weights cannot be shared in memory: this needs Linux (memfd_create)")
         token = secrets.token_hex(16)
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        # Not by safetensors, which copies everything first, or writes next to a path and renames.
+        # Written without safetensors, which copies all data first, or writes to another path and renames the file.
         header, ordered = _header(whole, {**(text or {}), _TOKEN: token})
         nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
         try:
@@ -114,7 +114,7 @@ class Segment:
         os.close(self.descriptor)
 
     def to_json(self) -> dict[str, Any]:
-        """For `of_json`."""
+        """Return JSON values for `of_json`."""
         return {"pid": self.pid, "descriptor": self.descriptor, "token": self.token, "nbytes": self.nbytes}
 
     @staticmethod

@@ -85,7 +85,7 @@ class Sender:
         self._is_ready = False
 
     def forget(self) -> None:
-        """Send all weights next time, and announce updates again: the engine has other weights, or is another one."""
+        """Send all weights and announce updates again next time: the engine was replaced, or has other weights."""
         self._last, self.last_version, self._is_ready = None, None, False
 
     def prepare(self) -> None:
@@ -177,7 +177,7 @@ class Sender:
         return update, Sent(version, UpdateKind.DELTA, size, dense_size, len(seen), tuple(changed))
 
     def _deliver(self, update: Update) -> None:
-        """Take an update to the engine; if a step fails, have it dropped."""
+        """Send an update to the engine. If a step fails, tell the engine to drop it."""
         self.prepare()
         try:
             self.client.start_weight_update()
