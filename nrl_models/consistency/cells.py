@@ -71,7 +71,7 @@ class Settings:
         new_tokens: Maximum number of generated tokens, and at most half of a sequence.
         strict: Whether the trainer also samples and the engine scores. Detects tokens that the engine never samples.
         threshold: Bound of `token_mult_prob_error`, unless the noise floor allows more.
-        noise_factor: See `NOISE_FACTOR`; 0 to use only the threshold.
+        noise_factor: Allowed distance from 1 as a multiple of the noise floor's distance; 0 uses only the threshold.
         seed: Random seed of prompts and sampling.
 
     Raises:

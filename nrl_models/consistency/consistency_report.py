@@ -41,7 +41,7 @@ class CellResult:
         repeats: Measurements of the cell.
         sampling: Sampling parameters of the tokens, see `Settings.sampling_of`.
         threshold: Bound of `token_mult_prob_error`, unless the noise floor allows more.
-        noise_factor: See `nrl_models.consistency.cells.NOISE_FACTOR`.
+        noise_factor: Allowed distance from 1 as a multiple of the noise floor's distance.
         verdict: Source of the disagreement; None if the cell passes or was not judged.
     """
 

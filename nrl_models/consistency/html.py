@@ -105,7 +105,7 @@ def has_plots() -> bool:
 
 
 def plots_of(repeats: Sequence[Measurement], engine: str) -> list[tuple[str, str]]:
-    """Plot log-probabilities of trainer and engine: error by position, and trainer over engine.
+    """Plot log-probabilities of trainer and engine: the error by position, and both sides as a scatter plot.
 
     Args:
         repeats: Measurements of one cell.

@@ -28,7 +28,7 @@ EXPLAINED = 0.1
 """Maximum share of the difference that remains if a hypothesis explains it."""
 
 FAR = 10.0
-"""Maximum difference in nats that a token contributes. Larger differences say nothing more."""
+"""Maximum difference in nats that a token contributes. Larger differences count the same."""
 
 BLOCKS = (1, 16, 32, 64, 128)
 """Sizes of the blocks in which engines cache keys and values."""
@@ -94,7 +94,7 @@ class Hypotheses:
         yield from self.about_configuration()
 
     def about_logits(self) -> Iterator[Hypothesis]:
-        """Yield sampling parameters that were ignored, and scales or soft caps of logits that were not applied once."""
+        """Yield ignored sampling parameters, an ignored soft cap, and a scale of the logits applied never or twice."""
         right, head = self.sampling.processing, self.head
         tried = {(right, head)}
         for kind, message, sampling, end in (

@@ -112,7 +112,7 @@ class WeightChange:
         scores: Callable[[], torch.Tensor],
         needed: float,
     ) -> None:
-        """Enlarge the steps of tensors that could be stale without detection, until a stale one would be detected."""
+        """Enlarge the steps of tensors that could be stale without detection. A step is kept if no larger one helps."""
         started, now = time.monotonic(), scores()
         for name, tensor in weights.items():
             if old[name].isinf().any():

@@ -92,7 +92,7 @@ class HFEngine(Engine):
         Args:
             path, dtype, max_length, load_format, seed: See `start_engine`.
             device: Device of the model.
-            unknown: Further options. Any raises an error.
+            unknown: Unknown options, which raise an error.
 
         Raises:
             EngineError: If an option is unknown or invalid, or transformers cannot load the checkpoint.

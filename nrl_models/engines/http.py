@@ -314,4 +314,4 @@ class HTTPEngine(Engine):
         now = self._client.checksums() if self._held else {}
         same = [name for name, checksum in now.items() if self._held.get(name) == checksum != EMPTY]
         names = [name.rpartition(":")[2] for name in same]  # removes the worker's ranks
-        return [name for name in names if not name.rpartition(".")[2].startswith("_")]  # names in no checkpoint
+        return [name for name in names if not name.rpartition(".")[2].startswith("_")]  # checkpoints lack these names

@@ -24,7 +24,7 @@ RECORD = ".nrl-replaces.json"
 """File in `PUBLISHED`. `replaces` has size and time of all replaced or removed files; `files` has the new ones."""
 
 Identity = tuple[int, int, int, int]
-"""Device, inode, size in bytes, and time of the last change in nanoseconds. Differs between any two files."""
+"""Device, inode, size in bytes, and modification time in nanoseconds. Changes if a file is replaced or rewritten."""
 
 
 def identity(status: os.stat_result) -> Identity:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind
 
 MOST_PARTS = 20_000
-"""Maximum number of layers or of experts. Configurations list layers, checkpoints list experts; few exceed 100."""
+"""Maximum number of layers or of experts. Configurations list the layers. Models have a few hundred at most."""
 
 MOST_LABELS = 2**20
 """Maximum number of labels of a classifier. A configuration has a name for each label."""

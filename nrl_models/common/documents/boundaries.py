@@ -37,8 +37,8 @@ class Documents:
 
         Args:
             position_ids: `(batch, seq_len)`; see `starts_of`, and `sharing_prompts` for documents that continue others.
-            attention_mask: `(batch, seq_len)`, False or 0 for padding. Consecutive padding is one document, at any
-                positions.
+            attention_mask: `(batch, seq_len)`, False or 0 for padding. Consecutive padding is one document,
+                regardless of its positions.
         """
         starts = starts_of(position_ids, attention_mask)
         if attention_mask is not None:

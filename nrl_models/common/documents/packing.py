@@ -60,8 +60,8 @@ def keep_documents_apart(forward: Forward, *, defined_by: type[nn.Module] | None
     """Wrap a model's `forward` so that packed documents stay apart.
 
     Where positions start again, the wrapper drops a 2-D mask, makes no cache, and runs the forward with the documents
-    (`documents_running()`). This loses nothing of the mask, because padding is never in one document with a later
-    token. Inside a wrapped forward, further wrapped forwards change nothing.
+    (`documents_running()`). The mask is then redundant, because padding is never in one document with a later token.
+    Inside a wrapped forward, further wrapped forwards change nothing.
 
     `torch.compile` cannot read positions. The wrapper therefore breaks the graph where a batch may be packed: with 2-D
     `position_ids` or `cu_seq_lens_q`, and without a cache. Under `fullgraph=True` that raises torch's `Unsupported`.

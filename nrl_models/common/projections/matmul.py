@@ -121,7 +121,7 @@ def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gr
 
 
 def _cut(gradient: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
-    """Split a gradient into the linears' rows. Without a copy, and in-place changes of one slice are allowed."""
+    """Split a gradient into the linears' rows, without a copy. Each slice may be modified in place."""
     try:
         return torch.unsafe_split_with_sizes(gradient, lengths, 0)
     except RuntimeError:  # a batched gradient (`is_grads_batched=True`) is not supported

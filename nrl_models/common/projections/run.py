@@ -74,7 +74,7 @@ class GroupRun:
             return None
         modes = _modes(self.linears)
         if not self.left:
-            # Parents may disable gradients (as sparse attention's indexers do). Other differences prevent fusing.
+            # Forwards may disable gradients, as indexers of sparse attention do. Other differences prevent fusing.
             if modes != self.begun and modes != self.begun.without_gradients():
                 return None
             self.modes = modes

@@ -127,7 +127,7 @@ def published_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def under_published_names(model: PreTrainedModel, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
-    """Return a layout's tensors, saved by transformers, under the names in the model's checkpoint."""
+    """Return the table of a layout that transformers saves, with the names in the model's checkpoint."""
     published = published_names(model)
     if not published:
         return dict(table)

@@ -89,7 +89,7 @@ class MergedAdapter(StateDictAdapter):
         """Yield tensors as `StateDictAdapter.iter_export`. Weights with adapters are copied and merged when yielded.
 
         Raises:
-            StateDictError: Before the first tensor, if PEFT cannot merge an adapter, or into wrong weights.
+            StateDictError: Before the first tensor, if PEFT cannot merge an adapter, or merges it wrongly.
         """
         if problems := _unmergeable(peft_modules(model)):
             raise StateDictError("the adapters cannot be merged into what is exported", problems)

@@ -100,7 +100,7 @@ def _select(self: TracedTensor, dim: int, index: int) -> TracedTensor:
     method, args = view.steps[-1] if view.steps else ("", ())
     if method != "narrow" or args[0] != dim:
         return self.step("select", dim, index)
-    selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1] + index)  # merge both
+    selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1] + index)  # one step instead of two
     shape = (*self.shape[:dim], *self.shape[dim + 1 :])
     return TracedTensor.of_pieces(shape, self.dtype, (Piece(selected),))
 

@@ -153,7 +153,7 @@ def compare_images(
         prompts: Prompts to compare.
         sampling: Sampling parameters of the engine.
         threshold: Maximum `token_mult_prob_error` that passes, unless the noise floor allows more.
-        noise_factor: See `nrl_models.consistency.cells.NOISE_FACTOR`; 0 to use only the threshold.
+        noise_factor: Allowed distance from 1 as a multiple of the noise floor's distance; 0 uses only the threshold.
         new_tokens: Maximum number of sampled tokens per prompt.
         seed: Random seed of the sampling.
 

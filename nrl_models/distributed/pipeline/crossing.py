@@ -240,7 +240,7 @@ class _Trace:
         )
 
     def _outside(self) -> dict[int, list[str]]:
-        """Label parameters outside layers, and return their names by storage. Notes layers that share parameters."""
+        """Label parameters outside layers, and return their names by storage. Records layers that share parameters."""
         owner: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             for parameter in layer.parameters():

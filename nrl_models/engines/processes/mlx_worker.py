@@ -28,7 +28,7 @@ class MLXModel(WorkerModel):
 
     Args:
         path: Directory of the checkpoint.
-        dtype: Dtype of the parameters; None uses the checkpoint's. Below fp32, mlx-lm keeps some in others.
+        dtype: Dtype of the parameters; None uses the checkpoint's. Below fp32, mlx-lm keeps some in another dtype.
         weights: Whether to load the weights. Otherwise they are random.
         seed: Random seed of random weights.
     """

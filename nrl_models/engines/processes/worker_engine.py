@@ -75,7 +75,7 @@ class WorkerEngine(Engine):
 
         Args:
             path, dtype, max_length, load_format, seed: See `start_engine`.
-            unknown: Further options. Any raises an error.
+            unknown: Unknown options, which raise an error.
 
         Raises:
             EngineError: If the package is not installed, lacks the model, or cannot load the checkpoint. Also if an
@@ -156,7 +156,7 @@ class WorkerEngine(Engine):
         for bucket in sent:
             with message_of(bucket, LOCAL) as message:
                 found |= self.worker.ask({"call": "receive", "message": message, "digests": digests})["digests"]
-        self._changed = True  # an interrupted worker may still apply the tensors
+        self._changed = True  # after an interrupted call, the worker may still apply the tensors
         try:
             unwritten = self.worker.ask({"call": "apply"})["unwritten"]
         except EngineError:

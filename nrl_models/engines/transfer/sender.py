@@ -177,7 +177,7 @@ class Sender:
         return update, Sent(version, UpdateKind.DELTA, size, dense_size, len(seen), tuple(changed))
 
     def _deliver(self, update: Update) -> None:
-        """Send an update to the engine. If a step fails, tell the engine to drop it."""
+        """Send an update to the engine. If a step fails, the engine discards it."""
         self.prepare()
         try:
             self.client.start_weight_update()
