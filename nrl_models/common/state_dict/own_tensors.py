@@ -244,8 +244,8 @@ def require_unquantized(quantized: Mapping[str, str], action: str = "exported", 
 
     Args:
         quantized: See `quantized_weights`.
-        action: What the weights would be, for the message.
-        advice: A remedy.
+        action: Participle in the message: `exported` or `saved`.
+        advice: Advice in the message.
 
     Raises:
         StateDictError: If there are any. Lists all weights.
