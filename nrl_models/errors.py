@@ -10,7 +10,7 @@ from enum import StrEnum, auto
 from typing import Any, TypeVar
 
 LONGEST = 2_000
-"""Characters of one line of a message; a name may have millions."""
+"""Largest number of characters in one line of a message. A name may have millions."""
 
 
 def visible(text: str) -> str:
@@ -26,7 +26,7 @@ def visible(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: its beginning, if it is long."""
+    """Return the `repr` of a value for a message, truncated to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -39,7 +39,7 @@ def listed(names: Iterable[str], limit: int = 4) -> str:
 
 
 MOST_ITEMS = 20
-"""Problems that a message has a line for."""
+"""Largest number of problems that a message lists."""
 
 
 def itemised(problems: Sequence[str]) -> list[str]:
@@ -68,7 +68,7 @@ class NRLModelsError(Exception):
 
     def __init__(self, *lines: object) -> None:
         super().__init__()
-        self.args = tuple(visible(str(line)) for line in lines)  # OSError would take them for a number and a file
+        self.args = tuple(visible(str(line)) for line in lines)  # OSError would read them as a number and a file
 
     def __str__(self) -> str:
         return "\n".join(self.args)
@@ -77,7 +77,7 @@ class NRLModelsError(Exception):
 def one_line(error: BaseException) -> str:
     """Return another library's error in one line, to quote it in a message.
 
-    If it has no message, as many assertions, the line of code that raised it is quoted.
+    If the error has no message, like many assertions, return the line of code that raised it.
     """
     text = " ".join(str(error).split()).rstrip(".")
     if not text and (frames := traceback.extract_tb(error.__traceback__)):

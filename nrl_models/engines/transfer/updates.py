@@ -55,7 +55,7 @@ class Update:
     base_digest: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """For `of_json`."""
+        """Convert the update to JSON types, without its tensors. `of_json` parses the result."""
         texts = {"version": self.version, "digest": self.digest, "base": self.base, "base_digest": self.base_digest}
         return {"kind": str(self.kind), **texts, "segments": [segment.to_json() for segment in self.segments]}
 
@@ -118,7 +118,7 @@ class Weights:
         return Weights(version, {**self.tensors, **changed}, {**self.digests, **digests}, self.specs)
 
     def without_tensors(self) -> Weights:
-        """The same without the tensors themselves."""
+        """Return this version with its digests and specs only, without tensors."""
         return replace(self, tensors={})
 
 
@@ -165,7 +165,7 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
-    """Combined digest of all tensors."""
+    """Combine the digests of all tensors into one of 32 hexadecimal digits. The order of the names does not matter."""
     digest = xxhash.xxh3_128()
     for name in sorted(digests):
         digest.update(f"{len(name)} {name} {digests[name]}\n".encode())
@@ -175,7 +175,7 @@ def digest_of(digests: Mapping[str, str]) -> str:
 def _require_same_tensors(made: Weights, last: Weights) -> None:
     """Require that a version has the tensors of the one before: same names, dtypes and shapes.
 
-    A head that equals the embeddings may come or go, because an engine that ties them takes both.
+    A head that equals the embeddings may be missing from either version, because an engine ties the two tensors.
     """
     problems = [f"{name} is missing" for name in last.specs.keys() - made.specs.keys() - last.tied_heads]
     problems += [f"{name} is not one of them" for name in made.specs.keys() - last.specs.keys() - made.tied_heads]

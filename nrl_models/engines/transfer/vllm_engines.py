@@ -99,7 +99,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         self._refusing: Any = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
-        """See `SharedMemoryInit`.
+        """Configure the receiver from the first message of a `Sender`.
 
         Raises:
             EngineError: If the trainer uses another protocol version.
@@ -112,7 +112,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         self.receiver.keep = init_info.deltas
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> SharedMemoryUpdate:
-        """See `WeightTransferEngine`.
+        """Parse a message of `SharedMemoryTrainer`: an update, or the request to discard the data sent before.
 
         Raises:
             EngineError: If the value is not an update.
@@ -120,7 +120,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         return SharedMemoryUpdate(None if update_dict == ABANDON else Update.of_json(update_dict))
 
     def start_weight_update(self) -> None:
-        """See `Receiver.start`. Does not modify the model."""
+        """Prepare for an update, see `Receiver.start`. Does not modify the model."""
         self.receiver.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -128,14 +128,14 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
-        """See `Receiver.stage`."""
+        """Read and verify an update, see `Receiver.stage`. Without an update, discard the data sent before."""
         if update_info.update is None:
             self.receiver.start()
         else:
             self.receiver.stage(update_info.update)
 
     def finish_weight_update(self) -> None:
-        """See `Receiver.finish`."""
+        """Apply the update to the model, see `Receiver.finish`, and wait for the device."""
         self.receiver.finish()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -145,7 +145,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         self.receiver.start()
 
     def _apply(self, tensors: Mapping[str, torch.Tensor], changed: Set[str]) -> None:
-        """Reload the layers that changed. If a module is then incomplete, reload the other layers as well."""
+        """Reload the layers with changed weights. If a module is then incomplete, reload the other layers as well."""
         if not changed:
             return
         groups = [group for group in layerwise_groups(list(tensors)) if not changed.isdisjoint(group)]
@@ -174,7 +174,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
             raise MixedWeightsError(f"{len(missing)} tensors were left unwritten: {listed(missing)}")
 
     def _refuse(self, message: str | None) -> None:
-        """Make every step of the model raise `message`; None removes this again."""
+        """Make every step of the model raise `message`. None makes the steps run again."""
         model: Any = self.model
         if self._refusing is not None:
             self._refusing.remove()
@@ -239,7 +239,7 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
         return trainer
 
     def send_weights(self) -> None:
-        """One update, on every rank: see `Sender.send`."""
+        """Send one update to the engine, see `Sender.send`. Every rank has to call this."""
         assert self.source is not None
         if self.is_sender:
             self.sent = self.sender.send(finite(self.source))

@@ -113,7 +113,7 @@ class VLLMEngine(Engine):
         return cls(llm, path)
 
     def capabilities(self) -> Capabilities:
-        """All of them; modules only in this process, scores and new weights only without `enable_lora`."""
+        """Return the capabilities. Modules need eager mode in this process. Scores and refits need LoRA disabled."""
         model = self.config.model_config
         return Capabilities(
             min_temperature=VLLM_TEMPERATURES[0],
@@ -132,7 +132,7 @@ class VLLMEngine(Engine):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Version and settings."""
+        """Return vLLM's version and the settings that affect results."""
         model, parallel = self.config.model_config, self.config.parallel_config
         return {
             "engine": self.name,
@@ -212,7 +212,7 @@ class VLLMEngine(Engine):
         last: int | None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> list[list[float]]:
-        """See `Engine.score`. vLLM has to sample a token, so a sequence must leave room for one.
+        """Score sequences. vLLM has to sample a token, so a sequence must leave room for one.
 
         Args:
             sequences, sampling, last: See `Engine.score`.
@@ -239,7 +239,7 @@ class VLLMEngine(Engine):
         return scores_from(outputs, sequences, has_images=images is not None)
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """See `Engine._refit`."""
+        """Load new weights into vLLM, see `Engine._refit`."""
         if self.config.lora_config is not None:
             raise EngineError(
                 "this vLLM was started with enable_lora=True, which renames its weights, and only supports adapters "
@@ -264,15 +264,15 @@ class VLLMEngine(Engine):
         return found
 
     def note_weights(self) -> bool:
-        """See `Engine.note_weights`."""
+        """Record the weights that the last refit wrote, see `Engine.note_weights`."""
         return bool(self._call("nrl_note_weights"))
 
     def unchanged_weights(self) -> list[str]:
-        """See `Engine.unchanged_weights`."""
+        """Return the names of weights that did not change since they were recorded, see `Engine.unchanged_weights`."""
         return list(self._call("nrl_unchanged_weights"))
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
-        """See `Engine.module_calls`. With `decode_last`, the last token must be the result of greedy decoding."""
+        """Record module calls, see `Engine.module_calls`. `decode_last` requires a greedily decoded last token."""
         if not self.capabilities().modules:
             raise EngineError("vLLM's modules can be recorded only in this process and with enforce_eager=True")
         require_recordable(self, tokens, decode_last=decode_last, more=1)

@@ -109,7 +109,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _joined(value: Any) -> torch.Tensor:
-    """The numbers of one tensor, or of all in a list, in one dimension."""
+    """Return the numbers of a tensor, or of all tensors in a nested list, as one flat CPU tensor."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().flatten().clone()
     return torch.cat([_joined(item) for item in value])

@@ -17,7 +17,7 @@ from nrl_models.engines.transfer.sent_tensors import finite
 from nrl_models.errors import CheckpointError, EngineError, listed, one_line
 
 EXPERTS = ".experts"
-"""Experts, which are one module in vLLM and parameters in PEFT."""
+"""Part of the names of experts, which are one module in vLLM and parameters in PEFT."""
 
 
 def adapter_modules(manager: Any, number: int) -> dict[str, list[str]]:
@@ -29,8 +29,8 @@ def adapter_modules(manager: Any, number: int) -> dict[str, list[str]]:
 
     Returns:
         Module names by vLLM's naming, with fused projections split. `sent`: modules for which the adapter has both
-        matrices. `wrapped`: modules where vLLM applies adapters. `misfits`: matrices of the adapter with another size
-        than the module's, of which vLLM would then fill only a part.
+        matrices. `wrapped`: modules where vLLM applies adapters. `misfits`: matrices of the adapter whose size is not
+        the module's. vLLM would fill only a part of the module's matrix with them.
     """
 
     def parts(name: str) -> list[str]:
@@ -56,7 +56,9 @@ def adapter_modules(manager: Any, number: int) -> dict[str, list[str]]:
 
 
 def _sizes(module: Any) -> list[tuple[int, int]]:
-    """The input and output sizes of vLLM's linears with adapters; empty for sharded and other modules.
+    """Return the input and output size of each linear in a vLLM module with adapters.
+
+    The list is empty for sharded modules and for modules without adapters.
 
     vLLM has a stack `(adapters, 1, rank, in_features)` and one `(adapters, 1, out_features, rank)` per fused linear.
     """
@@ -109,7 +111,7 @@ def _require_values(folder: Path) -> None:
     """Check that an adapter has finite floating-point numbers in safetensors. vLLM loads any values, and pickles.
 
     Raises:
-        EngineError: If it does not.
+        EngineError: If a file is damaged, is a pickle, or has other values.
     """
     file = folder / ADAPTER_WEIGHTS_NAME
     try:
@@ -161,7 +163,7 @@ def _require_applied(llm: Any, folder: Path, number: int) -> None:
 
 
 def _targeted(folder: Path, names: Iterable[str]) -> set[str]:
-    """The modules that PEFT puts an adapter into."""
+    """Return the module names to which PEFT would add an adapter, according to `adapter_config.json`."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 

@@ -72,7 +72,7 @@ def scores_from(outputs: Sequence[Any], sequences: Sequence[Tokens], *, has_imag
 
 
 def _chosen(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
-    """The log-probability of each token, looked up by its id: the likeliest token may be listed first."""
+    """Return the log-probability of each token. Looked up by id, because the likeliest token may be listed first."""
     if logprobs is None or len(logprobs) != len(tokens):
         raise EngineError(
             f"vLLM returned {0 if logprobs is None else len(logprobs)} log-probabilities for {len(tokens)} tokens"

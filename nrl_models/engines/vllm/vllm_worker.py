@@ -28,7 +28,7 @@ class ConsistencyWorker(ImageWorker):
     vllm_config: Any
 
     def nrl_model(self) -> torch.nn.Module:
-        """The model in this worker."""
+        """Return vLLM's model in this worker."""
         return self.model_runner.get_model()
 
     def nrl_seed(self, seed: int) -> None:
@@ -57,7 +57,7 @@ class ConsistencyWorker(ImageWorker):
         runner.num_prompt_logprobs.clear()
 
     def nrl_adapter(self, number: int) -> dict[str, list[str]]:
-        """See `adapter_modules`."""
+        """Compare a loaded adapter with the model's modules, see `adapter_modules`."""
         return adapter_modules(self.model_runner.lora_manager._adapter_manager, number)
 
     # Scores of existing tokens under any sampling
@@ -87,13 +87,13 @@ class ConsistencyWorker(ImageWorker):
         self._nrl_reload: WeightReload | None = WeightReload(self.nrl_model(), self.vllm_config)
 
     def nrl_refit_load(self, message: Message, digests: bool) -> None:
-        """Take some weights, by hub name."""
+        """Load some weights, by hub name."""
         given = tensors_of(message)
         assert self._nrl_reload is not None
         self._nrl_reload.load(digested(given, self._nrl_digests) if digests else given)
 
     def nrl_refit_finish(self) -> dict[str, Any]:
-        """Apply the new weights. Returns the names of written and unwritten ones."""
+        """Apply the new weights. Return their digests, and the names of unwritten parameters and stale buffers."""
         assert self._nrl_reload is not None
         left = self._nrl_reload.finish()
         self._nrl_written = self._nrl_reload.written
@@ -105,12 +105,12 @@ class ConsistencyWorker(ImageWorker):
         return {"digests": self._nrl_digests, "unwritten": left.parameters, "stale_buffers": left.buffers}
 
     def nrl_refit_abandon(self) -> bool:
-        """End a refit that failed; returns whether some layers have new weights now (the others have the old ones)."""
+        """End a refit that failed. Return True if some layers have new weights now, and others have old ones."""
         reload, self._nrl_reload = getattr(self, "_nrl_reload", None), None
         return reload.abandon() if reload is not None else True
 
     def nrl_note_weights(self) -> bool:
-        """Note the weights that the last refit wrote; returns whether all of them can be read.
+        """Record the names and values of the weights that the last refit wrote. Return True if all of them can be read.
 
         On a CPU, vLLM packs the weights of linears for its kernels, and leaves empty parameters.
         """
