@@ -69,8 +69,8 @@ class FamilyModel(Upstream):
         combine: Whether to form groups of projections, which run as one matmul, see `should_combine`.
 
     Attributes:
-        rewrites: For each Hugging Face layer class, the subclass that replaces it, or a `CombinedProjections`
-            (`CombinedQKV`, `combine(...)`) from which such a subclass is made, under upstream's name in the family's
+        rewrites: For each Hugging Face layer class, the subclass that replaces it. For a `CombinedProjections`
+            (`CombinedQKV`, `combine(...)`), such a subclass is created, with the Hugging Face name in the family's
             module.
         flags: Properties that trainers need, see `ModelFlag`. Properties that follow from the configurations are
             added.
@@ -81,7 +81,7 @@ class FamilyModel(Upstream):
         published: Configuration values of published models by name, for the generated tests at full size. Defaults of
             the configuration class may be left out.
         tensor_parallel: Corrections to transformers' `base_model_tp_plan`, in its vocabulary, by module name (`*` for
-            a number). If that plan is wrong altogether, `limits["tensor parallelism"]` says why, and sharding raises.
+            a number). If that plan is completely wrong, sharding raises the reason in `limits["tensor parallelism"]`.
         sharding: How the model is sharded (`nrl_models.distributed`); None if it is not.
         keeps_unused: Patterns of checkpoint tensors that the model does not use and transformers drops. They are saved
             unchanged.
@@ -90,8 +90,8 @@ class FamilyModel(Upstream):
         handles_quirks: Names of quirks that these models handle. Rewritten layers declare theirs in the same way.
         ignored_config_keys: Keys of published configurations that have no effect at any value.
         config_values: Supported values of keys that work only at some values. Other values raise.
-        combine: Projections are fused.
-        has_default_dtype: Loaded without a `dtype`, and not put into training mode yet.
+        combine: Whether projections are fused.
+        has_default_dtype: Whether the model was loaded without a `dtype`, and not put into training mode yet.
     """
 
     rewrites: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {}
@@ -129,7 +129,7 @@ class FamilyModel(Upstream):
 
     @classmethod
     def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:
-        """The class that replaces a Hugging Face layer class; None if it stays."""
+        """Return the class that replaces a Hugging Face layer class, or None if the layer stays."""
         return cls.rewrites.get(layer)
 
     @classmethod
@@ -172,14 +172,14 @@ class FamilyModel(Upstream):
 
     @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:
-        """The Hugging Face class that this class extends and must be equivalent to."""
+        """Return the Hugging Face class that this class extends and must be equivalent to."""
         return next(
             base for base in cls.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, FamilyModel)
         )
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """As for the reference class: transformers' conversions apply to rewritten classes too."""
+        """Return the reference class's value, because transformers' conversions apply to rewritten classes too."""
         return cls.reference_class().is_custom_code()
 
     # transformers reads the source of a class's module to see whether it supports other kernels. From a family's

@@ -1,4 +1,4 @@
-"""The registry of architectures: the class for each, and entry points of families outside this repository."""
+"""The registry of architectures: a class for each architecture, and entry points of families in other packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FAMILIES: dict[str, Family] = dict(
 )
 
 FAMILIES: dict[str, tuple[str, ...]] = {name: family.architectures for name, family in _FAMILIES.items()}
-"""The families in this repository, each with its architectures."""
+"""Architectures of each family in this repository."""
 
 ALIASES: dict[str, str] = {alias: name for family in _FAMILIES.values() for alias, name in family.aliases.items()}
 """Other names of architectures in configurations."""
@@ -71,9 +71,9 @@ CONFIG_ENTRY_POINTS = "nrl_models.configs"
 """Entry-point group for configurations that transformers lacks: `model_type = "package.module:ConfigClass"`."""
 
 ENTRY_POINTS_VARIABLE = "NRL_MODELS_ENTRY_POINTS"
-"""The environment variable that, as `0`, leaves entry points of installed packages unread."""
+"""Environment variable that disables the entry points of installed packages if it is `0`."""
 
-_shadowing: dict[str, str] = {}  # entry points for architectures that are registered already
+_shadowing: dict[str, str] = {}  # entry points for architectures that are already registered
 _entry_points_read = False
 
 
@@ -149,7 +149,7 @@ def model_class(architecture: str) -> type | None:
 
 
 def unmet_requirement(architecture: str) -> str | None:
-    """The requirement of `architecture` that the environment does not meet, as text; None if it meets all."""
+    """Return text about unmet requirements of `architecture`, or None if the environment meets all."""
     stated = _REQUIREMENTS.get(architecture) or _REQUIREMENTS.get(ALIASES.get(architecture, ""), ())
     return ", ".join(filter(None, (unmet(_requirement(requirement)) for requirement in stated))) or None
 
@@ -176,7 +176,7 @@ def architectures(*, aliases: bool = True) -> list[str]:
 
 
 def register_custom_configs() -> None:
-    """Register the families' configurations with AutoConfig; cheap if done already.
+    """Register the families' configurations with AutoConfig. Later calls cost little.
 
     A configuration that does not import causes one warning: other models still load.
     """
@@ -280,7 +280,7 @@ def warn_unregistered(architecture: str) -> None:
 
 
 def _frames_of_this_package() -> int:
-    """The number of stack frames inside this package above this function: the next frame is the user's."""
+    """Count the stack frames of this package above this function. The next frame belongs to the user."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:

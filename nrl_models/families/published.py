@@ -6,7 +6,7 @@ from typing import Any
 def decoder_sizes(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, key_values: int, **more: Any
 ) -> dict[str, Any]:
-    """A decoder's sizes under the usual configuration keys, plus any other values."""
+    """Return a decoder's sizes under the usual configuration keys, plus other values."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

@@ -41,14 +41,14 @@ STRIDES = ("conv_stride", "upsampling_ratios", "downsampling_ratios")
 """Names of lists whose product is the number of samples per frame."""
 
 FRAMES = 6
-"""Frames of a waveform."""
+"""Number of frames of a waveform."""
 
 AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 TOKENS_AFTER = 4
 
 
 def audio_token(config: PreTrainedConfig) -> int | None:
-    """The id of audio tokens; None if the model has none."""
+    """Return the id of audio tokens, or None if the model has none."""
     return own_token(config, AUDIO_TOKENS)
 
 
@@ -82,14 +82,14 @@ def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     for clips in _forms(model.config, name, known, len(inputs["input_ids"]), generator):
         try:
             counts = [] if method is None else _counts(model.config, run_on(model, method, clips), len(clips[name]))
-        except Exception:  # not this form
+        except Exception:  # the model does not accept this form
             continue
         given = {key: value for key, value in clips.items() if key in forward}
         for count in counts or [size // stride for size in clips[name].shape[1:] for stride in (2, 4, 8)]:
             result = inputs | given | {"input_ids": _with_tokens(model.config, inputs["input_ids"], count)}
             try:
                 run_on(model, model, result)
-            except Exception:  # not this number of tokens
+            except Exception:  # the model does not accept this number of tokens
                 continue
             return result
     return None
@@ -113,7 +113,10 @@ def _forms(
 
 
 def _layouts(part: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Shapes that clips may have, and the frames in each: as many as a tower has positions for, or a few."""
+    """Yield possible shapes of a batch of clips, each with the number of frames of a clip.
+
+    A spectrogram has as many frames as the tower has positions or expects per window, else 48.
+    """
     values = vars(part)
     if samples := getattr(part, "samples_per_token", None):  # the waveform
         yield (batch, 4 * samples), 4 * samples

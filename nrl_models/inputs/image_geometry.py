@@ -99,7 +99,7 @@ def patch_positions(g: Geometry, shape: Shape) -> torch.Tensor:
 
 
 def _pooling(g: Geometry, shape: Shape) -> torch.Tensor:
-    """For each token the four patches, of all images, that it pools."""
+    """Return the four patches that each token pools, `(tokens, 4)`. Indices count the patches of all images."""
     patches = torch.arange(g.batch * g.grid**2)
     squares = "(image rows down columns across) -> (image rows columns) (down across)"
     return rearrange(patches, squares, image=g.batch, rows=g.grid // 2, down=2, across=2)

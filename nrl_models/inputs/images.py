@@ -28,7 +28,7 @@ POSITION_MASK = "image_embeds_position_mask"
 
 
 class ImageInputsError(NRLModelsError, ValueError):
-    """The form of a model's images is unknown."""
+    """The format of a model's image inputs is unknown."""
 
 
 def accepts_images(model: PreTrainedModel) -> bool:
@@ -63,7 +63,7 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     method = None if places_by_mask else feature_method(model, "get_image_features")
     known = parameters_of(method or model.forward)
     argument = next((name for name in PIXELS if name in known), None)
-    # Before transformers 5.22 a method may name its argument otherwise than the forward.
+    # Before transformers 5.22, the method's argument may have another name than the forward's.
     pixels = argument if argument in forward else next(name for name in PIXELS if name in forward)
     failures: dict[str, str] = {}
     for shape in geometry.layouts(pixels, known):
@@ -92,7 +92,7 @@ def in_order(inputs: Inputs, order: torch.Tensor) -> Inputs:
     """Reorder the sequences of a batch, together with their images.
 
     Args:
-        inputs: `len(order)` sequences with one image each or none, from `image_inputs`.
+        inputs: Inputs from `image_inputs`, for `len(order)` sequences that have one image each, or none.
         order: Previous index of each sequence.
     """
 
@@ -107,18 +107,18 @@ def in_order(inputs: Inputs, order: torch.Tensor) -> Inputs:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function or method, by name."""
+    """Return the parameters of a function or method by name."""
     return dict(inspect.signature(function).parameters)
 
 
 def feature_method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
-    """The model's method of this name that computes features of images or audio; None if it has none."""
+    """Return the model's method with this name that computes features of images or audio, or None if it has none."""
     # The head's method passes its arguments on and may not name them all.
     return next((getattr(owner, name) for owner in (model.base_model, model) if hasattr(owner, name)), None)
 
 
 def _settings(config: PreTrainedConfig, known: dict[str, inspect.Parameter]) -> dict[str, Any]:
-    """Arguments without a default that the configuration has values for."""
+    """Return the configuration's values for arguments without a default."""
     values = {**vars(vision_part(config)), **vars(config)}
     return {
         name: values[name]
@@ -143,7 +143,7 @@ def run_on(model: PreTrainedModel, function: Callable[..., Any], arguments: Inpu
 
 
 def cast(inputs: Inputs, model: nn.Module) -> Inputs:
-    """The inputs on the model's device, floating-point tensors in its dtype."""
+    """Move the inputs to the model's device, and cast floating-point tensors to its dtype."""
     own = next(model.parameters())
     return BatchFeature(inputs).to(own.device, own.dtype).data
 
@@ -155,7 +155,8 @@ MOST_TOKENS = 64
 def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     """Create inputs for a model without a method for image features.
 
-    The number of image tokens is the configuration's. If it has none, the first number with which the model runs.
+    The number of image tokens comes from the configuration. If it has none, use the first number with which the model
+    runs.
 
     Raises:
         Exception: The model's error for the last number, if it does not run.
@@ -184,7 +185,7 @@ def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
 
 
 def token_count(features: Any, images: int) -> int:
-    """The number of tokens of each of `images` images (or audio clips), from the features of all of them."""
+    """Return the number of tokens per image or audio clip, computed from the features of all `images`."""
     deep = getattr(features, "deepstack_features", None)
     if hasattr(features, "pooler_output"):
         last = getattr(features, "last_hidden_state", None)
@@ -210,7 +211,7 @@ TOKENS_BEFORE, TOKENS_AFTER = 3, 5
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
-    """The id of image tokens, of the model or of its vision tower (Phi-4-multimodal); None if it has none."""
+    """Return the id of image tokens, of the model or of its vision tower (Phi-4-multimodal). None if it has none."""
     return own_token(config, IMAGE_TOKENS)
 
 
@@ -223,7 +224,7 @@ def own_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
 
 
 def first_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
-    """The first of the ids under these keys that the configuration has."""
+    """Return the configuration's first token id under these keys, or None."""
     return next((value for key in keys if type(value := getattr(config, key, None)) is int), None)
 
 

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 FIRST_TEXT_TOKEN = 16
-"""Lower token ids are left to special tokens, unless the vocabulary is small, see `first_text_token`."""
+"""Smallest token id of text. Lower ids may be special tokens, unless the vocabulary is small (`first_text_token`)."""
 
 
 def first_text_token(vocabulary: int) -> int:
@@ -82,7 +82,7 @@ def inputs_for(
 
 
 def vocabulary_size(config: PreTrainedConfig) -> int:
-    """The number of tokens that a model has logits for: at most as many as it has embeddings."""
+    """Return the number of tokens that have logits. It is at most the number of embeddings."""
     text = config.get_text_config(decoder=True)
     return min(text.vocab_size, getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
 

@@ -43,7 +43,7 @@ def load_tokenizer(path: str | Path) -> Any | None:
 def end_tokens(path: str | Path, config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the token ids that end a completion: those of the generation configuration, and the tokenizer's end token.
 
-    A vLLM server with the tokenizer uses the same.
+    A vLLM server with the tokenizer uses the same token ids.
 
     Args:
         path: Directory of the checkpoint.
@@ -62,7 +62,7 @@ def end_tokens(path: str | Path, config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def tokenizer_ends(path: str | Path) -> tuple[int, ...]:
-    """The end token of a checkpoint's tokenizer; empty if it has no tokenizer, or one without an end token."""
+    """Return the end token of a checkpoint's tokenizer. Empty if there is no tokenizer, or it has no end token."""
     try:
         tokenizer = load_tokenizer(path)
     except ConsistencyError as error:

@@ -56,7 +56,7 @@ _OUTPUT_CACHE = cache_name(BaseModelOutputWithPast)
 
 
 class BaichuanAttention(nn.Module):
-    """Multi-head attention. ALiBi's biases come in the mask, rotary positions as tables."""
+    """Multi-head attention. ALiBi biases are part of the mask. Rotary positions are passed as tables."""
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class BaichuanAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output `(B, Q, hidden)` and, from eager attention, the weights `(B, H, Q, K)`.
+        """Return the output `(B, Q, hidden_size)` and, for eager attention, the weights `(B, H, Q, K)`.
 
-        The cache comes as `past_key_values` from transformers before 5.24.
+        transformers before 5.24 passes the cache as `past_key_values`.
         """
         cache = past_key_values if cache is None else cache
         query, key, value = (
@@ -125,7 +125,7 @@ class BaichuanNormHead(nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(..., hidden)` to `(..., vocabulary)`."""
+        """Map hidden states `(..., hidden_size)` to logits `(..., vocab_size)`."""
         return F.linear(input, F.normalize(self.weight), self.bias)
 
 
@@ -248,7 +248,10 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
 
     @PreTrainedModel.loss_function.getter  # type: ignore[attr-defined]
     def loss_function(self) -> Callable[..., torch.Tensor]:
-        """The loss of every causal model, and `z_loss_weight` times the mean of the largest logits' squares."""
+        """Loss of a causal language model, plus a z-loss.
+
+        The z-loss is `z_loss_weight` times the mean square of each token's largest logit.
+        """
         plain: Callable[..., torch.Tensor] = PreTrainedModel.loss_function.fget(self)  # type: ignore[attr-defined]
 
         def with_z_loss(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -271,7 +274,7 @@ class BaichuanForTokenClassification(GenericForTokenClassification, BaichuanPreT
 
 
 AutoConfig.register(BaichuanConfig.model_type, BaichuanConfig, exist_ok=True)
-AutoModel.register(BaichuanConfig, BaichuanModel, exist_ok=True)  # the generic heads ask it for their decoder
+AutoModel.register(BaichuanConfig, BaichuanModel, exist_ok=True)  # the generic heads get their decoder from it
 AutoModelForCausalLM.register(BaichuanConfig, BaichuanForCausalLM, exist_ok=True)
 register_checkpoint_conversion_mapping(
     BaichuanConfig.model_type,

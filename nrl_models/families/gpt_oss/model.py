@@ -19,7 +19,7 @@ class GptOssModel(hf.GptOssModel):
     handles_quirks = ("masks-without-positions",)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and results are upstream's."""
+        """Run the decoder with masks built from `position_ids`. Arguments and results are those of transformers."""
         inputs = named_arguments(super().forward, args, kwargs)
         position_ids, is_off_here = inputs.get("position_ids"), is_off("masks-without-positions")
         has_mask = inputs.get("attention_mask") is not None or cache_in(inputs) is not None
@@ -46,7 +46,7 @@ class GptOssFamily(FamilyModel):
     rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
     # Only OpenAI's reference implementation reads these; other keys have the same values.
     ignored_config_keys = ("experts_per_token", "initial_context_length")
-    # Older classes lack the key and use this value.
+    # Older configuration classes lack the key, and the older code uses this value.
     config_values = {} if "swiglu_limit" in declared_keys(hf.GptOssConfig) else {"swiglu_limit": (7.0,)}
     tensor_parallel = {
         "model.layers.*.self_attn.q_proj": "colwise",

@@ -39,7 +39,7 @@ from nrl_models.families.kimi_vl.moonvit import (
 
 @dataclass
 class KimiVLCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """The output of a causal language model, and the images it saw.
+    """Output of a causal language model, with the embeddings of its images.
 
     Args:
         image_hidden_states: `(T, hidden)`, embeddings of all images; None without images.
@@ -49,7 +49,7 @@ class KimiVLCausalLMOutputWithPast(CausalLMOutputWithPast):
 
 
 class KimiVLPreTrainedModel(PreTrainedModel):
-    """What Kimi-VL's models share."""
+    """Base of all Kimi-VL models."""
 
     config_class: type[PreTrainedConfig] = KimiVLConfig
     base_model_prefix = ""
@@ -69,7 +69,7 @@ class KimiVLPreTrainedModel(PreTrainedModel):
 
 
 class MoonViTModel(KimiVLPreTrainedModel):
-    """MoonViT with its patches merged."""
+    """MoonViT, with adjacent patches merged into tokens."""
 
     config_class: type[PreTrainedConfig] = MoonViTConfig
     main_input_name = "pixel_values"
@@ -124,7 +124,7 @@ class MoonViTModel(KimiVLPreTrainedModel):
 
 
 class KimiVLMultiModalProjector(nn.Module):
-    """Merged patches to embeddings of the language model."""
+    """Maps merged patches to embeddings of the language model."""
 
     def __init__(self, config: KimiVLConfig) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class KimiVLMultiModalProjector(nn.Module):
         self.linear_2 = nn.Linear(merged, config.get_text_config().hidden_size)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """`(T, merged patches, vision hidden)` to `(T, hidden)`."""
+        """Map merged patches `(T, merged_patches, vision_hidden_size)` to embeddings `(T, hidden_size)`."""
         return self.linear_2(self.act(self.linear_1(self.pre_norm(patches).flatten(1))))
 
 
@@ -152,19 +152,19 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The language model's."""
+        """Return the output embeddings of the language model."""
         return self.language_model.get_output_embeddings()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The language model's, which older versions of transformers do not find."""
+        """Return the input embeddings of the language model. Older versions of transformers do not find them."""
         return self.language_model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set the language model's."""
+        """Set the input embeddings of the language model."""
         self.language_model.set_input_embeddings(value)
 
     def set_output_embeddings(self, value: nn.Module) -> None:
-        """Set the language model's."""
+        """Set the output embeddings of the language model."""
         self.language_model.set_output_embeddings(value)
 
     def get_image_features(self, pixel_values: torch.Tensor, image_grid_hws: torch.Tensor) -> torch.Tensor:
@@ -194,10 +194,10 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
             input_ids: `(batch, seq_len)`, with `config.media_placeholder_token_id` at image tokens.
             pixel_values: Patches of all images in the order of their tokens, `(P, channels, patch_size, patch_size)`.
             image_grid_hws: Rows and columns of patches of each image, `(N, 2)`.
-            attention_mask: This and all others are as in any causal model.
+            attention_mask: This and all other arguments are those of a causal language model.
 
         Raises:
-            ValueError: If images have no sizes, or the number of image tokens does not match `input_ids`.
+            ValueError: If `image_grid_hws` is missing, or the number of image tokens does not match `input_ids`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -228,7 +228,7 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         return KimiVLCausalLMOutputWithPast(loss=loss, **outputs, image_hidden_states=images)
 
     def _places(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor) -> torch.Tensor:
-        """Where images go, `(batch, tokens)`."""
+        """Return a mask that is True at image tokens, `(batch, seq_len)`."""
         token = self.config.media_placeholder_token_id
         if input_ids is not None:
             return input_ids == token
@@ -243,7 +243,7 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Images go with the prompt only: their keys and values are in the cache afterwards."""
+        """Prepare inputs. Images are passed with the prompt only: the cache has their keys and values afterwards."""
         upstream: Any = super()
         inputs = upstream.prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
         if is_first_iteration or not kwargs.get("use_cache", True):

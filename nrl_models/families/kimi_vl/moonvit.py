@@ -27,7 +27,7 @@ class MoonViTPositionEmbedding(nn.Module):
         )
 
     def forward(self, grid: list[list[int]]) -> torch.Tensor:
-        """Positions `(P, hidden)` of the patches of images of `grid`, rows and columns of each."""
+        """Return the positions `(P, hidden_size)` of all patches. `grid` lists the rows and columns of each image."""
         table = rearrange(self.weight, "rows columns features -> 1 features rows columns")
         own_size = [*self.weight.shape[:2]]
         sized = [table if size == own_size else F.interpolate(table, size=size, mode="bicubic") for size in grid]
@@ -35,7 +35,7 @@ class MoonViTPositionEmbedding(nn.Module):
 
 
 class MoonViTPatchEmbed(nn.Module):
-    """Patches to vectors, with their positions."""
+    """Maps patches to vectors, and adds their positions."""
 
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__()
@@ -44,12 +44,15 @@ class MoonViTPatchEmbed(nn.Module):
         self.pos_emb = MoonViTPositionEmbedding(config)
 
     def forward(self, pixel_values: torch.Tensor, grid: list[list[int]]) -> torch.Tensor:
-        """`(P, channels, patch, patch)` to `(P, hidden)`."""
+        """Map patches `(P, channels, patch_size, patch_size)` to vectors `(P, hidden_size)`."""
         return self.proj(pixel_values).flatten(1) + self.pos_emb(grid)
 
 
 def rotary_angles(grid: list[list[int]], head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
-    """Angles `(P, D / 2)` in fp32: even ones turn with a patch's column, odd ones with its row."""
+    """Return rotary angles `(P, D / 2)` in fp32.
+
+    Angles with an even index depend on a patch's column, angles with an odd index on its row.
+    """
     frequencies = theta ** (-torch.arange(0, head_dim, 4, device=device, dtype=torch.float32) / head_dim)
     angles = []
     for height, width in grid:
@@ -62,7 +65,7 @@ def rotary_angles(grid: list[list[int]], head_dim: int, theta: float, device: to
 
 
 def rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """`states` `(P, heads, D)`, each pair of neighboring numbers turned by its angle; computed in fp32."""
+    """Rotate each pair of adjacent numbers in `states` `(P, heads, D)` by its angle. Computes in fp32."""
     first, second = states.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles[:, None].cos(), angles[:, None].sin()
     turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
@@ -79,7 +82,7 @@ class MoonViTMLP(nn.Module):
         self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., hidden)` to `(..., hidden)`."""
+        """Map hidden states `(..., hidden_size)` to `(..., hidden_size)`."""
         return self.fc1(self.activation(self.fc0(hidden_states)))
 
 
@@ -104,7 +107,7 @@ class MoonViTEncoderLayer(GradientCheckpointingLayer):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor, angles: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """`(P, hidden)` to `(P, hidden)`; `lengths` are the numbers of patches of the images."""
+        """Map hidden states `(P, hidden_size)` to `(P, hidden_size)`. `lengths` lists the patches per image."""
         hidden_states = hidden_states + self.wo(self._attend(self.norm0(hidden_states), angles, lengths))
         return hidden_states + self.mlp(self.norm1(hidden_states))
 
@@ -114,7 +117,7 @@ class MoonViTEncoderLayer(GradientCheckpointingLayer):
         interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        # An image at a time: no mask is needed, and every implementation computes it.
+        # Attention runs for one image per call, so it needs no mask and works with every implementation.
         by_image = zip(
             *(states.transpose(0, 1)[None].split(lengths, dim=2) for states in (query, key, value)), strict=True
         )
@@ -123,7 +126,7 @@ class MoonViTEncoderLayer(GradientCheckpointingLayer):
 
 
 class MoonViTEncoder(nn.Module):
-    """The layers and a last norm."""
+    """The layers and a final norm."""
 
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__()

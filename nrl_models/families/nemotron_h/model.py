@@ -21,7 +21,7 @@ class NemotronHFamily(FamilyModel):
 
 
 def _sizes(layers: str, hidden: int, heads: int, key_values: int, **more: Any) -> dict[str, Any]:
-    """A published model's sizes, with one letter for each layer as in its `config.json`."""
+    """Return the sizes of a published model. `layers` has one letter per layer, as in its `config.json`."""
     kinds = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
     sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": key_values, "head_dim": 128}
     mamba = {"ssm_state_size": 128, "n_groups": 8}

@@ -34,9 +34,10 @@ REPAIRS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]] 
 
 
 class TableModel(FamilyModel):
-    """A transformers model in which all layers are rewritten that any family declares.
+    """A transformers model whose layers are rewritten as declared by any family.
 
-    Any family, because the configuration of a vision-language model may select decoder and tower of other packages.
+    The declarations of all families apply, because a vision-language model may have a decoder and a tower from the
+    packages of other families.
     """
 
     @classmethod
@@ -47,7 +48,7 @@ class TableModel(FamilyModel):
 
 @cached
 def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
-    """The rewritten class for a layer class of transformers; None if no family declares one."""
+    """Return the rewritten class for a layer class of transformers, or None if no family declares one."""
     package = _package_of(layer)
     if package in folders():
         return _declared_layers(package).get(layer)
@@ -67,7 +68,7 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
 
 @cache
 def _declared_layers(family: str) -> Mapping[type[nn.Module], type[nn.Module]]:
-    """The rewritten layers of a family with its own folder."""
+    """Return the rewritten layers by layer class, for a family with a separate folder."""
     found: dict[type[nn.Module], type[nn.Module]] = {}
     for value in vars(import_module(module_of(family))).values():
         if isinstance(value, type) and issubclass(value, FamilyModel):
@@ -82,7 +83,7 @@ def _package_of(layer: type[nn.Module]) -> str:
 
 def __getattr__(name: str) -> Any:
     if name in TABLE:
-        # A class, because older pickle protocols only find attributes of modules and classes.
+        # This is a class, because older pickle protocols only find attributes of modules and classes.
         layers = {layer.__name__: layer for layer in _layers_of(name)}
         made: Any = type(name, (), {"__module__": __name__, "__doc__": f"The rewritten layers of {name}."} | layers)
     else:
@@ -113,7 +114,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _layers_of(package: str) -> Iterator[type[nn.Module]]:
-    """The rewritten layers of a row that the installed transformers has."""
+    """Yield the rewritten layers of a row, without those whose classes the installed transformers lacks."""
     row = TABLE[package]
     for name in {**row.mixins, **row.layers}:
         layer = row.layer(package, name)

@@ -13,21 +13,21 @@ def _bert(
     limits: Mapping[str, str] | None = None,
     modeling: str = "",
 ) -> Row:
-    """BERT or a descendant of it. Its masks ignore positions, whether it serves as a decoder or not."""
+    """Return the row of BERT or a related model. Its masks ignore positions, also when it is used as an encoder."""
     return Row(
         heads,
         layers,
         limits or {},
         mixins={model: "DecoderByDocument"},
         tiny={"is_decoder": True},
-        # Older configurations state their kind of positions; transformers 5 dropped the others (`relative_key`).
+        # Older configurations have a kind of positions; transformers 5 removed all but this one (`relative_key`, ...).
         config_values={"position_embedding_type": ("absolute",)},
         modeling=modeling,
     )
 
 
 def _bart(heads: str, decoder: str, layers: Mapping[str, str]) -> Row:
-    """A decoder that counts positions itself, from the beginning of a sequence."""
+    """Return the row of a decoder that computes positions from the start of a sequence, so left padding shifts them."""
     return Row(heads, layers, lacks(LEFT), mixins={decoder: "DecoderByDocument"})
 
 

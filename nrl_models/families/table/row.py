@@ -68,28 +68,28 @@ class Row:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """The names of the classes that are served."""
+        """Names of the supported model classes."""
         return tuple(self.heads.split())
 
     @property
     def family(self) -> Family:
-        """The registry's facts about the row."""
+        """Registry entry of the row."""
         since = dict.fromkeys(self.architectures, self.since) if isinstance(self.since, str) else self.since
         requires = {head: (f"transformers>={first}",) for head, first in since.items() if first}
         return Family(self.architectures, aliases=self.aliases, requires=requires)
 
     def module(self, package: str) -> str:
-        """The full name of the module that has the classes."""
+        """Return the full name of the module with the classes."""
         return f"transformers.models.{package}.{self.modeling or f'modeling_{package}'}"
 
     def layer(self, package: str, name: str) -> type | None:
-        """A class that the row names; None if the installed transformers lacks it."""
+        """Return a class that the row names, or None if the installed transformers lacks it."""
         module, _, class_name = name.rpartition(".")
         path = f"transformers.models.{package}.{module}" if module else self.module(package)
         return getattr(import_module(path), class_name, None)
 
     def limits_of(self, architecture: str) -> dict[str, str]:
-        """The limits of one architecture, by feature."""
+        """Return the limits of one architecture: the reason for each feature."""
         found = {}
         for key, reason in self.limits.items():
             name, _, feature = key.rpartition(": ")
