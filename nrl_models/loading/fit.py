@@ -79,11 +79,11 @@ class Fit:
         dtypes: Dtype in which to load each parameter.
         skipped: Keys that are not loaded: unused keys if `strict=False` allows them, keys of other heads and of towers,
             and dropped MTP weights.
-        unused: Keys that the model does not use, but includes in the next checkpoint.
+        unused: Keys that the model does not use, but saves unchanged with the next checkpoint.
         mtp: The keys of `unused` for multi-token prediction, which engines also receive.
         of_head: Skipped keys of a head that the model does not have.
         of_towers: Keys of other parts of a composite checkpoint that are skipped, or ignored by the model's class.
-        mismatched: Stored shape and model's shape of each key that was accepted in spite of its shape.
+        mismatched: Stored shape and model's shape of each key that was accepted despite its shape.
     """
 
     adapter: StateDictAdapter
@@ -98,7 +98,7 @@ class Fit:
     mismatched: dict[str, tuple[torch.Size, torch.Size]]
 
     def narrowed(self, files: CheckpointFiles) -> list[str]:
-        """The keys that are stored with more precision than they are loaded in."""
+        """Return the keys whose stored dtype is wider than the dtype in which they are loaded."""
         return [
             key
             for name, sources in self.found.sources.items()
@@ -107,7 +107,7 @@ class Fit:
         ]
 
     def info(self) -> dict[str, Any]:
-        """What `output_loading_info` returns, with transformers' keys."""
+        """Return the info of `output_loading_info`, with transformers' keys."""
         misfits = _misfits(self.adapter, self.names, self.mismatched)
         return {
             "missing_keys": set(self.found.missing) - self.found.copies.keys() - misfits,
@@ -231,7 +231,7 @@ def fit_checkpoint(
 def _accept_equal_parts(
     model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, files: CheckpointFiles
 ) -> None:
-    """Find tensors of files that transformers has saved in equal parts; see `nrl_models.common.views.hub_parts`."""
+    """Find tensors of files that transformers has saved in equal parts, see `nrl_models.common.views.hub_parts`."""
     others = {
         key: target.name
         for key, target in names.found.items()
@@ -248,7 +248,7 @@ def _accept_equal_parts(
 def _accepted_mismatches(
     names: CheckpointNames, files: CheckpointFiles, tolerance: Tolerance, new_head: Collection[str]
 ) -> dict[str, tuple[torch.Size, torch.Size]]:
-    """The stored shape and the model's of each key of another shape that `tolerance` accepts."""
+    """Return stored shape and model's shape of each key that `tolerance` accepts although they differ."""
     if not tolerance.mismatched and not new_head:
         return {}
     return {
@@ -261,12 +261,12 @@ def _accepted_mismatches(
 
 
 def _misfits(adapter: StateDictAdapter, names: CheckpointNames, mismatched: Iterable[str]) -> set[str]:
-    """The own tensors that keys of another shape would fill, and the ones that are tied to them."""
+    """Return the model's tensors that keys with another shape would fill, and the tensors tied to them."""
     return with_ties({name for key in mismatched for name in names.parameters(key)}, adapter.tied)
 
 
 def former_buffers(model: PreTrainedModel) -> list[str]:
-    """Return patterns of buffers that checkpoints may contain and models compute: of today's names, and of older ones.
+    """Return patterns of buffers that checkpoints may contain and models compute, under present and older names.
 
     GPT models had a causal mask `attn.bias` in each layer, and the number `attn.masked_bias`.
     """
@@ -287,7 +287,7 @@ def former_buffers(model: PreTrainedModel) -> list[str]:
 
 
 def joined(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Return one pattern that matches what any of `patterns` does."""
+    """Return one pattern that matches every string that any of `patterns` matches."""
     return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")
 
 
@@ -312,7 +312,7 @@ def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFi
 def _tie_problems(
     adapter: StateDictAdapter, found: Match, files: CheckpointFiles, share: tuple[int, int]
 ) -> list[Problem]:
-    """Problems for tied tensors that are stored twice with different values in the compared slice."""
+    """Return a problem for each tied tensor that is stored twice, with different values in the compared slice."""
     index, count = share
     problems = []
     for name, kept in adapter.tied.items():

@@ -145,7 +145,7 @@ class LoadOptions:
         return replace(self, device_map=device_map)
 
     def _check_destination(self) -> None:
-        """Refuse contradictory or impossible destinations."""
+        """Raise for contradictory or impossible destinations."""
         refuse_meta(self.device, self.device_map)
         if self.device is not None:
             present_device(self.device)
@@ -162,7 +162,7 @@ class LoadOptions:
             checked_memory(self.max_memory)
 
     def destination(self) -> torch.device:
-        """The requested device; by default the CPU, or with a mesh this rank's device."""
+        """Return the requested device. The default is the CPU, or with a mesh the device of this rank."""
         if self.device is not None:
             return torch.device(self.device)
         if self.mesh is None or self.mesh.device_type == "cpu":

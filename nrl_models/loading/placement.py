@@ -47,7 +47,7 @@ def dispatch(
         offload_buffers: Whether to offload buffers together with their parameters.
 
     Raises:
-        ValueError: If the map misses modules.
+        ValueError: If modules are missing in the map.
         UnknownArgumentError: If the map uses "disk" without `offload_folder`.
     """
     memory = None if max_memory is None else dict(max_memory)
@@ -58,7 +58,7 @@ def dispatch(
         if found == {"": "disk"}:  # accelerate finds no tensors below an empty name
             found = {name: "disk" for name, _ in model.named_children()}
     if len(places) == 1 and places != {"disk"}:
-        if places != {"cpu"}:  # modules that the map misses are already on the CPU
+        if places != {"cpu"}:  # modules that are missing in the map are already on the CPU
             check_device_map(model, found)
         return model.to(*places)
     accelerate_dispatch(model, None, found, offload_folder, None, offload_buffers)
@@ -94,8 +94,8 @@ def check_offload_folder(offload_folder: str | Path) -> None:
 def _own_folder(places: Mapping[str, object], offload_folder: str | Path | None) -> Path:
     """Create a directory in `offload_folder` for one model, which is removed when the interpreter exits.
 
-    accelerate does not write weights to a directory that already has some, so a second model would read those of the
-    first.
+    accelerate does not write weights to a directory that already has some. So a second model would read the weights of
+    the first.
     """
     folder = require_offload_folder(places, offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def checked_map(device_map: DeviceMap) -> str | dict[str, Any]:
         places = dict(as_map)
     first: dict[torch.device, Device] = {torch.device("cpu"): "cpu"}
     for name, place in places.items():
-        if place != "disk":  # accelerate takes two names of a device for two devices
+        if place != "disk":  # accelerate treats two names of a device as two devices
             device = present_device(place, f"device_map[{name!r}]")
             places[name] = first.setdefault(torch.empty(0, device=device).device, place)
     return places
@@ -199,7 +199,7 @@ def device_around() -> torch.device | None:
     """Return the device of an enclosing `torch.device(...)` context; None if there is none.
 
     Raises:
-        DeviceError: If it is meta, which holds no weights.
+        DeviceError: If the device is meta, which cannot store weights.
     """
     around = device_in_context()
     if around is not None:
@@ -211,7 +211,7 @@ def device_around() -> torch.device | None:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Context manager that creates tensors on the CPU, even inside `torch.device(...)`."""
+    """Return a context manager that creates tensors on the CPU, even inside `torch.device(...)`."""
     return nullcontext() if device_in_context() is None else torch.device("cpu")
 
 

@@ -224,7 +224,7 @@ def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
 
 def part_for(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The configuration that `model_class` is built from: `config`, its text configuration, or another part.
+    """Return the configuration for `model_class`: `config`, its text configuration, or another part.
 
     Another part is, for example, the thinker of Qwen's Omni models. None if `config` belongs to another model.
     """

@@ -34,7 +34,7 @@ def build_skeleton(
         dtype: Dtype of the parameters.
         options: Options from `construction`.
     """
-    config.dtype = dtype  # a classifier builds the model inside by it; older versions of `_from_config` do not set it
+    config.dtype = dtype  # classifiers build their inner model with it; older `_from_config` versions do not set it
     with _parameters_on_meta():
         model = model_class._from_config(config, dtype=dtype, **options)
     for parameter in model.parameters():
@@ -100,16 +100,16 @@ def compute_buffers(model: PreTrainedModel) -> None:
 def construction(
     model_class: type[PreTrainedModel], combine: Combine, backend: BackendConfig | None, device: torch.device
 ) -> dict[str, Any]:
-    """Keywords for `model_class._from_config`."""
+    """Return the keyword arguments for `model_class._from_config`."""
     given = backend or BackendConfig()
     combined = should_combine(given.combine if combine == "auto" else combine, device)
     options: dict[str, Any] = given.implementations()
-    # A plain Hugging Face class has no linears to fuse.
+    # A Hugging Face class that is not rewritten has no linears to fuse.
     return options | {"combine": combined} if hasattr(model_class, "rewrites") else options
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
-    """Return the dtype to load in. "auto" is the configuration's, or else that of the files.
+    """Return the dtype to load in. "auto" is the dtype of the configuration, or else that of the files.
 
     As in transformers, a dtype that only a part of the configuration has (`text_config.dtype`) does not count.
     """
@@ -141,7 +141,7 @@ def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put a model's real buffers on a device."""
+    """Move a model's buffers to a device, except buffers on meta."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and buffer.device.type != "meta":

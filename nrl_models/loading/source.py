@@ -99,7 +99,7 @@ def outside_inference_mode() -> AbstractContextManager[None]:
 def _stays(error: Exception) -> bool:
     """Return True if an error is raised unchanged although the checkpoint was replaced.
 
-    Errors about contents are not, because the files of two checkpoints were read, and neither has a problem.
+    Errors about the contents are not: files of two checkpoints were read, and neither has a problem.
     """
     if isinstance(error, (CheckpointError, ConfigurationError)):
         return any(problem.kind is ProblemKind.REPLACED for problem in error.problems)
@@ -108,7 +108,7 @@ def _stays(error: Exception) -> bool:
 
 @contextmanager
 def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> Iterator[Source]:
-    """Locate a checkpoint and read its configuration, to select a class. Watches the files until the context ends.
+    """Locate a checkpoint and read its configuration, to select a class. Watch the files until the context ends.
 
     Args:
         path_or_id: A directory, a GGUF file, or a hub repository. None if `keywords` have it under transformers' name,

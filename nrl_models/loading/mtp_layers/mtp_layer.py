@@ -72,7 +72,7 @@ class TrainedTensor(KeptTensor):
         return tensor.to(self.spec.dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> KeptTensor:
-        return KeptTensor(self.spec, (self.read().clone(),), is_mtp=True)  # a copy of the model is not trained with it
+        return KeptTensor(self.spec, (self.read().clone(),), is_mtp=True)  # training does not change a copy
 
     def __reduce__(self) -> Any:
         return KeptTensor, (self.spec, (self.read().clone(),), None, True)
@@ -184,7 +184,7 @@ class MTPLayer(nn.Module):
 
 
 def _first(words: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
-    """Where a sequence begins, `(batch, length)` bool."""
+    """Return a mask that is True at the first token of each sequence, `(batch, seq_len)` bool."""
     if positions is not None:
         return positions == 0
     there = torch.ones_like(words) if mask is None else mask.long()
@@ -200,7 +200,7 @@ def _alone(decoder: Any, place: int) -> Any:
     """
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = 1
-    for key, value in vars(config).items():  # types of attention and of MLP, by layer
+    for key, value in vars(config).items():  # types of attention and of MLP for each layer
         if isinstance(value, list) and len(value) == len(decoder.layers):
             setattr(config, key, [value[place]])
     alone: Any = build_skeleton(type(decoder), config, decoder.dtype)
@@ -239,7 +239,7 @@ def _install(
 
 
 def _copied(embeddings: Any) -> torch.Tensor:
-    return embeddings.weight.detach().clone()  # for transformers saves no memory twice
+    return embeddings.weight.detach().clone()  # transformers saves tensors that share memory only once
 
 
 def _inside(layer: nn.Module, name: str) -> torch.Tensor:

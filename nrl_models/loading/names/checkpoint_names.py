@@ -55,7 +55,7 @@ class CheckpointNames:
         known = {} if key_mapping else renamed
         names = known | renamed_keys(adapter.hub.keys() - known.keys(), get_model_conversion_mapping(model), Renaming())
         hub = {names[name]: tensor for name, tensor in adapter.hub.items()}
-        if len(hub) < len(adapter.hub):  # of several that become one name the last in transformers' order wins
+        if len(hub) < len(adapter.hub):  # if several names become equal, the last one in transformers' order wins
             hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
         self._table: dict[str, HFTensor] = adapter.transformers | hub
         # `get_model_conversion_mapping` puts the renamings of `key_mapping` first.
@@ -72,7 +72,7 @@ class CheckpointNames:
         return () if tensor is None else tuple(tensor.parameters)
 
     def used_conversions(self) -> list[Any]:
-        """Conversions that applied to a key. Saving has to revert them."""
+        """Return the conversions that applied to a key. Saving has to revert them."""
         return [conversion for conversion in self._conversions if self._rename.has_used(conversion)]
 
     def _published(self, model: PreTrainedModel, adapter: StateDictAdapter, renamed: Mapping[str, str]) -> list[str]:
@@ -82,10 +82,10 @@ class CheckpointNames:
             if tensor is not None and key != tensor.name and key not in adapter.transformers
         }
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-        if not saved or not conversions:  # of which saving undoes none
+        if not saved or not conversions:  # saving reverts no conversion
             return []
         names = renamed_keys({*saved, *saved.values()}, conversions, Renaming())
-        # If some names have the prefix, the others were published without. If none has it, it is a base model's file.
+        # If some names have the prefix, other names were published without it. If none has it, this is a base model.
         has_prefix = any(name.startswith(self._prefix) for name in renamed.values())
         alike = ("", self._prefix) if has_prefix else ("",)
         return [key for key, name in saved.items() if names[name] in [prefix + names[key] for prefix in alike]]

@@ -88,7 +88,7 @@ def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bo
 
 
 def _are_one_memory(first: torch.Tensor, second: Any) -> bool:
-    """As `are_one_memory`, also for the shards of two DTensors."""
+    """Apply `are_one_memory` to two tensors, or to the local shards of two DTensors."""
     if isinstance(first, DTensor) and isinstance(second, DTensor):
         return are_one_memory(first.to_local(), second.to_local())
     return are_one_memory(first, second)
@@ -192,7 +192,7 @@ def _as_own_tensors(
     own, sharding = plain.state_dict(), getattr(model, "sharding", None)
     for name, sources in found.sources.items():
         if name not in own:
-            if sharding is None or name in sharding.names:  # else another stage's
+            if sharding is None or name in sharding.names:  # otherwise it belongs to another pipeline stage
                 result |= {key: given[key] for key, _ in sources}
             continue
         if lacking := adapter.absent(name, [target for _, target in sources]):

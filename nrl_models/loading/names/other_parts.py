@@ -29,7 +29,7 @@ from nrl_models.loading.names.checkpoint_names import CheckpointNames
 from nrl_models.loading.shared_classes import shared_classes, takes_config
 
 LAYER_DEPTH = 3
-"""Parts of a name after a layer's number, at least, in layers of a tower: `layers.0.mlp.fc1.weight`."""
+"""Minimum number of name components after a layer's number, in layers of a tower: `layers.0.mlp.fc1.weight`."""
 
 OTHER_HEADS = (
     "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
@@ -48,16 +48,17 @@ def head_keys(
 ) -> set[str]:
     """Return the keys of heads that `model` does not have.
 
-    A key is a head's if a class with a head has it outside its base model. That covers keys that only the class gives
-    away, such as `language_model.lm_head.weight`. If the checkpoint's names have the base model's prefix, a module
-    outside the prefix is a head as well, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`. So is a
-    module that the base model's class has by default, but not in `model`: BERT's pooler in a token classifier.
+    A key belongs to a head if a class with a head has it outside its base model. Some of these keys can only be found
+    through the class, such as `language_model.lm_head.weight`. If the checkpoint's names have the base model's prefix,
+    a module outside the prefix is also a head, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`. The
+    same holds for a module that the base model's class has by default, but not in `model`: BERT's pooler in a token
+    classifier.
 
     Args:
         model: The model to load: a base model, or one with another head.
-        renamed: For each key of the checkpoint the name that transformers' renamings give it.
-        unknown: The keys that stand for nothing in `model`.
-        key_mapping: Renamings that come before transformers'.
+        renamed: The name of each checkpoint key after transformers' renamings.
+        unknown: The keys without a tensor in `model`.
+        key_mapping: Renamings that are applied before those of transformers.
     """
     found = _outside_prefix(model, renamed, unknown)
     for head_class in _head_classes(model):
@@ -70,7 +71,7 @@ def head_keys(
 
 
 def new_head_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return which of a model's tensors are its head's: those outside its base model; none if it has no base model."""
+    """Return the names of the head's tensors: those outside the base model. Empty if the model has no base model."""
     base: Any = model.base_model
     if base is model:
         return []
@@ -90,8 +91,8 @@ def tower_keys(
     Args:
         model: The model to load, built from a part of `composite`.
         composite: The checkpoint's configuration.
-        unknown: The keys that stand for nothing in `model`.
-        key_mapping: Renamings that come before transformers'.
+        unknown: The keys without a tensor in `model`.
+        key_mapping: Renamings that are applied before those of transformers.
     """
     for whole_class in _composite_classes(model, composite):
         whole = _on_meta(whole_class, composite)
@@ -138,7 +139,7 @@ def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown:
 
 
 def _left_out(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> set[str]:
-    """Find unknown keys of modules that a model with a head builds its base model without."""
+    """Find unknown keys of modules that `model` omits from its base model because it has a head."""
     base: Any = model.base_model
     default, prefix = _on_meta(type(base), base.config), base_prefix(model)
     absent = {name for name, _ in default.named_children()} - {name for name, _ in base.named_children()}
@@ -175,7 +176,7 @@ def _is_head_class(head_class: Any, model: PreTrainedModel) -> bool:
 def _keys_outside_base(
     head_class: Any, config: PreTrainedConfig, keys: Iterable[str], key_mapping: Mapping[str, str] | None
 ) -> set[str]:
-    """Keys of modules outside a class's base model. The class is built without weights: only it has these names."""
+    """Return the keys of modules outside a class's base model. The class is built without weights, to get its names."""
     head = _on_meta(head_class, config)
     own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
     conversions = get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None)
@@ -199,7 +200,7 @@ def _classes_named(architecture: str, model: nn.Module) -> list[Any]:
 
 
 def _known_classes(config: PreTrainedConfig) -> list[Any]:
-    """transformers' classes of a model type, those of the auto classes of this package first."""
+    """Return the classes that transformers has for a model type, those of this package's auto classes first."""
     names = dict.fromkeys((*architectures_of(config.model_type), *_other_heads_of(config.model_type)))
     return [getattr(transformers, name) for name in names if hasattr(transformers, name)]
 
