@@ -76,7 +76,7 @@ class MicrobatchInputs:
 
     @classmethod
     def of(cls, batch: SequenceBatch, part: Microbatch, layout: Layout) -> MicrobatchInputs:
-        """Lay sequences into it. Computed on the CPU, where nothing waits, and copied to the model's device."""
+        """Create the inputs of a microbatch on the CPU, without GPU synchronization, and copy them to the device."""
         numbers, shared = part.numbers, part.shared
 
         def laid(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -107,20 +107,23 @@ class MicrobatchInputs:
         return cls(ids, inputs, places, moved(*sources), score, any(shared))
 
     def placed(self, values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """The grid `(sequences, longest)` with this microbatch's values `(rows, length)` in it."""
+        """Return `grid` `(sequences, longest)` with this microbatch's `values` `(rows, length)` written into it."""
         return grid.index_put(self.places, values[self.sources])
 
     def copied(self, grid: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
-        """The grid `onto` with the values of `grid` at this microbatch's tokens."""
+        """Return `onto` with the values of `grid` at this microbatch's tokens."""
         return onto.index_put(self.places, grid[self.places])
 
     def taken(self, grid: torch.Tensor) -> torch.Tensor:
-        """This microbatch's values `(rows, length)` of a grid; zero for padding. Any one's of a shared prompt."""
+        """Return this microbatch's values `(rows, length)` of `grid`, zero for padding.
+
+        Tokens of a shared prompt have the value of any of its sequences.
+        """
         zeros = torch.zeros(self.ids.shape, dtype=grid.dtype, device=grid.device)
         return zeros.index_put(self.sources, grid[self.places])
 
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This microbatch's part `(rows, length)` of a gradient by a grid. Shared prompts get the sum."""
+        """Return a gradient by this microbatch's values, `(rows, length)`. Tokens of a shared prompt get the sum."""
         zeros = torch.zeros(self.ids.shape, dtype=gradient.dtype, device=gradient.device)
         return zeros.index_put(self.sources, gradient[self.places], accumulate=self.shares)
 
@@ -168,7 +171,7 @@ class Accumulation:
         self.used: dict[str, torch.Tensor] = {}
 
     def run(self) -> TokenLogprobs:
-        """Run all microbatches. Returns the final statistics, with the loss if there is one."""
+        """Run all microbatches. Return the final statistics, with the loss if there is one."""
         if self.loss is None:
             with torch.no_grad():
                 for part in self.parts:
@@ -185,7 +188,7 @@ class Accumulation:
         (count,) = largest([len(again)], self.group, self.batch.device)
         for place in again:
             with random_states_kept():
-                set_torch_random_state(states[place])  # the same dropout
+                set_torch_random_state(states[place])  # repeats the dropout masks
                 found = self._scored(self.parts[place])
             rest = {name: gradient - self.used[name] for name, gradient in by.items()}
             self._pull(self.parts[place], found, rest)
@@ -212,7 +215,7 @@ class Accumulation:
         return TokenLogprobs(mask=self.batch.scored & ~outside, outside=outside, **grids)
 
     def _learn(self, part: MicrobatchInputs) -> None:
-        """A microbatch forward and backward."""
+        """Run a microbatch's forward and backward, and record the derivatives that it used."""
         assert self.loss is not None
         loss, terms = self.loss, self.loss_terms
         if isinstance(terms, torch.Tensor):
@@ -262,7 +265,7 @@ class Accumulation:
         return False
 
     def _nothing(self, count: int) -> None:
-        """Microbatches without a loss, as other ranks have more."""
+        """Run `count` microbatches that contribute nothing, because other ranks have more microbatches."""
         token = self.batch.ids[0][:1] if self.batch.ids else torch.zeros(1, dtype=torch.long)
         for _ in range(count):
             with torch.set_grad_enabled(self.loss is not None):

@@ -45,12 +45,12 @@ from nrl_models.logprobs.whole_rows import (
 
 
 def chunk_length(vocabulary: int, *, fused: bool = False) -> int:
-    """Number of tokens per chunk of logits."""
+    """Return the number of tokens per chunk of logits."""
     return max(16, (FUSED_CHUNK_ELEMENTS if fused else CHUNK_ELEMENTS) // vocabulary)
 
 
 def loss_chunk_length(vocabulary: int, hidden_size: int, *, fused: bool = False) -> int:
-    """Tokens per chunk if the gradient of a loss is computed in the forward.
+    """Return the number of tokens per chunk if the forward computes the gradient of a loss.
 
     Each chunk then also reads and writes the gradient of all weights. With half as many tokens as the hidden size, this
     costs little compared with the matmuls on a CPU, and the logits need at most half of that gradient's memory. A GPU
@@ -70,7 +70,7 @@ def chunked_statistics(
     chunk_size: int | None = None,
     ahead: LossAhead | None = None,
 ) -> TokenStatistics:
-    """Log-probability of each token, and entropy and divergence if requested.
+    """Compute the log-probability of each token, and entropy and divergence if requested.
 
     Args:
         hidden: Input of the output embedding, `(tokens, hidden_size)`.
@@ -116,7 +116,7 @@ def statistics_of(
     sampling: Sampling,
     reference_logits: torch.Tensor | None = None,
 ) -> TokenStatistics:
-    """The same from full logits `(tokens, vocabulary)`, differentiable by autograd."""
+    """Compute the statistics from full logits `(tokens, vocab_size)`, differentiable by autograd."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     sampling = sampling.processing
     logs = processed(logits, sampling).log_softmax(-1)
@@ -168,7 +168,7 @@ def _by_checkpointing(
 
 
 class _Chunked(torch.autograd.Function):
-    """See the module's docstring."""
+    """Function whose forward and backward process chunks of logits, see the module docstring."""
 
     @staticmethod
     def forward(
@@ -250,7 +250,7 @@ class _Chunked(torch.autograd.Function):
             return (upstream[0][:, None] * ctx.of_each).to(hidden.dtype), None, None, *nothing
         if ctx.taken is not None:
             derivatives, gradients = ctx.taken
-            ctx.taken = None  # a second backward computes its own gradient
+            ctx.taken = None  # a second backward computes the gradient again
             factor = _proportion(torch.stack(upstream), derivatives)
             if factor is not None:
                 scaled = (given if given is None or factor == 1.0 else given.mul_(factor) for given in gradients)
@@ -269,7 +269,7 @@ def _of_possible(by_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Ten
 
 
 def _of_each(found: TokenStatistics) -> Derivatives:
-    """Return the derivatives of each token's own log-probability."""
+    """Return the derivatives of the sum of all log-probabilities: ones."""
     return torch.ones_like(found.logprobs), None, None
 
 
@@ -280,5 +280,5 @@ def _proportion(upstream: torch.Tensor, derivatives: torch.Tensor) -> float | No
     factor = torch.where(squared > 0, (arrived * expected).sum() / squared, 0.0)
     rest = (arrived - factor * expected).abs().max()
     bound = 64 * torch.finfo(derivatives.dtype).eps * arrived.abs().max()
-    value, rest_value, bound_value = torch.stack([factor, rest, bound]).tolist()  # one wait for a GPU
+    value, rest_value, bound_value = torch.stack([factor, rest, bound]).tolist()  # synchronizes with a GPU once
     return value if rest_value <= bound_value else None

@@ -13,8 +13,8 @@ from torch import nn
 from nrl_models.logprobs.fused import fuses, log_sum_exp, logprob_gradient_, run_fused
 
 CHUNK_ELEMENTS, FUSED_CHUNK_ELEMENTS = 2**25, 2**27
-"""Logits held at a time, in forward and backward: 128 MiB in fp32, and 256 MiB in bf16 if they are fused. A GPU would
-wait for the launches of smaller chunks."""
+"""Maximum number of logits in memory, in forward and backward: 128 MiB in fp32, and 256 MiB in bf16 if fused. With
+smaller chunks, a GPU would wait for kernel launches."""
 
 FLOOR = -1e30
 """Replaces -inf where it would be multiplied by a probability of zero."""
@@ -50,7 +50,7 @@ class OutputHead:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """`(vocabulary,)`, or None."""
+        """`(vocab_size,)`, or None."""
         bias = getattr(self.module, "bias", None)
         return None if bias is None else _whole(bias)
 
@@ -66,7 +66,7 @@ class OutputHead:
             return self.module(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1]
 
     def autocasting(self, hidden: torch.Tensor) -> AbstractContextManager[Any]:
-        """Return a context with autocast as where the model calls the output embedding."""
+        """Return a context manager with the autocast state in which the model calls the output embedding."""
         if self.autocast == autocast_dtype(hidden):
             return nullcontext()
         return torch.autocast(hidden.device.type, self.autocast, enabled=self.autocast is not None)
@@ -78,17 +78,17 @@ class OutputHead:
         return logits.div_(self.cap / self.scale).tanh_().mul_(self.cap)
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """`finish_` on a new tensor, differentiable."""
+        """Return scaled and capped logits, like `finish_`, as a new tensor with gradients."""
         if self.cap is None:
             return logits if self.scale == 1.0 else logits * self.scale
         return torch.tanh(logits / (self.cap / self.scale)) * self.cap
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """The derivative of `finish`, from its result."""
+        """Return the derivative of `finish`, computed from its result."""
         return self.scale if self.cap is None else self.scale * (1.0 - (logits / self.cap) ** 2)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of hidden states, as the model computes them."""
+        """Compute the logits of hidden states in the same way as the model."""
         if (weight := self.weight) is not None and weight is not self.module.weight:  # sharded
             bias = None if self.bias is None else self.bias.to(hidden.dtype)
             with self.autocasting(hidden):
@@ -104,7 +104,7 @@ def autocast_dtype(hidden: torch.Tensor) -> torch.dtype | None:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded parameter (DTensor) gathered; gradients go back to its shards."""
+    """Gather a sharded parameter (DTensor). Gradients go back to its shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -123,13 +123,13 @@ class TokenStatistics(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Another model's hidden states `(tokens, hidden)` for the same tokens, and its head."""
+    """Hidden states `(tokens, hidden_size)` of another model for the same tokens, and its head."""
 
     hidden: torch.Tensor
     head: OutputHead
 
     def logits(self, temperature: float, elements: int) -> Logits:
-        """Computes its logits in the dtype of the hidden states, at most `elements` at a time."""
+        """Return a `Logits` of this model in the dtype of its hidden states, for at most `elements` per call."""
         weight, bias = self.head.weight, self.head.bias
         assert weight is not None
         dtype = self.hidden.dtype
@@ -137,7 +137,7 @@ class Reference(NamedTuple):
 
 
 def slices(length: int, size: int) -> Iterator[slice]:
-    """`length` numbers, at most `size` at a time."""
+    """Yield slices of at most `size` that cover `range(length)`."""
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
@@ -152,7 +152,7 @@ class Logits:
 
     Attributes:
         wide: Dtype of processed logits: fp32, or fp64 for fp64 weights.
-        fuses: Sums and gradients are computed by compiled functions, see `nrl_models.logprobs.fused`.
+        fuses: Whether compiled functions compute sums and gradients, see `nrl_models.logprobs.fused`.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class Logits:
         self._wide_buffer: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """Processed logits `(tokens, vocabulary in rows)`, fp32 or wider; valid until the next call."""
+        """Return processed logits of the vocabulary entries in `rows`, at least fp32. Valid until the next call."""
         return self._processed(self.before_temperature(hidden, rows))
 
     def before_temperature(self, hidden: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """The model's logits `(tokens, vocabulary in rows)`, in the weight's dtype; valid until the next call."""
+        """Return the model's logits of the entries in `rows`, in the weight's dtype. Valid until the next call."""
         weight = self.weight[rows]
         shape = (len(hidden), len(weight))
         logits = self.buffer[: shape[0] * shape[1]].view(shape)
@@ -188,26 +188,29 @@ class Logits:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def of_tokens(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Processed logits at one column of each row of `before_temperature`, `(tokens,)`."""
+        """Return the processed logit of one column per row of `before_temperature`, `(tokens,)`."""
         return logits.gather(1, places[:, None])[:, 0].to(self.wide) / self.temperature
 
     def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logarithm of the sum of exponentials of `before_temperature`, `(tokens,)`. May overwrite the logits."""
+        """Return the log of the sum of exponentials of processed logits, `(tokens,)`. May overwrite `logits`.
+
+        `logits` is the result of `before_temperature`.
+        """
         if self.fuses:
             return run_fused(log_sum_exp, logits, self.temperature, self.wide)
         logits = self._processed(logits)
-        largest = logits.amax(1).clamp(min=FLOOR)  # also for a row of -inf the sum is zero
+        largest = logits.amax(1).clamp(min=FLOOR)  # finite, so that the sum is zero for a row of -inf
         return largest + logits.sub_(largest[:, None]).exp_().sum(1).log()
 
     def logprob_gradient(
         self, logits: torch.Tensor, log_sum: torch.Tensor, by_logprobs: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
-        """Gradient of a loss by the output embedding's result, in the memory of `before_temperature`.
+        """Return the gradient of a loss by the output embedding's result, in the memory of `logits`.
 
         Args:
-            logits, log_sum: Logits, and logarithm of the sum of exponentials over the vocabulary.
+            logits, log_sum: Result of `before_temperature`, and the log of the sum of exponentials over the vocabulary.
             by_logprobs: Derivatives of the loss by log-probabilities, `(tokens,)`.
-            places: Column of each token; any other number if its column is not among `logits`.
+            places: Column of each token. If a token's column is not in `logits`, any number that is not a column.
         """
         head = self.head
         return run_fused(
@@ -215,13 +218,13 @@ class Logits:
         )
 
     def narrowed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of logits in the weight's dtype, ready for a product; the logits are gone then."""
+        """Cast a gradient of logits to the weight's dtype for a matmul. May overwrite the logits."""
         if gradient.dtype == self.buffer.dtype:
             return gradient
         return self.buffer[: gradient.numel()].view_as(gradient).copy_(gradient)
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """The derivative of processed logits by the output embedding's result."""
+        """Return the derivative of processed logits by the output embedding's result."""
         if self.head.cap is None:
             return self.head.scale / self.temperature
         return self.head.slope(logits * self.temperature) / self.temperature
@@ -233,7 +236,7 @@ def multiply_(gradient: torch.Tensor, slope: torch.Tensor | float) -> torch.Tens
 
 
 def add_product(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-    """`target += first @ second`; in the product's own dtype if it is the target's."""
+    """Add `first @ second` to `target` in place. If their dtypes differ, the product is rounded before it is added."""
     if target.dtype == first.dtype:
         target.addmm_(first, second)
     else:

@@ -66,12 +66,12 @@ def _mean(values: torch.Tensor) -> float:
 
 
 def token_mult_prob_error(trainer: Values, engine: Values, mask: Values | None = None) -> float:
-    """Mean factor by which the probability of a token is off: `mean exp(abs(trainer - engine))`."""
+    """Return the mean factor by which the probability of a token is off: `mean exp(abs(trainer - engine))`."""
     return _mean(_difference(trainer, engine, mask).abs().exp())
 
 
 def shown_error(value: float, *, aligned: bool = False) -> str:
-    """Return a `token_mult_prob_error`, or its bound, with digits that tell values near 1 apart.
+    """Return a `token_mult_prob_error`, or its bound, with enough digits to distinguish values near 1.
 
     Args:
         value: The error.
@@ -83,27 +83,27 @@ def shown_error(value: float, *, aligned: bool = False) -> str:
 
 
 def sampling_importance_ratio(trainer: Values, engine: Values, mask: Values | None = None) -> float:
-    """Mean importance ratio: `mean exp(trainer - engine)`."""
+    """Return the mean importance ratio: `mean exp(trainer - engine)`."""
     return _mean(_difference(trainer, engine, mask).exp())
 
 
 def kl_k1(trainer: Values, engine: Values, mask: Values | None = None) -> float:
-    """The unbiased, noisy estimator of KL(engine, trainer): `mean engine - trainer`."""
+    """Estimate KL(engine, trainer) without bias but with high variance: `mean engine - trainer`."""
     return _mean(-_difference(trainer, engine, mask))
 
 
 def kl_k2(trainer: Values, engine: Values, mask: Values | None = None) -> float:
-    """The biased, quiet estimator: `mean (trainer - engine)^2 / 2`."""
+    """Estimate KL(engine, trainer) with bias but low variance: `mean (trainer - engine)^2 / 2`."""
     return _mean(_difference(trainer, engine, mask).square() / 2)
 
 
 def kl_k3(trainer: Values, engine: Values, mask: Values | None = None) -> float:
-    """The unbiased, never negative estimator: `mean exp(r) - 1 - r`; NeMo RL's `gen_kl_error`."""
+    """Estimate KL(engine, trainer) without bias, at least 0: `mean exp(r) - 1 - r` (NeMo RL's `gen_kl_error`)."""
     return _mean(_k3(_difference(trainer, engine, mask)))
 
 
 def js_divergence_error(trainer: Values, engine: Values, mask: Values | None = None) -> float:
-    """Mean k3 of the trainer and of the engine against the mixture `log(exp(trainer) / 2 + exp(engine) / 2)`.
+    """Return the mean k3 of trainer and engine against the mixture `log(exp(trainer) / 2 + exp(engine) / 2)`.
 
     Each of them is at most twice as likely as the mixture, so no term grows exponentially.
     """
@@ -158,7 +158,7 @@ class ConsistencyMetrics:
         return self.nan + self.engine_infinite + (0 if sampling.truncates else self.trainer_infinite)
 
     def to_json(self) -> dict[str, Any]:
-        """By name, with numbers that JSON lacks as None."""
+        """Return the metrics by name. NaN and infinity become None, because JSON does not have them."""
         values: dict[str, Any] = finite_or_none(asdict(self))
         return values
 

@@ -57,8 +57,8 @@ class Microbatch:
         numbers: Indices of the sequences.
         tokens: Total number of tokens.
         longest: Number of tokens of the longest sequence.
-        shared: For each sequence, the number of first tokens that it shares with the last one before it that has 0
-            here, and that are computed there.
+        shared: For each sequence, the number of leading tokens that are computed in an earlier sequence: the last one
+            before it with 0 here.
     """
 
     numbers: tuple[int, ...] = ()
@@ -68,25 +68,25 @@ class Microbatch:
 
     @classmethod
     def of(cls, numbers: Sequence[int], lengths: Sequence[int]) -> Microbatch:
-        """Some of the sequences that have these lengths."""
+        """Create a microbatch of the sequences `numbers`. `lengths` are those of all sequences."""
         own = [lengths[number] for number in numbers]
         return cls(tuple(numbers), sum(own), max(own, default=0), (0,) * len(own))
 
     @classmethod
     def sharing(cls, numbers: Sequence[int], lengths: Sequence[int], shared: int) -> Microbatch:
-        """Some of the sequences that have these lengths. Their first `shared` tokens are equal."""
+        """Create a microbatch of the sequences `numbers`, whose first `shared` tokens are equal and computed once."""
         separate = cls.of(numbers, lengths)
         repeats = (0, *[shared] * (len(numbers) - 1))
         return cls(separate.numbers, separate.tokens - sum(repeats), separate.longest, repeats)
 
     def __add__(self, other: Microbatch) -> Microbatch:
-        """The sequences of both."""
+        """Return a microbatch with the sequences of both."""
         tokens, longest = self.tokens + other.tokens, max(self.longest, other.longest)
         return Microbatch(self.numbers + other.numbers, tokens, longest, self.shared + other.shared)
 
 
 def size(layout: Layout, *parts: Microbatch) -> int:
-    """Number of tokens to compute for these microbatches together, including padding."""
+    """Return the number of tokens to compute for these microbatches together, including padding."""
     if layout is Layout.PACKED:
         return sum(part.tokens for part in parts)
     return sum(len(part.numbers) for part in parts) * max(part.longest for part in parts)
@@ -115,7 +115,7 @@ def levelled(units: Sequence[Microbatch], layout: Layout, row_tokens: int, count
     """Pack units into at most `count` microbatches of similar size. `count` must be at least that of `fewest`.
 
     Each unit, from the longest, goes into the row with the fewest tokens. Falls back to `fewest` if a row exceeds the
-    budget. Also if rows are padded, because padding is cheap for sequences of similar lengths.
+    budget, and for padded rows, because padding is cheap for sequences of similar lengths.
     """
     found = fewest(units, layout, row_tokens)
     if layout is not Layout.PACKED or not units:
@@ -138,7 +138,7 @@ def ranks_of(group: Any) -> int:
 
 
 def largest(numbers: Sequence[int], group: Any, device: torch.device) -> list[int]:
-    """The largest of each number over the ranks of a group."""
+    """Return the element-wise maximum of `numbers` over the ranks of a group."""
     if ranks_of(group) == 1:
         return list(numbers)
     found = torch.tensor(numbers, device=device)

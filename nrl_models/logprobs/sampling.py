@@ -117,11 +117,11 @@ def smallest_kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _between(kept: torch.Tensor, logits: torch.Tensor, dropped: torch.Tensor | None) -> torch.Tensor:
-    """Half way from `kept` down to the next smaller logit of its row."""
+    """Return the midpoint of `kept` and the next smaller logit of its row, `(rows, 1)`."""
     kept = kept[:, None]
     if dropped is None or bool((dropped[:, None] >= kept).any()):  # equal logits: look for the next smaller one
         dropped = logits.masked_fill(logits >= kept, float("-inf")).amax(-1)
     dropped = dropped[:, None]
     middle = (kept + dropped) / 2
-    middle = torch.where(middle > dropped, middle, kept)  # between neighboring floats, it rounds to one of them
+    middle = torch.where(middle > dropped, middle, kept)  # between adjacent floats, it rounds to one of them
     return torch.where(dropped.isfinite(), middle, dropped)

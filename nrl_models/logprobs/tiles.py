@@ -75,7 +75,7 @@ def gradients_by_tiles(
     elements: int,
     needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden states, weight and bias; None for those that are not needed.
+    """Compute the gradients of hidden states, weight and bias. Gradients that are not needed are None.
 
     Args:
         hidden, weight, bias, tokens: Inputs of the forward.
@@ -144,15 +144,15 @@ def gradients_by_tiles(
 
 
 def _tile_shape(count: int, vocabulary: int, elements: int) -> tuple[int, int]:
-    """How many tokens and how many rows of the weight make a tile of at most `elements` logits."""
+    """Return the number of tokens and of weight rows in a tile of at most `elements` logits."""
     block = max(1, min(count, BLOCK))
     return block, max(1, min(vocabulary, elements // block))
 
 
 def _within(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tokens are in a tile of the vocabulary, and their columns in it (any for others), `(tokens,)`.
+    """Return which tokens are in a tile of the vocabulary, and their columns in it (or any column), `(tokens,)` each.
 
-    Without indices of unknown number, for which a GPU would wait.
+    Does not use indices whose number depends on data, because a GPU would have to be synchronized.
     """
     inside = (tokens >= columns.start) & (tokens < columns.stop)
     return inside, (tokens - columns.start).clamp(0, columns.stop - columns.start - 1)

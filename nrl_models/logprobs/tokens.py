@@ -151,7 +151,7 @@ def token_logprobs(
     padding = LeftPadding.of(attention_mask) if _aligns(models, inputs) else None
     if padding is not None:
         grids = {"attention_mask": attention_mask, "position_ids": position_ids, "score": score}
-        grids |= {name: value for name, value in inputs.items() if name not in BOUNDARIES}  # which positions express
+        grids |= {name: value for name, value in inputs.items() if name not in BOUNDARIES}  # positions replace these
         moved = token_logprobs(
             model,
             padding.moved(input_ids),
@@ -197,9 +197,9 @@ STATISTICS = ("logprobs", "mask", "outside", "entropy", "kl")
 
 
 def _aligns(models: Sequence[nn.Module], inputs: Mapping[str, Any]) -> bool:
-    """Return True if rows that begin with padding are moved to the left.
+    """Return True if left-padded sequences should be moved to the left.
 
-    Not if padding on the right changes results. Models with images, videos or audio only if padding on the left does.
+    True if left padding changes results. Also True for text-only inputs, unless right padding changes results.
     """
     limits = {limit for part in models for limit in getattr(part, "limits", {})}
     media = any(value is not None for name, value in inputs.items() if name not in BOUNDARIES)
@@ -212,9 +212,9 @@ def scored_positions(
     position_ids: torch.Tensor | None = None,
     score: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Which tokens have a log-probability: `(batch, length)` bool.
+    """Return the tokens that have a log-probability: a `(batch, length)` bool mask.
 
-    The first token of a sequence has none; neither do padding and a token that follows padding.
+    Padding, the first token of a sequence, and a token after padding have none.
     """
     result = torch.ones_like(input_ids, dtype=torch.bool)
     result[:, 0] = False
@@ -231,7 +231,7 @@ def scored_positions(
 def _before(
     rows: torch.Tensor, columns: torch.Tensor, position_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows and columns of the tokens before these."""
+    """Return rows and columns of the preceding tokens."""
     return rows, columns - 1 if position_ids is None else columns_before(position_ids)[rows, columns]
 
 
@@ -284,7 +284,7 @@ class _Placed:
     loss: LossFunction | None
 
     def result(self, found: TokenStatistics) -> TokenLogprobs:
-        """What `token_logprobs` returns, but for the loss."""
+        """Return the result of `token_logprobs`, without the loss."""
         finite = found.logprobs != float("-inf")
         mask = self._grid(finite)
         return TokenLogprobs(
@@ -296,7 +296,7 @@ class _Placed:
         )
 
     def loss_of(self, result: TokenLogprobs) -> torch.Tensor:
-        """The loss, a scalar."""
+        """Compute the loss, and check that it is a scalar."""
         assert self.loss is not None
         found = self.loss(result)
         if not isinstance(found, torch.Tensor) or found.ndim:
@@ -305,7 +305,7 @@ class _Placed:
         return found
 
     def derivatives(self, found: TokenStatistics) -> Derivatives:
-        """Of the loss by each of the statistics."""
+        """Return the derivatives of the loss by each statistic."""
         with torch.enable_grad():
             leaves = TokenStatistics(*(values.detach().clone().requires_grad_() for values in found))
             loss = self.loss_of(self.result(leaves))
@@ -344,7 +344,7 @@ def _in_order(
 def _document_numbers(
     positions: torch.Tensor, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """A number for each sequence, `(batch, length)`."""
+    """Return the number of the sequence that each token belongs to, `(batch, length)`."""
     if position_ids is None:
         position_ids = torch.arange(positions.shape[1], device=positions.device).expand(positions.shape)
     return starts_of(position_ids, attention_mask).flatten().cumsum(0).view_as(positions)

@@ -39,9 +39,12 @@ class LossAhead:
     sizes: Sequence[int] | None = None
 
     def passes(self, count: int, most: int) -> list[slice] | None:
-        """The tokens of each pass, of `count`, at most `most`; None if some that are read together are more."""
+        """Split `count` tokens into passes of at most `most` tokens.
+
+        Tokens that a term of the loss reads together stay in one pass. Returns None if they are more than `most`.
+        """
         if self.sizes is None:
-            return list(slices(count, math.ceil(count / math.ceil(count / most))))  # passes of about one size
+            return list(slices(count, math.ceil(count / math.ceil(count / most))))  # passes of about the same size
         bounds = [0]
         end = 0
         for size in self.sizes:

@@ -28,20 +28,20 @@ from nrl_models.errors import UnknownArgumentError, parse_option, shown
 from nrl_models.losses.loss_checks import require_one_shape, require_tensors, require_values
 
 ROOM = 4.0
-"""How far below the logarithm of a dtype's largest number an exponential times its factor stays: room for corrections
-and sums of up to e^4."""
+"""Margin between the logarithm of a dtype's largest number and an exponential times its factor. Leaves room for
+corrections and sums of up to e^4."""
 
 LARGEST_LOG_RATIO = 1e6
-"""Log-ratios that are larger, or smaller than its negative, have no gradient. Infinity is among them."""
+"""Largest log-ratio with a gradient. Log-ratios above it, or below its negative, have none, including infinity."""
 
 
 class Normalize(StrEnum):
-    """How much the loss of a token counts."""
+    """Normalization of the loss: how much the loss of each token counts."""
 
     SEQUENCE = "sequence"
-    """The mean over sequences of the mean over each one's tokens: GRPO."""
+    """Mean over sequences of the mean over their tokens (GRPO)."""
     TOKEN = "token"
-    """The mean over all tokens: DAPO."""
+    """Mean over all tokens (DAPO)."""
     LONGEST = "longest"
     """Sum over all tokens, divided by the token count if all sequences had maximum length (Dr. GRPO)."""
 
@@ -176,7 +176,7 @@ def _difference(first: torch.Tensor, second: torch.Tensor, weights: torch.Tensor
 
 
 def _bounded(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Bound the values, but not their gradient, so that `exp(values) * factor` is finite."""
+    """Limit the values so that `exp(values) * factor` is finite. Their gradient is not limited."""
     bound = math.log(torch.finfo(values.dtype).max) - ROOM - factor.abs().clamp(min=1.0).log()
     values = values.clamp(max=LARGEST_LOG_RATIO)
     return torch.where(values > bound, bound + (values - values.detach()), values)

@@ -33,7 +33,7 @@ def dpo_loss(
     *,
     beta: float = 0.1,
 ) -> torch.Tensor:
-    """Direct preference optimization (https://arxiv.org/abs/2305.18290, equation 7).
+    """Compute the loss of direct preference optimization (https://arxiv.org/abs/2305.18290, equation 7).
 
     `mean -log sigmoid(beta ((chosen - reference_chosen) - (rejected - reference_rejected)))`
 
@@ -61,10 +61,10 @@ def dpo_loss(
 
 
 def _require_finite(**values: torch.Tensor) -> None:
-    """Check that `(pairs,)` numbers without a graph are finite. Their NaN would become the loss of all pairs."""
-    if torch.compiler.is_compiling():  # the values of tensors are unknown
+    """Check that `(pairs,)` numbers without a graph are finite. A NaN would make the loss of all pairs NaN."""
+    if torch.compiler.is_compiling():  # values of tensors are not available
         return
-    if bool(torch.stack([numbers.isfinite().all() for numbers in values.values()]).all()):  # one wait for a GPU
+    if bool(torch.stack([numbers.isfinite().all() for numbers in values.values()]).all()):  # synchronizes a GPU once
         return
     for name, numbers in values.items():
         for pair, number in enumerate(numbers.tolist()):
@@ -73,7 +73,7 @@ def _require_finite(**values: torch.Tensor) -> None:
 
 
 def ranking_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, margin: float = 0.0) -> torch.Tensor:
-    """The Bradley-Terry loss of a reward model (https://arxiv.org/abs/2203.02155, equation 1).
+    """Compute the Bradley-Terry loss of a reward model (https://arxiv.org/abs/2203.02155, equation 1).
 
     `mean -log sigmoid(chosen - rejected - margin)`
 

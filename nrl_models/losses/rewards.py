@@ -31,7 +31,7 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
     if not isinstance(scale, bool):
         raise UnknownArgumentError(f"scale={scale!r}: expected True or False")
     _require_finite(rewards)
-    # The mean of equal rewards may be rounded, so subtract one of them before.
+    # The mean of equal rewards may be rounded, so subtract one of the rewards first.
     behind = rewards.double() - rewards[:, :1].double()
     advantages = behind - behind.mean(1, keepdim=True)
     if scale:
@@ -74,15 +74,16 @@ def teaching_groups(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def overlong_penalty(lengths: torch.Tensor, longest: int, buffer: int, penalty: float = 1.0) -> torch.Tensor:
-    """DAPO's soft penalty for completions close to the length limit (https://arxiv.org/abs/2503.14476, equation 13).
+    """Compute DAPO's soft penalty for completions close to the length limit.
 
-    Zero up to `longest - buffer` tokens, then falling linearly to `-penalty` at `longest`.
+    Zero up to `longest - buffer` tokens, then falling linearly to `-penalty` at `longest`. From
+    https://arxiv.org/abs/2503.14476, equation 13.
 
     Args:
         lengths: Number of tokens of each completion, `(batch,)`.
         longest: Maximum number of tokens of a completion.
         buffer: Number of tokens before the maximum at which the penalty begins.
-        penalty: Maximum penalty, above 0.
+        penalty: Maximum penalty, at least 0.
 
     Returns:
         Values to add to the rewards, `(batch,)`, fp32.
