@@ -27,10 +27,10 @@ LOCAL = MegatronRank(transformer_engine=False, grouped_experts=False)
 """A complete model with layers of `get_gpt_layer_local_spec`, which need neither Transformer Engine nor Apex."""
 
 TOLERANCE = 1e-4
-"""How far logits of the small model may differ in fp32, relative to the largest."""
+"""Largest difference of the small model's logits in fp32, relative to the largest logit."""
 
 LENGTH = 40
-"""Tokens of a sequence that the small model is tried on: more than its windows and its trained positions."""
+"""Sequence length for the small model. It exceeds the small model's windows and trained positions."""
 
 
 def start_megatron(tp: int = 1, pp: int = 1) -> None:
@@ -59,7 +59,7 @@ def start_megatron(tp: int = 1, pp: int = 1) -> None:
 
 
 def device() -> torch.device:
-    """Where Megatron's model computes."""
+    """Return the device of Megatron's model."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -77,19 +77,19 @@ def without_gpu() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     random_states.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     moe_utils.te_general_gemm = None
-    multi_latent_attention.HAVE_TE = False  # it would use Transformer Engine's layers, which are None
+    multi_latent_attention.HAVE_TE = False  # otherwise it uses Transformer Engine's layers, which are None
     fused_softmax.get_default_causal_mask = lambda length: _hidden(length, length, None)
     fused_softmax.get_sliding_window_causal_mask = lambda queries, keys, window: _hidden(queries, keys, window[0])
 
 
 def _hidden(queries: int, keys: int, before: int | None) -> torch.Tensor:
-    """Return a mask of hidden keys, `(queries, keys)` bool: later ones, and those more than `before` earlier."""
+    """Return a mask of hidden keys, `(queries, keys)` bool: later keys, and keys more than `before` earlier."""
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
     return (distance < 0) if before is None else (distance < 0) | (distance > before)
 
 
 def build(settings: GPTSettings) -> Any:
-    """This rank's part of Megatron's model with these settings, in evaluation mode, its weights not yet set."""
+    """Build this rank's part of Megatron's model for these settings, in evaluation mode. Weights are not set."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -146,7 +146,7 @@ def load(
 
 
 def logits(megatron: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits of sequences of one length, `(sequences, length, vocabulary)`."""
+    """Compute the logits of sequences with equal length, `(sequences, length, vocab_size)`."""
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     result: torch.Tensor = megatron(input_ids, positions, None)
     return result
@@ -189,7 +189,7 @@ def proven_settings(model: FamilyModel) -> GPTSettings:
 
 
 def _best_reading(small: FamilyModel) -> tuple[dict[str, Any], float]:
-    """How Megatron must read the configuration of a small model, and how far its logits differ then."""
+    """Return the reading of a small model's configuration with the smallest error of the logits, and that error."""
     settings, problems = gpt_settings(small.config, small.state_dict_adapter.layout(LOCAL), torch.float32)
     _require(problems, small)
     input_ids = torch.randint(16, small.config.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(0))

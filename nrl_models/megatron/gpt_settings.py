@@ -38,12 +38,12 @@ class GPTSettings:
 
     @property
     def experts(self) -> int | None:
-        """How many experts a mixture has; None for a dense model."""
+        """Number of experts of a mixture; None for a dense model."""
         experts: int | None = self.transformer.get("num_moe_experts")
         return experts
 
     def reading(self, choices: dict[str, Any]) -> GPTSettings:
-        """These settings with some of `readings`."""
+        """Return these settings, changed by one element of `readings`."""
         return GPTSettings(self.transformer | choices, self.model, self.latent)
 
 
@@ -162,7 +162,7 @@ class _Translation:
         return first.shape[0] == 2 * second.shape[1]
 
     def _first(self, *keys: str) -> Any:
-        """The value of the first key that the configuration has and that is set; None if none is."""
+        """Return the value of the first key that the configuration has and that is not None, or None."""
         values = (getattr(self.config, key, None) for key in keys)
         return next((value for value in values if value is not None), None)
 
@@ -216,7 +216,7 @@ class _Translation:
         }
 
     def _windows(self) -> dict[str, Any]:
-        """Sliding windows, and layers without rotary positions."""
+        """Return arguments for sliding windows, and for layers without rotary positions."""
         kinds = self._first("layer_types")
         window = self._first("sliding_window")
         found: dict[str, Any] = {}
@@ -237,7 +237,7 @@ class _Translation:
         return found
 
     def _rope(self) -> dict[str, Any]:
-        """Rotary positions, as arguments of `GPTModel`."""
+        """Return arguments of `GPTModel` for rotary positions."""
         rope, kind = self._rope_parameters("default", "llama3")
         found = {"rotary_base": rope.get("rope_theta"), "rotary_percent": rope.get("partial_rotary_factor", 1.0)}
         if kind == "llama3":
@@ -247,7 +247,7 @@ class _Translation:
         return found
 
     def _latent_rope(self) -> dict[str, Any]:
-        """Rotary positions of latent attention, as arguments of `MLATransformerConfig`."""
+        """Return arguments of `MLATransformerConfig` for the rotary positions of latent attention."""
         rope, kind = self._rope_parameters("default", "yarn")
         found = {"rope_type": "rope", "rotary_base": rope.get("rope_theta"), "rotary_scaling_factor": 1.0}
         if kind == "yarn":

@@ -48,7 +48,7 @@ class Share:
 
 
 WHOLE = Share()
-"""The share of something that is not split."""
+"""Share of an unsplit dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class MegatronRank:
 
     @property
     def of_experts(self) -> Share:
-        """Its share of each expert."""
+        """Share of each expert."""
         return self.tp if self.etp is None else self.etp
 
 
@@ -169,7 +169,7 @@ class _Table:
             self.problems.append(Problem(ProblemKind.UNSUPPORTED, name, detail))
 
     def _part(self, subject: str, size: int, share: Share, things: str = "") -> range:
-        """A share of the `size` things that a subject is or has."""
+        """Return the indices of a share of `size` parts. Record a problem with `subject` if they do not divide."""
         if size % share.of:
             is_many = f"has {size} {things}" if things else f"are {size}"
             detail = f"{is_many}, which do not divide over {share.of} ranks"
@@ -183,7 +183,7 @@ class _Table:
         return range(share.index * part, (share.index + 1) * part)
 
     def rows(self, name: str, tensor: torch.Tensor, share: Share, dim: int = 0) -> Any:
-        """A share of a tensor along a dimension."""
+        """Return a share of a tensor along a dimension."""
         part = self._part(name, tensor.shape[dim], share, ("rows", "columns")[dim])
         return tensor.narrow(dim, part.start, len(part))
 
@@ -207,16 +207,16 @@ class _Table:
         return TracedTensor.of_pieces((len(share), *tensor.shape[1:]), tensor.dtype, pieces)
 
     def groups(self, count: int) -> range:
-        """The query groups of this rank."""
+        """Return the indices of this rank's query groups."""
         return self._part("query groups", count, self.rank.tp)
 
     def experts(self, count: int) -> range:
-        """The experts of this rank."""
+        """Return the indices of this rank's experts."""
         return self._part("experts", count, self.rank.ep)
 
 
 class _Layer:
-    """A layer's tensors. Building a module removes its tensors; the remaining ones have no equivalent."""
+    """A layer's tensors. Building a module removes its tensors. Tensors that remain have no equivalent."""
 
     def __init__(self, table: _Table, tensors: dict[str, TracedTensor]) -> None:
         self.table, self.rank, self.tensors = table, table.rank, tensors
@@ -253,7 +253,7 @@ class _Layer:
             yield f"{fused or name + '.'}{kind}", tensor
 
     def _qkv(self) -> Iterator[tuple[str, Any]]:
-        """The rows of each query group together: its queries, its key, its value."""
+        """Yield the packed projection: for each query group the rows of its queries, its key and its value."""
         config: Any = self.table.adapter.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", None)
         count = getattr(config, "num_key_value_heads", None) or heads
@@ -272,7 +272,7 @@ class _Layer:
                 yield f"self_attention.linear_qkv.{kind}", torch.cat(rows)
 
     def _first_linear(self, theirs: str, prefix: str, share: Share) -> Iterator[tuple[str, Any]]:
-        """Yield the first linear of an MLP. If gated: a share of the gate, then one of the other half."""
+        """Yield the first linear of an MLP. If it is gated: a share of the gate, then a share of the other half."""
         for kind in ("weight", "bias"):
             for names in FIRST_LINEARS:
                 if parts := self._taken([f"{prefix}{name}.{kind}" for name in names]):
@@ -283,7 +283,7 @@ class _Layer:
                     break
 
     def _experts(self) -> Iterator[tuple[str, Any]]:
-        """The router, and each expert of this rank; transformers has all of a layer's experts in one tensor."""
+        """Yield the router and each expert of this rank. In transformers, the experts of a layer are stacked."""
         for name, names in ROUTER.items():
             if (own := next((own for own in names if own in self.tensors), None)) is not None:
                 yield name, self.tensors.pop(own)

@@ -27,7 +27,7 @@ from nrl_models.parity.noise import NOISE_FACTOR, TOLERANCE, logits_noise, round
 from nrl_models.parity.parity_report import Level, ParityRow, Unit
 
 GRADIENT_TOLERANCE = 1e-4
-"""Differences of a gradient that always pass, relative to its largest value."""
+"""Difference of a gradient that always passes, relative to its largest value."""
 
 
 def check_megatron(
@@ -76,7 +76,10 @@ def compare_megatron(
 
 
 def _weights(model: FamilyModel, megatron: Any) -> ParityRow:
-    """Level 1: Megatron's tensors equal ours in its layout, and convert back to ours. The model is restored."""
+    """Check level 1: Megatron's tensors equal ours in its layout, and convert back to ours exactly.
+
+    Overwrites the model's weights during the check, and restores them.
+    """
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     held = {name: value for name, value in megatron.state_dict().items() if STATES not in name}
     expected = {name: tensor.read(own) for name, tensor in model.state_dict_adapter.layout(LOCAL).items()}
@@ -103,7 +106,7 @@ def _weights(model: FamilyModel, megatron: Any) -> ParityRow:
 
 
 def _layers(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> ParityRow:
-    """Level 2: compare each Megatron layer's output with ours, on the inputs of our layer."""
+    """Check level 2: compare the output of each Megatron layer with ours, on the inputs of our layer."""
     stack = find_stack(model)
     layers = [f"{stack}.{number}" for number, _ in enumerate(model.get_submodule(stack).children())]
     with record_calls(model, layers, copy=True) as ours, torch.no_grad():
@@ -133,7 +136,10 @@ def _layers(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Parit
 
 @contextmanager
 def _layers_given(layers: nn.ModuleList, given: list[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-    """Context manager in which Megatron's layers run on `given` instead of the previous output. Yields outputs."""
+    """Run Megatron's layers on the tensors in `given` instead of the previous layer's output, inside a `with` block.
+
+    Yields the output of each layer by its number, filled while the model runs.
+    """
     outputs: dict[int, torch.Tensor] = {}
 
     def before(number: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -152,7 +158,7 @@ def _layers_given(layers: nn.ModuleList, given: list[torch.Tensor]) -> Iterator[
 
 
 def _logits(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> ParityRow:
-    """Level 3: compare the logits of the complete models."""
+    """Check level 3: compare the logits of the complete models."""
     inputs = {"input_ids": input_ids}
     with torch.no_grad():
         expected, actual = model(**inputs, use_cache=False).logits, logits(megatron, input_ids)
@@ -183,7 +189,7 @@ def _gradients(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Pa
         moved = _in_layout(model, _gradients_of(model, ours, input_ids))
     actual = _gradients_of(megatron, lambda: logits(megatron, input_ids), input_ids)
     largest = {name: gradient.abs().max().item() for name, gradient in expected.items()}
-    # Some gradients are zero but for rounding (a key's bias does not change a softmax): they get the others' scale.
+    # Some gradients are zero except for rounding (a key's bias does not change a softmax). They get the others' scale.
     smallest = 1e-3 * max(largest.values())
     off, wrong = {}, []
     for name, gradient in actual.items():

@@ -29,10 +29,10 @@ from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import find_tiny
 
 AUDIO_ARGUMENTS = {*AUDIO, "audio_input_ids", "audio_input_features"}
-"""Names of arguments that hold audio."""
+"""Names of audio arguments."""
 
 MEDIA = {"images": PIXELS, "audio": AUDIO}
-"""Inputs other than text, and the arguments that hold them."""
+"""Inputs other than text, with the names of their arguments."""
 
 
 class DetectionStep(StrEnum):
@@ -46,7 +46,7 @@ class DetectionStep(StrEnum):
 
 
 LOGITS_DIFFER = 1e-3
-"""Logits of tiny models with random weights that differ by more than this differ by more than rounding."""
+"""Largest difference of logits that rounding explains in tiny models with random weights."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         with random_states_kept():
             torch.manual_seed(0)
             model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
-            randomize(model)  # zeros would keep a gated image, for example, from the logits
+            randomize(model)  # with zeros, a gated image would not affect the logits
         step = DetectionStep.TEXT
         multimodal = takes_images(model) or takes_audio(model)
         try:
@@ -122,7 +122,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         except Exception as error:
             if not multimodal:
                 raise
-            found["note"] = f"takes no text alone: {one_line(error)}"  # it describes images, for example
+            found["note"] = f"takes no text alone: {one_line(error)}"  # for example, it describes images
         if multimodal:
             step = DetectionStep.MEDIA
             inputs = inputs_for(model)
@@ -214,7 +214,7 @@ def _keeping_offsets(model: PreTrainedModel, with_images: Inputs) -> tuple[str, 
 
 
 def _packed_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """For each module whose linears the hub packs into one tensor, return these linears in row order."""
+    """Return the linears of each module that the hub packs into one tensor, in row order."""
     found: dict[str, tuple[str, ...]] = {}
     for tensor in StateDictAdapter(model).hub.values():
         names = [parameter.removesuffix(".weight").rpartition(".") for parameter in tensor.parameters]
@@ -224,7 +224,7 @@ def _packed_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def _sorted(group: tuple[str, ...], first: tuple[str, ...]) -> tuple[str, ...]:
-    """A group with the linears of `first` before the others, so that a packed tensor on disk is a view of one."""
+    """Move the linears of `first` to the front of a group, so that a packed tensor on disk is a view of it."""
     return (*(name for name in first if name in group), *(name for name in group if name not in first))
 
 
@@ -246,7 +246,7 @@ def _with_places(
     for group in sorted(every, key=len, reverse=True):
         seen_in = {name for name, groups in traced.items() if group in groups}
         if any(set(group) < set(larger) and seen_in <= set(layers) for larger, layers in holds.items()):
-            continue  # these layers have only this much of a larger group
+            continue  # in these layers, the group is a part of a larger one
         own = {name: set(group) & linears for name, linears in called.items() if len(set(group) & linears) > 1}
         right = [name for name in own if own[name] in map(set, traced.get(name, ()))]
         wrong = [name for name in own if name not in right]
@@ -260,7 +260,7 @@ def _with_places(
 
 
 def _place(right: list[str], wrong: list[str]) -> str:
-    """One or two components of dotted names that are in all names of `right` and in none of `wrong`."""
+    """Return one or two name components that all names of `right` have and none of `wrong`, or an empty string."""
     components = [component for component in right[0].split(".") if not component.isdigit()]
     pairs = [f"{first}.{second}" for first, second in itertools.pairwise(components)]
     for piece in (*reversed(components), *reversed(pairs)):
@@ -277,11 +277,11 @@ def offsets_stay(model: PreTrainedModel, with_images: Inputs, text: torch.Tensor
     model(**with_images, use_cache=True)
     try:
         return bool((_decoded(model, text) - expected).abs().max() > LOGITS_DIFFER)
-    except RuntimeError:  # the offsets are of a larger batch
+    except RuntimeError:  # the offsets belong to a larger batch
         return True
 
 
 def _decoded(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
-    """The logits of the last token, by way of a cache."""
+    """Compute the logits of the last token with a cache."""
     cache = cache_in(model(input_ids=text[:, :-1], use_cache=True))
     return model(input_ids=text[:, -1:], use_cache=True, **cache_input(model.forward, cache)).logits

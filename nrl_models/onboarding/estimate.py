@@ -31,16 +31,16 @@ from nrl_models.onboarding.estimate_step import Setting, run_step, units_of_mode
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes on one rank, and bytes it sends in one step of one micro-batch; under `pp` on the rank that takes most.
+    """Bytes on one rank, and bytes it sends in one step of one micro-batch. With `pp`, of the largest rank.
 
     Attributes:
-        parameters, gradients, optimizer: kept; the optimizer is AdamW, with two states of a parameter's size.
-        gathered: parameters and gradients that `fsdp` holds whole at a time: two units and the outermost one; under
-            `pp` the gradients of all, until the last micro-batch.
-        activations: kept from forward to backward, and recomputed at a time; under `pp` see `OneStage`.
-        buffers: the model's buffers.
-        traffic: bytes a rank sends, by dimension of the mesh.
-        total_parameters: of the whole model, as a number.
+        parameters, gradients, optimizer: Kept in memory. The optimizer is AdamW, with two states of a parameter's size.
+        gathered: Parameters and gradients that `fsdp` has gathered at once: two units and the outermost one. With `pp`,
+            the gradients of all units, until the last micro-batch.
+        activations: Kept from forward to backward, plus the recomputed ones of one unit. With `pp` see `OneStage`.
+        buffers: Buffers of the model.
+        traffic: Bytes that a rank sends, by dimension of the mesh.
+        total_parameters: Number of parameters of the complete model.
     """
 
     parameters: int
@@ -54,28 +54,28 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All memory at its peak."""
+        """Peak memory."""
         kept = self.parameters + self.gradients + self.optimizer + self.buffers
         return kept + self.gathered + self.activations
 
 
 def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
-    """Estimate what the model of a configuration takes on a rank of a mesh.
+    """Estimate the memory and communication of a rank of a mesh, for the model of a configuration.
 
     Raises:
-        ShardingError: the mesh does not divide the model, or this process is in a process group already.
+        ShardingError: If the mesh does not divide the model, or this process is already in a process group.
     """
     ranks = range(setting.mesh.get("pp", 1))
     return max((_on_rank(rank, config, setting) for rank in ranks), key=lambda found: found.total)
 
 
 def estimate_within(config: PreTrainedConfig, setting: Setting, memory: int) -> Estimate | None:
-    """Estimate as `estimate` does; None if a rank takes more than `memory` bytes.
+    """Return the result of `estimate`, or None if a rank needs more than `memory` bytes.
 
-    Stops as soon as that is known: the forward and backward pass on meta, most of the time, often need not run.
+    Stops as soon as the limit is exceeded. Often the forward and backward on meta, the slowest steps, do not run.
 
     Raises:
-        ShardingError: the mesh does not divide the model, or this process is in a process group already.
+        ShardingError: If the mesh does not divide the model, or this process is already in a process group.
     """
     found: list[Estimate] = []
     for rank in range(setting.mesh.get("pp", 1)):
@@ -88,14 +88,14 @@ def estimate_within(config: PreTrainedConfig, setting: Setting, memory: int) -> 
 
 
 class _TooLargeError(Exception):
-    """Parameters, states and gathered layers alone exceed the memory."""
+    """Parameters, optimizer states and gathered layers alone exceed the memory."""
 
 
 def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting, memory: int | None = None) -> Estimate:
-    """Estimate a rank of `pp`; without `pp` all ranks take the same.
+    """Estimate a rank of `pp`. Without `pp`, all ranks need the same memory.
 
     Raises:
-        _TooLargeError: more than `memory` bytes are needed without activations.
+        _TooLargeError: If more than `memory` bytes are needed without activations.
     """
     inner = math.prod(size for name, size in setting.mesh.items() if name != "pp")
     with _fake_mesh(setting.mesh, rank * inner) as mesh:
@@ -108,7 +108,7 @@ def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting, memory: int 
             raise _TooLargeError
         try:
             activations, traffic = run_step(computing, setting, mesh)
-        except (RuntimeError, IndexError) as error:  # learned positions end at the limit, others go on
+        except (RuntimeError, IndexError) as error:  # models with learned positions fail beyond their limit
             limit = model_limit(config)
             if limit is None or setting.seq_len <= limit:
                 raise
@@ -124,7 +124,7 @@ def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting, memory: int 
 
 @contextmanager
 def _fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
-    """A mesh whose ranks do not exist, except for this process."""
+    """Create a mesh over a `fake` process group. Only this process exists, other ranks do not."""
     if dist.is_initialized():
         problem = Problem(ProblemKind.MESH, "this process", "is in a process group; estimates need a separate one")
         raise ShardingError("cannot estimate here", [problem], ["run nrl-models plan as a separate process"])
@@ -136,9 +136,11 @@ def _fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
 
 
 def _sharded(config: PreTrainedConfig, dtype: torch.dtype, mesh: DeviceMesh) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model on meta, without the tables that loading and saving need, and it with the stages of other ranks.
+    """Build a sharded model on meta, without the tables for loading and saving.
 
-    Its layers, linears and experts are divided.
+    Returns:
+        This rank's part of the model, and the model with the stages of all ranks. Both have divided layers, linears and
+        experts.
     """
     model = auto_class_of(config).from_config(config, device="meta", dtype=dtype).train()
     plan = plan_for(model, mesh)
@@ -151,16 +153,16 @@ def _local_bytes(model: nn.Module) -> int:
 
 
 def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
-    """Bytes that `fsdp` sends for a micro-batch, and bytes it holds gathered at a time."""
+    """Return the bytes that `fsdp` sends per micro-batch, and the largest number of bytes that are gathered at once."""
     ranks, micro_batches = size_of(mesh, "fsdp"), size_of(mesh, "pp")
     if ranks == 1:
         return 0, 0
     whole = _local_bytes(model)
     sizes = [_local_bytes(unit) for unit in units_of_model(model)]
     outermost, largest = whole - sum(sizes), max(sizes, default=0)
-    # Parameters before the forward and, having been freed, before the backward; gradients after the last one.
+    # Sent: parameters before the forward and before the backward (they were freed), gradients after the last backward.
     sent = (2 * micro_batches + 1) * whole * (ranks - 1) // ranks // micro_batches
-    # The unit that computes, the one gathered ahead, and gradients of one; and the outermost, with its gradients.
+    # Gathered: the unit that runs, the next unit, and the gradients of one; and the outermost unit with its gradients.
     # Gradients are not divided before the last micro-batch.
     gradients = whole if has_stages(mesh) else largest + outermost
     return sent, 2 * largest + outermost + gradients

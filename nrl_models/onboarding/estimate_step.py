@@ -27,7 +27,7 @@ from nrl_models.distributed.tensor.styles import ExpertsOfThisRank, entering, le
 from nrl_models.onboarding.estimate_stage import OneStage
 
 SEQ_LEN = 4096
-"""Default length of a sequence in tokens."""
+"""Default sequence length in tokens."""
 
 
 def default_seq_len(config: PreTrainedConfig) -> int:
@@ -37,15 +37,15 @@ def default_seq_len(config: PreTrainedConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a model is to be trained.
+    """Settings of a training run.
 
     Args:
-        mesh: sizes by dimension, e.g. `{"fsdp": 16, "tp": 8}`.
-        seq_len: tokens of a sequence.
-        micro_batch: sequences of one forward on a rank.
-        dtype: in which parameters, gradients and optimizer states are kept.
-        compute: in which `fsdp` gathers parameters, and the model computes.
-        checkpointing: whether layers' activations are recomputed in the backward.
+        mesh: Size of each dimension, e.g. `{"fsdp": 16, "tp": 8}`.
+        seq_len: Sequence length in tokens.
+        micro_batch: Number of sequences in one forward on a rank.
+        dtype: Dtype of parameters, gradients and optimizer states.
+        compute: Dtype in which `fsdp` gathers parameters and the model computes.
+        checkpointing: Whether activations of layers are recomputed in the backward.
     """
 
     mesh: Mapping[str, int]
@@ -57,15 +57,15 @@ class Setting:
 
 
 def units_of_model(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that `fsdp` gathers as one."""
+    """Return the modules that `fsdp` gathers as one unit."""
     return [module for module in model.modules() if type(module).__name__ in (sharding_of(model).plan.units or ())]
 
 
 class _Exchanges(TorchDispatchMode):
     """Counts the bytes that collectives send, by dimension of the mesh.
 
-    Rotary embeddings that adapt to the length read it from a tensor, which has no value on meta: they get the length,
-    and False for comparisons.
+    Some rotary embeddings adapt to the sequence length, and read it from a tensor. A tensor on meta has no value. Here,
+    reading it returns the sequence length, and comparisons return False.
     """
 
     def __init__(self, mesh: DeviceMesh, seq_len: int) -> None:
@@ -93,11 +93,11 @@ _TIMES_SENT = {
     "_c10d_functional::reduce_scatter_tensor": 1,
     "_c10d_functional::all_to_all_single": 1,
 }
-"""How often a rank sends each byte in a ring, but for its own share."""
+"""How often a rank sends each byte of the other ranks' shares in a ring."""
 
 
 def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
-    """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
+    """Return the peak bytes of activations of one micro-batch, and the bytes it sends by dimension of the mesh."""
     tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
     stage = OneStage(model, tokens) if has_stages(mesh) else None
     units = set(units_of_model(model))
@@ -125,15 +125,15 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
         for module in units:
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        # It reads values, which tensors on meta do not have.
+        # The function reads values, which tensors on meta do not have.
         stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
-        # On meta torch would take its plain formulas, which keep every score; a device's kernel does not.
+        # On meta, torch would use the math implementation, which stores all scores. The kernels of devices do not.
         stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
         exchanges = stack.enter_context(_Exchanges(mesh, setting.seq_len))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
             if stage is None or stage.is_last:
                 logits = _outputs(model, tokens) if stage is None else stage.run()
-                # As trainers compute it: log-probabilities in fp32.
+                # Trainers compute log-probabilities in fp32.
                 scores = logits.float().flatten(0, -2)
                 loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
             else:
@@ -142,7 +142,7 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
         held = [*model.parameters(), *(() if stage is None else (stage.received,))]
         sizes = _sizes(held, [packed for reference in kept if (packed := reference()) is not None])
         loss.backward()
-        if setting.checkpointing:  # what was exchanged is exchanged again
+        if setting.checkpointing:  # the recomputed forward communicates again
             exchanges.sent.update(forward)
     for stack_of_experts, nbytes in experts.items():
         unit = next((module for module in units if stack_of_experts in set(module.modules())), None)
@@ -158,7 +158,7 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
 
 
 def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's logits; of a base model its last hidden states."""
+    """Return the model's logits, or the last hidden states of a base model."""
     output: Any = model(input_ids=tokens, use_cache=False)
     result: torch.Tensor = output[0] if is_base_model(model) else output.logits
     return result
@@ -166,15 +166,18 @@ def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class _Kept:
-    """A tensor that autograd keeps for the backward, and the unit that ran when it did."""
+    """A tensor that autograd keeps for the backward, and the unit that was running when it was saved."""
 
     tensor: torch.Tensor
     unit: nn.Module | None
 
 
 def _sizes(held: list[torch.Tensor], kept: list[_Kept]) -> dict[nn.Module | None, int]:
-    """Bytes that autograd keeps for each unit, without those held anyway; what several keep counts for the first."""
-    counted = set(map(_storage, held))  # all of them live, so that no two have one address
+    """Return the bytes that autograd keeps for each unit, without the storages of `held`.
+
+    A storage that several units keep counts for the first.
+    """
+    counted = set(map(_storage, held))  # all are alive, so addresses are unique
     sizes: dict[nn.Module | None, int] = {}
     for packed in sorted(kept, key=lambda packed: packed.unit is not None):
         if _storage(packed.tensor) not in counted:
@@ -184,7 +187,7 @@ def _sizes(held: list[torch.Tensor], kept: list[_Kept]) -> dict[nn.Module | None
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The shapes of attention as kernels compute it: of the scores, only a sum for each query is kept."""
+    """The shapes of attention in a fused kernel, which stores only one sum of the scores per query."""
 
     @staticmethod
     def forward(
@@ -217,9 +220,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) -> dict[nn.Module, int]:
-    """Replace stacks of experts by the identity; the bytes each would keep, with tokens routed evenly.
+    """Replace stacks of experts by the identity. Return the bytes that each would keep, if tokens are routed evenly.
 
-    Each choice of a token keeps its input and output, the outputs of gate and up, the activation and their product.
+    Each chosen expert of a token keeps input, output, the outputs of gate and up, the activation and their product.
     """
     config = model.config.get_text_config()
     keys = ("num_experts_per_tok", "moe_topk", "top_k")

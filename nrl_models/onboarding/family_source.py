@@ -81,7 +81,7 @@ def title(plan: FamilyPlan) -> str:
 
 
 def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
-    """The family's `model.py`."""
+    """Return the source of the family's `model.py`."""
     modules = _aliases(plan)
     rows, used = [], set()
     for name in plan.detection.groups:
@@ -131,7 +131,7 @@ def _made_of(plan: FamilyPlan, layer: str) -> tuple[str, list[str]]:
 
 
 def _row(layer: str, maker: str, arguments: list[str]) -> list[str]:
-    """A layer's line in `rewrites`; several lines if it is long."""
+    """Return a layer's line in `rewrites`, split into several lines if it is too long."""
     line = f"        {layer}: {maker}" + (f"({', '.join(arguments)})," if arguments else ",")
     if len(line) <= WIDTH or not arguments:
         return [line]

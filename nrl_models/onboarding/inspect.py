@@ -30,11 +30,11 @@ SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok"),
 )
-"""The sizes that are shown, by the configuration's own keys."""
+"""Configuration keys of the sizes that are shown."""
 
 
 class ModelKind(StrEnum):
-    """Kinds of models. A model has one of the first two, and any number of the others."""
+    """Kinds of models. A model has one of the first two, and any number of the other kinds."""
 
     DENSE = "dense"
     MOE = "moe"
@@ -148,7 +148,7 @@ def kinds_of(config: PreTrainedConfig) -> list[ModelKind]:
 
 
 def combined_groups(model: torch.nn.Module) -> dict[str, int]:
-    """The groups of a model, `Class: a + b`, and how many of each it has."""
+    """Return the number of layers with each group of linears, by `Class: a + b`."""
     return dict(
         Counter(
             f"{type(model.get_submodule(owner)).__name__}: {' + '.join(linears)}"

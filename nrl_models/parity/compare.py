@@ -13,7 +13,7 @@ class TensorComparison(NamedTuple):
     """Difference of a tensor from its reference.
 
     Attributes:
-        max_diff: Largest absolute difference; infinite if only one of them has a NaN somewhere.
+        max_diff: Largest absolute difference; infinite if only one tensor has a NaN at some position.
         mean_diff: Mean absolute difference.
         cosine_similarity: Cosine of the flattened tensors, in fp64; 1.0 if both are zero.
     """
@@ -53,7 +53,7 @@ def _difference(reference: torch.Tensor, actual: torch.Tensor) -> TensorComparis
         return TensorComparison(0.0, 0.0, 1.0)
     first = reference.detach().float().flatten()
     second = actual.detach().to(first.device).float().flatten()
-    # Infinities (masked logits) and NaNs that both have are equal.
+    # Infinities (masked logits) and NaNs at the same position in both tensors are equal.
     same = (first == second) | (first.isnan() & second.isnan())
     difference = torch.where(same, 0.0, (first - second).abs())
     max_diff = difference.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
@@ -121,7 +121,7 @@ def compare_state_dicts(
 
 
 def _lines(found: StateDictComparison, parameters: int) -> Iterator[str]:
-    """The lines of the parity guide."""
+    """Yield the lines of the parity guide for a comparison."""
     if found.missing:
         yield f"Missing keys: {sorted(found.missing)}"
     if found.extra:

@@ -20,7 +20,7 @@ from nrl_models.inputs.images import cast
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments a model called a layer with."""
+    """Arguments with which a model called a layer."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -52,11 +52,11 @@ def component_classes(reference: nn.Module) -> set[type[nn.Module]]:
 
 
 def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inputs) -> dict[str, Call]:
-    """The first call of every module of exactly these `classes`, by module name, in one forward of `model`."""
+    """Record the first call of each module whose class is in `classes`, by module name, in one forward of `model`."""
     calls: dict[str, Call] = {}
 
     def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name not in calls:  # copied, since a cache among them will grow
+        if name not in calls:  # copied, because a cache in the arguments grows
             calls[name] = Call(*copy.deepcopy((args, dict(kwargs))))
 
     with ExitStack() as stack, torch.no_grad():
@@ -70,7 +70,7 @@ def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inp
 def run_layer(layer: nn.Module, call: Call) -> list[torch.Tensor]:
     """Run a layer, and return all tensors in its output, including nested ones (`ModelOutput` is a mapping).
 
-    The layer receives copies of the arguments, so that a cache among them is not modified.
+    The layer receives copies of the arguments, so a cache in them is not modified.
     """
     args, kwargs = copy.deepcopy((call.args, call.kwargs))
     with torch.no_grad():

@@ -40,11 +40,11 @@ from nrl_models.parity.worst import last_if_nan, worst_of
 MIN_COSINE = 0.9999
 
 MIN_FLIPS = 0.01
-"""A share of differing choices of experts that always passes: few tokens measure the rounding difference coarsely."""
+"""Fraction of differing expert choices that always passes, because few tokens give a coarse rounding difference."""
 
 
 def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[ParityRow]:
-    """Level 1: all weights and buffers equal the reference's exactly, and survive conversion to the hub and back.
+    """Check level 1: weights and buffers equal the reference's exactly, and survive conversion to the hub and back.
 
     Args:
         model: The model under test. It has a `state_dict_adapter`.
@@ -88,7 +88,7 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
 def compare_components(
     model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, seed: int = 42, truth: Truth | None = None
 ) -> list[ParityRow]:
-    """Level 2: compare the output of one layer of each class with the reference's, on random hidden states.
+    """Check level 2: compare the output of one layer of each class with the reference's, on random hidden states.
 
     Below fp32, all layers are compared by their errors from fp32, on the reference's inputs
     (`nrl_models.parity.precision`).
@@ -141,7 +141,7 @@ def compare_components(
 def compare_end_to_end(
     model: nn.Module, reference: nn.Module, inputs: Inputs, truth: Truth | None = None
 ) -> list[ParityRow]:
-    """Level 3: compare the complete model's logits with the reference's.
+    """Check level 3: compare the complete model's logits with the reference's.
 
     In fp32, the limit is a small multiple of the reference's own noise (its difference from itself with other rounding)
     and at least the tolerance. So the limit is not so large that it hides a bug. Below fp32, the model's error from
@@ -179,7 +179,7 @@ def compare_end_to_end(
 
 
 def _choices(model: nn.Module, reference: nn.Module, inputs: Inputs, routing: RoutingRecord) -> ParityRow:
-    """The share of choices of experts that differ from the reference's: no more than rounding explains."""
+    """Check that the fraction of expert choices that differ from the reference's does not exceed rounding noise."""
     noise = routing_noise(reference, inputs, routing)
     flipped = flip_rate(routing, logits_and_routing(model, inputs)[1])
     allowed = max(NOISE_FACTOR * noise, MIN_FLIPS)
@@ -216,7 +216,7 @@ def compare_gradients(
     noise = gradient_noise(reference, inputs, expected)
     actual = model.state_dict_adapter.to_hf(gradients(model, inputs), layout="transformers")
     missing = sorted(expected.keys() - actual.keys())
-    # Some gradients are zero but for rounding (a key's bias does not change a softmax): they get the others' scale.
+    # Some gradients are zero except for rounding (a key's bias does not change a softmax). They get the others' scale.
     smallest = 1e-3 * max(gradient.abs().max().item() for gradient in expected.values())
     differences = {
         name: (

@@ -40,7 +40,7 @@ class Culprit:
 
     @property
     def cause(self) -> str:
-        """Text: whether its weights or its computation differ."""
+        """Whether the weights or the computation differ, as text."""
         if self.weights:
             return f"its weights differ: {', '.join(self.weights)}"
         return "same weights, different computation"
@@ -180,7 +180,7 @@ def search_rounds(
 
 
 def _record(model: nn.Module, names: set[str], inputs: Inputs) -> dict[str, RecordedCall]:
-    """Every module's last call in one forward, by name, in the order in which modules finish."""
+    """Record the last call of each module in one forward, by name, in the order in which modules finish."""
     with record_calls(model, names) as calls:
         logits_of(model, inputs)
     return calls
@@ -188,7 +188,7 @@ def _record(model: nn.Module, names: set[str], inputs: Inputs) -> dict[str, Reco
 
 @contextmanager
 def _substituting(model: nn.Module, outputs: dict[str, Any]) -> Iterator[None]:
-    """While open, these modules of `model` return these outputs."""
+    """Replace the outputs of modules of `model`, by module name, inside a `with` block."""
     with ExitStack() as stack:
         for name, output in outputs.items():
             hook = model.get_submodule(name).register_forward_hook(lambda *_, output=output: output)

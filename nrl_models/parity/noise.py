@@ -22,29 +22,29 @@ from nrl_models.inputs.image_geometry import Inputs
 from nrl_models.inputs.images import cast
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-"""Smaller differences always pass, by dtype (the parity guide's tolerances)."""
+"""Difference that always passes, by dtype (the parity guide's tolerances)."""
 
 SEED = 0
 """Random seed of dropout, and of the loss of base models."""
 
 NOISE_FACTOR = 2.0
-"""A difference may be this many times the rounding difference."""
+"""Limit of a difference, as a multiple of the rounding difference."""
 
 
 def limit(noise: float, dtype: torch.dtype) -> float:
-    """The largest difference that still counts as equal."""
+    """Return the largest difference that still counts as equal."""
     return max(NOISE_FACTOR * noise, TOLERANCE[dtype])
 
 
 def output_name(model: nn.Module) -> str:
-    """Name of the values that `logits_of` returns, for reports."""
+    """Return the name of the values that `logits_of` returns, for reports."""
     return "hidden states" if is_base_model(model) else "logits"
 
 
 def logits_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
-    """The model's logits, in fp32 on the CPU, with floating-point inputs cast to the model's dtype.
+    """Compute the model's logits, returned in fp32 on the CPU. Floating-point inputs are cast to the model's dtype.
 
-    Of a base model it is the last hidden states.
+    For a base model, returns the last hidden states.
     """
     with torch.no_grad():
         output = model(**cast(inputs, model), use_cache=False)
@@ -52,14 +52,14 @@ def logits_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
 
 
 def logits_and_routing(model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, RoutingRecord]:
-    """The model's logits, and the experts it chose for them."""
+    """Compute the model's logits, and record its expert choices."""
     with record_routing(model) as routing:
         return logits_of(model, inputs), routing
 
 
 @contextmanager
 def rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Context manager in which all linear layers of `model` randomly round their output up or down.
+    """Randomly round the output of every linear layer of `model` up or down, inside a `with` block.
 
     Linear layers with more than one output (some routers) are not changed.
     """
@@ -87,7 +87,7 @@ def logits_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord | 
 
 
 def routing_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord) -> float:
-    """The share of choices of experts that change when the reference is rounded otherwise."""
+    """Return the fraction of expert choices that change when the reference rounds differently."""
     with rounded_otherwise(reference):
         return flip_rate(routing, logits_and_routing(reference, inputs)[1])
 
@@ -121,7 +121,7 @@ def _any_loss(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_noise(reference: nn.Module, inputs: Inputs, expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """For each parameter the largest change of its gradient when the reference is rounded otherwise."""
+    """Return the largest change of each parameter's gradient when the reference rounds differently."""
     with rounded_otherwise(reference):
         moved = gradients(reference, inputs)
     return {name: (moved[name] - gradient).abs().max().item() for name, gradient in expected.items()}

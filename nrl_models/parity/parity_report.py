@@ -15,21 +15,21 @@ from nrl_models.parity.worst import last_if_nan
 
 
 class Outcome(StrEnum):
-    """The outcome of a check, as JSON reports have it under `verdict`."""
+    """Outcome of a check. JSON reports have it under `verdict`."""
 
     PASS = "pass"
     FAIL = "fail"
     INCOMPLETE = "incomplete"
-    """The check ended early, without a failure until then."""
+    """The check ended early, without a failure up to then."""
 
     @classmethod
     def of(cls, passed: bool) -> Outcome:
-        """`PASS` or `FAIL`."""
+        """Return `PASS` or `FAIL`."""
         return cls.PASS if passed else cls.FAIL
 
     @property
     def shown(self) -> str:
-        """The outcome as tables show it: a failure in capitals."""
+        """The outcome as shown in tables, with failures in capitals."""
         return "FAIL" if self is Outcome.FAIL else self.value
 
     @property
@@ -58,10 +58,10 @@ FIRST_DIVERGENCE = "first divergence"
 
 
 class Unit(StrEnum):
-    """The unit of a measured value and its bound."""
+    """Unit of a measured value and its bound."""
 
     MAX_DIFF = "max_diff"
-    """The largest absolute difference of two elements."""
+    """Largest absolute difference of two elements."""
     SHARE = "share"
     TIMES_TRANSFORMERS_ERROR = "times_transformers_error"
     """Error relative to fp32, divided by the error of transformers' model."""
@@ -104,7 +104,7 @@ class ParityRow:
         return (self.value - best) / (self.bound - best)
 
     def to_json(self) -> dict[str, Any]:
-        """The check by the names of its fields. Numbers that are not finite are None."""
+        """Return the fields of the check by name. NaN and infinity become None."""
         values: dict[str, Any] = finite_or_none(asdict(self))
         return values
 
@@ -152,7 +152,7 @@ class ParityReport:
         self.rows.extend(rows)
 
     def to_json(self) -> dict[str, Any]:
-        """`{"model", "verdict", "checks": [...]}`."""
+        """Return the report as `{"model", "verdict", "checks": [...]}`."""
         return {
             "model": self.title,
             "verdict": Outcome.of(self.passed),

@@ -38,7 +38,7 @@ from nrl_models.parity.parity_report import Level, ParityRow, Unit
 from nrl_models.parity.worst import last_if_nan, worst_of
 
 FLOOR = 1e-6
-"""A relative error that always passes: of values that even the lower precision has exactly, or nearly."""
+"""Relative error that always passes, for values that the lower precision represents almost exactly."""
 
 
 class Errors(NamedTuple):
@@ -54,7 +54,7 @@ class Errors(NamedTuple):
 
     @classmethod
     def of(cls, actual: torch.Tensor, exact: torch.Tensor) -> Errors:
-        """The errors of `actual`; `exact` has its shape, and its last dimension is a row."""
+        """Compute the errors of `actual` from `exact`, which has the same shape. The last dimension is a row."""
         if actual.shape != exact.shape:
             return cls(math.inf, math.inf)
         if exact.numel() == 0:
@@ -81,11 +81,11 @@ class Errors(NamedTuple):
 EXACT = Errors(0.0, 0.0)
 
 LIMITS = Errors(rms=1.25, largest=2.0)
-"""How many times the reference's errors a model's may be."""
+"""Limits of a model's errors, as multiples of the reference's errors."""
 
 TYPICAL_GRADIENT, WORST_GRADIENT = 1.5, 8.0
-"""The same of gradients: of their median, and of any. By chance the errors of two right backward passes of SmolLM2
-differ by 1.13 in the median, and by a factor of four in some norm's weight."""
+"""Limits for gradients: of the median error, and of every error. For SmolLM2, the errors of two correct backward passes
+differ by a factor of 1.13 in the median, and by up to four for the weights of some norms."""
 
 FEW_VALUES = 16
 """Gradients with fewer values use transformers' typical error as baseline if their own is smaller, because the error of
@@ -125,9 +125,9 @@ class Found:
 
     Args:
         compared: Number of compared tensors.
-        same: Number of bitwise equal ones.
+        same: Number of bitwise equal tensors.
         times: Worst errors, as multiples of the reference's error.
-        where: Name of the worst one.
+        where: Name of the tensor with the worst error.
         differs: Names of layers that should be bitwise equal but are not.
     """
 
@@ -138,7 +138,7 @@ class Found:
     differs: tuple[str, ...] = ()
 
     def add(self, name: str, times: Errors | None, *, strict: bool = False) -> None:
-        """Count one more; `times` is None if it is equal bit for bit."""
+        """Count one more tensor. `times` is None if it is bitwise equal."""
         self.compared += 1
         if times is None:
             self.same += 1
@@ -148,7 +148,7 @@ class Found:
             self.times, self.where = times, name
 
     def row(self, check: str, level: Level, strict: bool = False) -> ParityRow:
-        """The row of a report."""
+        """Return the row of the report."""
         if self.differs:
             measured = f"{len(self.differs)} of {self.compared} differ"
         elif self.same == self.compared:
@@ -172,7 +172,7 @@ class Found:
 def compare_components_rounded(
     model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, truth: Truth | None = None
 ) -> list[ParityRow]:
-    """Level 2 below fp32: compare all layers on the reference's inputs of one forward. Returns a row per class.
+    """Check level 2 below fp32: compare all layers on the reference's inputs of one forward. Returns a row per class.
 
     Args:
         model: The model under test, below fp32.
@@ -217,7 +217,7 @@ def compare_logits_rounded(
     routing: RoutingRecord,
     truth: Truth | None = None,
 ) -> ParityRow:
-    """Level 3 below fp32: compare the logits. MoE models use the experts that the reference chose.
+    """Check level 3 below fp32: compare the logits. MoE models use the experts that the reference chose.
 
     Args:
         model: The model under test, below fp32.
@@ -264,7 +264,7 @@ def compare_gradients_rounded(
         exact_model = (truth or Truth(reference)).model
         with _replaying(exact_model, routing):
             exact = {name: gradient.flatten() for name, gradient in gradients(exact_model, inputs).items()}
-        # Some gradients are zero but for rounding (a key's bias does not change a softmax).
+        # Some gradients are zero except for rounding (a key's bias does not change a softmax).
         smallest = 1e-3 * worst_of(gradient.square().mean().sqrt().item() for gradient in exact.values())
         errors = {
             name: (
