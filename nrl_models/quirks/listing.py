@@ -11,12 +11,12 @@ from nrl_models.quirks.subject import Subject
 
 
 def quirks_of(subject: Subject | None = None) -> list[Quirk]:
-    """The quirks that concern a model; without a model, all."""
+    """Return the quirks that affect a model, or all quirks without a model."""
     return [quirk for quirk in CATALOG if subject is None or quirk.applies(subject)]
 
 
 def as_json(quirks: Iterable[Quirk], subject: Subject | None = None) -> dict[str, Any]:
-    """`{"architecture", "quirks": [{"name", "where", "symptom", ...}]}`."""
+    """Return `{"architecture", "quirks": [{"name", "where", "symptom", ...}]}`."""
     copied = ("name", "symptom", "where", "handling", "code", "expiry", "every_model", "sources")
     found = [
         {key: getattr(quirk, key) for key in copied}

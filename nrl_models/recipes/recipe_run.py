@@ -67,7 +67,7 @@ class Run:
         return passed_line(self.passed, passed, len(self.verdicts), "gates")
 
     def table(self) -> Table:
-        """Table of the gates, and of the other metrics of the last step."""
+        """Return a table of the gates and the other metrics of the last step."""
         from rich.table import Table
 
         table = Table(title=f"{len(self.steps)} steps", title_justify="left")
@@ -83,7 +83,7 @@ class Run:
         return table
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with numbers that JSON lacks as None."""
+        """Return gates and steps for JSON. NaN and infinity become None."""
         from nrl_models.common.value_checks import finite_or_none
 
         return {
@@ -136,7 +136,7 @@ def train(
     rows = recipe.data.function(**recipe.data.arguments)
     encode = _encoder(recipe, tokenizer, processor)
     encode(next(shuffled(rows, recipe.seed)))  # raises before the model is loaded
-    # Once, so that model, reference and engine are of one version.
+    # Resolved once, so that model, reference and engine have the same version.
     folder = resolve_folder(path, revision=arguments.pop("revision", None), subfolder=arguments.pop("subfolder", ""))
     if target is not None:
         require_replaceable(folder, target, overwrite=True)  # in the hub's cache
@@ -190,7 +190,7 @@ def learning_rate_schedule(optimizer: torch.optim.Optimizer, training: Training)
 
 
 def shuffled(rows: Sequence[Row], seed: int) -> Iterator[Row]:
-    """Rows in a random order, for ever: each once before any comes again."""
+    """Yield rows in random order without end. Every row occurs once per pass."""
     order = random.Random(seed)
     while True:
         yield from (rows[place] for place in order.sample(range(len(rows)), len(rows)))
@@ -201,7 +201,7 @@ MOST_SKIPPED = 10_000
 
 
 def _encoded(rows: Iterator[Row], encode: Callable[[Row], Any]) -> Iterator[Any]:
-    """Encode rows, skipping those that become None. The first skipped row is logged."""
+    """Encode rows, and skip rows whose encoding is None. The first skipped row is logged."""
     skipped = 0
     for row in rows:
         found = encode(row)
@@ -218,7 +218,7 @@ _TOO_LONG = f"{MOST_SKIPPED:,} rows one after the other are longer than max_prom
 
 
 def _encoder(recipe: Recipe, tokenizer: Any, processor: Any) -> Callable[[Row], Any]:
-    """Return the function from a row to its `Sequences` or `Question`; to None if it is too long."""
+    """Return the function that converts a row to its `Sequences` or `Question`, or to None if it is too long."""
     if isinstance(recipe, PolicyRecipe):
         return partial(_question, recipe.training.max_prompt, tokenizer, processor)
     assert isinstance(recipe, SupervisedRecipe)

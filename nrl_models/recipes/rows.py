@@ -70,7 +70,7 @@ def rows(
 
 
 class _Made(Sequence[Row]):
-    """Rows computed from other rows on access. The first is computed at once, to detect missing columns early."""
+    """Rows computed from other rows on access. The first is computed immediately, to detect missing columns early."""
 
     def __init__(self, found: Sequence[Row], make: Callable[[Row], Row]) -> None:
         self.found, self.make = found, make
@@ -171,7 +171,7 @@ def _text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[int], list[i
     own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     end = tokenizer.eos_token_id
     if own and own[-1] == end and not text.endswith(tokenizer.eos_token):
-        own.pop()  # some append it in any case
+        own.pop()  # some tokenizers always append it
     if own and every[:2] == [tokenizer.bos_token_id, own[0]] and own[0] == tokenizer.bos_token_id:
         every.pop(0)  # the text begins with BOS, as rendered chats do
     if not own and every and text != _SOME_TEXT:
@@ -187,7 +187,7 @@ _SOME_TEXT = "a"
 
 
 def appended_ids(tokenizer: Any) -> list[int]:
-    """The special tokens that a tokenizer appends to any text: none, or EOS or a separator."""
+    """Return the special tokens that a tokenizer appends to every text: none, EOS or a separator."""
     return _text_parts(tokenizer, _SOME_TEXT)[2]
 
 
@@ -249,7 +249,7 @@ def _require_messages(name: str, value: Any) -> None:
 
 
 def _contains(chat: Sequence[Any], prompt: Sequence[Any]) -> bool:
-    """Return True if a chat has the messages of a prompt, one after the other."""
+    """Return True if a chat contains the messages of a prompt consecutively."""
     return any(list(chat[start : start + len(prompt)]) == list(prompt) for start in range(len(chat)))
 
 

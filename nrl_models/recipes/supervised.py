@@ -18,7 +18,7 @@ from nrl_models.recipes.rows import padded_rows
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
 
 Sequences = list[tuple[list[int], list[bool]]]
-"""Sequences of a row: token ids, and a mask of the answer's tokens. A pair has two, the chosen first."""
+"""Sequences of a row: token ids, and a mask of the answer's tokens. A pair has two, the chosen one first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,13 @@ class SupervisedLoop:
         return measured
 
     def _loss(self, part: Sequence[Sequences], share: float, answers: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of a step's loss that some rows have, and the scores `(2, pairs)` of pairs."""
+        """Compute the share of some rows in a step's loss, and the scores of pairs `(2, pairs)`, chosen first.
+
+        Args:
+            part: The rows.
+            share: Factor of the mean loss of pairs.
+            answers: Number of answer tokens in the step, the divisor of the cross-entropy.
+        """
         if not isinstance(self.settings, (PreferenceLoss, RankingLoss)):
 
             def cross_entropy(found: TokenLogprobs) -> torch.Tensor:

@@ -22,7 +22,7 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def converted(hint: Any, node: Any) -> Any:
-    """A value as a type hint has it; `NOTHING` if it is of another type."""
+    """Convert a value to the type of a hint. Return `NOTHING` if the value has another type."""
     values = (_converted(member, node) for member in members_of(hint))
     return next((value for value in values if value is not NOTHING), NOTHING)
 
@@ -48,7 +48,7 @@ def _converted(member: Any, node: Any) -> Any:
 
 
 def nested_keys(kind: type, above: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a dataclass's fields, and of dataclasses in them."""
+    """Yield the dotted keys of a dataclass's fields, including nested dataclasses."""
     for name, hint in get_type_hints(kind).items():
         yield f"{above}{name}"
         parts = [member for member in members_of(hint) if isinstance(member, type) and is_dataclass(member)]
@@ -60,7 +60,7 @@ _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def mismatch(hint: Any, node: Any) -> str:
-    """Describe a value that is of another type than a hint: the value and the expected types."""
+    """Describe a value whose type does not match a hint: the value and the expected types."""
     return f"is {shown(node)}: expected {' or '.join(_type_names(hint))}"
 
 
