@@ -41,7 +41,7 @@ class FamilyCase:
 
     @property
     def architecture(self) -> str:
-        """The class's name."""
+        """Name of the class."""
         return self.model_class.__name__
 
     @cached_property
@@ -51,7 +51,7 @@ class FamilyCase:
 
     @property
     def config_class(self) -> type[PreTrainedConfig]:
-        """The class of its configurations."""
+        """Class of the model's configurations."""
         assert self.reference_class.config_class is not None
         return self.reference_class.config_class
 
@@ -62,7 +62,7 @@ class FamilyCase:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """A tiny configuration, new at each call."""
+        """A tiny configuration, created at each access."""
         return tiny_config(self.config_class, self.tiny_values, self.reference_class)
 
     @property
@@ -83,12 +83,12 @@ class FamilyCase:
     def inputs(self, **options: Any) -> Inputs:
         """Return random inputs for this class, see `inputs_for`. Creates new tensors in each call."""
         key = tuple(sorted(options.items()))
-        if key not in self._inputs:  # to see in which form images come the model is run on some
+        if key not in self._inputs:  # runs the model on some inputs, to find out the form of images
             self._inputs[key] = inputs_for(self.reference(), **options)
         return {name: value.clone() for name, value in self._inputs[key].items()}
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The reference with randomized weights, in evaluation mode. Shared: do not change it."""
+        """Return the reference with randomized weights, in evaluation mode. It is shared, so do not modify it."""
         if dtype not in self._references:
             torch.manual_seed(SEED)
             attention = reference_attention(self.reference_class)
@@ -100,7 +100,7 @@ class FamilyCase:
         return self._references[dtype]
 
     def model(self, dtype: torch.dtype = torch.float32) -> FamilyModel:
-        """The model under test with the reference's weights, in evaluation mode. Shared: do not change it."""
+        """Return the model under test with the reference's weights, in evaluation mode. Shared: do not modify it."""
         if self._tests_reference:
             return cast(FamilyModel, self.reference(dtype))
         if dtype not in self._models:
@@ -115,7 +115,7 @@ class FamilyCase:
         return list(self._models.values())
 
     def with_new_models(self) -> FamilyCase:
-        """The same case with the same references; the models under test are built again."""
+        """Return a copy of this case that shares its references, but builds the models under test again."""
         case = copy.copy(self)
         case._models = {}
         return case
@@ -124,11 +124,11 @@ class FamilyCase:
         """Return the same case with the reference as the model under test, to run a test on transformers' class."""
         case = copy.copy(self)
         case._tests_reference = True
-        case._references = {}  # built again, because some keep states of their last forward
+        case._references = {}  # built again, because some references keep states of their last forward
         return case
 
     def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, FamilyModel]:
-        """Copies of `reference` and `model` to change at will."""
+        """Return copies of `reference` and `model` that may be modified."""
         return copy.deepcopy(self.reference(dtype)), copy.deepcopy(self.model(dtype))
 
 
@@ -136,7 +136,7 @@ class FamilyCase:
 def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert to fp32, in place, the parameters that transformers keeps in fp32 when it loads a model in `dtype`.
 
-    A new model has all parameters in `dtype`, in which some models do not run.
+    A new model has all parameters in `dtype`. Some models do not run in that state.
     """
     kept = kept_dtypes(model, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -25,7 +25,7 @@ Path = tuple[str, ...]
 
 
 class ConstraintKind(Enum):
-    """A relation between two sides that a validator demands."""
+    """Relation between two sides that a validator requires."""
 
     EQUAL = "=="
     AT_MOST = "<="
@@ -63,8 +63,8 @@ class Constraint:
     total: str = ""
 
     def sides(self, config: Any) -> tuple[Any, Any]:
-        """The values of both sides."""
-        names = {"self": config}  # the expressions are the configuration class's own source
+        """Return the values of both sides."""
+        names = {"self": config}  # the expressions are from the source of the configuration class
         return eval(self.left, names), eval(self.right, names)
 
     def holds(self, config: Any) -> bool:
@@ -81,7 +81,7 @@ class Constraint:
 
 @cached
 def constraints_of(config_class: type[PreTrainedConfig]) -> tuple[Constraint, ...]:
-    """The constraints in the validators of a configuration class and its bases, bounds before equations."""
+    """Return the constraints from the validators of a configuration class and its bases, bounds before equations."""
     found: list[Constraint] = []
     for owner in config_class.__mro__:
         if not issubclass(owner, PreTrainedConfig) or owner is PreTrainedConfig:
@@ -176,10 +176,10 @@ def _is_fixed(path: Path, fixed: Any) -> bool:
 
 
 def _read(validator: Callable[..., Any]) -> Iterator[Constraint]:
-    """The constraints of one validator."""
+    """Yield the constraints of one validator."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(validator)))
-    except (OSError, SyntaxError):  # no source, or more than a function
+    except (OSError, SyntaxError):  # no source, or other code than a function
         return
     named: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
@@ -197,12 +197,12 @@ def _read(validator: Callable[..., Any]) -> Iterator[Constraint]:
 
 
 def _constraint(kind: ConstraintKind, left: ast.expr, right: ast.expr) -> Constraint | None:
-    """A constraint from its two sides; None if they are not about keys."""
+    """Create a constraint from its two sides. Return None if they contain no keys."""
     match kind, left, right:
         case ConstraintKind.EQUAL, ast.BinOp(left=dividend, op=ast.Mod(), right=divisor), ast.Constant(value=0):
             kind, left, right = ConstraintKind.MULTIPLE, dividend, divisor
-    # A divisor is changed before the number it divides, which may be a place among the layers. The larger side of a
-    # bound comes down, because a tiny configuration has no larger vocabulary.
+    # A divisor is changed before the number it divides, which may be the index of a layer. The larger side of a bound
+    # is reduced, because tiny configurations do not have a larger vocabulary.
     sides = (right, left) if kind in (ConstraintKind.MULTIPLE, ConstraintKind.AT_LEAST) else (left, right)
     whole = [
         path for side in sides if (path := _path(side)) and kind in (ConstraintKind.EQUAL, ConstraintKind.MULTIPLE)
@@ -230,7 +230,7 @@ def _code(side: ast.expr) -> CodeType:
 
 
 def _path(node: ast.AST) -> Path | None:
-    """The key that `self.a.b` names; None for any other expression."""
+    """Return the key of an expression `self.a.b`, or None for other expressions."""
     keys: list[str] = []
     while isinstance(node, ast.Attribute):
         keys.append(node.attr)
@@ -239,7 +239,7 @@ def _path(node: ast.AST) -> Path | None:
 
 
 def _sum(node: ast.expr) -> tuple[str, ...]:
-    """Return the keys that are added, in order; empty if there are other operations."""
+    """Return the keys that are added, in order. Empty if there are other operations."""
     match node:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             first, second = _sum(left), _sum(right)

@@ -38,18 +38,18 @@ FEATURES = (
     "files",
     "refit",
 )
-"""In the order in which they are shown."""
+"""All features, in the order in which they are shown."""
 
 SUITE = Path(__file__).with_name("suite")
-"""The directory of the generated tests."""
+"""Directory of the generated tests."""
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 Condition = Callable[["FamilyCase"], bool]
-"""Whether a test applies to a class, according to its declarations, without building a model."""
+"""Returns True if a test applies to a class, according to its declarations, without building a model."""
 
 
 def proves(feature: str) -> Callable[[Test], Test]:
-    """Decorator that marks a generated test as a test of `feature`.
+    """Mark a generated test as a test of `feature`.
 
     If a family lacks the feature (`FamilyModel.limits`), the test also runs on transformers' class, and both have to
     fail in the same way.
@@ -89,11 +89,11 @@ def applies(test: Callable[..., Any], case: FamilyCase) -> bool:
 
 @cache
 def suite() -> Mapping[str, Callable[..., Any]]:
-    """The generated tests by name, in the order of the files."""
+    """Return the generated tests by name, in the order of their files."""
     modules = [import_module(f"nrl_models.testing.suite.{file.stem}") for file in sorted(SUITE.glob("test_*.py"))]
     return {name: test for module in modules for name, test in vars(module).items() if hasattr(test, "feature")}
 
 
 def generated_tests() -> Mapping[str, str]:
-    """For each generated test, by name, the feature it proves."""
+    """Return the feature that each generated test verifies, by the name of the test."""
     return {name: test.feature for name, test in suite().items()}  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 CHOSEN = pytest.StashKey[list[str]]()
-"""In a configuration's stash: architectures to test if `--nrl-family` names none. Default: all."""
+"""Key in a configuration's stash: architectures to test if `--nrl-family` names none. Default: all."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,12 +85,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 NONE = "#none"
-"""Placeholder if a test applies to no class, because pytest would create a skipped test for an empty list."""
+"""Placeholder for tests that apply to no class. pytest would create a skipped test for an empty list."""
 
 
 @cache
 def _meets(condition: Condition, name: str) -> bool:
-    """Return True if a class satisfies a condition. If that is unknown, its tests are collected, and show the error."""
+    """Return True if a class satisfies a condition, or if that is unknown. Its tests are then collected and fail."""
     from nrl_models import registry
 
     if registry.unmet_requirement(_architecture(name)):
@@ -111,7 +111,7 @@ def _param(name: str) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of one class together: its models are built once, and not kept for longer."""
+    """Order tests by class, so that the models of a class are built once, and freed afterwards."""
     items[:] = [item for item in items if class_under_test(item) != NONE]
     order: dict[str | None, int] = {None: 0}
     for item in items:
@@ -161,10 +161,10 @@ def _problem_with(name: str) -> str | None:
 
 @pytest.fixture
 def family_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FamilyCase:
-    """The class under test, with its models.
+    """Return the class under test, with its models.
 
-    For a test of a feature that the family limits, the limit is lifted: the test has to fail because transformers'
-    class does (`pytest_pyfunc_call`), not because ours refuses. The models inside the model also state the limit.
+    For a test of a feature in the family's `limits`, the limit is removed: the test has to fail because transformers'
+    class fails (`pytest_pyfunc_call`), not because of our check. Models inside the model also have the limit.
     """
     from nrl_models.common.documents.packing import KeepsDocumentsApart
 
@@ -182,7 +182,7 @@ def family_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 class _Limit(NamedTuple):
-    """A feature that a class states it lacks, with the reason."""
+    """A feature that a class does not support according to its `limits`, with the reason."""
 
     family: str
     feature: str
@@ -190,14 +190,14 @@ class _Limit(NamedTuple):
 
 
 _shown: set[_Limit] = set()  # limits for which a test has failed on both classes
-_left: dict[_Limit, set[str]] = {}  # for each the tests that are still to run
+_left: dict[_Limit, set[str]] = {}  # the tests of each limit that have not run yet
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Where a test of a limited feature fails, run it on transformers' class: that has to fail in the same way.
+    """If a test of a limited feature fails, run it on transformers' class, which has to fail in the same way.
 
-    Then the outcome is an expected failure. A limit that none of the feature's tests shows is out of date.
+    Then the outcome is an expected failure. A limit is out of date if all of the feature's tests pass.
     """
     limit: _Limit | None = getattr(pyfuncitem, "limit", None)
     is_compared = pyfuncitem.config.getoption("--nrl-compare") and "family_case" in pyfuncitem.funcargs
@@ -227,8 +227,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _compare(item: pytest.Function, arguments: Mapping[str, Any]) -> bool:
     """Run a test. If it fails, note in the item whether transformers' class is the cause.
 
-    Tests of features that any class may have fail at the same place on it. Other tests build our class, or check what a
-    family declares; of these, tests of tensors that transformers does not read back are noted.
+    Tests of features that transformers' class may lack run again on that class. It is the cause if it fails in the same
+    way at the same place. Other tests build our class or check its declarations. Their failures are due to
+    transformers' class if it changes the differing tensors when it loads its files.
     """
     from nrl_models.testing.features import INVARIANCES
 
@@ -246,7 +247,11 @@ def _compare(item: pytest.Function, arguments: Mapping[str, Any]) -> bool:
 
 
 def _tests_of(session: pytest.Session, limit: _Limit) -> set[str]:
-    """The tests of a limited feature that are to run; with one that never does if not all were chosen."""
+    """Return the tests of a limited feature that are to run.
+
+    If some tests of the feature were not chosen, the result also has their names. They never run, so the limit is not
+    reported as out of date.
+    """
     from nrl_models.testing.features import applies, suite
 
     chosen = {

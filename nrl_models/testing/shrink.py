@@ -96,7 +96,7 @@ class _Shrinking:
     def _values(
         self, default: PreTrainedConfig, old: Values, layers: KeptLayers, parts: Parts, new_parts: Parts
     ) -> dict[str, Any]:
-        """New values for the keys that change."""
+        """Return new values for the keys that change."""
         public = {own: name for name, own in default.attribute_map.items()}
         new: dict[str, Any] = {}
         for key, value in old.items():
@@ -118,7 +118,7 @@ class _Shrinking:
         return {key: value for key, value in new.items() if not is_same_value(value, old[key])}
 
     def _value(self, key: str, value: Any, public: str, derived: bool) -> Any:
-        """The new value of one key, None to leave it."""
+        """Return the new value of a key, or None to keep the value."""
         if key in self.needs.keys and sizes.is_unset(key, value):
             missing = sizes.MISSING[key]
             return missing(value) if callable(missing) else missing
@@ -131,10 +131,10 @@ class _Shrinking:
         if any(word in key for word in sizes.DROPOUTS):
             return type(value)(0) if isinstance(value, (int, float)) else None
         if key in sizes.LAYER_REFERENCES:
-            return _each(value, lambda layer: max(-2, min(layer, 1)))  # of two layers, from either end
+            return _each(value, lambda layer: max(-2, min(layer, 1)))  # two layers remain, counted from either end
         if (size := _size(key, value, public)) is not None:
             return size
-        # A scalar that the class derives from others is updated automatically.
+        # A scalar that the class derives from other values is updated automatically.
         if _is_large_width(key, value) and (isinstance(value, (list, tuple)) or not derived):
             return _in_form_of(value, sizes.WIDTH)
         return None
@@ -195,7 +195,7 @@ def default_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 @cached
 def _given_by_default(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    """Return keys with a default value; the others are computed or unset."""
+    """Return the keys with a default value. Other keys are computed or unset."""
     return frozenset(
         field.name
         for field in dataclasses.fields(config_class)
@@ -213,7 +213,7 @@ def _read_only(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 
 def _token_ids(root: PreTrainedConfig) -> dict[int, int]:
-    """A new id for each id of a special token in `root` and its parts."""
+    """Assign a new id to each id of a special token in `root` and its parts. Return new ids by old id."""
     found: dict[int, int] = {}
     for key, value in all_values(root):
         if sizes.is_token(key) and key not in sizes.COMMON_TOKENS:
@@ -227,7 +227,7 @@ def _token_ids(root: PreTrainedConfig) -> dict[int, int]:
 
 
 def _size(key: str, value: Any, public: str) -> Any:
-    """Return the value in the tables for a key or its public name; None if there is none."""
+    """Return the tables' value for a key or its public name, or None."""
     for name in (key, public):
         if name in sizes.SIZES:
             return _in_form_of(value, sizes.SIZES[name])
@@ -247,7 +247,7 @@ def _is_large_width(key: str, value: Any) -> bool:
 
 
 def _in_form_of(value: Any, size: float) -> Any:
-    """Convert `size` to the form of `value`: its type; a list with its length and proportions; zero stays zero."""
+    """Convert `size` to the form of `value`: its type, or a list of its length and proportions. Zero stays zero."""
     if not isinstance(value, (list, tuple)):
         return type(value)(size) if isinstance(value, (int, float)) and value else None
     if not value or not all(isinstance(element, (int, float)) for element in value):
@@ -281,6 +281,6 @@ def _equations(old: Values, new: Values) -> dict[str, Any]:
                 value = right(SimpleNamespace(**new))
                 if value:
                     result[key] = new[key] = value
-        except (AttributeError, TypeError, ZeroDivisionError):  # keys that this configuration does not have, or unset
+        except (AttributeError, TypeError, ZeroDivisionError):  # keys that are missing or unset in this configuration
             continue
     return result

@@ -20,11 +20,11 @@ from nrl_models.testing import sizes
 from nrl_models.testing.shrink import Needs, shrink
 
 Source = type[PreTrainedConfig] | PreTrainedConfig
-"""A configuration class, whose default is made small, or a configuration."""
+"""A configuration, or a configuration class, whose default is used."""
 
 
 class TinyModelError(NRLModelsError, ValueError):
-    """A class that no tiny model can be built of."""
+    """No tiny model of a class can be built."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Tiny:
     """A tiny configuration, and how it was found.
 
     Args:
-        config: the configuration.
-        needs: what had to be added for its class to build and run; empty for most.
-        reached: how far a model of it got: `configuration`, `build`, `inputs` or `forward`, the last that succeeded.
-        failure: what stopped it there; None if nothing did, or if no class was given to try.
+        config: The configuration; None if there is none.
+        needs: Values that had to be added so that the class builds and runs. Empty for most classes.
+        reached: The last stage of `STAGES` that succeeded.
+        failure: Error of the next stage; None if there was none, or if no class was tried.
     """
 
     config: PreTrainedConfig | None
@@ -45,7 +45,7 @@ class Tiny:
 
 
 STAGES = ("nothing", "configuration", "build", "inputs", "forward")
-"""How far a model may get, in this order."""
+"""Stages of trying a configuration, in order."""
 
 
 def tiny_config(
@@ -80,10 +80,10 @@ _found: dict[Any, Tiny] = {}
 def find_tiny(
     source: Source, overrides: Mapping[str, Any] | None = None, model_class: type[PreTrainedModel] | None = None
 ) -> Tiny:
-    """As `tiny_config`, with how it was found. Equal arguments are answered from memory.
+    """Return the result of `tiny_config`, with how it was found. Results are cached by arguments.
 
-    A configuration by the rules alone comes first. If `model_class` does not run with it, unset keys are filled from
-    `sizes.MISSING`, all at once, and then those left out again without which it gets as far.
+    First, the rules alone are tried. If `model_class` does not run with the result, all unset keys are filled from
+    `sizes.MISSING`. Then each key is removed again if the model reaches the same stage without it.
     """
     given = source if isinstance(source, type) else (type(source), source.to_json_string())
     key = (given, repr(overrides), model_class)
@@ -141,13 +141,13 @@ def _attempt(
                 model(**inputs)
         reached = "forward"
     except Exception as error:
-        return Tiny(config, needs, reached, error.with_traceback(None))  # whose frames would keep the model
+        return Tiny(config, needs, reached, error.with_traceback(None))  # the traceback would keep the model alive
     return Tiny(config, needs, reached)
 
 
 @contextmanager
 def silent_transformers() -> Iterator[None]:
-    """Context manager in which transformers logs nothing and shows no progress bars."""
+    """Disable transformers' log messages and progress bars inside a `with` block."""
     verbosity, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()

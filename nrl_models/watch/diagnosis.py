@@ -22,24 +22,24 @@ from nrl_models.watch.step_metrics import StepMetrics
 from nrl_models.watch.syncs import Sync
 
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)
-"""Temperatures that are tried in place of the trainer's."""
+"""Temperatures to try instead of the trainer's."""
 
 ROUNDING_FACTOR = 4.0
-"""Precision explains errors up to this many times the noise floor of the engine's dtype."""
+"""Largest error that precision explains, as a multiple of the noise floor of the engine's dtype."""
 
 ROUTER_ROUNDING = 8e-2
-"""A router that differs by more than this share of its scale has other weights."""
+"""Largest difference of a router that rounding explains, relative to its scale. Above it, the weights differ."""
 
 ADAPTER_SCALES: Mapping[float | None, str] = {
     None: "adapters at scale 1, not lora_alpha / r",
     2.0: "adapters at twice their scale, as if they were merged twice",
     0.5: "adapters at half their scale",
 }
-"""Factors of the adapters' scale that are tried in place of the trainer's."""
+"""Factors of the adapters' scale to try instead of the trainer's."""
 
 TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 TOP_K = (1, 5, 10, 20, 40, 50, 64, 100)
-"""Truncations that are tried in place of the trainer's."""
+"""Truncations to try instead of the trainer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ class DriftEvidence:
         measured: further measurements.
         sampling: sampling parameters of the trainer's log-probabilities.
         sync: the last sync.
-        steps_since_sync: steps since then, this one included.
+        steps_since_sync: steps since then, including this one.
         agreed_at: version of the weights at the last comparison that agreed; None if none did.
         history: metrics of earlier steps.
         metrics: metrics of this step; None if probes differ and no step was made.
-        trainer, engine: log-probabilities of the replies of samples that can be scored again, the worst first, padded
-            with NaN; None if there are none.
+        trainer, engine: log-probabilities of the completions of samples that can be scored again, the worst first,
+            padded with NaN; None if there are none.
     """
 
     measured: Measured
@@ -120,7 +120,7 @@ def _rescaled(evidence: DriftEvidence, found: float) -> Finding | None:
 
 
 def _lost(evidence: DriftEvidence, found: float) -> Finding | None:
-    """The engine agreed after the sync, and does not now."""
+    """Return a finding if the engine agreed after the last sync, but differs now."""
     if evidence.agreed_at != evidence.sync.version:
         return None
     divergence = evidence.measured.divergence()
@@ -138,7 +138,7 @@ def _reported_precision(evidence: DriftEvidence, found: float) -> Finding | None
 
 
 def _rounding(evidence: DriftEvidence, found: float) -> Finding | None:
-    """No module is known to differ, and the error is that of a lower precision."""
+    """Return a finding if a lower precision explains the error, and no earlier comparison agreed."""
     if evidence.agreed_at is not None:
         return None
     _, own = evidence.measured.dtypes()
@@ -159,7 +159,7 @@ def _within_rounding(evidence: DriftEvidence, found: float, dtype: torch.dtype, 
 
 
 def _routing(evidence: DriftEvidence, found: float) -> Finding | None:
-    """A router is the first module that differs, and by no more than a lower precision explains."""
+    """Return a finding if the first module that differs is a router, by at most `ROUTER_ROUNDING`."""
     divergence = evidence.measured.divergence()
     if divergence is None or divergence.error > ROUTER_ROUNDING:
         return None
@@ -197,7 +197,7 @@ def diagnose_step(evidence: DriftEvidence) -> Finding:
 
 
 def _of_samples(evidence: DriftEvidence) -> Iterator[Finding]:
-    """Explanations that need the samples: the trainer scores them again."""
+    """Yield explanations that need the samples, because the trainer scores them again."""
     trainer, engine, measured = evidence.trainer, evidence.engine, evidence.measured
     if trainer is None or engine is None:
         return
@@ -226,7 +226,7 @@ def _of_samples(evidence: DriftEvidence) -> Iterator[Finding]:
 
 
 def _shift(trainer: torch.Tensor, engine: torch.Tensor, found: float) -> str | None:
-    """Return where the engine's log-probabilities belong; None if it is their own token, or too few show it."""
+    """Return where the engine's log-probabilities belong. None if it is their token, or too few tokens show it."""
     own, following = slice(None, -1), slice(1, None)
     for where, ours, theirs in (("before", own, following), ("after", following, own)):
         candidate, wanted = trainer[:, ours], engine[:, theirs].masked_fill(trainer[:, ours].isnan(), torch.nan)
@@ -244,7 +244,7 @@ def _decoding(evidence: DriftEvidence) -> Finding:
 
 
 def _other_sampling(evidence: DriftEvidence, wanted: torch.Tensor, found: float) -> Sampling | None:
-    """Other sampling parameters with which the trainer gives these log-probabilities."""
+    """Return other sampling parameters with which the trainer's log-probabilities are `wanted`, or None."""
     own = evidence.sampling
     candidates = [Sampling(own.temperature), Sampling(1.0, own.top_k, own.top_p)]
     candidates += [replace(own, temperature=temperature) for temperature in TEMPERATURES]
@@ -259,7 +259,7 @@ def _other_sampling(evidence: DriftEvidence, wanted: torch.Tensor, found: float)
 
 
 def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Finding]:
-    """Explanations from where and when the error is large."""
+    """Yield explanations that follow from where and when the error is large."""
     sync = evidence.sync
     if metrics.only_padded:
         message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
@@ -282,7 +282,7 @@ def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Findi
 
 
 WARNING_CAUSES = frozenset({Cause.PRECISION, Cause.FROZEN_DRAFT, Cause.NOTHING_COMPARED, Cause.LAGGING})
-"""Causes that do not stop a run by themselves."""
+"""Causes that do not stop a run."""
 
 
 def with_level(finding: Finding, is_above_bars: bool) -> Finding:

@@ -45,7 +45,7 @@ from nrl_models.watch.step_metrics import step_metrics
 logger = get_logger(__name__)
 
 MOST_FILES = 8
-"""Capsules that a watch writes to a directory."""
+"""Maximum number of capsules that a watch writes to a directory."""
 
 SHARE = 0.25
 """Share of a capsule's size for the log-probabilities of a step."""
@@ -62,7 +62,7 @@ class CapsuleWriter:
         limits: size of a capsule.
 
     Attributes:
-        written: files so far.
+        written: number of files so far.
     """
 
     def __init__(self, target: Path, limits: Limits) -> None:
@@ -147,7 +147,7 @@ def _contents(
 
 
 def _tokens(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Token ids of samples, padded with -1, and True for sampled tokens; experts that the engine reports."""
+    """Return token ids of samples, padded with -1; a mask of sampled tokens; and experts that the engine reports."""
     rows = [torch.tensor(sample.sequence, dtype=torch.int32) for sample in samples]
     masks = [torch.arange(len(row)) >= len(sample.prompt) for row, sample in zip(rows, samples, strict=True)]
     routed = {
@@ -191,7 +191,7 @@ def _add_model(contents: Contents, running: Running, evidence: DriftEvidence) ->
     elif running.samples:
         tokens = torch.tensor([running.samples[0].sequence])
     else:
-        return  # without token ids
+        return  # the samples have no token ids
     add_routes(contents, model, running.engine, tokens)
     first = tokens[0].tolist()
     add_block(contents, model, module, first)

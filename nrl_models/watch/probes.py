@@ -1,4 +1,4 @@
-"""Probes: fixed sequences that trainer and engine score after a sync, and what else the trainer could give them."""
+"""Probes: fixed sequences that trainer and engine score after a sync, and other scores that the trainer could have."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Probes:
 
     Attributes:
         trainer: the trainer's log-probabilities `(rows, length - 1)`, fp64, by version of the weights.
-        engine_scores: the engine's, by version.
+        engine_scores: the engine's log-probabilities, by version.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Probes:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the trainer computes in."""
+        """Dtype in which the trainer computes."""
         dtype: torch.dtype = self.compute or next(self.model.parameters()).dtype
         return dtype
 
@@ -69,22 +69,22 @@ class Probes:
     def score(self, version: int) -> float:
         """Score the sequences on both sides and return `token_mult_prob_error`."""
         for scores, found in ((self.trainer, self.of_trainer()), (self.engine_scores, self.of_engine())):
-            scores.pop(version, None)  # so that the order is that of the calls: a restarted engine counts from 1 again
+            scores.pop(version, None)  # keeps the order of calls: a restarted engine counts from 1 again
             scores[version] = found
             for old in list(scores)[:-KEPT_VERSIONS]:
                 del scores[old]
         return error(self.trainer[version], self.engine_scores[version])
 
     def of_trainer(self) -> torch.Tensor:
-        """The trainer's log-probabilities now."""
+        """Compute the trainer's current log-probabilities."""
         return self._scores(self.compute)
 
     def of_engine(self) -> torch.Tensor:
-        """The engine's log-probabilities now, from one prefill."""
+        """Compute the engine's current log-probabilities with one prefill."""
         return final_scores(self.engine, self.tokens, self.tokens.shape[1] - 1, Sampling())
 
     def without_adapters(self) -> torch.Tensor | None:
-        """The trainer's log-probabilities with its adapters disabled; None without adapters."""
+        """Compute the trainer's log-probabilities with its adapters disabled. None without adapters."""
         layers = [module for _, module in peft_modules(self.model)]
         if not layers:
             return None
@@ -92,7 +92,7 @@ class Probes:
             return self.of_trainer()
 
     def with_adapter_scale(self, factor: float | None) -> torch.Tensor | None:
-        """The trainer's log-probabilities with its adapters scaled; None without LoRA adapters.
+        """Compute the trainer's log-probabilities with its adapters scaled. None without LoRA adapters.
 
         Args:
             factor: multiplies the scale `lora_alpha / r` of every adapter; None sets it to 1.
@@ -112,16 +112,16 @@ class Probes:
                 layer.scaling.update(scaling)
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """Return the noise floor: `token_mult_prob_error` of the trainer with itself under other roundings.
+        """Return the noise floor: `token_mult_prob_error` of the trainer with itself under different rounding.
 
         Args:
-            dtype: dtype of the engine. If it has a lower precision than the trainer's, the roundings are those of
-                autocast to it.
+            dtype: dtype of the engine. If it has a lower precision than the trainer's, rounding is that of autocast
+                to it.
         """
         return error(*self.rounded(dtype))
 
     def rounded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the trainer's log-probabilities, and those under other roundings, see `rounding`."""
+        """Return the trainer's log-probabilities, and those under different rounding, see `rounding`."""
         now = self.of_trainer()
         if torch.finfo(dtype).eps > torch.finfo(self.dtype).eps:
             return now, self._scores(dtype)
@@ -137,13 +137,16 @@ class Probes:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch's autocast; nothing for None and fp32."""
+    """Return torch's autocast, or a context manager without effect for None and fp32."""
     return nullcontext() if dtype in (None, torch.float32) else torch.autocast(device.type, dtype)
 
 
 @contextmanager
 def _adapters_disabled(model: nn.Module, layers: Sequence[Any]) -> Iterator[None]:
-    """Disable PEFT layers while open. PEFT changes `requires_grad` when it enables them again: it is restored."""
+    """Disable PEFT layers inside a `with` block, and restore `requires_grad` afterwards.
+
+    PEFT changes `requires_grad` when it enables the layers again.
+    """
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     enabled = [layer for layer in layers if not layer.disable_adapters]
     for layer in enabled:
@@ -173,11 +176,11 @@ def error(candidate: torch.Tensor, wanted: torch.Tensor, where: torch.Tensor | N
 
 
 def explains(candidate: torch.Tensor | None, wanted: torch.Tensor, present: float) -> bool:
-    """Whether other log-probabilities leave less than a tenth of the present excess error.
+    """Return True if other log-probabilities leave less than a tenth of the present excess error.
 
     Args:
-        candidate: what the trainer would give; None if it cannot.
-        wanted: log-probabilities to explain; tokens that are NaN are not compared.
+        candidate: log-probabilities that the trainer could have; None if it cannot.
+        wanted: log-probabilities to explain. NaN values are not compared.
         present: `token_mult_prob_error` of the trainer's present log-probabilities.
     """
     return candidate is not None and error(candidate, wanted, ~wanted.isnan()) - 1.0 < 0.1 * (present - 1.0)

@@ -1,4 +1,4 @@
-"""Writes what a watch measures: JSON lines, or a trainer's own logger."""
+"""Write the measurements of a watch to JSON lines, or to a trainer's logger."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nrl_models.watch.finding import Finding, Severity
 logger = get_logger(__name__)
 
 Log = str | Path | Callable[..., None]
-"""A file for JSON lines, or a function of `(values, step)` with names and numbers."""
+"""A file for JSON lines, or a function of `(values, step)` that receives names and numbers."""
 
 PREFIX = "watch/"
-"""Beginning of the names of metrics in a logger."""
+"""Prefix of metric names in a logger."""
 
 
 class Recorder:
@@ -52,7 +52,7 @@ class Recorder:
             event: `sync` or `step`.
             step, version: number of the step and of the weights.
             values: measured numbers.
-            findings: what is wrong.
+            findings: problems that were found.
             versions: version of the weights that sampled each row.
         """
         record = {
@@ -78,7 +78,7 @@ class Recorder:
 
 @contextmanager
 def warning_of_errors(what: str) -> Iterator[None]:
-    """Context manager that logs errors as a warning: writing neither ends a run nor hides a failure.
+    """Log errors inside a `with` block as a warning, so that failed writes neither end a run nor hide a failure.
 
     Args:
         what: Name of the log or capsule, for the warning.

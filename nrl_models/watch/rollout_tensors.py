@@ -21,7 +21,7 @@ from nrl_models.watch.finding import Cause, Finding, Severity
 from nrl_models.watch.step_metrics import StepMetrics
 
 SAMPLES = 8
-"""Samples that are scored again."""
+"""Maximum number of samples that are scored again."""
 
 
 class RolloutStep(NamedTuple):
@@ -102,9 +102,9 @@ class RolloutStep(NamedTuple):
         return self._replace(mask=self.mask & is_current[:, None])
 
     def worst(self) -> tuple[list[Sample], torch.Tensor | None, torch.Tensor | None]:
-        """Return the samples with the largest differences, and the log-probabilities of their replies on both sides.
+        """Return the samples with the largest differences, and both log-probabilities of their completions.
 
-        Samples of which some tokens are masked are left out: their log-probabilities do not line up.
+        Samples with masked tokens are left out, because their log-probabilities are not aligned.
         """
         counts = self.mask.sum(1).tolist()
         rows = [row for row, sample in enumerate(self.samples) if len(sample.tokens) == counts[row]]
@@ -116,7 +116,7 @@ class RolloutStep(NamedTuple):
         return [self.samples[rows[index]] for index in order], trainer[order], engine[order]
 
     def other_tokens(self, tokens: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], int, int]:
-        """Return the rows that have other token IDs, the number of rows of the trainer, and of the engine."""
+        """Return the rows with different token IDs, the number of rows of the trainer, and that of the engine."""
         pairs = zip(tokens, self.samples, strict=False)
         wrong = tuple(row for row, (own, sample) in enumerate(pairs) if tuple(own) != sample.sequence)
         return wrong, len(tokens), len(self.samples)
@@ -147,7 +147,7 @@ def uncompared(metrics: StepMetrics) -> Iterable[Finding]:
 
 
 def engine_logprobs(samples: Sequence[Sample], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The engine's log-probabilities, and True for sampled tokens: `(rows, length)` each.
+    """Return the engine's log-probabilities and a mask of sampled tokens, `(rows, length)` each.
 
     Raises:
         ValueError: the trainer's log-probabilities have another length.
@@ -180,7 +180,7 @@ def _worst_rows(trainer: torch.Tensor, engine: torch.Tensor) -> list[int]:
 
 
 def replies(values: torch.Tensor, mask: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Values of sampled tokens moved to the left, `(rows, longest reply)`; NaN where a side is not finite."""
+    """Return the values of sampled tokens, left-aligned, `(rows, longest completion)`. NaN if a side is not finite."""
     values, other, mask = values.detach().double().cpu(), other.detach().double().cpu(), mask.detach().bool().cpu()
     values = values.masked_fill(~(values.isfinite() & other.isfinite()), math.nan)
     rows = [row[chosen] for row, chosen in zip(values, mask, strict=True)]

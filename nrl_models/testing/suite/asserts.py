@@ -46,12 +46,12 @@ def assert_same_outcome(actual: Callable[[], Any], expected: Callable[[], Any], 
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of every safetensors file in a directory."""
+    """Return the tensors of all safetensors files in a directory."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same names, dtypes and values, bit for bit."""
+    """Assert that names, dtypes and values are bitwise equal."""
     found = compare_state_dicts(expected, actual, verbose=False)
     if not found.equal:
         raise TensorsDifferError(found)
@@ -68,7 +68,7 @@ class _OperatorCounter(TorchDispatchMode):
 
 
 MATMULS = ("addmm", "baddbmm", "bmm", "linear", "mm")
-"""The operators linear layers come down to."""
+"""Operators that linear layers call."""
 
 
 def count_matmuls(layer: nn.Module, call: Call) -> int:
@@ -84,7 +84,7 @@ def count_matmuls(layer: nn.Module, call: Call) -> int:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Context manager with deterministic algorithms. On a GPU, sums over experts have another order in each call."""
+    """Use deterministic algorithms inside a `with` block. Otherwise, GPUs change the order of sums over experts."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

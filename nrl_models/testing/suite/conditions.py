@@ -15,32 +15,32 @@ from nrl_models.testing.mtp_weights import declares_mtp
 
 
 def scores_every_token(case: FamilyCase) -> bool:
-    """Whether logits have a row per token, unlike those of a sequence classifier."""
+    """Return True if logits have a row per token, unlike those of a sequence classifier."""
     return not case.reference_class.__name__.endswith("SequenceClassification")
 
 
 def takes_text(case: FamilyCase) -> bool:
-    """Whether the class accepts `input_ids`, unlike some image-only models."""
+    """Return True if the class accepts `input_ids`, unlike some image-only models."""
     return _takes(case, "input_ids")
 
 
 def reads_what_it_writes(case: FamilyCase) -> bool:
-    """Whether prompt and completion are one sequence, unlike in encoder-decoder models."""
+    """Return True if prompt and completion are one sequence, unlike in encoder-decoder models."""
     return not (_takes(case, "decoder_input_ids") and has_encoder(case.config_class()))
 
 
 def shares_prompts(case: FamilyCase) -> bool:
-    """Whether sequences may share a prompt in a row, according to the limits that the class declares."""
+    """Return True if sequences may share a prompt in a row, according to the limits that the class declares."""
     return case.model_class.limits.keys().isdisjoint({"shared prompts", "packed sequences"})
 
 
 def takes_image_types(case: FamilyCase) -> bool:
-    """Whether the class accepts `mm_token_type_ids`, which mark the tokens of images."""
+    """Return True if the class accepts `mm_token_type_ids`, which mark image tokens, and has an image token."""
     return _takes(case, "mm_token_type_ids") and image_token(case.config) is not None
 
 
 def generates(case: FamilyCase) -> bool:
-    """Whether the class has `generate`."""
+    """Return True if the class supports `generate`."""
     return case.model_class.can_generate()
 
 
@@ -55,7 +55,7 @@ def ties_embeddings(case: FamilyCase) -> bool:
 
 
 def chooses_experts(case: FamilyCase) -> bool:
-    """Whether the configuration has an enabled mixture, with a number of experts or of chosen experts."""
+    """Return True if the configuration has an enabled mixture, with a number of experts or of chosen experts."""
     values = dict(all_values(case.config_class(**case.tiny_values)))
     counts = [key for key in values if "expert" in key or "topk" in key]
     is_on = all(values[key] is not False for key in values if key in MIXTURE_SWITCHES)
@@ -63,7 +63,7 @@ def chooses_experts(case: FamilyCase) -> bool:
 
 
 def has_mtp(case: FamilyCase) -> bool:
-    """Whether checkpoints of the class have weights of multi-token prediction."""
+    """Return True if checkpoints of the class have weights of multi-token prediction."""
     return declares_mtp(case.reference_class)
 
 

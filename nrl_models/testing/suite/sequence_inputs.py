@@ -16,13 +16,13 @@ from nrl_models.testing.case import FamilyCase
 
 @torch.no_grad()
 def logits_of_words(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return logits without those of padding."""
+    """Return logits without those of padding tokens."""
     logits, words = model(**inputs).logits, inputs["attention_mask"].bool()
     return logits[words] if logits.shape[:2] == words.shape and logits.ndim == 3 else logits
 
 
 def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
-    """Two sequences, the second shorter by five: on the left, and on the right."""
+    """Return two batches of two sequences. The second sequence is padded by five tokens: left, then right."""
     input_ids = case.inputs(images=False, length=14, seed=5)["input_ids"]
     batches = []
     for padding in (slice(5), slice(-5, None)):
@@ -33,16 +33,17 @@ def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
 
 
 def gradients_of(model: nn.Module, loss: Any) -> list[torch.Tensor]:
-    """Return the gradient of each parameter; zeros for unused ones."""
+    """Return the gradient of each parameter. Unused parameters have zeros."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
 
 
 @contextmanager
 def embeddings_of(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Context manager that adds the model's embeddings to a list, `(batch, seq_len, hidden_size)`, with gradients.
+    """Record the outputs of the model's embedding layer inside a `with` block, with gradients.
 
-    Hooks the embedding layer, because some models accept no `inputs_embeds`, and some embed each document separately.
+    Yields a list that receives one tensor `(batch, seq_len, hidden_size)` per call. Hooks the embedding layer, because
+    some models accept no `inputs_embeds`, and some embed each document separately.
     """
     embedded: list[torch.Tensor] = []
 
@@ -59,14 +60,14 @@ def embeddings_of(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def recomputed(case: FamilyCase) -> Iterator[None]:
-    """While open, the model runs its layers again in the backward pass, if it can."""
+    """Enable activation checkpointing inside a `with` block, unless the class declares that it does not support it."""
     model = case.model()
     if "activation checkpointing" in case.model_class.limits:
         yield
         return
     model.gradient_checkpointing_enable()
     for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
-        layer.training = True  # only these: complete models in training mode need more inputs, and use dropout
+        layer.training = True  # only layers: complete models in training mode need more inputs, and use dropout
     try:
         yield
     finally:
@@ -75,7 +76,13 @@ def recomputed(case: FamilyCase) -> Iterator[None]:
 
 
 def pack(case: FamilyCase, rows: int = 1) -> dict[str, torch.Tensor]:
-    """The documents in one row, or the first of them in one and the others in another; positions, a mask, padding."""
+    """Pack the test documents, with position ids and an attention mask.
+
+    Args:
+        case: The class under test.
+        rows: 1 packs all documents into one row. 2 puts the first document into the first row, padded on the right, and
+            the other documents into the second row.
+    """
     documents = documents_of(case)
     contents = [documents] if rows == 1 else [documents[:1], documents[1:]]
     length = max(sum(map(len, row)) for row in contents)
@@ -91,7 +98,7 @@ def pack(case: FamilyCase, rows: int = 1) -> dict[str, torch.Tensor]:
 
 
 def documents_of(case: FamilyCase) -> list[torch.Tensor]:
-    """Three sequences of 7, 13 and 10 tokens."""
+    """Return three sequences of 7, 13 and 10 tokens."""
     rows = case.inputs(batch=3, length=13, images=False, seed=3)["input_ids"]
     return [row[:size] for row, size in zip(rows, (7, 13, 10), strict=True)]
 

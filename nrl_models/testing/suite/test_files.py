@@ -22,7 +22,7 @@ from nrl_models.testing.suite.conditions import has_mtp
 @pytest.mark.thorough
 @proves("files")
 def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
-    """A sharded checkpoint written by transformers loads exactly, including buffers and frozen parameters."""
+    """Check that a sharded checkpoint of transformers loads exactly, including buffers and frozen parameters."""
     reference = family_case.reference_class._from_config(family_case.config, dtype=torch.bfloat16)
     randomize(reference)
     frozen = {name for name, parameter in reference.named_parameters() if not parameter.requires_grad}
@@ -34,7 +34,7 @@ def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None
     )
     assert_same_tensors(dict(model.named_buffers()), dict(reference.named_buffers()))
     assert not model.training
-    # Parameters that transformers' class freezes when it is built. transformers' loading unfreezes them.
+    # Frozen: parameters that transformers' class freezes when it is built. Its loading unfreezes them.
     tensors = model.state_dict_adapter.transformers
     own = {parameter for name in frozen for parameter in tensors[name].parameters}
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == own
@@ -43,7 +43,7 @@ def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None
 @pytest.mark.thorough
 @proves("files")
 def test_load_in_another_dtype(family_case: FamilyCase, tmp_path: Path) -> None:
-    """A checkpoint in bf16 loads in fp32 if requested, as in transformers."""
+    """Check that a bf16 checkpoint loads in fp32 if requested, as in transformers."""
     family_case.reference(torch.bfloat16).save_pretrained(tmp_path)
     reference = family_case.reference_class.from_pretrained(tmp_path, dtype=torch.float32)
     model = family_case.model_class.from_pretrained(tmp_path, dtype=torch.float32)
@@ -53,7 +53,7 @@ def test_load_in_another_dtype(family_case: FamilyCase, tmp_path: Path) -> None:
 
 @proves("files")
 def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
-    """Saved tensors equal those that transformers saves, and load in both."""
+    """Check that saved tensors and configurations equal those of transformers, and load in both libraries."""
     family_case.reference(torch.bfloat16).save_pretrained(tmp_path / "first")
     model = family_case.model_class.from_pretrained(tmp_path / "first")
     reference = family_case.reference_class.from_pretrained(tmp_path / "first")
@@ -74,7 +74,7 @@ def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> No
 @pytest.mark.thorough
 @proves("files")
 def test_new_model_saves_as_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
-    """A new model is saved in the same layout as in transformers."""
+    """Check that a new model is saved in the same layout as in transformers."""
     for directory, build in (
         ("a", family_case.reference_class._from_config),
         ("b", family_case.model_class.from_config),
@@ -87,7 +87,7 @@ def test_new_model_saves_as_transformers(family_case: FamilyCase, tmp_path: Path
 @proves("files")
 @applies_to(has_mtp)
 def test_mtp_weights_are_kept(family_case: FamilyCase, tmp_path: Path) -> None:
-    """MTP weights are saved and exported unchanged, or dropped if requested."""
+    """Check that MTP weights are saved and exported unchanged, or dropped if requested."""
     published, file = tmp_path / "published", tmp_path / "published" / "model.safetensors"
     family_case.reference(torch.bfloat16).save_pretrained(published)
     plain = family_case.model_class.from_pretrained(published)

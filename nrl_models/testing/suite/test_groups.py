@@ -23,7 +23,7 @@ from nrl_models.testing.suite.asserts import assert_close
 @pytest.mark.thorough
 @proves("layers")
 def test_groups_run_as_one_matmul(family_case: FamilyCase) -> None:
-    """All declared groups are fused, and each parameter has a separate storage of its size."""
+    """Check that all declared groups are fused, and that each parameter has a separate storage of its size."""
     model = family_case.model()
     assert not [group for group in report(model) if not group.joined]
     for name, parameter in model.named_parameters():
@@ -32,10 +32,10 @@ def test_groups_run_as_one_matmul(family_case: FamilyCase) -> None:
 
 @proves("gradients")
 def test_names_are_transformers(family_case: FamilyCase) -> None:
-    """Parameters, modules, state dict, optimizer state and distributed checkpoints are as in transformers."""
+    """Compare parameters, modules, state dict, optimizer state and distributed checkpoints with transformers."""
     seen: list[Any] = []
     for model in family_case.new_pair():
-        torch.manual_seed(SEED)  # some routers draw lots in training
+        torch.manual_seed(SEED)  # some routers draw random numbers in training
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         model.train()(**family_case.inputs(labels=True), use_cache=False).loss.backward()
         optimizer.step()
@@ -55,7 +55,7 @@ def test_names_are_transformers(family_case: FamilyCase) -> None:
 @pytest.mark.thorough
 @proves("layers")
 def test_called_twice(family_case: FamilyCase) -> None:
-    """A second call of a layer with the same tensor and other weights uses the new weights."""
+    """Check that a second call of a layer with the same tensor and new weights uses the new weights."""
     for layer, original, call in _layers_with_groups(family_case):
         found = []
         for module in (layer, original):
@@ -63,12 +63,12 @@ def test_called_twice(family_case: FamilyCase) -> None:
             module.requires_grad_(True)  # some classes freeze their parameters
             weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
             for _ in range(2):
-                # The same tensors each time, but a cache among the arguments does not grow.
+                # The tensors are the same each time, but a cache in the arguments is copied, so that it does not grow.
                 kept = {id(tensor): tensor for tensor in tensors_in((call.args, call.kwargs))}
                 args, kwargs = copy.deepcopy((call.args, call.kwargs), kept)
                 outputs = list(tensors_in(module(*args, **kwargs)))
                 loss = torch.stack([tensor.float().pow(2).sum() for tensor in outputs]).sum()
-                learned = list(module.parameters()) if loss.requires_grad else []  # an indexer computes without
+                learned = list(module.parameters()) if loss.requires_grad else []  # an indexer runs without gradients
                 gradients.append(
                     [loss.detach(), *(torch.autograd.grad(loss, learned, allow_unused=True) if learned else ())]
                 )
@@ -87,7 +87,7 @@ def test_called_twice(family_case: FamilyCase) -> None:
 
 @proves("gradients")
 def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
-    """A linear whose output is unused has no gradient, rather than zeros, as if it had not been called."""
+    """Check that a linear has no gradient (rather than zeros) if its output is unused, as if it had not been called."""
     _, model = family_case.new_pair()
     of_each_kind = {(type(model.get_submodule(owner)), name): (owner, group) for owner, name, group in groups_of(model)}
     for owner, group in of_each_kind.values():
@@ -100,7 +100,7 @@ def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
 
 
 def _flip(tensor: torch.Tensor, how: str) -> None:
-    # Numbers are put in another order, because norms that follow would hide another scale.
+    # The order of the numbers is changed, because a following norm would hide a change of scale.
     if how == "in place":
         tensor.copy_(tensor.flip(-1))
     else:
@@ -147,7 +147,7 @@ def _run_edited(owner: nn.Module, names: tuple[str, ...], what: str, how: str, c
 @pytest.mark.thorough
 @proves("layers")
 def test_replaced_weights(family_case: FamilyCase) -> None:
-    """A weight that is put elsewhere in memory (`.data =`), or replaced as a parameter, is the one that computes."""
+    """Check that layers use a weight that was moved in memory (`.data =`), or replaced as a parameter."""
     reference, model = family_case.new_pair()
     calls = _calls(family_case)
     for name, call in calls.items():

@@ -23,7 +23,7 @@ from nrl_models.testing.suite.asserts import TOLERANCE, assert_close, count_matm
 
 @proves("layers")
 def test_declaration_matches_trace(family_case: FamilyCase) -> None:
-    """Declared groups are exactly the linears with a common input in the Hugging Face model.
+    """Check that declared groups are exactly the linears with a common input in the Hugging Face model.
 
     Layers that are not called (video or audio towers) are ignored, if other layers of the class are called or the class
     belongs to another package with its own tests.
@@ -47,7 +47,10 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
 @proves("layers")
 @dtypes
 def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
-    """Each rewritten layer equals the layer it replaces, on random inputs, with fewer matmuls; no other is replaced."""
+    """Check that each rewritten layer equals the layer it replaces, with fewer matmuls. Inputs are random.
+
+    Also checks that no other layer is replaced.
+    """
     reference, model = family_case.reference(dtype), family_case.model(dtype)
     rewrites = {}
     for name, original in list(reference.named_modules())[1:]:
@@ -61,7 +64,7 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
     for name, call in calls.items():
         layer, original = model.get_submodule(name), reference.get_submodule(name)
         call = call.with_random_input(seed=SEED)
-        # First, for a layer may keep a state of its last forward, and one with gradients cannot be copied afterwards.
+        # First, because a layer may keep a state of its last forward. A state with gradients could not be copied later.
         saved = count_matmuls(original, call) - count_matmuls(layer, call)
         assert saved == _matmuls_saved(layer, name, calls), name
         expected = run_layer(original, call)
@@ -72,7 +75,7 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
 
 
 def _class_of(module: nn.Module) -> Any:
-    """A module's class without parametrizations and without the wrapped forward of inner models."""
+    """Return a module's class without parametrizations and without the wrapped forward of inner models."""
     found = type_before_parametrizations(module)
     return found.wraps if issubclass(found, KeepsDocumentsApart) else found
 
@@ -86,6 +89,9 @@ def _rounding(original: nn.Module, call: Call, expected: list[torch.Tensor]) -> 
 
 
 def _matmuls_saved(layer: nn.Module, name: str, calls: Mapping[str, Call]) -> int:
-    """A group of n linears saves n - 1 matmuls, if its owner runs: layers that read an encoder's states may not."""
+    """Return the number of matmuls that a layer's groups save: n - 1 for n linears, if the group's owner runs.
+
+    Layers that read an encoder's states may not run.
+    """
     owners = ((f"{name}.{owner}" if owner else name, group) for owner, _, group in groups_of(layer))
     return sum(len(group.linears) - 1 for owner, group in owners if owner in calls)

@@ -38,7 +38,7 @@ from nrl_models.testing.suite.conditions import (
 @pytest.mark.thorough
 @proves("logits")
 def test_forward_shape(family_case: FamilyCase) -> None:
-    """Logits have one row per token (or sequence) and one column per vocabulary entry (or label).
+    """Check that logits have one row per token (or sequence), and one column per vocabulary entry (or label).
 
     An image without tokens adds rows before those of the text.
     """
@@ -57,7 +57,10 @@ def test_forward_shape(family_case: FamilyCase) -> None:
 @proves("logits")
 @dtypes
 def test_logits_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
-    """The model's logits equal the reference's. Below fp32, they may differ by rounding, with the same experts."""
+    """Compare logits with the reference's.
+
+    Below fp32, they may differ by rounding. The comparison then uses the reference's choice of experts.
+    """
     model, reference, inputs = family_case.model(dtype), family_case.reference(dtype), family_case.inputs()
     expected, routing = logits_and_routing(reference, inputs)
     if dtype == torch.float32:
@@ -72,7 +75,7 @@ def test_logits_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None
 @pytest.mark.thorough
 @proves("logits")
 def test_uncombined(family_case: FamilyCase) -> None:
-    """`combine=False` forms no groups, and its logits are bitwise equal to the reference's."""
+    """Check that `combine=False` forms no groups, and that its logits are bitwise equal to the reference's."""
     model = family_case.model_class.from_config(family_case.config, combine=False, device=family_case.device).eval()
     reference = family_case.reference()
     assert not list(groups_of(model))
@@ -83,7 +86,7 @@ def test_uncombined(family_case: FamilyCase) -> None:
 
 @proves("logits")
 def test_from_config_is_bit_exact(family_case: FamilyCase) -> None:
-    """With a given seed, new weights are bitwise equal to those of transformers."""
+    """Check that new weights are bitwise equal to those of transformers with the same seed."""
     tensors = []
     for build in (family_case.reference_class._from_config, family_case.model_class.from_config):
         torch.manual_seed(SEED)
@@ -96,7 +99,7 @@ def test_from_config_is_bit_exact(family_case: FamilyCase) -> None:
 @proves("logits")
 @applies_to(takes_text, scores_every_token, reads_what_it_writes)
 def test_embeddings_in_place_of_tokens(family_case: FamilyCase) -> None:
-    """Embeddings in place of tokens give the logits of the tokens where they do so in the reference.
+    """Check that embeddings as inputs give the same logits as their tokens, if they do so in the reference.
 
     Without token types, which transformers' processors add, the model finds images and audio by their embeddings.
     """
@@ -107,7 +110,7 @@ def test_embeddings_in_place_of_tokens(family_case: FamilyCase) -> None:
     try:  # some classes scale the embeddings in place
         actual = logits_of(reference, rest | {"inputs_embeds": embeddings.clone()})
         is_supported = torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
-    except Exception:  # any: the reference takes no embeddings, or not with these inputs
+    except Exception:  # any error: the reference does not accept embeddings, or not with these inputs
         is_supported = False
     if not is_supported:
         pytest.skip("transformers' class does not compute the same from embeddings")
@@ -120,7 +123,7 @@ def test_embeddings_in_place_of_tokens(family_case: FamilyCase) -> None:
 @proves("logits")
 @applies_to(takes_text, scores_every_token, takes_image_types)
 def test_images_without_token_types(family_case: FamilyCase) -> None:
-    """Without `mm_token_type_ids`, images give the same logits, or the reference requires the types."""
+    """Check that images give the same logits without `mm_token_type_ids`, or that the model requires them."""
     inputs = family_case.inputs()
     assert "mm_token_type_ids" in inputs
     untyped = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
@@ -134,7 +137,7 @@ def test_images_without_token_types(family_case: FamilyCase) -> None:
 
 @proves("gradients")
 def test_gradient_equivalence(family_case: FamilyCase) -> None:
-    """Gradients equal the reference's; the parameters that have one are the same."""
+    """Check that the same parameters have gradients as in the reference, with equal values."""
     reference, model = family_case.new_pair()
     expected, actual = _gradients(reference, family_case), _gradients(model, family_case)
     assert_close(actual, expected)
@@ -143,7 +146,7 @@ def test_gradient_equivalence(family_case: FamilyCase) -> None:
 @pytest.mark.thorough
 @proves("gradients")
 def test_training_loss_decreases(family_case: FamilyCase) -> None:
-    """A few optimizer steps lower the loss, by the same amounts as in the reference.
+    """Check that a few optimizer steps lower the loss, by the same amounts as in the reference.
 
     Runs in fp64 if the reference supports it. In fp32, rounding may change the choice of experts or key blocks. The
     effect grows from step to step, and differs between machines.
@@ -152,7 +155,7 @@ def test_training_loss_decreases(family_case: FamilyCase) -> None:
     reference, model = family_case.new_pair(dtype)
     try:
         expected = _training_losses(reference, inputs)
-    except RuntimeError:  # the reference creates fp32 tensors, or fills with limits of fp32
+    except RuntimeError:  # the reference creates fp32 tensors, or uses the limits of fp32
         dtype = torch.float32
         reference, model = family_case.new_pair(dtype)
         expected = _training_losses(reference, inputs)
@@ -164,8 +167,8 @@ def test_training_loss_decreases(family_case: FamilyCase) -> None:
 def _training_losses(model: PreTrainedModel, inputs: Inputs) -> list[float]:
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
-            part.set_experts_implementation("eager")  # torch's grouped product has no fp64
-    torch.manual_seed(SEED)  # some routers draw lots in training
+            part.set_experts_implementation("eager")  # torch's grouped matmul does not support fp64
+    torch.manual_seed(SEED)  # some routers draw random numbers in training
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     losses = []
@@ -181,7 +184,7 @@ def _training_losses(model: PreTrainedModel, inputs: Inputs) -> list[float]:
 @pytest.mark.thorough
 @proves("activation checkpointing")
 def test_activation_checkpointing(family_case: FamilyCase) -> None:
-    """Recomputing activations in the backward changes no gradient."""
+    """Check that recomputing activations in the backward changes no gradient."""
     _, model = family_case.new_pair()
     expected = _gradients(model, family_case)
     model.gradient_checkpointing_enable()
@@ -189,14 +192,17 @@ def test_activation_checkpointing(family_case: FamilyCase) -> None:
 
 
 def _gradients(model: nn.Module, case: FamilyCase) -> dict[str, torch.Tensor]:
-    torch.manual_seed(SEED)  # some routers draw lots in training
+    torch.manual_seed(SEED)  # some routers draw random numbers in training
     return gradients(model, case.inputs(labels=True))
 
 
 @proves("tied weights")
 @applies_to(ties_embeddings)
 def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> None:
-    """Tied tensors share one storage when built, loaded and copied, and are saved once. Others do not share."""
+    """Check that tied tensors share one storage when built, loaded and copied, and are saved once.
+
+    Also checks that untied embeddings do not share storage.
+    """
     names, ties = {}, {}
     for tie in (True, False):
         config = family_case.config
@@ -215,11 +221,11 @@ def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> 
 @pytest.mark.thorough
 @proves("copies")
 def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
-    """Models from `deepcopy`, pickle and `torch.save` are fused like the original, and share no memory with it.
+    """Check that models from `deepcopy`, pickle and `torch.save` are fused like the original, in separate memory.
 
-    torch cannot pickle parametrized modules (weight norm); such models are only deep-copied.
+    torch cannot pickle parametrized modules (weight norm), so such models are only deep-copied.
     """
-    # Rebuilt, because transformers' hooks on inner outputs, which some forwards install, cannot be pickled.
+    # Built again, because some forwards install transformers' hooks on inner outputs, which cannot be pickled.
     model = family_case.model_class.from_config(family_case.config, device=family_case.device, combine=True)
     copies = [copy.deepcopy(model)]
     if not any(is_parametrized(module) for module in model.modules()):
@@ -240,7 +246,7 @@ def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
 @pytest.mark.thorough
 @proves("LoRA")
 def test_lora(family_case: FamilyCase) -> None:
-    """A PEFT adapter for linears of the Hugging Face model has the same results here, loaded and merged."""
+    """Check that a PEFT adapter for the Hugging Face model's linears gives the same results here, loaded and merged."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     inputs, targets = family_case.inputs(), linears_for_lora(family_case.reference())
     logits: list[Any] = []
@@ -248,7 +254,7 @@ def test_lora(family_case: FamilyCase) -> None:
     unexpected: list[Any] = []
     for model in family_case.new_pair():
         torch.manual_seed(SEED)
-        # Not initialized as PEFT does, which would make B zero and hide a lost adapter.
+        # PEFT's initialization is not used, because it would make B zero and hide a lost adapter.
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
         with_lora = peft.get_peft_model(model, config).eval()
         if not adapters:
@@ -277,7 +283,7 @@ def linears_for_lora(model: Any) -> list[str]:
     Routers and grouped linears, which PEFT also adapts, are left out, because they compute more than a linear. PEFT
     rejects linears whose weights a kernel reads directly (`out_proj` of a Mamba mixer).
     """
-    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # has the only list of them
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # PEFT's only list of these linears
 
     def refused(name: str) -> bool:
         try:

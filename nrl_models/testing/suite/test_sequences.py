@@ -46,7 +46,7 @@ from nrl_models.testing.suite.sequence_inputs import (
 @proves("left padding")
 @applies_to(scores_every_token, reads_what_it_writes)
 def test_left_padding(family_case: FamilyCase) -> None:
-    """A sequence has the same logits when run separately and in a left-padded batch."""
+    """Check that a sequence has the same logits when it runs separately and in a left-padded batch."""
     check_padding(family_case, lambda room, length: slice(room - length, None))
 
 
@@ -54,7 +54,7 @@ def test_left_padding(family_case: FamilyCase) -> None:
 @proves("right padding")
 @applies_to(reads_what_it_writes)
 def test_right_padding(family_case: FamilyCase) -> None:
-    """A sequence has the same logits when run separately and in a right-padded batch."""
+    """Check that a sequence has the same logits when it runs separately and in a right-padded batch."""
     check_padding(family_case, lambda room, length: slice(length))
 
 
@@ -72,15 +72,15 @@ def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
         logits = model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
     for row, expected in enumerate(logits_alone(case, documents)):
         actual = logits[row] if logits.ndim == 2 else logits[row][mask[row].bool()]
-        assert_close(actual, expected, scale=10)  # matmuls of other shapes add up in another order
+        assert_close(actual, expected, scale=10)  # matmuls of other shapes sum in another order
 
 
 @proves("logits")
 @applies_to(takes_text)
 def test_padded_batch(family_case: FamilyCase) -> None:
-    """A padded batch has the reference's logits, with padding on either side, with and without position ids.
+    """Compare a padded batch with the reference, with padding on either side, with and without position ids.
 
-    If transformers' class does not run on text only, it fails in the same way.
+    If transformers' class does not run on text only, our class has to fail in the same way.
     """
     batches = padded_batches(family_case)
     if "position_ids" in inspect.signature(family_case.reference_class.forward).parameters:
@@ -96,9 +96,9 @@ def test_padded_batch(family_case: FamilyCase) -> None:
 @applies_to(scores_every_token, reads_what_it_writes)
 @pytest.mark.parametrize("mask", [None, "ones", "padded"])
 def test_packing(family_case: FamilyCase, mask: str | None) -> None:
-    """Sequences packed into one row with restarting positions have the same logits as in separate runs.
+    """Check that sequences packed into one row with restarting positions have the same logits as in separate runs.
 
-    Also with a 2-D mask (of ones, or with padding at the end of two rows), and with or without a cache.
+    The mask is missing, all ones, or marks padding at the end of the first of two rows.
     """
     packed = pack(family_case, rows=2 if mask == "padded" else 1)
     words = packed["attention_mask"].bool()
@@ -114,7 +114,7 @@ def test_packing(family_case: FamilyCase, mask: str | None) -> None:
 @applies_to(scores_every_token, reads_what_it_writes)
 @pytest.mark.parametrize("mask", [None, "ones"])
 def test_base_models_keep_documents_apart(family_case: FamilyCase, mask: str | None) -> None:
-    """The base model, which trainers with fused heads call, keeps packed documents apart."""
+    """Check that the base model, which trainers with fused heads call, keeps packed documents apart."""
     packed, base = pack(family_case), family_case.model().base_model
     if mask is None:
         del packed["attention_mask"]
@@ -135,7 +135,7 @@ def _takes_positions(model: nn.Module) -> bool:
 @proves("packed sequences")
 @applies_to(scores_every_token, reads_what_it_writes)
 def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> None:
-    """The loss of one document in a packed row has no gradient in another's embeddings, also with checkpointing."""
+    """Check that a document's loss has no gradient in another document's embeddings, also with checkpointing."""
     model, packed = family_case.model(), pack(family_case)
     last = len(documents_of(family_case)[-1])
     with recomputed(family_case), embeddings_of(model) as embedded:
@@ -152,9 +152,9 @@ def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> N
 @proves("logits")
 @applies_to(scores_every_token, reads_what_it_writes, shares_prompts)
 def test_shared_prompts(family_case: FamilyCase) -> None:
-    """Sequences that continue one prompt, which runs once, have the logits and gradients of separate runs.
+    """Check that sequences with a shared prompt, which runs once, have the logits and gradients of separate runs.
 
-    A family whose attention depends on columns of the row declares the limit "shared prompts" instead.
+    A family whose attention depends on the column in the row declares the limit "shared prompts" instead.
     """
     case, model = family_case, family_case.model()
     rows = case.inputs(batch=6, length=24, images=False, seed=3)["input_ids"]
@@ -184,7 +184,7 @@ def test_shared_prompts(family_case: FamilyCase) -> None:
 @pytest.mark.thorough
 @proves("batch order")
 def test_batch_order(family_case: FamilyCase) -> None:
-    """Reordering the rows of a batch reorders the logits."""
+    """Check that reordering the rows of a batch reorders the logits."""
     inputs = family_case.inputs(batch=3)
     order = torch.tensor([2, 0, 1])
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_batch_order(family_case: FamilyCase) -> None:
 @proves("router replay")
 @applies_to(chooses_experts)
 def test_router_replay(family_case: FamilyCase) -> None:
-    """Replaying the chosen experts changes nothing; other choices change the logits."""
+    """Check that replaying the chosen experts does not change the logits, and that other choices change them."""
     model, inputs = family_case.model(), family_case.inputs()
     expected, routing = logits_and_routing(model, inputs)
     assert routing, "no choice of experts was recorded"
@@ -211,7 +211,7 @@ def test_router_replay(family_case: FamilyCase) -> None:
 @proves("cached decoding")
 @applies_to(generates, reads_what_it_writes)
 def test_cached_decode(family_case: FamilyCase) -> None:
-    """Decoding token by token with a cache gives the logits of one complete forward."""
+    """Check that decoding token by token with a cache gives the logits of one complete forward."""
     model = family_case.model()
     input_ids = family_case.inputs(length=14, images=False)["input_ids"]
     with torch.no_grad():
@@ -229,9 +229,9 @@ def test_cached_decode(family_case: FamilyCase) -> None:
 @proves("generate")
 @applies_to(generates)
 def test_decoded_steps(family_case: FamilyCase) -> None:
-    """Each step with a cache has the reference's logits, also after images and with encoders.
+    """Compare the logits of each step with a cache with the reference's, also after images and with encoders.
 
-    If transformers' class does not support steps with a cache, it fails in the same way.
+    If transformers' class does not support steps with a cache, our class has to fail in the same way.
     """
     inputs = family_case.inputs(length=12)
     assert_same_outcome(
@@ -262,7 +262,7 @@ def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], st
 @proves("generate")
 @applies_to(generates)
 def test_greedy_generation(family_case: FamilyCase) -> None:
-    """`generate` picks the reference's tokens."""
+    """Check that greedy `generate` selects the reference's tokens."""
     inputs = family_case.inputs(length=12)
     assert torch.equal(generated(family_case.model(), inputs, 8), generated(family_case.reference(), inputs, 8))
 
@@ -271,9 +271,9 @@ def test_greedy_generation(family_case: FamilyCase) -> None:
 @proves("generate")
 @applies_to(generates, takes_text)
 def test_padded_generation(family_case: FamilyCase) -> None:
-    """`generate` selects the reference's tokens for left-padded sequences of different lengths.
+    """Check that `generate` selects the reference's tokens for left-padded sequences of different lengths.
 
-    If transformers' class cannot generate from text only, it fails in the same way.
+    If transformers' class cannot generate from text only, our class has to fail in the same way.
     """
     inputs = padded_batches(family_case)[0]
     assert_same_outcome(

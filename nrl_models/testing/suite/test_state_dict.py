@@ -17,7 +17,7 @@ from nrl_models.testing.suite.asserts import assert_same_tensors
 
 @proves("state dict")
 def test_state_dict_roundtrip(family_case: FamilyCase) -> None:
-    """Own tensors to Hugging Face ones and back, exactly, in both layouts; and they are the reference's."""
+    """Check that tensors convert to both Hugging Face layouts and back exactly, and equal the reference's."""
     model, reference = family_case.model(), family_case.reference()
     adapter = model.state_dict_adapter
     own = model.state_dict()
@@ -33,7 +33,7 @@ def test_state_dict_roundtrip(family_case: FamilyCase) -> None:
 
 @proves("state dict")
 def test_load_state_dict_takes_hub_names(family_case: FamilyCase) -> None:
-    """A state dict under the hub's names loads, also in two shards of which each has parts of the same parameter."""
+    """Check that a state dict with hub names loads, in two shards that each have only parts of some parameters."""
     model = family_case.model()
     own, hub = model.state_dict(), model.state_dict_adapter.to_hf(model.state_dict())
     if hub.keys() <= own.keys():
@@ -51,7 +51,7 @@ def test_load_state_dict_takes_hub_names(family_case: FamilyCase) -> None:
 @pytest.mark.thorough
 @proves("state dict")
 def test_views_partition_parameters(family_case: FamilyCase) -> None:
-    """Each element of each tensor is in exactly one Hugging Face tensor of either layout."""
+    """Check that each element of each tensor is in exactly one Hugging Face tensor of either layout."""
     model = family_case.model()
     adapter = model.state_dict_adapter
     numbers = {name: torch.arange(tensor.numel()).view(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -69,9 +69,9 @@ def test_views_partition_parameters(family_case: FamilyCase) -> None:
 
 @proves("state dict")
 def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
-    """On meta, at published sizes: names, shapes and order are those of transformers, in both layouts.
+    """Compare names, shapes and order with those of transformers in both layouts, on meta at published sizes.
 
-    Uses the tiny size if there is no published size, and transformers' default configuration describes no model. Also
+    Uses the tiny size if there is no published size and transformers' default configuration cannot be built. Also
     checks the flag of families that tie embeddings at all sizes.
     """
     full, tied = family_case.full_configs, []
@@ -94,7 +94,7 @@ def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
 
 @proves("refit")
 def test_single_tensor_export(family_case: FamilyCase) -> None:
-    """Exporting one tensor at a time has the same result as exporting all, sharing storage if strides allow it.
+    """Check that exporting tensors one by one gives the result of exporting all, sharing storage if strides allow it.
 
     If a hub tensor consists of several own tensors (of different layers), exporting a single one of them raises.
     """
@@ -125,7 +125,10 @@ def test_single_tensor_export(family_case: FamilyCase) -> None:
 
 @proves("refit")
 def test_export_plan(family_case: FamilyCase) -> None:
-    """The plan names what the stream yields, in its order: all of the model, and what is tied once, also in buckets."""
+    """Check that the export plan lists the tensors of the stream in the same order, with and without buckets.
+
+    The plan has all tensors of the model, and tied tensors once.
+    """
     model = family_case.model(torch.bfloat16)
     adapter = model.state_dict_adapter
     plan = adapter.export_plan()
