@@ -74,7 +74,8 @@ class FamilyModel(Upstream):
             module.
         flags: Properties that trainers need, see `ModelFlag`. Properties that follow from the configurations are
             added.
-        limits: Unsupported features (`nrl_models.testing.features`, or others), each with the reason.
+        limits: Unsupported features (`nrl_models.testing.features`, or others), each with the reason. With
+            `"log-probabilities"`, functions that score tokens raise `HeadError`.
         tiny: Configuration values for the generated tests where the general rules for tiny models do not work.
         variants: Tiny models that stand for published models with other kinds of layers: by name the configuration
             values that differ from those of the tiny model. Sweeps and generated tests run each.

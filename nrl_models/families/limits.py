@@ -41,3 +41,5 @@ SHARED_PROMPTS = "shared prompts"
 COUNTS_COLUMNS = {SHARED_PROMPTS: "attention scores depend on the distance in the row, not between positions"}
 CHOOSES_KEYS = {SHARED_PROMPTS: "the order in the row decides which keys of equal score the indexer chooses"}
 OTHER_MASKS = {SHARED_PROMPTS: "its masks have parts that count columns of the row, not positions"}
+LOOKS_AHEAD = {"log-probabilities": "attends in both directions, because transformers' class makes every token context"}
+"""Functions that score tokens raise `HeadError`."""

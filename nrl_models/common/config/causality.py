@@ -12,12 +12,14 @@ from nrl_models.common.modules import innermost
 def why_not_causal(model: nn.Module) -> str | None:
     """Return why the logits of a token are not a prediction of the next token from the tokens up to it.
 
-    None if they are, or if neither the configuration nor the class shows that they are not.
+    None if they are, or if neither the configuration nor the class nor its family shows that they are not.
     """
     inner = innermost(model)
     config = getattr(inner, "config", None)
     if not isinstance(config, PreTrainedConfig):
         return None
+    if declared := getattr(inner, "limits", {}).get("log-probabilities"):
+        return str(declared)
     if has_encoder(config):
         return "has an encoder, which reads complete sequences"
     if type(inner).__name__.endswith("ForMaskedLM"):

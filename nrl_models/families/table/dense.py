@@ -1,6 +1,6 @@
 """Decoders without mixture of experts."""
 
-from nrl_models.families.limits import CACHED, COUNTS_COLUMNS, LEFT, PACKED, RIGHT, lacks
+from nrl_models.families.limits import CACHED, COUNTS_COLUMNS, LEFT, LOOKS_AHEAD, PACKED, RIGHT, lacks
 from nrl_models.families.published import decoder_sizes
 from nrl_models.families.table.row import GATE_UP, LATENTS, QKV, Row
 
@@ -32,7 +32,7 @@ ROWS: dict[str, Row] = {
     "cpmant": Row(
         "CpmAntForCausalLM",
         {"CpmAntAttention": "project_q project_k project_v", "CpmAntDenseGatedACT": "w_0 w_1"},
-        lacks("activation checkpointing", RIGHT, PACKED, CACHED),
+        lacks("activation checkpointing", RIGHT, PACKED, CACHED) | LOOKS_AHEAD,
         since="5.16",
     ),
     "ctrl": Row("CTRLLMHeadModel", {"MultiHeadAttention": "Wq Wk Wv"}, lacks("activation checkpointing"), since="5.13"),

@@ -292,6 +292,20 @@ def test_models_that_are_not_causal_raise(reason: str, chunk_size: int | None, i
         assert "chunk_size" not in str(raised.value)
 
 
+def test_families_that_declare_that_they_are_not_causal_raise(input_ids: torch.Tensor) -> None:
+    model = FamilyCase(registry.model_class("CpmAntForCausalLM")).new_pair()[1].eval()
+    rows = input_ids[:1].repeat(2, 1).clamp(min=1, max=127)
+    rows[1, -1] -= 1
+    with torch.no_grad():
+        logits = model(input_ids=rows).logits
+    assert not torch.allclose(logits[0, 0], logits[1, 0])
+    for chunk_size in (4, None):
+        with pytest.raises(HeadError, match="CpmAntForCausalLM attends in both directions"):
+            token_logprobs(model, input_ids, chunk_size=chunk_size)
+        with pytest.raises(HeadError, match="CpmAntForCausalLM attends in both directions"):
+            rollout_logprobs(model, input_ids.tolist(), chunk_size=chunk_size)
+
+
 @pytest.mark.parametrize(
     ("architecture", "config"),
     [
