@@ -91,6 +91,13 @@ def rollout_logprobs(
             `row_tokens`; masks of other lengths. All are listed by number, before anything runs, on all ranks if on
             any.
         HeadError, UnknownArgumentError, UnknownOptionError: As for `token_logprobs`.
+
+    Examples:
+        >>> from nrl_models import AutoModelForCausalLM, rollout_logprobs
+        >>> model = AutoModelForCausalLM.from_pretrained("demo/checkpoint")
+        >>> result = rollout_logprobs(model, [[1, 2, 3, 4], [1, 5]])
+        >>> result.logprobs.shape  # the first token of a sequence has none
+        torch.Size([2, 4])
     """
     Sampling(temperature, top_k, top_p)
     chunk_tokens(chunk_size)

@@ -65,9 +65,6 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
 
     Call it before creating the optimizer. Sharded models are supported.
 
-        freeze(model, {"freeze_vision_tower": True, "freeze_projector": True})
-        optimizer = torch.optim.AdamW(trainable_parameters(model))
-
     Args:
         model: The model.
         config: Whether to freeze each component, by key of `COMPONENTS` or name in `SHORT_NAMES`. Embeddings and
@@ -79,6 +76,15 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
         UnknownArgumentError: If a key is not a component (with the nearest names), a component has two names, a value
             is neither True nor False, components that share a tensor (a tied head) have different values, or nothing is
             left to train. Then nothing is frozen.
+
+    Examples:
+        >>> import torch
+        >>> from nrl_models import AutoModelForCausalLM, freeze, trainable_parameters
+        >>> model = AutoModelForCausalLM.from_pretrained("demo/checkpoint")
+        >>> frozen = freeze(model, {"freeze_embeddings": True})
+        >>> model.get_input_embeddings().weight.requires_grad
+        False
+        >>> optimizer = torch.optim.AdamW(trainable_parameters(model))
     """
     components = components_of(model)
     config = _by_key(config, type(model).__name__)

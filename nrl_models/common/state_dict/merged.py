@@ -38,6 +38,13 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
             prefixes), PEFT merges several active adapters into other weights than its forward uses (OFT, OSF), only
             one of two tied weights has an adapter, or weights under adapters are quantized or sharded. Lists all
             problems.
+
+    Examples:
+        >>> from nrl_models import AutoModelForCausalLM, export_adapter
+        >>> model = AutoModelForCausalLM.from_pretrained("demo/checkpoint")
+        >>> tensors = dict(export_adapter(model).iter_export(model))
+        >>> sorted(tensors)[0]
+        'lm_head.weight'
     """
     inner = own_tensors.model_inside(model)
     if not any(peft_modules(inner)) and not own_tensors.parameters_outside(model, inner) and not _foreign(inner):
