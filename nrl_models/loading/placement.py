@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import check_device_map, convert_file_size_to_int
 from transformers import PreTrainedModel
 
+from nrl_models.common.checkpoint.writing import check_size
 from nrl_models.common.upstream import (
     accelerate_dispatch,
     check_and_set_device_map,
@@ -119,14 +120,7 @@ def checked_memory(max_memory: Mapping[int | str, int | str]) -> None:
             )
         if device != "disk":
             present_device(device, "max_memory: device")
-        try:
-            if not isinstance(size, int | str) or isinstance(size, bool):
-                raise ValueError("It is neither a number of bytes nor a string.")
-            convert_file_size_to_int(size)
-        except ValueError as error:
-            raise UnknownArgumentError(
-                f"max_memory[{device!r}]={size!r}: expected bytes, or a string such as '5GB'"
-            ) from error
+        check_size(f"max_memory[{device!r}]", size, convert_file_size_to_int)
 
 
 MEMORY_DEVICES = ("cpu", "disk", "mps")

@@ -99,9 +99,8 @@ def test_both_formats_are_those_of_one_process(two: World, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dimension", ["fsdp", "tp"])
 def test_the_code_of_a_registered_class_is_saved(two: World, tmp_path: Path, dimension: str) -> None:
-    (tmp_path / "modeling_own.py").write_text(
-        "from nrl_models.families.llama.model import LlamaForCausalLM\nclass OwnForCausalLM(LlamaForCausalLM):\n    pass\n"
-    )
+    imported = "from nrl_models.families.llama.model import LlamaForCausalLM\n"
+    (tmp_path / "modeling_own.py").write_text(f"{imported}class OwnForCausalLM(LlamaForCausalLM):\n    pass\n")
     two.run(partial(export_and_save.saves_code_as_one_process, **{dimension: 2}), str(tmp_path), str(tmp_path))
     expected = files_in(tmp_path / "whole")
     assert "modeling_own.py" in expected

@@ -191,8 +191,8 @@ def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--dtype", "int8"], "unknown dtype 'int8': expected one of float32 (fp32), bfloat16 (bf16)"),
-        (["--max-shard-size", "huge"], "max_shard_size='huge': expected a size such as '5GB'"),
-        (["--max-shard-size", "-5MB"], "max_shard_size='-5MB': expected a size such as '5GB'"),
+        (["--max-shard-size", "huge"], "max_shard_size='huge': expected bytes, or a size such as '5GB'"),
+        (["--max-shard-size", "-5MB"], "max_shard_size='-5MB': expected bytes, or a size such as '5GB'"),
     ],
 )
 def test_convert_refuses_what_it_does_not_know(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,15 +43,31 @@ def checked_file_size(size: int | str) -> int | str:
     Raises:
         UnknownArgumentError: If it is neither a number of bytes nor a string such as "5GB".
     """
+    check_size("max_shard_size", size, lambda size: split_torch_state_dict_into_shards({}, max_shard_size=size))
+    return size
+
+
+def check_size(option: str, size: int | str, parse: Callable[[int | str], object]) -> None:
+    """Check an option that is a size in bytes.
+
+    Args:
+        option: Its name, for the message.
+        size: Its value.
+        parse: Function of the package that reads it, which raises `ValueError` for other strings.
+
+    Raises:
+        UnknownArgumentError: If it is neither a number of bytes nor a string such as "5GB".
+    """
     try:
         if not isinstance(size, int | str) or isinstance(size, bool):
             raise ValueError("It is neither a number of bytes nor a string.")
         if str(size).lstrip().startswith("-"):
             raise ValueError("It is negative.")
-        split_torch_state_dict_into_shards({}, max_shard_size=size)
+        parse(size)
     except ValueError as error:
-        raise UnknownArgumentError(f"max_shard_size={shown(size)}: expected a size such as '5GB'. {error}") from error
-    return size
+        raise UnknownArgumentError(
+            f"{option}={shown(size)}: expected bytes, or a size such as '5GB'. {error}"
+        ) from error
 
 
 def require_replaceable(source: Path, target: Path, *, overwrite: bool) -> None:

@@ -322,7 +322,7 @@ def test_saving_a_variant_again_replaces_its_files(
 
 @pytest.mark.parametrize("size", ["1XB", "", None, 1.5, True])
 def test_invalid_file_size(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, size: Any) -> None:
-    with pytest.raises(UnknownArgumentError, match=r"max_shard_size=.*expected a size such as '5GB'"):
+    with pytest.raises(UnknownArgumentError, match=r"max_shard_size=.*expected bytes, or a size such as '5GB'"):
         models[0].save_pretrained(tmp_path / "saved", max_shard_size=size)
     assert not (tmp_path / "saved").exists()
 

@@ -152,7 +152,7 @@ def test_keywords_of_transformers_with_their_default_value_have_no_effect(llama_
         (
             {"device_map": "auto", "max_memory": {"cpu": "x"}},
             UnknownArgumentError,
-            r"max_memory\['cpu'\]='x': expected",
+            r"max_memory\['cpu'\]='x': expected bytes, or a size such as '5GB'",
         ),
         *(
             ({"device_map": "auto", "max_memory": memory}, error, message)
