@@ -61,7 +61,10 @@ CASES = [
 ]
 """The default values of `DeepseekV3Config` are those of the published model."""
 
-HEAD = "| model | mesh | tokens | parameters, gradients, states | gathered | activations | total | sent in a step | |"
+HEAD = (
+    "| model | mesh | tokens | parameters, gradients, optimizer | gathered | activations | total | sent per step "
+    "| 80 GiB |"
+)
 
 
 def row(case: Case) -> str:

@@ -37,7 +37,7 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
     if not fits:
         kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
         largest = max(kinds, key=lambda kind: getattr(found, kind))
-        lines = [f"does not fit: {compared(found.total, limit)}; the largest part is {largest}"]
+        lines = [f"does not fit: {compared(found.total, limit)}; largest part: {largest}"]
         changes = remedies(config, setting, limit, found.total_parameters)
         lines += [f"  fits with {change}: {with_unit(then.total)}" for change, then in changes.items()]
         if not changes:

@@ -52,9 +52,9 @@ class PlanReport:
     def table(self) -> Table:
         """Return the figures by kind, with a description of each."""
         has_stages = "pp" in self.figures["traffic"]
-        ranks = f"the fullest of {self.ranks} ranks" if has_stages else f"each of {self.ranks} ranks"
-        ranks = "one device" if self.ranks == 1 else ranks
-        title = f"{self.model} over {self.mesh}, {self.assumptions}: memory of {ranks}"
+        ranks = f"of the fullest of {self.ranks} ranks" if has_stages else f"per rank ({self.ranks} ranks)"
+        ranks = "of one device" if self.ranks == 1 else ranks
+        title = f"{self.model} over {self.mesh}, {self.assumptions}: memory {ranks}"
         table = Table(title=title, title_justify="left")
         table.add_column("")
         total = self.figures["total"]
@@ -63,10 +63,10 @@ class PlanReport:
         table.add_column("")
         for name, remark in (ROWS_OF_STAGES if has_stages else ROWS).items():
             table.add_row(name, _rounded(self.figures[name] / size, total / size), remark)
-        table.add_row("total", _rounded(total / size, total / size), f"of {_limit(self.memory)}")
+        table.add_row("total", _rounded(total / size, total / size), f"a device has {_limit(self.memory)}")
         sent = self.figures["traffic"] if self.ranks > 1 else {}
         for dimension, nbytes in sent.items():
-            row = f"sent over {dimension}", _rounded(nbytes / size, total / size), "per step of one micro-batch"
+            row = f"sent over {dimension}", _rounded(nbytes / size, total / size), "traffic per step of one micro-batch"
             table.add_row(*row)
         return table
 
@@ -78,8 +78,8 @@ def with_unit(nbytes: int) -> str:
 
 
 def compared(total: int, limit: int) -> str:
-    """Return `TOTAL of LIMIT`, both in MiB if the limit is below 1 GiB."""
-    return f"{_mebibytes(total) if limit < GIB else with_unit(total)} of {_limit(limit)}"
+    """Return `needs TOTAL, a device has LIMIT`, both in MiB if the limit is below 1 GiB."""
+    return f"needs {_mebibytes(total) if limit < GIB else with_unit(total)}, a device has {_limit(limit)}"
 
 
 def _limit(nbytes: int) -> str:

@@ -79,9 +79,9 @@ def test_engines_suggest_a_name_and_check_the_device(models: Path) -> None:
 
 
 def test_plan_compares_in_one_unit_and_notes_the_limit(models: Path) -> None:
-    assert compared(204 * MIB, 154 * MIB) == "204 MiB of 154 MiB"
-    assert compared(1200 * MIB, 800 * MIB) == "1,200 MiB of 800 MiB"
-    assert compared(204 * MIB, 80 * GIB) == "204 MiB of 80 GiB"
+    assert compared(204 * MIB, 154 * MIB) == "needs 204 MiB, a device has 154 MiB"
+    assert compared(1200 * MIB, 800 * MIB) == "needs 1,200 MiB, a device has 800 MiB"
+    assert compared(204 * MIB, 80 * GIB) == "needs 204 MiB, a device has 80 GiB"
     text = output("plan", models / "checkpoint", "--mesh", "fsdp=1", "--seq-len", 65, code=0)
     assert "--seq-len 65 exceeds the model's limit of 64 tokens" in text
     assert "465M parameters" in text
