@@ -1,4 +1,4 @@
-"""Plant bugs into every architecture: `python -m tools.mutants`."""
+"""Inject bugs into every architecture: `python -m tools.mutants`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tools.mutants.campaign import architectures_in_order, run_mutants
 
 def mutate(
     architectures: Annotated[list[str] | None, typer.Argument(help="Default: all that are registered.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the coverage pages, with results/.")] = PAGES,
+    out: Annotated[Path, typer.Option(help="Directory of the coverage pages, with results/.")] = PAGES,
     again: Annotated[bool, typer.Option("--again", help="Also try those that are recorded.")] = False,
 ) -> None:
-    """Plant bugs into every architecture, one by one, and check that the generated tests find each."""
+    """Inject bugs into every architecture, one by one, and check that the generated tests find each."""
     killed = applicable = tried = 0
     for architecture, outcome in run_mutants(
         architectures_in_order(architectures), out, again=again, progress=lambda line: show(f"  {line}")
@@ -27,7 +27,7 @@ def mutate(
         show(f"{architecture}: {len(outcome.killed)} of {outcome.applicable} killed")
         for mutant in outcome.survived:
             show(f"  survived: {mutant}")
-    show(f"{killed:,} of {applicable:,} mutants killed in {tried} architectures")
+    show(f"{killed:,} of {applicable:,} mutants killed in {tried} architecture{'' if tried == 1 else 's'}")
     if killed < applicable:
         raise typer.Exit(1)
 
