@@ -99,8 +99,8 @@ def gain(before: list[float], after: list[float], alike: Sequence[Hashable]) -> 
 def table(runs: list[dict[str, Any]]) -> str:
     """Return a Markdown table with a row for each run."""
     lines = [
-        "| trainer | seed | steps | reward before | after | rise, 95 % interval | right before | after "
-        "| token_mult_prob_error, least to largest | minutes | CPU minutes |",
+        "| trainer | seed | steps | reward before | reward after | increase, 95 % interval | correct before "
+        "| correct after | token_mult_prob_error, range | minutes | CPU minutes |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     sums = [frozenset((question.first, question.second)) for question in arithmetic.questions()[1]]
@@ -117,7 +117,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             f"{mean:+.3f} ({low:+.3f} to {high:+.3f})",
             f"{first['right']:.0%}",
             f"{last['right']:.0%}",
-            f"{min(errors):.7f} to {max(errors):.7f}" if errors else "no engine",
+            f"{min(errors):.7f} to {max(errors):.7f}" if errors else "n/a",
             f"{run['seconds'] / 60:.0f}",
             f"{run['cpu_seconds'] / 60:.0f}",
         ]
