@@ -68,13 +68,13 @@ def check_config(
     found = examine(model_class, config, ignored)
     where = config.name_or_path or "the configuration"
     if found.problems:
-        keys = ", ".join(repr(problem.subject) for problem in found.problems)
+        keys = tuple(problem.subject for problem in found.problems)
         raise ConfigurationError(
             f"{where} has settings that {model_class.__name__} does not support",
             found.problems,
             [
-                f"correct the configuration; or, if the model is right without, pass ignore_config_keys=({keys},), "
-                "on the command line --ignore-config-key KEY"
+                f"correct the configuration. If the model is correct without these settings, pass "
+                f"ignore_config_keys={keys}, on the command line --ignore-config-key KEY"
             ],
         )
     if found.unread:
@@ -137,7 +137,7 @@ class _Check:
         near = misspellings_of(key, sorted(known))
         if not near or any(name in values and is_same_value(value, values[name]) for name in near):
             return None
-        detail = f"is {shown(value)}, and neither {type(part).__name__} nor the model reads it"
+        detail = f"is {shown(value)}, but neither {type(part).__name__} nor the model reads this key"
         return Problem(ProblemKind.UNKNOWN, path, f"{detail}; did you mean {' or '.join(near)}?")
 
     def _unsupported_number(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
@@ -149,7 +149,9 @@ class _Check:
             is_same_value(value, own) and self._is_known(part, name) for name, own in own_values(part).items()
         ):
             return None
-        detail = f"is {shown(value)}, which {other} computes with, and nothing in {self.model_class.__name__} does"
+        detail = (
+            f"is {shown(value)}; it changes the outputs of {other}, but {self.model_class.__name__} does not read it"
+        )
         return Problem(ProblemKind.UNSUPPORTED, path, detail)
 
     def unsupported(self) -> Iterator[Problem]:

@@ -68,8 +68,8 @@ def test_a_number_that_another_model_computes_with_is_refused(
 ) -> None:
     kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{key: value}))[key]
     assert kind == "unsupported"
-    assert detail.startswith(f"is {value!r}, which ")
-    assert detail.endswith("computes with, and nothing in LlamaForCausalLM does")
+    assert detail.startswith(f"is {value!r}; it changes the outputs of ")
+    assert detail.endswith("but LlamaForCausalLM does not read it")
     assert recorded()[other].kinds.get(key) is KeyKind.OUTPUTS
     for neutral in (None, True, False, 0, 1.0, -1, "eager"):
         assert not examine(LlamaForCausalLM, llama_with(llama_config, **{key: neutral})).problems
@@ -85,7 +85,7 @@ def test_a_number_that_another_model_computes_with_is_refused(
 def test_a_misspelled_key_is_refused(misspelled: str, value: Any, meant: str, llama_config: LlamaConfig) -> None:
     kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{misspelled: value}))[misspelled]
     assert kind == "unknown"
-    assert detail == f"is {value!r}, and neither LlamaConfig nor the model reads it; did you mean {meant}?"
+    assert detail == f"is {value!r}, but neither LlamaConfig nor the model reads this key; did you mean {meant}?"
 
 
 def test_the_same_number_under_another_models_name_is_mentioned(llama_config: LlamaConfig) -> None:
@@ -146,9 +146,9 @@ def test_everything_that_is_wrong_is_named_with_the_nearest_key_and_the_way_out(
     assert "LlamaForCausalLM does not support (2 problems)" in message
     assert "rms_norm_epsilon: is 1e-05" in message
     assert "did you mean rms_norm_eps?" in message
-    assert "attn_logit_softcapping: is 50.0, which " in message
-    assert "computes with, and nothing in LlamaForCausalLM does" in message
-    assert "ignore_config_keys=('rms_norm_epsilon', 'attn_logit_softcapping',)" in message
+    assert "attn_logit_softcapping: is 50.0; it changes the outputs of " in message
+    assert "but LlamaForCausalLM does not read it" in message
+    assert "ignore_config_keys=('rms_norm_epsilon', 'attn_logit_softcapping')" in message
     assert "--ignore-config-key KEY" in message
 
 
