@@ -48,7 +48,7 @@ def main() -> None:
                 pairs = [[step(model, inputs, train) for model in models] for _ in range(options.runs + 2)][2:]
                 row[workload] = median(combined / separate for combined, separate in pairs)
             rows.append(row)
-    title = f"Fused and separate projections, Llama layers on {device.type}"
+    title = f"Fused and separate projections, Llama layers on a {device.type.upper()}"
     publish("combine", title, rows, options.out)
 
 

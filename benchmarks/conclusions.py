@@ -36,15 +36,17 @@ def load(rows: Sequence[Row]) -> str:
 
 def many_keys(rows: Sequence[Row]) -> str:
     loading, saving = (of(rows, "ours / transformers", what=what) for what in ("load", "save"))
-    return f"45,395 tensors load in {span(loading)} times and save in {span(saving)} times transformers' CPU time."
+    return (
+        f"For 45,395 tensors, loading takes {percent(loading)} and saving {percent(saving)} of transformers' CPU time."
+    )
 
 
 def load_sharded(rows: Sequence[Row]) -> str:
     dense = of(rows, "with first forward, ours / transformers", checkpoint="dense")
     experts = of(rows, "with first forward, ours / transformers", checkpoint="Mixtral")
     return (
-        f"Over two ranks, loading and the first forward take {span(dense)} times transformers' time for a dense model, "
-        f"and {span(experts)} times for a MoE model."
+        f"On two ranks, loading and the first forward take {percent(dense)} of transformers' time for a dense model, "
+        f"and {percent(experts)} for a MoE model."
     )
 
 
@@ -52,7 +54,7 @@ def save(rows: Sequence[Row]) -> str:
     regular, resume = (of(rows, "waiting / peer", what=name) for name in ("save_pretrained", "save_checkpoint"))
     return (
         f"With fsync, `save_pretrained` takes {span(regular)} times transformers' time, and `save_checkpoint` "
-        f"{span(resume)} times that of `torch.save`."
+        f"{span(resume)} times that of `torch.save`. Both baselines run without fsync."
     )
 
 
@@ -66,8 +68,9 @@ def save_resume(rows: Sequence[Row]) -> str:
     lost = sum("lost" in row["after a kill"] for row in peers)
     return (
         f"`save_checkpoint` takes {span(saving)} times the time of DCP's `save`. With `wait=False`, training continues "
-        f"after {span(stops)} s (DCP's `async_save`: {span(theirs)} s). After every kill, a complete checkpoint of "
-        f"nrl_models loads. In {lost} of {len(peers)} cases, a killed save of DCP loses the checkpoint it overwrites."
+        f"after {span(stops)} s (DCP's `async_save`: {span(theirs)} s). After a killed save, the previous or the new "
+        f"checkpoint of nrl_models loads in every case. With DCP, {lost} of {len(peers)} killed saves lost the "
+        "checkpoint that they overwrote."
     )
 
 
@@ -75,7 +78,7 @@ def import_time(rows: Sequence[Row]) -> str:
     seconds = {row["command"]: row["seconds"] for row in rows}
     return (
         f"`import nrl_models` takes {1000 * seconds['import nrl_models']:.0f} ms, `nrl-models --help` "
-        f"{1000 * seconds['nrl-models --help']:.0f} ms, and `import torch` {1000 * seconds['import torch']:.0f} ms."
+        f"{1000 * seconds['nrl-models --help']:.0f} ms, and `import torch` {1000 * seconds['import torch']:,.0f} ms."
     )
 
 

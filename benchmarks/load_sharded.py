@@ -109,7 +109,7 @@ def main() -> None:
                         "transformers' / model": median(theirs, "anonymous") / size,
                     }
                 )
-    publish("load_sharded", "Loading bf16 checkpoints over two ranks of a CPU", rows, options.out)
+    publish("load_sharded", "Loading bf16 checkpoints on two CPU ranks", rows, options.out)
 
 
 if __name__ == "__main__":

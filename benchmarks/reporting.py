@@ -72,8 +72,15 @@ def publish(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[s
 
 
 def cell(value: Any) -> str:
-    """Return a value as tables show it."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    """Return a value as tables show it, with three significant digits."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{float(f'{value:.3g}'):,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def heading(column: str) -> str:
+    """Return the heading of a column of figures."""
+    return {"way": "method", "what": "case"}.get(column, column).replace("peer", "baseline")
 
 
 def machine() -> dict[str, str]:

@@ -41,32 +41,33 @@ SECTIONS = (
         "level_three",
         180,
         "Logits of the same checkpoint, loaded with nrl_models and with transformers, in fp32 and bf16. The models are "
-        "one family of each architecture pattern at a tiny size, and larger shapes, all with random weights. "
-        "For bf16 logits, the bound is on the error from fp32: in root mean square at most 1.25 times transformers' "
-        "own, and at the maximum 2 times. [Parity](parity.md) explains the bounds.",
+        "one tiny model per architecture pattern, and larger ones, all with random weights. bf16 logits are compared "
+        "with fp32 logits. Their RMS error may be at most 1.25 times that of transformers, and their largest error at "
+        "most twice. For MoE models, the share of expert choices that differ is compared with a bound that is measured "
+        "per model. [Parity](parity.md) explains the bounds.",
     ),
     Section(
         "training",
         "Training step",
         "training",
         120,
-        "Forward, backward and AdamW in bf16, without compilation. `combined` is nrl_models with `combine=True`, "
-        "`separate` without. Models are measured in turns. MFU is the share of the GPU's dense bf16 peak. It counts "
-        "six operations per token and active parameter, and causal attention. The share of matmul speed is the same "
-        "relative to the fastest matmul that the process measured. `transformers, again` repeats the baseline; its "
-        "ratio shows the measurement noise.",
+        "Forward, backward and AdamW in bf16, without compilation. `combined`: nrl_models with fused projections "
+        "(`combine=True`). `separate`: without. Measurements alternate between the models. MFU is the fraction of the "
+        "GPU's dense bf16 peak, with six operations per token and active parameter, plus causal attention. `share of "
+        "matmul speed` uses the fastest matmul that the process measured instead of the peak. `transformers, again` "
+        "repeats the baseline; its ratio shows the measurement noise.",
     ),
     Section(
         "rl",
         "RL loss step",
         "policy_step",
         180,
-        "Forward and backward of a clipped policy loss on rollouts whose lengths have a long tail. With shared "
+        "Forward and backward of a clipped policy loss on rollouts with a long-tailed length distribution. With shared "
         "prompts, groups of 8 rollouts begin with the same 512 tokens. `TRL's math` pads the batch, computes logits of "
         "completions with transformers' class, and calls TRL's `selective_log_softmax`, or the same formula if TRL is "
-        "not installed. Losses may differ by at most 0.01 in bf16 (1e-5 in fp32), and gradient norms by 5% (0.1%). "
-        "`Liger` runs if it is installed. Ratios are medians over turns. `TRL's math, again` repeats the baseline; its "
-        "ratio shows the measurement noise.",
+        "not installed. In bf16, losses may differ by at most 0.01 and gradient norms by 5 % (in fp32: 1e-5 and "
+        "0.1 %). `Liger` is also measured if it is installed. Ratios are medians over repetitions. `TRL's math, "
+        "again` repeats the baseline; its ratio shows the measurement noise.",
     ),
     Section(
         "projections",

@@ -91,7 +91,7 @@ FEW_VALUES = 16
 """Gradients with fewer values use transformers' typical error as baseline if their own is smaller, because the error of
 a single value may be near zero by chance."""
 
-REQUIRED = f"at most {LIMITS.rms:g} times transformers' error, largest {LIMITS.largest:g} times"
+REQUIRED = f"RMS error at most {LIMITS.rms:g} times transformers', largest at most {LIMITS.largest:g} times"
 SAME_BITS = "equal bit for bit"
 
 
