@@ -23,8 +23,9 @@ HEAD = f"""\
 {GENERATED}
 # Engine coverage
 
-Architectures compared with real inference engines, as tiny models with random weights on a CPU. Each section lists the
-failures first. Numbers are `token_mult_prob_error`, the worse of decode and prefill: 1 means equal probabilities.
+This page compares tiny models with random weights with real inference engines, on CPUs. Each section lists the failures
+first. Errors are `token_mult_prob_error` ([consistency](consistency.md)), the larger one of decode and prefill. 1 means
+that all probabilities are equal; values above 1,000 mean unusable outputs.
 """
 
 ENGINES = {"vLLM": "vllm", "vLLM with images": "vllm-images", "MLX": "mlx"}
@@ -50,9 +51,9 @@ SHORT = 160
 
 FACTS = (
     (r"parameters of the engine were not written: ((?:[^,;]+)(?:, [^,;]+)?)", "the refit does not write {}"),
-    (r"(?:Wrong|At fault): [^.]*, computing as if (.*?)\. (?:First|Its|Known)", "it computes as if {}"),
+    (r"(?:Wrong|At fault): [^.]*, computing as if (.*?)\. (?:First|Its|Known)", "the engine computes as if {}"),
     (r"First divergence: (.*?)(?:, off by|;|\.? With|\.? Known|\.$)", "first difference {}"),
-    (r"(\d+ log-probabilities of decode are NaN)", "{}"),
+    (r"(\d+) log-probabilities of decode are NaN", "{} of the engine's decode log-probabilities are NaN"),
     (r"(?:First difference|What differs first): (.*?)\.", "first difference: {}"),
 )
 """Patterns of the facts in a recorded verdict, and how the pages word them."""
@@ -135,7 +136,7 @@ def summary_lines(
             )
         if without := stages[Stage.MODEL]:
             lines[-1] += f", {without} {'has' if without == 1 else 'have'} no tiny model"
-    lines += [f"- not tried yet: {', '.join(missing)}"] if missing else []
+    lines += [f"- not tested yet: {', '.join(missing)}"] if missing else []
     lines += ["", f"[All {len(records)} results](engine-coverage/{ENGINES[engine]}.md)", ""]
     failed = [name for name in by_outcome(records) if records[name].outcome["status"] in ORDER[1:3]]
     lines += ["| architecture that fails | error | reason |", "|---|---|---|"]

@@ -54,14 +54,15 @@ AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees
 
 COHERE_WINDOW = (
     "as if `sliding_window` were 9 and not 8",
-    "vLLM's window includes the token itself, as in training according to vLLM; transformers' does not",
+    "vLLM's window has one token more than `sliding_window`, as in Cohere's training according to vLLM. transformers' "
+    "window has `sliding_window` tokens",
 )
 
 LIMITS: dict[str, tuple[str, str, str]] = {
     "ApertusForCausalLM": (
         DISAGREES,
         r"First divergence: in .*act_fn \(XIELU\)",
-        "vLLM keeps the two parameters of xIELU in bf16, whatever the model's dtype",
+        "vLLM keeps the two parameters of xIELU in bf16, regardless of the model's dtype",
     ),
     "Cohere2ForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Cohere2MoeForCausalLM": (DISAGREES, *COHERE_WINDOW),
@@ -73,12 +74,13 @@ LIMITS: dict[str, tuple[str, str, str]] = {
     "Gemma3nForCausalLM": (
         DISAGREES,
         r"its input is the expected one times 16",
-        "the input of vLLM's `per_layer_model_projection` is too large by the square root of the hidden size",
+        "the input of vLLM's `per_layer_model_projection` is too large by a factor of sqrt(hidden_size)",
     ),
     "HrmTextForCausalLM": (
         DISAGREES,
         r"First divergence: between model.embed_tokens and model.L_module",
-        "vLLM's attention is bidirectional on every prompt; transformers' only on tokens that `token_type_ids` mark",
+        "vLLM's attention is bidirectional on every prompt. transformers' attention is bidirectional only on tokens "
+        "that `token_type_ids` marks",
     ),
     "PaliGemmaForConditionalGeneration": (
         DISAGREES,
@@ -89,12 +91,12 @@ LIMITS: dict[str, tuple[str, str, str]] = {
     "MiMoV2FlashForCausalLM": (
         AS_LOADED,
         r"parameters of the engine were not written: .*attention_sink_bias",
-        "vLLM's loader of the sinks bypasses the reload of weights, so the old values stay",
+        "vLLM loads sinks outside of its weight reload, so the old values remain",
     ),
     "GptOssForCausalLM": (
         AS_LOADED,
         r"parameters of the engine were not written: .*experts",
-        "vLLM's loader of experts and sinks bypasses the reload of weights, so the old values stay",
+        "vLLM loads experts and sinks outside of its weight reload, so the old values remain",
     ),
 }
 """Architectures that disagree with this engine: the outcome, a pattern of its reason, and an explanation."""

@@ -119,11 +119,12 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
 
     intro = [
         f"`make image-coverage`, on {MACHINE}, with {versions_summary(records).removeprefix('engine ')}. "
-        f"{len({*everything, *records})} architectures take images and are in both the registry and the engine.",
+        f"{len({*everything, *records})} architectures that take images are in both nrl_models and vLLM.",
         "",
-        "The engine starts on random weights, also of the vision tower, and is refitted once. The engine gets",
-        "images, the trainer the tensors of transformers' processor. Images are square, wide, tall, and two in a",
-        "prompt. Processors are transformers' own, at tiny size. An architecture without one is not run.",
+        "The engine starts with random weights, also in the vision tower, and is refitted once. The engine gets",
+        "images; the trainer gets the tensors of transformers' processor. Prompts have a square, a wide or a tall",
+        "image, or two images. Processors are those of transformers, at tiny size. Architectures without one are not",
+        "run.",
         "",
         f"The bound is {BOUND} for decode and prefill. If vLLM only has kernels in bf16, the bound follows from the",
         "noise floor, which is large if rounding changes the choice of experts. If prompts disagree, the reason",

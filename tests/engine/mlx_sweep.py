@@ -62,7 +62,8 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
     """
     intro = [
         f"`make mlx-coverage`, on {MACHINE}, with {versions_summary(records)}. "
-        f"{len({*everything, *records})} architectures and variants write text and have a model type that mlx-lm has.",
+        f"{len({*everything, *records})} architectures and variants that generate text have a model type that "
+        "mlx-lm supports.",
         "",
         f"Each is tested as with vLLM; the bound is {BOUND}. After both refits, another MLX process reads the",
         "trainer's weights from files. Its log-probabilities must be equal bit for bit.",

@@ -189,11 +189,12 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
 
     intro = [
         f"`make engine-coverage`, on {MACHINE}, with {versions_summary(records).removeprefix('engine ')}. "
-        f"{len({*everything, *records})} architectures and variants write text and are in both the registry and the "
-        "engine.",
+        f"{len({*everything, *records})} architectures and variants that generate text are in both nrl_models and "
+        "vLLM.",
         "",
-        "The engine starts on other random weights, and the trainer refits it. The trainer then trains one step and",
-        "refits the engine again. If a refit fails, the engine reads the weights from files. Prompts have no images.",
+        "The engine starts with different random weights than the trainer, and the trainer refits it (sends it its",
+        "weights). The trainer then trains one step and refits the engine again. If a refit fails, the engine is",
+        "tested on weights read from files. Prompts have no images.",
         "",
         f"The bound is {BOUND} in fp32. If vLLM only has kernels in bf16, both sides run in bf16, and the bound after",
         f"each refit is {NOISE_FACTOR:g} times the trainer's noise floor. If vLLM's own class fails, transformers'",

@@ -66,7 +66,7 @@ def test_summary_has_counts_and_failures_but_not_agreeing_architectures(pages: d
         "- 3 cannot be run here: the engine fails for 1, 1 needs package versions that its environment does not "
         "have, 1 has no tiny model"
     ) in summary
-    assert "- not tried yet: EForCausalLM" in summary
+    assert "- not tested yet: EForCausalLM" in summary
     assert "AForCausalLM" not in summary
     assert summary.index("## vLLM") < summary.index("CForCausalLM") < summary.index("BForCausalLM")
     assert summary.endswith("## MLX\n\nkept\n")
@@ -75,8 +75,8 @@ def test_summary_has_counts_and_failures_but_not_agreeing_architectures(pages: d
 def test_summary_states_the_facts_of_a_verdict(pages: dict[str, str]) -> None:
     (row,) = [line for line in pages["engine-coverage.md"].splitlines() if line.startswith("| CForCausalLM")]
     assert row == (
-        "| CForCausalLM | 2.0200 | It computes as if `sliding_window` were 9 and not 8. First difference between "
-        "`model.layers.0.q` and `model.layers.0.o`. Known. **Agrees with `model_impl=transformers`.** |"
+        "| CForCausalLM | 2.0200 | The engine computes as if `sliding_window` were 9 and not 8. First difference "
+        "between `model.layers.0.q` and `model.layers.0.o`. Known. **Agrees with `model_impl=transformers`.** |"
     )
     assert "| BForCausalLM | No tiny model: its size is 7 |" in pages["engine-coverage.md"]
     assert "| DForCausalLM | The engine fails |" in pages["engine-coverage.md"]
@@ -88,7 +88,7 @@ def test_engine_page_has_every_result(pages: dict[str, str]) -> None:
     assert "| AForCausalLM | 1.0000020 |  |  |  |" in page  # without a certificate
     settings = "With `model_impl=transformers`: agrees, 1.0000000."
     link = "[JSON](certificates/vllm/CForCausalLM.json)"
-    assert f"| CForCausalLM | disagrees | 2.0200 |  |  | {settings} | {link} | It computes as if" in page
+    assert f"| CForCausalLM | disagrees | 2.0200 |  |  | {settings} | {link} | The engine computes as if" in page
     assert "| BForCausalLM | No tiny model: its size is 7 | `no tiny model: ValueError: 7 is not a size` |" in page
     assert r"| `EngineError: vLLM failed: a \| b; from files: vLLM failed` |" in page
     assert "| FForCausalLM | Needs transformers>=9 |  |" in page
