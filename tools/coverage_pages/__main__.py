@@ -29,9 +29,7 @@ def coverage(
     kind: Annotated[
         list[str] | None, typer.Option(help="Write nothing; print the architectures of this kind, e.g. moe.")
     ] = None,
-    feature: Annotated[
-        list[str] | None, typer.Option(help="... and with this feature, e.g. TP; or TP=refused.")
-    ] = None,
+    feature: Annotated[list[str] | None, typer.Option(help="... and with this feature, e.g. TP; or TP=raises.")] = None,
 ) -> None:
     """Write the model coverage pages from recorded outcomes, or print the architectures of a kind or with a feature."""
     if kind or feature:

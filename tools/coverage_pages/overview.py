@@ -17,7 +17,7 @@ class Verdict(StrEnum):
 
     YES = "yes"
     LIMITED = "limited"
-    REFUSED = "refused"
+    RAISES = "raises"
     FAILS = "fails"
     NOT_APPLICABLE = "n/a"
     NOT_TESTED = "not tested"
@@ -62,10 +62,12 @@ def overview_table(rows: Iterable[Row], trains_with: Sequence[str]) -> list[str]
     headings = ("architecture", "model type", "kind", "trains with", "tests passed")
     cells = []
     for row in rows:
+        untested = all(row.features.get(name, Verdict.NOT_TESTED) == Verdict.NOT_TESTED for name in trains_with)
         trains = [feature for feature in row.with_verdict(Verdict.YES) if feature in trains_with]
+        trainers = str(Verdict.NOT_TESTED) if untested else ", ".join(trains)
         kinds = ", ".join(row.kinds) or str(Verdict.NOT_TESTED)
         link = f"[{row.architecture}]({row.family}.md)"
-        cells.append((link, row.model_type, kinds, ", ".join(trains), str(row.passed)))
+        cells.append((link, row.model_type, kinds, trainers, str(row.passed)))
     return table(headings, cells)
 
 

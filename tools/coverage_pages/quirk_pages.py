@@ -24,4 +24,4 @@ def page_lines(subjects: dict[str, Subject]) -> list[str]:
         if names:
             of = "" if len(names) == len(subjects) else f" ({', '.join(names)})"
             lines.append(f"- [{quirk.name}](../quirks.md#{quirk.name}){of}: {quirk.symptom} {quirk.expiry}.")
-    return lines or ["None but those of every model."]
+    return lines

@@ -21,12 +21,12 @@ FEATURES = {
 """The sharding features that are tested, with the name of each on the pages."""
 
 MEANINGS = {
-    Kind.FSDP: "loads over two processes; exported weights, and loss and gradients of a step, equal one process",
-    Kind.TP: "the same under tensor parallelism",
-    Kind.EP: "the same under expert parallelism; only models with experts",
-    Kind.COMPILED: "a step with compiled layers over EP and over TP equals one process; only models with experts",
-    Kind.PP: "a step over two pipeline stages (1F1B) equals one process; only models that generate",
-    Kind.QLORA: "training adapters on a 4-bit checkpoint equals transformers' class",
+    Kind.FSDP: "loads on two processes; exported weights, and the loss and gradients of a step, match a single process",
+    Kind.TP: "the same with tensor parallelism",
+    Kind.EP: "the same with expert parallelism; only models with experts",
+    Kind.COMPILED: "a step with compiled layers, with EP and TP, matches a single process; only models with experts",
+    Kind.PP: "a step on two pipeline stages (1F1B) matches a single process; only models that generate",
+    Kind.QLORA: "training LoRA adapters on a 4-bit checkpoint matches transformers' class",
 }
 """The meaning of the verdict `yes` of each feature."""
 
@@ -48,7 +48,7 @@ class Status(StrEnum):
         """The verdict on the pages."""
         return {
             Status.AGREES: Verdict.YES,
-            Status.REFUSED: Verdict.REFUSED,
+            Status.REFUSED: Verdict.RAISES,
             Status.LIMITED: Verdict.LIMITED,
         }.get(self, Verdict.FAILS)
 
@@ -94,6 +94,8 @@ def verdicts(records: Records, architecture: str) -> dict[str, Verdict]:
     }
     # Expert parallelism is not tested without experts, and pipeline stages only for models that generate.
     untried = dict.fromkeys((Kind.EP, Kind.COMPILED, Kind.PP), Verdict.NOT_APPLICABLE) if tried else {}
+    if Kind.EP in tried and tried[Kind.EP].status == Status.AGREES:
+        untried[Kind.COMPILED] = Verdict.NOT_TESTED
     return {
         feature: tried[kind].status.verdict if kind in tried else untried.get(kind, Verdict.NOT_TESTED)
         for kind, feature in FEATURES.items()
@@ -109,19 +111,20 @@ def reasons(records: Records, architectures: Iterable[str]) -> list[str]:
         if name in records[kind]
     )
     lines = grouped(
-        (f"{feature} {outcome.status}: {outcome.summary}", name)
+        (f"{feature} {Verdict.RAISES if outcome.status == Status.REFUSED else outcome.status}: {outcome.summary}", name)
         for feature, name, outcome in tried
         if outcome.status != Status.AGREES
     )
     return [f"{line} ({', '.join(names)})" for line, names in lines.items()]
 
 
-def summary(records: Records) -> list[str]:
-    """Summarize the outcomes of all architectures as lines of Markdown. Empty without outcomes."""
-    shown = (Verdict.YES, Verdict.REFUSED, Verdict.LIMITED, Verdict.FAILS)
+def summary(records: Records, architectures: Iterable[str]) -> list[str]:
+    """Summarize the outcomes of these architectures as lines of Markdown. Empty without outcomes."""
+    shown = (Verdict.YES, Verdict.RAISES, Verdict.LIMITED, Verdict.FAILS, Verdict.NOT_TESTED, Verdict.NOT_APPLICABLE)
+    found = [verdicts(records, architecture) for architecture in architectures]
     rows = []
     for kind, feature in FEATURES.items():
-        counts = Counter(ShardingOutcome.of(record).status.verdict for record in records[kind].values())
+        counts = Counter(each[feature] for each in found)
         if records[kind]:
             numbers = [str(counts[verdict]) for verdict in shown]
             rows.append((feature, *numbers, MEANINGS[kind]))

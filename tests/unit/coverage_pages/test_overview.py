@@ -14,7 +14,7 @@ from tools.coverage_pages.results import Kind, Record, write_record
 ROWS = [
     Row("nova", "NovaForCausalLM", "nova", ("dense",), {"generate": "yes", "TP": "yes"}, 3),
     Row("nova", "NovaForTokenClassification", "nova", ("dense",), {"generate": "n/a", "TP": "yes"}, 2),
-    Row("pulsar", "PulsarForCausalLM", "pulsar_vl", ("moe", "vlm"), {"generate": "yes", "TP": "refused"}, 4),
+    Row("pulsar", "PulsarForCausalLM", "pulsar_vl", ("moe", "vlm"), {"generate": "yes", "TP": "raises"}, 4),
     Row("quasar", "QuasarForCausalLM", "", (), {}, 0),
 ]  # fmt: skip
 
@@ -31,8 +31,8 @@ def test_overview_lists_trainers_and_limits_of_each_architecture() -> None:
         "| [NovaForCausalLM](nova.md) | nova | dense | TP | 3 |",
         "| [NovaForTokenClassification](nova.md) | nova | dense | TP | 2 |",
         "| [PulsarForCausalLM](pulsar.md) | pulsar_vl | moe, vlm |  | 4 |",
-        "| [QuasarForCausalLM](quasar.md) |  | not tested |  | 0 |",
-        "| [NovaLMHeadModel](nova.md) | nova | dense |  | 1 |",
+        "| [QuasarForCausalLM](quasar.md) |  | not tested | not tested | 0 |",
+        "| [NovaLMHeadModel](nova.md) | nova | dense | not tested | 1 |",
     ]
     assert limits_table(rows)[4:-1] == [
         "| logits | limited | [NovaLMHeadModel](nova.md) |",
@@ -49,7 +49,7 @@ def test_overview_lists_trainers_and_limits_of_each_architecture() -> None:
         (["dense", "moe"], [], []),
         ([], ["generate"], ["NovaForCausalLM", "PulsarForCausalLM"]),
         ([], ["generate", "tp"], ["NovaForCausalLM"]),
-        ([], ["TP=refused"], ["PulsarForCausalLM"]),
+        ([], ["TP=raises"], ["PulsarForCausalLM"]),
     ],
 )
 def test_rows_are_chosen_that_are_of_all_kinds_and_have_all_features(
@@ -63,7 +63,7 @@ def test_what_no_row_knows_is_refused_with_what_there_is() -> None:
         chosen(ROWS, ["dens"], ["generation", "tp=maybe"])
     assert "no kind 'dens': there are dense, moe, vlm" in str(caught.value)
     assert "no feature 'generation': there are generate, TP" in str(caught.value)
-    assert "no verdict 'maybe': there are n/a, refused, yes" in str(caught.value)
+    assert "no verdict 'maybe': there are n/a, raises, yes" in str(caught.value)
 
 
 def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path) -> None:

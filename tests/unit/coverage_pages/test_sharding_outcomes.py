@@ -6,6 +6,7 @@ from tools.coverage_pages import sharding_outcomes
 from tools.coverage_pages.results import Kind, Record, Records, all_versions, read_records, versions_summary
 from tools.coverage_pages.sharding_outcomes import ShardingOutcome, Status
 
+NAMES = ("NovaForCausalLM", "NovaMoeForCausalLM", "Other")
 REFUSAL = "plan: NovaForCausalLM: has no tensor-parallel plan"
 
 
@@ -28,28 +29,28 @@ def test_verdicts_and_reasons() -> None:
         }
     )
     assert sharding_outcomes.verdicts(found, "NovaForCausalLM") == {
-        "FSDP2": "yes", "TP": "refused", "EP": "n/a", "compiled": "n/a", "PP": "n/a", "QLoRA": "limited"
+        "FSDP2": "yes", "TP": "raises", "EP": "n/a", "compiled": "n/a", "PP": "n/a", "QLoRA": "limited"
     }  # fmt: skip
     assert sharding_outcomes.verdicts(found, "NovaMoeForCausalLM") == {
-        "FSDP2": "fails", "TP": "refused", "EP": "fails", "compiled": "n/a", "PP": "yes", "QLoRA": "not tested"
+        "FSDP2": "fails", "TP": "raises", "EP": "fails", "compiled": "n/a", "PP": "yes", "QLoRA": "not tested"
     }  # fmt: skip
     assert set(sharding_outcomes.verdicts(found, "Other").values()) == {"not tested"}
     assert sharding_outcomes.reasons(found, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
-        "TP refused: plan: NovaForCausalLM: has no tensor-parallel plan (NovaForCausalLM, NovaMoeForCausalLM)",
+        "TP raises: plan: NovaForCausalLM: has no tensor-parallel plan (NovaForCausalLM, NovaMoeForCausalLM)",
         "QLoRA limited: no linear (NovaForCausalLM)",
         "FSDP2 disagrees: loss (NovaMoeForCausalLM)",
         "EP error: KeyError: 1 (NovaMoeForCausalLM)",
     ]
-    row = next(line for line in sharding_outcomes.summary(found) if line.startswith("| FSDP2 |"))
-    assert row.startswith("| FSDP2 | 1 | 0 | 0 | 1 | loads over two processes")
-    assert sharding_outcomes.summary(records({})) == []
+    row = next(line for line in sharding_outcomes.summary(found, NAMES) if line.startswith("| FSDP2 |"))
+    assert row.startswith("| FSDP2 | 1 | 0 | 0 | 1 | 1 | 0 | loads on two processes")
+    assert sharding_outcomes.summary(records({}), NAMES) == []
 
 
 def test_versions_of_several_runs_are_all_named() -> None:
     found = records({Kind.TP: {name: ShardingOutcome(Status.AGREES) for name in "abc"}})
     found[Kind.TP]["b"] = Record({"torch": "8"}, found[Kind.TP]["b"].outcome)
-    (row,) = [line for line in sharding_outcomes.summary(found) if line.startswith("| TP |")]
-    assert row.startswith("| TP | 3 | 0 | 0 | 0 |")
+    (row,) = [line for line in sharding_outcomes.summary(found, "abc") if line.startswith("| TP |")]
+    assert row.startswith("| TP | 3 | 0 | 0 | 0 | 0 | 0 |")
     assert versions_summary(found[Kind.TP]) == "torch 9 (2 architectures) and torch 8 (1 architectures)"
     assert all_versions(found[Kind.TP].values()) == "torch 8 and 9"
 
