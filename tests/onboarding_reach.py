@@ -37,7 +37,7 @@ NOT_REGISTERED: Mapping[str, str] = {
     "FastVlmForConditionalGeneration": "its vision tower comes from timm; the form of its images is not known",
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "Gemma4UnifiedAssistantForCausalLM": "drafts for another model and reads that model's hidden states",
-    "DbrxForCausalLM": "its configuration rejects tied embeddings, which one planted bug needs",
+    "DbrxForCausalLM": "its configuration rejects tied embeddings, which one injected bug needs",
     "Inkling2LoopForCausalLM": "an empty loop, and a head larger than the vocabulary, fail in our state-dict adapter",
     "Inkling2LoopForConditionalGeneration": "the same as Inkling2LoopForCausalLM",
     "InklingForConditionalGeneration": "needs scipy, which is not a dependency",

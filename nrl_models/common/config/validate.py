@@ -68,13 +68,13 @@ def check_config(
     found = examine(model_class, config, ignored)
     where = config.name_or_path or "the configuration"
     if found.problems:
-        keys = tuple(problem.subject for problem in found.problems)
+        wrong = tuple(problem.subject for problem in found.problems)
         raise ConfigurationError(
             f"{where} has settings that {model_class.__name__} does not support",
             found.problems,
             [
                 f"correct the configuration. If the model is correct without these settings, pass "
-                f"ignore_config_keys={keys}, on the command line --ignore-config-key KEY"
+                f"ignore_config_keys={wrong}, on the command line --ignore-config-key KEY"
             ],
         )
     if found.unread:

@@ -105,7 +105,8 @@ def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, config
     assert "All generated tests pass." in run.stdout
     assert "hf.CwmAttention: CombinedQKV," in (families / "cwm" / "model.py").read_text()
     page = (tmp_path / "copy" / "docs" / "model-coverage" / "cwm.md").read_text()
-    assert "| CwmForCausalLM | yes |" in page
+    assert "| feature | CwmForCausalLM |" in page
+    assert "| state dict | yes |" in page
     assert not list(families.glob(".nrl-new-*"))
     found = read_ledgers(ledger)["CwmForCausalLM"]
     assert found.kinds["hidden_size"] == "shapes"
