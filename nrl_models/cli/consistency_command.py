@@ -125,8 +125,7 @@ def consistency(
         Literal["auto", "dummy"],
         typer.Option(
             metavar="FORMAT",
-            help="auto: the engine loads the checkpoint. dummy: the engine starts with random weights, and the trainer "
-            "sends it the checkpoint's weights (a refit).",
+            help="auto: the engine loads the checkpoint. dummy: it starts with random weights, then gets a refit.",
             rich_help_panel=ENGINE,
         ),
     ] = "auto",
@@ -134,8 +133,7 @@ def consistency(
     witness: Annotated[
         str | None,
         engine_argument(
-            "Also score failing cells with a second engine (mlx or vllm-transformers), and report whether it agrees "
-            "with the trainer or with the engine.",
+            "Also score failing cells with mlx or vllm-transformers, and report which side this engine agrees with.",
             panel=ENGINE,
         ),
     ] = None,
@@ -155,8 +153,7 @@ def consistency(
     images: Annotated[
         list[Path] | None,
         input_file(
-            "Image file. Instead of the matrix, compare trainer and engine on a prompt that contains this image. "
-            "Repeatable. Needs --engine vllm.",
+            "Image file. Compare on a prompt with this image instead of the matrix. Repeatable. Needs --engine vllm.",
             panel=INPUT,
         ),
     ] = None,

@@ -5,8 +5,10 @@ An entry points at the code that handles it. `docs/quirks.md` is made from this;
 """
 
 from nrl_models.quirks.engine_quirks import EXPORT, INFERENCE
-from nrl_models.quirks.model_quirks import FORWARD, LOADING, TRAINING
+from nrl_models.quirks.forward_quirks import FORWARD
+from nrl_models.quirks.loading_quirks import LOADING
 from nrl_models.quirks.quirk import Quirk
+from nrl_models.quirks.training_quirks import TRAINING
 
 CATALOG: tuple[Quirk, ...] = (*LOADING, *FORWARD, *TRAINING, *EXPORT, *INFERENCE)
 """Every known quirk, in the order of a run: load, forward, train, export, infer."""

@@ -48,8 +48,8 @@ class Watch:
         engine: the engine; None if the trainer owns it, see `after_sync`.
         sampling: sampling parameters of the log-probabilities.
         fail: raise `DriftError` for failures. Otherwise they are logged.
-        max_staleness: number of syncs by which samples may be older than the trainer's weights, see `versions` of
-            `before_update`. Rows of earlier weights are not compared, because the trainer's weights are newer.
+        max_staleness: number of syncs by which samples may be older than the trainer's weights. Such rows are allowed,
+            but not compared. See `versions` of `before_update`.
         probe_every: syncs from one run of the probes to the next. Probes are fixed sequences whose log-probabilities
             both sides compute. 0: only if rollouts differ.
         probes: token IDs of the probes, all of one length. Default: random text tokens, 4 rows of 64.
@@ -58,8 +58,7 @@ class Watch:
         compute: dtype of the trainer's autocast; None for none.
         bars: published bounds. A difference that the noise floor explains is a warning above them.
         log: a file for JSON lines, or a function of `(values, step)` such as `accelerator.log`; or a list of them.
-        capsule: a file for the evidence of the first failure, or a directory with a file per failure. `nrl-models
-            replay` recomputes the findings from it. None for no capsule.
+        capsule: a file for the evidence of the first failure, or a directory with a file per failure; None for none.
         capsule_limits: size of a capsule.
 
     With several ranks, create a watch on every rank. If one rank finds a failure at a sync or in `before_update`, all
