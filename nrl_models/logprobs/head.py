@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -128,16 +128,16 @@ def output_embedding(model: nn.Module) -> nn.Module:
     return module
 
 
-def require_head(models: Iterable[Any], chunk_size: int | str | None) -> None:
+def require_head(models: Iterable[Any], chunk_size: int | str | None, inputs: Collection[str]) -> None:
     """Check that models predict each token from the tokens before it, and have an output embedding.
 
-    Complete logits (`chunk_size=None`) need no output embedding.
+    Complete logits (`chunk_size=None`) need no output embedding. `inputs` are names of further arguments of forwards.
 
     Raises:
         HeadError: If a model has an encoder, attends in both directions or has no output embedding.
     """
     for model in models:
-        if isinstance(model, nn.Module) and (reason := why_not_causal(model)) is not None:
+        if isinstance(model, nn.Module) and (reason := why_not_causal(model, inputs)) is not None:
             name = _name(innermost(model))
             raise HeadError(f"{name} {reason}; expected a model that predicts each token from the tokens before it")
         if chunk_size is not None or not isinstance(model, nn.Module):

@@ -108,10 +108,10 @@ def rollout_logprobs(
     if not isinstance(loss_terms, torch.Tensor):
         loss_terms = parse_option(LossTerms, loss_terms, "loss_terms", "or a number of each sequence")
     wrapped = [model] if reference is None else [model, reference]
-    require_head(wrapped, chunk_size)
+    own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
+    require_head(wrapped, chunk_size, {name for each in own if isinstance(each, Mapping) for name in each})
     models = [innermost(part) for part in wrapped]
     device = device_of(model)
-    own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
     if isinstance(sequences, Iterable) and not isinstance(sequences, torch.Tensor):
         sequences = list(sequences)
     ids, problems = _ids(sequences, models, row_tokens)

@@ -141,7 +141,7 @@ def token_logprobs(
         raise UnknownArgumentError(f"loss={shown(loss)}: expected a function of the log-probabilities")
     inputs = forward_inputs(model_inputs)
     wrapped = [model] if reference is None else [model, reference]
-    require_head(wrapped, chunk_size)
+    require_head(wrapped, chunk_size, inputs)
     models = [innermost(part) for part in wrapped]
     require_spelling(models[0].forward, inputs, ARGUMENTS)
     input_ids = input_ids.long()

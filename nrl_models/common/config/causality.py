@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
+
 from torch import nn
 from transformers import PreTrainedConfig
 
 from nrl_models.common.config.positions import has_encoder
 from nrl_models.common.modules import innermost
 
+PREFIX_TYPES = "token_type_ids"
+"""Argument of models with a bidirectional prefix (PaliGemma): 0 for the prefix, 1 for the tokens after it."""
 
-def why_not_causal(model: nn.Module) -> str | None:
+
+def why_not_causal(model: nn.Module, inputs: Collection[str] = ()) -> str | None:
     """Return why the logits of a token are not a prediction of the next token from the tokens up to it.
 
     None if they are, or if neither the configuration nor the class nor its family shows that they are not.
+
+    Args:
+        model: The model; it may be wrapped.
+        inputs: Names of the further arguments of its forward.
     """
     inner = innermost(model)
     config = getattr(inner, "config", None)
@@ -32,10 +42,12 @@ def why_not_causal(model: nn.Module) -> str | None:
         for module in inner.modules()
     ):
         return "attends in both directions, because its configuration has is_decoder=false (expected true)"
-    # Composite models (PaliGemma) set this key for prefixes, and build the mask themselves. Values for a part of the
-    # tokens ("vision") leave text causal.
-    bidirectional = text is config and getattr(text, "use_bidirectional_attention", None)
-    if bidirectional and any(
+    # Values for a part of the tokens ("vision") leave text causal.
+    bidirectional = getattr(text, "use_bidirectional_attention", None)
+    if text is not config:  # composite models (PaliGemma) set the key for prefixes, and build the mask themselves
+        if bidirectional is True and PREFIX_TYPES in inspect.signature(inner.forward).parameters.keys() - set(inputs):
+            return f"attends in both directions without {PREFIX_TYPES} (0 for the prompt, 1 for the completion)"
+    elif bidirectional and any(
         getattr(module, "is_causal", None) is False and getattr(module, "config", None) is text
         for module in inner.modules()
     ):
