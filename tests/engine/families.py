@@ -82,12 +82,6 @@ LIMITS: dict[str, tuple[str, str, str]] = {
         "vLLM's attention is bidirectional on every prompt. transformers' attention is bidirectional only on tokens "
         "that `token_type_ids` marks",
     ),
-    "PaliGemmaForConditionalGeneration": (
-        DISAGREES,
-        r"First divergence: in model.language_model.embed_tokens",
-        "without token types, transformers' attention is bidirectional and vLLM's is causal. They agree without "
-        "`use_bidirectional_attention`",
-    ),
     "MiMoV2FlashForCausalLM": (
         AS_LOADED,
         r"parameters of the engine were not written: .*attention_sink_bias",

@@ -40,6 +40,8 @@ IMAGE_OVERRIDES: dict[str, dict[str, Any]] = {
         "projector_patch_to_query_dict": {"4900": 4},
     },
     "MuseGlimmerForConditionalGeneration": {"vision_config": {"adapter_dim": 256}},
+    # With a bidirectional prefix it has no log-probabilities without `token_type_ids`, which vLLM does not take.
+    "PaliGemmaForConditionalGeneration": {"text_config": {"use_bidirectional_attention": False}},
     # Values of the published configuration.
     "Lfm2VlForConditionalGeneration": {"vision_config": {"vision_use_head": False}},
     "Gemma4ForConditionalGeneration": {"vision_config": {"default_output_length": 70}},
