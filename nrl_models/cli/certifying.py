@@ -83,8 +83,8 @@ def certify(
         typer.Option(
             parser=duration,
             metavar="TIME",
-            help="Time for all checks, e.g. 10m. Checks that are not expected to finish in time are left out, and the "
-            "answer cannot be 'ready' then. \\[default: no limit]",
+            help="Time for all checks, e.g. 10m. Checks that are not expected to finish in time are left out. In this "
+            "case, the answer cannot be 'ready'. \\[default: no limit]",
         ),
     ] = None,
     full: Annotated[
@@ -101,8 +101,9 @@ def certify(
             parser=check_name,
             metavar="CHECK",
             help="Run only this check. Repeatable. Other checks keep their results from an earlier run with the same "
-            "--out. If there is no earlier run, the answer cannot be 'ready'. Checks that share a computation run "
-            f"together. Names, to be quoted if they have spaces: {', '.join(CHECK_NAMES)}.",
+            "--out. If there is no earlier run, the answer cannot be 'ready'. Checks that share a computation are "
+            "selected together. The last two need --in-loop. Names (quote those with spaces): "
+            f"{', '.join(CHECK_NAMES)}.",
         ),
     ] = None,
     skip: Annotated[
@@ -110,7 +111,7 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Skip this check. Repeatable. --only lists the names.",
+            help="Skip this check, and those that share its computation. Repeatable. For the names, see --only.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
@@ -139,8 +140,8 @@ def certify(
         typer.Option(
             metavar="MESH",
             help="Also run three training steps with learning rates 0, 0 and 0.01, and check that every sync arrives "
-            "and that only the last step changes weights. MESH is 'none' (one process), or for example fsdp=2 or "
-            "tp=2. \\[default: no training steps]",
+            "and that only the last step changes weights. MESH is 'none' (one process) or a device mesh, e.g. fsdp=2 "
+            "or tp=2. \\[default: no training steps]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,

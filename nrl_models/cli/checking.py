@@ -97,8 +97,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Upper limit of the bound on token_mult_prob_error: the mean factor between the probabilities that trainer "
-            "and engine give to a token, 1 if they are equal. The bound itself is derived from dtype and first refit.",
+            "Largest bound on token_mult_prob_error, the mean factor between the probabilities that trainer and engine "
+            "give to a token. The bound of the first refit depends on the dtype, and that of the second refit on the "
+            "error after the first. Neither is larger than FLOAT.",
             panel=BOUNDS,
         ),
     ] = 1.05,

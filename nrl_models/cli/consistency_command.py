@@ -125,7 +125,7 @@ def consistency(
         Literal["auto", "dummy"],
         typer.Option(
             metavar="FORMAT",
-            help="auto: the engine loads the checkpoint. dummy: it starts with random weights, then gets a refit.",
+            help="auto: the engine loads the checkpoint. dummy: it starts with random ones, and gets the trainer's.",
             rich_help_panel=ENGINE,
         ),
     ] = "auto",
@@ -133,7 +133,7 @@ def consistency(
     witness: Annotated[
         str | None,
         engine_argument(
-            "Also score failing cells with mlx or vllm-transformers, and report which side this engine agrees with.",
+            "Also score failing cells with mlx or vllm-transformers, and report if it agrees with trainer or --engine.",
             panel=ENGINE,
         ),
     ] = None,

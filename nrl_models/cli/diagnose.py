@@ -151,7 +151,7 @@ def embeddings(
     path: CheckpointPath,
     near_zero_threshold: Annotated[
         float,
-        number("A row is near zero if its absolute maximum is below FLOAT.", panel=BOUNDS),
+        number("A row is near zero if the absolute values of its elements are below FLOAT.", panel=BOUNDS),
     ] = 1e-10,
     identical_threshold: Annotated[
         float,
@@ -162,8 +162,8 @@ def embeddings(
         typer.Option(
             "--reinitialize",
             metavar=DIR,
-            help="Write a copy of the checkpoint to DIR in which near-zero and constant rows are reinitialized. Rows "
-            "that equal or resemble other rows stay as they are.",
+            help="Write a copy of the checkpoint to DIR, and reinitialize rows that are not finite, near zero, constant "
+            "or close to the mean row. Duplicates and clusters of similar rows are left unchanged.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -209,7 +209,9 @@ def precision(
         int | None,
         input_size("Tokens that eager mode generates per prompt. \\[default: 64, or as many as fit]"),
     ] = None,
-    tolerance: Annotated[float, number("Absolute and relative tolerance.", panel=BOUNDS)] = 1e-3,
+    tolerance: Annotated[
+        float, number("Report log-probabilities that differ by more, absolute or relative.", panel=BOUNDS)
+    ] = 1e-3,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
@@ -248,7 +250,7 @@ def prefix_caching(
     ] = None,
     count: Annotated[
         int | None,
-        input_size("The prompt counts from 1 to INT. \\[default: 3000, or as far as fits]"),
+        input_size("Prompt: the numbers from 1 to INT. \\[default: 3000, or as many as fit]"),
     ] = None,
     new_tokens: Annotated[
         int | None,
@@ -256,16 +258,17 @@ def prefix_caching(
     ] = None,
     threshold: Annotated[
         float,
-        number("Largest mean of exp(|cached - prefill|) that passes.", panel=BOUNDS),
+        number("Largest mean of exp(|cached - prefill|) that passes. Both are log-probabilities.", panel=BOUNDS),
     ] = 1.05,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check that prefix caching keeps log-probabilities right when a completion is part of the next prompt.
+    """Check that log-probabilities are right with prefix caching when a completion is part of the next prompt.
 
-    Fails if a log-probability is NaN (NeMo RL's diagnostic 5), or differs from that of one prefill.
+    Fails if a log-probability is NaN (NeMo RL's diagnostic 5), or if they differ by more than --threshold from those of
+    a single prefill without the cache.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths

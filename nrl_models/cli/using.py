@@ -176,7 +176,8 @@ def plan(
 ) -> None:
     """Estimate the memory and communication of each rank for training with AdamW. Needs no weights.
 
-    If the model does not fit, the command suggests changes, shows the memory that each needs, and exits with status 1.
+    If the model does not fit, the command suggests changes and shows the memory needed with each of them. The exit
+    status is then 1.
     """
     from nrl_models.onboarding.plan_table import PlanReport
 
