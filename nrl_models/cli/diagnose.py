@@ -162,7 +162,7 @@ def embeddings(
         typer.Option(
             "--reinitialize",
             metavar=DIR,
-            help="Write a copy of the checkpoint to DIR, and reinitialize rows that are not finite, near zero, constant "
+            help="Write the checkpoint to DIR with new values for rows that are not finite, near zero, constant "
             "or close to the mean row. Duplicates and clusters of similar rows are left unchanged.",
             rich_help_panel=OUTPUT,
         ),

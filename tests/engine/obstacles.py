@@ -65,7 +65,7 @@ VLLM = {
     "MiniMaxM3SparseForConditionalGeneration": _unread("img_token_compression_config"),
     "NemotronH_Omni_Reasoning_V3": "its class has no output embedding",
     "OlmoHybridForCausalLM": "vLLM calls `triton.set_allocator`, which the installed triton does not have",
-    "PaliGemmaForConditionalGeneration": "it has no log-probabilities without `token_type_ids`, which vLLM does not take",
+    "PaliGemmaForConditionalGeneration": "log-probabilities need `token_type_ids`, which vLLM does not take",
     "QianfanOCRForConditionalGeneration": NUMBER,
     "Qwen4ExpForCausalLM": FLASH,
     "Qwen4ExpForConditionalGeneration": FLASH,
