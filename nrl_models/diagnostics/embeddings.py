@@ -29,6 +29,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.modules import class_name, input_embeddings
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.ties import have_same_values
 from nrl_models.diagnostics.embedding_rows import (
     IDENTICAL,
     NEAR_ZERO,
@@ -128,7 +129,8 @@ def diagnose_embeddings(
 def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, list[str]], bool]:
     """Return the keys of input and output embeddings in the files by kind, and whether they are tied.
 
-    Tied embeddings may be stored under several keys.
+    Tied embeddings may be stored under several keys. Keys with different values are not tied, although the
+    configuration ties them: transformers then loads both.
 
     Raises:
         CheckpointError: If the files have no input embeddings.
@@ -143,23 +145,31 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, lis
             continue
         name = f"{names[id(module)]}.weight"
         source = adapter.tied.get(name, name)
-        candidates = [source, *(other for other, tied_to in adapter.tied.items() if tied_to == source)]
-        keys = [
+        candidates = [name, source, *(other for other, tied_to in adapter.tied.items() if tied_to == source)]
+        keys = dict.fromkeys(
             key
             for candidate in candidates
             for layout in ("hub", "transformers")
             for key in [*(tensor.name for tensor in adapter.tensors_in(candidate, layout)), candidate]
             if key in files.tensors
-        ]
+        )
         if keys:
-            result[kind] = list(dict.fromkeys(keys))
+            first, *others = keys
+            result[kind] = [first, *(key for key in others if _are_equal(files, first, key))]
     if "Input" not in result:
         missing = "the input embeddings", f"are not one module of {class_name(model)}"
         if modules["Input"] is not None:
             missing = f"{names[id(modules['Input'])]}.weight", "is in none of the files"
         raise CheckpointError(f"{folder} holds no input embeddings", [Problem(ProblemKind.MISSING, *missing)])
-    tied = "Output" not in result or result["Output"] == result["Input"]
-    return result, tied and modules["Output"] is not None
+    if set(result.get("Output", result["Input"])) == set(result["Input"]):
+        result |= dict.fromkeys(result, result["Input"])
+        return result, modules["Output"] is not None
+    return result, False
+
+
+def _are_equal(files: CheckpointFiles, first: str, second: str) -> bool:
+    """Return True if two stored tensors have the same values."""
+    return have_same_values(files.read(files.tensors[first]), files.read(files.tensors[second]))
 
 
 def padding_row(config: PreTrainedConfig) -> int | None:

@@ -170,6 +170,28 @@ def test_rows_of_tied_tensors_that_are_both_stored(tmp_path: Path) -> None:
     assert diagnose_embeddings(tmp_path / "mended").passed
 
 
+def test_stored_tensors_with_different_values_are_not_tied(tmp_path: Path) -> None:
+    """transformers loads both tensors, although the configuration ties them."""
+    new_model(tiny_config(LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path / "tied")
+
+    def store_other_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+        tensors["model.embed_tokens.weight"][20] = 0.0
+        tensors["lm_head.weight"][30] = 0.0
+
+    edit_weights(tmp_path / "tied", store_other_head)
+    before = stored(tmp_path / "tied")
+    result = diagnose_embeddings(tmp_path / "tied", reinitialize=tmp_path / "mended")
+    assert not result.measured["tied"]
+    assert [found["near_zero"] for found in result.measured["embeddings"]] == [[20], [30]]
+    after = stored(tmp_path / "mended")
+    changed = {
+        name: (after[name] != before[name]).any(1).nonzero().flatten().tolist()
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    assert changed == {"model.embed_tokens.weight": [20], "lm_head.weight": [30]}
+
+
 def test_a_row_of_zeros_of_a_token_that_is_not_only_padding_counts(folder: Path) -> None:
     edit_config(folder, pad_token_id=2, eos_token_id=[1, 2])
     edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][2].zero_())
