@@ -128,7 +128,7 @@ class Engine(GuardedCalls):
                     f"{self.name} accepts no raw images here, and {sum(map(bool, images))} of {len(prompts)} prompts "
                     "have some. Use vllm with a model that accepts images and the checkpoint's processor"
                 )
-            more |= {"images": images}
+            more |= {"images": list(images)}
         samples = self._generate(
             prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end, **more
         )

@@ -134,6 +134,7 @@ def media_inputs(
     Raises:
         EngineError: If an output is for other token ids, or has padding.
     """
+    model_inputs = list(model_inputs)  # columns of a data set create a new object at each access
     checked = [contradictions(tokens, own) for tokens, own in zip(sequences, model_inputs, strict=True)]
     problems = [f"model_inputs of sequence {index} {each}" for index, found in enumerate(checked) for each in found]
     if problems:

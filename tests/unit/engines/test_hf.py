@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import GenerationConfig
 
 from nrl_models.engines import ModuleCall, Sample, start_engine, tensor_digest
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.input_checks import media_inputs
 from nrl_models.engines.scores import final_scores
 from nrl_models.errors import CheckpointError, EngineError
 from nrl_models.logprobs import Sampling
@@ -166,6 +168,22 @@ def test_inputs_of_another_number_than_prompts(name: str, engine: HFEngine, prom
             engine.generate(prompts, Sampling(), max_new_tokens=2, **{name: entries})
         with pytest.raises(EngineError, match=message):
             engine.score(prompts, Sampling(), **{name: entries})
+
+
+def test_inputs_in_a_column_that_creates_new_objects(engine: HFEngine) -> None:
+    """As the columns of `datasets` do."""
+
+    class Column(Sequence[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: Any) -> Any:
+            if not 0 <= index < 3:
+                raise IndexError(index)
+            return {"pixel_values": torch.full((1,), float(index))}
+
+    found = media_inputs(engine, [[1, 2]] * 3, Column())
+    assert [inputs["pixel_values"].item() for inputs in found] == [0.0, 1.0, 2.0]
 
 
 def test_closed_engines_refuse_calls(checkpoint: Path, prompts: list[list[int]]) -> None:
