@@ -156,7 +156,7 @@ class PolicyTraining(Training):
         max_prompt: Maximum number of tokens of a question. Longer questions are skipped.
         new_tokens: Maximum number of tokens of a completion.
         updates: Weight updates per step. The questions are divided among them.
-        row_tokens: Maximum number of tokens of a forward, into which several completions are packed. More tokens need
+        row_tokens: Maximum number of tokens per forward pass. Several completions are packed into it. More tokens need
             more memory for activations. Default: see `nrl_models.logprobs.rollout_logprobs`.
         on_non_finite: `raise` an error for, or `skip`, groups with a reward, an advantage or an engine's
             log-probability that is NaN or infinite.

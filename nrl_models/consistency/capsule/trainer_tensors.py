@@ -21,7 +21,7 @@ from nrl_models.engines.engine_types import ModuleCall
 from nrl_models.engines.hf import HFEngine
 
 DIGESTED_BYTES = 20_000_000_000
-"""Digests of all weights are computed up to this size. They are computed at about the speed of memory."""
+"""Digests of all weights are computed up to this size. They are computed at about memory bandwidth."""
 
 BOUNDARY_TOKENS = 64
 """Number of tokens of the outputs of layers."""
