@@ -1,4 +1,4 @@
-"""Compare a training step (forward, backward, optimizer) with transformers and, if installed, Liger and NeMo Automodel.
+"""Compare a training step (forward, backward, optimizer) with transformers and, if installed, Liger and NeMo AutoModel.
 
 Runs in one process, and with FSDP2 over two. All contenders hold the same weights, receive the same tokens and
 alternate step by step, so that a slow second slows all. Times and memory are medians, and ratios are medians over the
@@ -7,7 +7,7 @@ and a small vocabulary.
 
 On a CPU a step is one sequence of 128 tokens in fp32 with SGD, to limit memory and time. The CPU figures compare
 combined with separate projections; they do not show training speed. On a GPU a step is 4096 tokens in bf16 with AdamW.
-Liger and NeMo Automodel run only on a GPU.
+Liger and NeMo AutoModel run only on a GPU.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def contenders(shape: str, compiled: bool) -> dict[str, Callable[[], Any]]:
     if not absent("nemo_automodel"):
         from nemo_automodel import NeMoAutoModelForCausalLM
 
-        found["NeMo Automodel"] = lambda: NeMoAutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+        found["NeMo AutoModel"] = lambda: NeMoAutoModelForCausalLM.from_config(config, torch_dtype=dtype)
     return found
 
 
@@ -299,7 +299,7 @@ def main() -> None:
         over = child(f"from benchmarks.train_step import sharded; sharded({shape!r}, {2 * options.runs})")
         rows += [_row(shape, name, "1", row, row["tokens"]) for name, row in found.items()]
         rows += [_row(shape, name, "2, FSDP2", row, 2 * row["tokens"]) for name, row in over.items()]
-    peers = {"transformers with Liger": "liger_kernel", "NeMo Automodel": "nemo_automodel"}
+    peers = {"transformers with Liger": "liger_kernel", "NeMo AutoModel": "nemo_automodel"}
     rows += [_row("any", name, "1", {}, why) for name, package in peers.items() if (why := absent(package))]
     notes = [
         "The last column is the time against that of transformers; under FSDP2 against that of separate projections.",

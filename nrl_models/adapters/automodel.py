@@ -1,4 +1,4 @@
-"""NeMo Automodel and NeMo RL: register this library's classes, with state-dict adapters for Automodel.
+"""NeMo AutoModel and NeMo RL: register this library's classes, with state-dict adapters for Automodel.
 
     from nrl_models.adapters import automodel
 

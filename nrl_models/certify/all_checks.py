@@ -135,7 +135,7 @@ def certify(
         budget: seconds. Checks that are estimated not to end in time are left out.
         full: check the 36 cells of NeMo RL's guide, instead of 8.
         seed: random seed for inputs.
-        out: directory for results; `certify/NAME-DIGEST` by default.
+        out: directory for results; `certify/MODEL-DIGEST` by default.
         only: names of checks to run; all by default.
         skip: names of checks not to run.
         fresh: discard earlier results.

@@ -1,4 +1,4 @@
-"""Unmodified NeMo Automodel loads, saves and exports registered classes. Also tests NeMo RL's calls."""
+"""Unmodified NeMo AutoModel loads, saves and exports registered classes. Also tests NeMo RL's calls."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgum
 class StateDictAdapter(LayoutTables):
     """Translates between a model's own tensors and Hugging Face's names and shapes.
 
-    `to_hf`, `from_hf` and `convert_single_tensor_to_hf` accept the arguments of NeMo Automodel and NeMo RL
+    `to_hf`, `from_hf` and `convert_single_tensor_to_hf` accept the arguments of NeMo AutoModel and NeMo RL
     (`nrl_models.common.state_dict.trainer_options`).
 
     Args:

@@ -1,4 +1,4 @@
-"""Options that NeMo Automodel and NeMo RL pass to a `state_dict_adapter`, and their effect here.
+"""Options that NeMo AutoModel and NeMo RL pass to a `state_dict_adapter`, and their effect here.
 
 - `exclude_key_regex` is supported.
 - `quantization=True` raises an error. It requests 8-bit weights and scales, as targets for reading a quantized

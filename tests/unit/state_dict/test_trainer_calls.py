@@ -1,4 +1,4 @@
-"""Adapter calls of NeMo RL and NeMo Automodel, with the keywords they pass."""
+"""Adapter calls of NeMo RL and NeMo AutoModel, with the keywords they pass."""
 
 from __future__ import annotations
 
