@@ -117,7 +117,7 @@ def test_readme_figures_match_generated_pages() -> None:
     _, vllm, images, mlx = (counts(part) for part in (ROOT / "docs/engine-coverage.md").read_text().split("\n## "))
     assert (
         f"{vllm.compared + vllm.not_run} of the {vllm.shared} architectures and variants that vLLM also supports were "
-        f"tried on a CPU. {vllm.compared} ran: {vllm.agreeing} agree after both of two refits, "
+        f"tried on a CPU. {vllm.compared} ran: {vllm.agreeing} agree after each of two refits, "
         f"{vllm.compared - vllm.agreeing} disagree or cannot be refitted. {vllm.not_run} did not run."
     ) in text
     assert (
@@ -134,12 +134,14 @@ def test_quickstart_commands_run(here: Path) -> None:
     """Commands for the engine's environment run with an in-process engine."""
     lines = "".join(blocks("docs/quickstart.md", "console")).splitlines()
     commands = [shlex.split(line, comments=True)[1:] for line in lines if "bin/nrl-models " in line]
-    assert {words[1] for words in commands} == {"inspect", "quirks", "certify", "refit-check"}
+    assert {words[1] for words in commands} == {"inspect", "quirks", "certify", "refit-check", "consistency"}
     for program, *arguments in commands:
         assert program in (".venv/bin/nrl-models", ".venv-engine/bin/nrl-models")
         arguments = ["hf-generate" if word == "vllm" else word for word in arguments]
         if arguments[0] == "certify":  # its engine checks are tested elsewhere
             arguments += ["--only", "files", "--only", "tokenizer"]
+        if arguments[0] == "consistency":
+            arguments += ["--length", "16", "--data", "dummy", "--mode", "greedy", "--out", str(here / "out")]
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == (3 if arguments[0] == "certify" else 0), result.output
 

@@ -163,8 +163,10 @@ def note_mapped_keys(model: PreTrainedModel, keys: Iterable[str], key_mapping: M
     described = [describe_conversion(renaming) for renaming in renamings]
     loaded = loaded_conversions(model) or []
     set_loaded_conversions(model, [each for each in loaded if describe_conversion(each) not in described])
-    mapped = renamed_keys(keys, renamings, Renaming())
-    cast(Any, model)._mapped_keys = {name: key for key, name in mapped.items()}
+    names = {name: key for key, name in renamed_keys(keys, renamings, Renaming()).items()}
+    parts = {name: (name.rpartition("."), key.rpartition(".")) for name, key in names.items()}
+    modules = {name[0]: key[0] for name, key in parts.values() if name[2] == key[2]}
+    cast(Any, model)._mapped_keys = modules | names  # modules: some parts of quantized weights are next to them
 
 
 def under_mapped_keys(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

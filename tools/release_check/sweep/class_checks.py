@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nrl_models import registry
+from nrl_models.common.config.causality import why_not_causal
 from nrl_models.errors import NRLModelsError
 from nrl_models.inputs.audio import AUDIO
 from nrl_models.inputs.images import PIXELS, ImageInputsError
@@ -160,6 +161,8 @@ def _check_token_logprobs(case: ClassUnderTest) -> Comparisons:
     if "input_ids" not in inputs or "decoder_input_ids" in inputs:
         raise NotApplicableError("takes no tokens, or has an encoder for the prompt")
     ids = inputs.pop("input_ids")
+    if reason := why_not_causal(case.model, inputs):
+        raise NotApplicableError(reason)
 
     @torch.no_grad()
     def run(model: PreTrainedModel) -> dict[str, torch.Tensor]:
