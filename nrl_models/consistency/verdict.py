@@ -33,7 +33,7 @@ class Vote(StrEnum):
     """The side that a witness agrees with."""
 
     REFERENCE = "transformers"
-    AT_FAULT = "the party at fault"
+    AT_FAULT = "the wrong side"
     NEITHER = "neither"
 
 
