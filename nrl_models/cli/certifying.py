@@ -102,8 +102,8 @@ def certify(
             metavar="CHECK",
             help="Run only this check. Repeatable. Other checks keep their results from an earlier run with the same "
             "--out. If there is no earlier run, the answer cannot be 'ready'. Checks that share a computation are "
-            "selected together. The last two need --in-loop. Names (quote those with spaces): "
-            f"{', '.join(CHECK_NAMES)}.",
+            "selected together. Names (quote those with spaces): "
+            f"{', '.join(CHECK_NAMES[:-2])}, and with --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
         ),
     ] = None,
     skip: Annotated[
@@ -141,7 +141,7 @@ def certify(
             metavar="MESH",
             help="Also run three training steps with learning rates 0, 0 and 0.01, and check that every sync arrives "
             "and that only the last step changes weights. MESH is 'none' (one process) or a device mesh, e.g. fsdp=2 "
-            "or tp=2. \\[default: no training steps]",
+            "or tp=2. \\[default: off]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,

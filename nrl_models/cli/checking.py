@@ -97,9 +97,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Largest bound on token_mult_prob_error, the mean factor between the probabilities that trainer and engine "
-            "give to a token. The bound of the first refit depends on the dtype, and that of the second refit on the "
-            "error after the first. Neither is larger than FLOAT.",
+            "The command derives a bound on token_mult_prob_error for each refit: from the dtype for the first, and "
+            "from the error after the first for the second. FLOAT caps both bounds. The metric is the mean factor "
+            "between the probabilities that trainer and engine give to a token.",
             panel=BOUNDS,
         ),
     ] = 1.05,

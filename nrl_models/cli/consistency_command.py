@@ -20,7 +20,6 @@ from nrl_models.cli.arguments import (
     MATRIX,
     OUTPUT,
     SAMPLING,
-    TEXT,
     TRAINER,
     CheckpointPath,
     Device,
@@ -40,6 +39,7 @@ from nrl_models.cli.arguments import (
     torch_dtype,
 )
 from nrl_models.cli.console import output, show, write_json
+from nrl_models.cli.image_checking import ImageFiles, ImagePrompt, check_image_files
 from nrl_models.common.trust.servers import shown_argument
 from nrl_models.consistency import Data, Mode
 
@@ -125,7 +125,8 @@ def consistency(
         Literal["auto", "dummy"],
         typer.Option(
             metavar="FORMAT",
-            help="auto: the engine loads the checkpoint. dummy: it starts with random ones, and gets the trainer's.",
+            help="auto: the engine loads the checkpoint. dummy: it starts with random weights, then gets "
+            "the trainer's weights.",
             rich_help_panel=ENGINE,
         ),
     ] = "auto",
@@ -133,7 +134,7 @@ def consistency(
     witness: Annotated[
         str | None,
         engine_argument(
-            "Also score failing cells with mlx or vllm-transformers, and report if it agrees with trainer or --engine.",
+            "Also score failing cells with mlx or vllm-transformers, and report which side they agree with.",
             panel=ENGINE,
         ),
     ] = None,
@@ -150,19 +151,8 @@ def consistency(
     text: Annotated[
         Path | None, input_file("Text for real prompts. \\[default: Python's reference manual]", panel=INPUT)
     ] = None,
-    images: Annotated[
-        list[Path] | None,
-        input_file(
-            "Image file. Compare on a prompt with this image instead of the matrix. Repeatable. Needs --engine vllm.",
-            panel=INPUT,
-        ),
-    ] = None,
-    image_prompt: Annotated[
-        str | None,
-        typer.Option(
-            metavar=TEXT, help="Text after each image. \\[default: Describe the image.]", rich_help_panel=INPUT
-        ),
-    ] = None,
+    images: ImageFiles = None,
+    image_prompt: ImagePrompt = None,
     ignore_config_key: IgnoredConfigKeys = None,
     out: Annotated[
         Path | None,
@@ -212,8 +202,6 @@ def consistency(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if images:
-        from nrl_models.cli.image_checking import check_image_files
-
         check_image_files(
             context,
             images,

@@ -162,8 +162,8 @@ def embeddings(
         typer.Option(
             "--reinitialize",
             metavar=DIR,
-            help="Write the checkpoint to DIR with new values for rows that are not finite, near zero, constant "
-            "or close to the mean row. Duplicates and clusters of similar rows are left unchanged.",
+            help="Write the checkpoint to DIR with new values for rows that are near zero, constant, close to the mean "
+            "row, or contain NaN or infinity. Duplicates and clusters of similar rows are left unchanged.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -210,7 +210,10 @@ def precision(
         input_size("Tokens that eager mode generates per prompt. \\[default: 64, or as many as fit]"),
     ] = None,
     tolerance: Annotated[
-        float, number("Report log-probabilities that differ by more, absolute or relative.", panel=BOUNDS)
+        float,
+        number(
+            "Report log-probabilities that differ from eager mode's by more than FLOAT * (1 + |eager|).", panel=BOUNDS
+        ),
     ] = 1e-3,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nrl_models.cli.arguments import require_only
+from nrl_models.cli.arguments import INPUT, TEXT, input_file, require_only
 from nrl_models.cli.console import show, show_report, status
 
 if TYPE_CHECKING:
     from nrl_models.logprobs.sampling import Sampling
+
+ImageFiles = Annotated[
+    list[Path] | None,
+    input_file(
+        "Image file. Compare on a prompt with this image instead of the matrix. Repeatable: one prompt per file. Needs "
+        "--engine vllm.",
+        panel=INPUT,
+    ),
+]
+ImagePrompt = Annotated[
+    str | None,
+    typer.Option(
+        metavar=TEXT,
+        help="Text of each prompt, after its image. \\[default: Describe the image.]",
+        rich_help_panel=INPUT,
+    ),
+]
 
 APPLIES = {
     *("path", "engine", "engine_option", "images", "image_prompt", "new_tokens", "temperature", "top_k", "top_p"),

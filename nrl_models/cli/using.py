@@ -53,10 +53,10 @@ def demo(
     verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small Llama with transformers, load it with nrl_models, and run all checks.
+    """Train a small Llama with transformers, load it with nrl_models, compare the two, and save it again.
 
-    Also runs nrl-models certify on the model, unless you pass --real or --break. Exit status: 0 if all checks passed
-    and the model is ready, otherwise 1.
+    Then run nrl-models certify on the model with --engine hf-generate, unless you pass --real or --break. Exit status:
+    0 if all checks passed and the certificate, if any, says 'ready', otherwise 1.
     """
     from nrl_models.certify import Answer
     from nrl_models.cli.demo import BUG, certify_demo, next_commands, run_demo, run_real_demo
