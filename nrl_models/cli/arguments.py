@@ -258,8 +258,8 @@ TrainerDtype = Annotated[
 Threshold = Annotated[
     float,
     number(
-        "A cell passes if its token_mult_prob_error is at most FLOAT, or at most the bound of --noise-factor. It is "
-        "the mean factor between the probabilities that trainer and engine give to a token: 1 if they are equal.",
+        "A cell passes if its token_mult_prob_error is at most FLOAT, or meets --noise-factor. The metric is the "
+        "mean factor between the probabilities that trainer and engine give to a token: 1 if they are equal.",
         panel=BOUNDS,
     ),
 ]

@@ -97,8 +97,8 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "The command derives a bound on token_mult_prob_error for each refit: from the dtype for the first, and "
-            "from the error after the first for the second. FLOAT caps both bounds. The metric is the mean factor "
+            "The command derives a bound on token_mult_prob_error for each refit: for the first from the dtype, and "
+            "for the second from the error after the first. FLOAT caps both bounds. The metric is the mean factor "
             "between the probabilities that trainer and engine give to a token.",
             panel=BOUNDS,
         ),

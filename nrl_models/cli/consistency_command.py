@@ -134,7 +134,7 @@ def consistency(
     witness: Annotated[
         str | None,
         engine_argument(
-            "Also score failing cells with mlx or vllm-transformers, and report which side they agree with.",
+            "Also score failing cells with mlx or vllm-transformers, and report which side it agrees with.",
             panel=ENGINE,
         ),
     ] = None,
