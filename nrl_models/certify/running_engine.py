@@ -133,8 +133,7 @@ def longest_length(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     cell = Cell(length, Data.DUMMY, Mode.SAMPLING, 1)
     settings = Settings((length,), (cell.data,), (cell.mode,), (1,), new_tokens=NEW_TOKENS, seed=subject.options.seed)
     meter = Meter(engine, trainer, subject.prompts, settings)
-    sampling = settings.sampling_of(cell)
-    result = CellResult(cell, (meter.measure(cell),), sampling, settings.threshold, settings.noise_factor)
+    result = CellResult.of(cell, (meter.measure(cell),), settings)
     problems, side, verdict = list(result.problems), Side.ENGINE, None
     if problems:
         references = References(subject.folder, device=subject.options.device)

@@ -55,6 +55,11 @@ class CellResult:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.cell}: {Outcome.of(self.passed)}>"
 
+    @classmethod
+    def of(cls, cell: Cell, repeats: tuple[Measurement, ...], settings: Settings) -> CellResult:
+        """Return the result of measurements with these settings."""
+        return cls(cell, repeats, settings.sampling_of(cell), settings.threshold, settings.noise_factor)
+
     @property
     def comparisons(self) -> dict[Comparison, list[ConsistencyMetrics]]:
         """All comparisons of trainer and engine, by repeat."""

@@ -40,6 +40,7 @@ from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
 from nrl_models.errors import ConsistencyError, EngineError
+from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.worst import worst_of
 
 logger = get_logger(__name__)
@@ -235,8 +236,7 @@ def run_matrix(
                 progress(report)
 
             repeats = tuple(meter.measure(cell, repeat, note) for repeat in range(settings.repeats))
-            sampling = settings.sampling_of(cell)
-            result = CellResult(cell, repeats, sampling, settings.threshold, settings.noise_factor)
+            result = CellResult.of(cell, repeats, settings)
             judged = sum(earlier.verdict is not None for earlier in report.results)
             if not result.passed and judged < MAX_VERDICTS:
                 note("judging")
@@ -246,10 +246,12 @@ def run_matrix(
             progress(report)
         failing = [result for result in report.results if not result.passed]
         if capsule is not None and failing:
-            worst = max(failing, key=lambda result: worst_of(map(_badness_in(result), result.repeats)))
+            worst = max(
+                failing, key=lambda result: worst_of(_badness(repeat, result.sampling) for repeat in result.repeats)
+            )
             report.running[worst.cell] = "writing the capsule"
             progress(report)
-            found = judge.judged(worst.cell, max(worst.repeats, key=_badness_in(worst)), with_tensors=True)
+            found = judge.judged(worst.cell, _worst_repeat(worst), with_tensors=True)
             write_consistency(capsule, found, meter.engine, meter.trainer, capsule_limits or Limits())
             with_verdict = replace(worst, verdict=found.verdict)
             report.results = [with_verdict if result is worst else result for result in report.results]
@@ -269,7 +271,7 @@ def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
         # A verdict against a side that was made without this witness lacks the witness's vote.
         if not (witness and kept.at_fault) or (kept.witness and kept.witness.vote and kept.witness.engine == witness):
             return kept
-    verdict = judge.judge(result.cell, max(result.repeats, key=_badness_in(result)))
+    verdict = judge.judge(result.cell, _worst_repeat(result))
     store.save_note(name, verdict.to_json())
     return verdict
 
@@ -291,17 +293,18 @@ def _witness_options(witness: str, settings: Settings, engine: Mapping[str, Any]
     return options
 
 
-def _badness_in(result: CellResult) -> Callable[[Measurement], float]:
-    """Return a key that orders the repeats of a cell by their errors."""
+def _worst_repeat(result: CellResult) -> Measurement:
+    """Return the measurement of a cell with the largest error."""
+    return max(result.repeats, key=lambda repeat: _badness(repeat, result.sampling))
 
-    def badness(measurement: Measurement) -> float:
-        return worst_of(
-            metrics.impossible(result.sampling) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
-            for name, metrics in measurement.metrics.items()
-            if name in (Comparison.DECODE, Comparison.PREFILL, Comparison.SECOND)
-        )
 
-    return badness
+def _badness(measurement: Measurement, sampling: Sampling) -> float:
+    """Return a number that orders measurements by their errors."""
+    return worst_of(
+        metrics.impossible(sampling) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
+        for name, metrics in measurement.metrics.items()
+        if name in (Comparison.DECODE, Comparison.PREFILL, Comparison.SECOND)
+    )
 
 
 def _fitting(folder: Path, settings: Settings, engine: str, skip: bool) -> tuple[Settings, dict[Cell, str]]:

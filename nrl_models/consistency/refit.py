@@ -225,9 +225,7 @@ class RefitChecker:
         after = self.meter.measure(self.cell)
         self.not_observable = tuple(self.change.unseen(after, self.threshold))
         self.change = WeightChange(self.meter, self.cell)
-        settings = self.meter.settings
-        sampling = settings.sampling_of(self.cell)
-        result = CellResult(self.cell, (after,), sampling, self.threshold, settings.noise_factor)
+        result = replace(CellResult.of(self.cell, (after,), self.meter.settings), threshold=self.threshold)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(after))
         step = RefitStep(name, report, problems, result, before.metrics[Comparison.DECODE].token_mult_prob_error)

@@ -153,18 +153,19 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, lis
             for key in [*(tensor.name for tensor in adapter.tensors_in(candidate, layout)), candidate]
             if key in files.tensors
         )
-        if keys:
-            first, *others = keys
+        known = result.get("Input", [])
+        if keys and (first := next(iter(keys))) in known:
+            result[kind] = known
+        elif keys:
+            others = (key for key in keys if key not in (first, *known))
             result[kind] = [first, *(key for key in others if _are_equal(files, first, key))]
     if "Input" not in result:
         missing = "the input embeddings", f"are not one module of {class_name(model)}"
         if modules["Input"] is not None:
             missing = f"{names[id(modules['Input'])]}.weight", "is in none of the files"
         raise CheckpointError(f"{folder} holds no input embeddings", [Problem(ProblemKind.MISSING, *missing)])
-    if set(result.get("Output", result["Input"])) == set(result["Input"]):
-        result |= dict.fromkeys(result, result["Input"])
-        return result, modules["Output"] is not None
-    return result, False
+    tied = result.get("Output", result["Input"]) is result["Input"]
+    return result, tied and modules["Output"] is not None
 
 
 def _are_equal(files: CheckpointFiles, first: str, second: str) -> bool:

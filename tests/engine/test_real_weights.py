@@ -118,7 +118,7 @@ def test_bfloat16_stays_within_its_noise_floor_and_a_small_defect_does_not(
         meter = Meter(engine, trainer, prompts, HALF, references=References(smollm2))
         cell = HALF.cells()[0]
         found = meter.measure(cell)
-        return CellResult(cell, (found,), HALF.sampling_of(cell), HALF.threshold, HALF.noise_factor)
+        return CellResult.of(cell, (found,), HALF)
 
     for dtype in (torch.bfloat16, torch.float32):
         found = result(dtype)

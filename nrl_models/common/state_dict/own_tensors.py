@@ -186,14 +186,19 @@ class StoredFormats(NamedTuple):
     """Weights of a model that are not stored as plain floats, by name, with their formats.
 
     Attributes:
-        packed: Packed modules of torch, tensor subclasses, and packed weights of bitsandbytes.
+        opaque: Packed modules of torch, and tensor subclasses. safetensors cannot write them.
+        bitsandbytes: Packed weights of bitsandbytes.
         narrow: Parameters in integers and 8-bit floats. Also buffers in these dtypes if their module has no weight.
-        opaque: Names in `packed` of weights whose memory safetensors cannot write. Excludes weights of bitsandbytes.
     """
 
-    packed: dict[str, str]
+    opaque: dict[str, str]
+    bitsandbytes: dict[str, str]
     narrow: dict[str, str]
-    opaque: frozenset[str]
+
+    @property
+    def packed(self) -> dict[str, str]:
+        """Weights that are packed, with their formats."""
+        return self.opaque | self.bitsandbytes
 
 
 _EXPORT_ADVICE = "export a model that is loaded without quantization, or start the engine on the saved checkpoint"
@@ -201,24 +206,22 @@ _EXPORT_ADVICE = "export a model that is loaded without quantization, or start t
 
 def stored_formats(model: nn.Module) -> StoredFormats:
     """Return the weights that are not stored as plain floats. Cheap, because adapters call it to detect changes."""
-    packed, narrow, opaque = {}, {}, set()
+    found = StoredFormats({}, {}, {})
     for prefix, module in own_modules(model, duplicates=True):
         dot = f"{prefix}." if prefix else ""
         if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "_packed_params"):
-            packed[f"{dot}weight"] = f"{type(module).__module__}.{type(module).__qualname__}"
-            opaque.add(f"{dot}weight")
+            found.opaque[f"{dot}weight"] = f"{type(module).__module__}.{type(module).__qualname__}"
         holds_weight = bool(module._modules) or "weight" in module._parameters
         for name, tensor in (*module._parameters.items(), *(() if holds_weight else module._buffers.items())):
             if tensor is None:
                 continue
             if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
-                packed[dot + name] = type(tensor).__name__
-                opaque.add(dot + name)
+                found.opaque[dot + name] = type(tensor).__name__
             elif getattr(tensor, "bnb_quantized", False):
-                packed[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
+                found.bitsandbytes[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
             elif not tensor.is_complex() and (not tensor.is_floating_point() or tensor.itemsize == 1):
-                narrow[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
-    return StoredFormats(packed, narrow, frozenset(opaque))
+                found.narrow[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
+    return found
 
 
 def quantized_weights(model: nn.Module, stored: StoredFormats) -> dict[str, str]:
@@ -265,8 +268,7 @@ def require_savable(model: nn.Module) -> None:
         "save before quantizing; to save quantized weights, load the saved checkpoint with "
         "from_pretrained(quantization_config=...), whose save_pretrained writes them"
     )
-    stored = stored_formats(model)
-    require_unquantized({name: kind for name, kind in stored.packed.items() if name in stored.opaque}, "saved", advice)
+    require_unquantized(stored_formats(model).opaque, "saved", advice)
 
 
 def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -37,6 +37,6 @@ def observed_by(observer: RegionObserver) -> Iterator[None]:
 
 def observing() -> RegionObserver | None:
     """Return the observer of the running forward; None without one."""
-    if torch.compiler.is_compiling() or current_graph_task_id() != -1:
+    if torch.compiler.is_compiling() or (observer := _observer.get()) is None:
         return None
-    return _observer.get()
+    return observer if current_graph_task_id() == -1 else None
