@@ -17,11 +17,13 @@ from nrl_models.testing.suite.conditions import generates, takes_text
 REFUSED = {
     "BlipForConditionalGeneration": "has no output embedding",
     "ChameleonForConditionalGeneration": "fails after its output embedding",  # it masks tokens by position
+    "CpmAntForCausalLM": "attends in both directions",  # transformers' class makes every token context
     "Florence2ForConditionalGeneration": "has an encoder",
     "NemotronH_Omni_Reasoning_V3": "has no output embedding",  # the language model inside has it
+    "PaliGemmaForConditionalGeneration": "attends in both directions without token_type_ids",
     "ProphetNetForCausalLM": "calls its output embedding",  # it calls it on several token streams
 }
-"""Architectures whose logits are not an output embedding of hidden states, with the error message."""
+"""Architectures whose logits are not an output embedding of states that see earlier tokens only, with the message."""
 
 if not has_reached("5.24"):  # its head had padding rows in the vocabulary, which it removed
     REFUSED |= dict.fromkeys(
