@@ -97,9 +97,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "The command derives a bound on token_mult_prob_error for each refit: for the first from the dtype, and "
-            "for the second from the error after the first. FLOAT caps both bounds. The metric is the mean factor "
-            "between the probabilities that trainer and engine give to a token.",
+            "Upper limit of both bounds on token_mult_prob_error, the mean factor between the probabilities that "
+            "trainer and engine give to a token. The bound of the first refit depends on the dtype, and that of the "
+            "second refit on the error after the first refit.",
             panel=BOUNDS,
         ),
     ] = 1.05,

@@ -268,10 +268,10 @@ def prefix_caching(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check that log-probabilities are right with prefix caching when a completion is part of the next prompt.
+    """Check log-probabilities with prefix caching when a completion becomes a prompt (NeMo RL's diagnostic 5).
 
-    Fails if a log-probability is NaN (NeMo RL's diagnostic 5), or if they differ by more than --threshold from those of
-    a single prefill without the cache.
+    Fails if a log-probability is NaN. Also compares the second completion with a single prefill without the cache, and
+    fails if token_mult_prob_error, the mean factor between their probabilities, exceeds --threshold.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
