@@ -213,9 +213,9 @@ class WatchSettings:
     """Options of `nrl_models.watch.Watch`.
 
     Args:
-        fail: stop the run before an update if trainer and engine differ. Otherwise differences are logged, and counted
-            in the metric `drift`.
-        probe_every: number of steps between two probes; 0: only when rollouts differ.
+        fail: stop the run before the next update if trainer and engine differ. Otherwise differences are logged, and
+            counted in the metric `drift`.
+        probe_every: run the probes after every n-th refit; 0: only if rollouts differ.
 
     Raises:
         UnknownArgumentError: `probe_every` is negative.
