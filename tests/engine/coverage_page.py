@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nrl_models.testing.variants import SEPARATOR
+from tests.engine.facts import Facts
 from tests.engine.obstacles import Stage, obstacle
 from tests.engine.published import BOUND
 from tools.coverage_pages.overview import table
@@ -47,19 +47,7 @@ MOST = 200
 """Maximum length of a recorded error on an engine's page. The JSON file has the complete text."""
 
 SHORT = 160
-"""Maximum length of a fact of a verdict."""
-
-FACTS = (
-    (r"parameters of the engine were not written: ((?:[^,;]+)(?:, [^,;]+)?)", "the refit does not write {}"),
-    (r"(?:Wrong|At fault): [^.]*, computing as if (.*?)\. (?:First|Its|Known)", "the engine computes as if {}"),
-    (r"First divergence: (.*?)(?:, off by|;|\.? With|\.? Known|\.$)", "first difference {}"),
-    (r"(\d+) log-probabilities of decode are NaN", "{} of the engine's decode log-probabilities are NaN"),
-    (r"(?:First difference|What differs first): (.*?)\.", "first difference: {}"),
-)
-"""Patterns of the facts in a recorded verdict, and how the pages word them."""
-
-UNRECORDED = r"Its modules cannot be compared: (.*?)\.$"
-"""Pattern of why a verdict names no module."""
+"""Maximum length of a stated fact."""
 
 
 def certificate_file(engine: str, architecture: str) -> Path:
@@ -220,21 +208,28 @@ def by_outcome(records: Mapping[str, Record]) -> list[str]:
 
 
 def short_reason(outcome: Mapping[str, Any], cause: str = "") -> str:
-    """Return a reason for a table: the facts of the verdict, the known cause, and what helps.
+    """Return a reason for a table: the facts, the known cause, and what helps.
 
     Args:
         outcome: The recorded outcome.
         cause: The known cause of the failure.
     """
-    reason = " ".join(outcome["reason"].split())
-    facts = [words.format(match[1]) for pattern, words in FACTS if (match := re.search(pattern, reason))]
+    facts = [cut(fact, SHORT) for fact in facts_of(outcome)]
     if not facts and not cause:
-        facts = [match[1] if (match := re.search(UNRECORDED, reason)) else reason]
-    text = ". ".join(sentence(fact) for fact in [*(cut(fact, SHORT) for fact in facts), cause] if fact)
-    text = re.sub(r"(?<![\w`.])(?:model|module)\.[\w.]*\w", r"`\g<0>`", text)
+        note = Facts.from_json(content).note if (content := outcome.get("facts")) else ""
+        facts = [cut(note or " ".join(outcome["reason"].split()), SHORT)]
+    text = ". ".join(sentence(fact) for fact in [*facts, cause] if fact)
     if (outcome.get("transformers") or {}).get("status") == "agrees":
         text += ". **Agrees with `model_impl=transformers`.**"
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def facts_of(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """State the facts of an outcome: those of its verdict, or with images the first differences of the prompts."""
+    if content := outcome.get("facts"):
+        yield from Facts.from_json(content).sentences()
+    if faults := outcome.get("faults"):
+        yield f"first difference: {', '.join(sorted(set(faults)))}"
 
 
 def sentence(text: str) -> str:

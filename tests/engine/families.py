@@ -1,4 +1,4 @@
-"""Compare tiny models of an architecture with a real engine. Lists the known limits of vLLM."""
+"""Compare tiny models of an architecture with a real engine."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from nrl_models.testing.case import randomize
 from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
 from nrl_models.testing.variants import split_variant, with_variants
+from tests.engine.facts import Facts
 from tests.engine.image_processors import save_processor
 from tests.engine.obstacles import Stage
 from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES, PROCESSORS
@@ -52,50 +53,6 @@ AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees
 """The possible outcomes, best first."""
 
 
-COHERE_WINDOW = (
-    "as if `sliding_window` were 9 and not 8",
-    "vLLM's window has one token more than `sliding_window`, as in Cohere's training according to vLLM. transformers' "
-    "window has `sliding_window` tokens",
-)
-
-LIMITS: dict[str, tuple[str, str, str]] = {
-    "ApertusForCausalLM": (
-        DISAGREES,
-        r"First divergence: in .*act_fn \(XIELU\)",
-        "vLLM keeps the two parameters of xIELU in bf16, regardless of the model's dtype",
-    ),
-    "Cohere2ForCausalLM": (DISAGREES, *COHERE_WINDOW),
-    "Cohere2MoeForCausalLM": (DISAGREES, *COHERE_WINDOW),
-    "Ernie4_5_MoeForCausalLM": (
-        DISAGREES,
-        r"First divergence: in model.layers.1.mlp.experts",
-        "vLLM's router on a CPU omits `e_score_correction_bias` for softmax scores",
-    ),
-    "Gemma3nForCausalLM": (
-        DISAGREES,
-        r"its input is the expected one times 16",
-        "the input of vLLM's `per_layer_model_projection` is too large by a factor of sqrt(hidden_size)",
-    ),
-    "HrmTextForCausalLM": (
-        DISAGREES,
-        r"First divergence: between model.embed_tokens and model.L_module",
-        "vLLM's attention is bidirectional on every prompt. transformers' attention is bidirectional only on tokens "
-        "that `token_type_ids` marks",
-    ),
-    "MiMoV2FlashForCausalLM": (
-        AS_LOADED,
-        r"parameters of the engine were not written: .*attention_sink_bias",
-        "vLLM loads sinks outside of its weight reload, so the old values remain",
-    ),
-    "GptOssForCausalLM": (
-        AS_LOADED,
-        r"parameters of the engine were not written: .*experts",
-        "vLLM loads experts and sinks outside of its weight reload, so the old values remain",
-    ),
-}
-"""Architectures that disagree with this engine: the outcome, a pattern of its reason, and an explanation."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of one architecture.
@@ -112,6 +69,7 @@ class Outcome:
         dtype: Dtype of both sides.
         bounds: Limit of the error after each refit: `BOUND`, or more if the noise floor of `dtype` explains more.
         options: vLLM options in addition to those of all architectures.
+        facts: Facts about a comparison that fails; None without one.
     """
 
     architecture: str
@@ -124,6 +82,7 @@ class Outcome:
     dtype: str = "float32"
     bounds: tuple[float, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    facts: Facts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -264,6 +223,8 @@ def _compared(
         return Outcome(architecture, AGREES, **numbers)
     unfit = DISAGREES if steps else NOT_RUN  # without a measurement the status is "not run"
     numbers["stage"] = "" if steps else Stage.RUN
+    failed = steps[-1] if steps and not steps[-1].passed else None
+    numbers["facts"] = Facts.of(failed.result, failed.report.unwritten) if failed else None
     try:
         engine = start(checkpoint)
         store = Store(folder / "measured", {})
@@ -278,8 +239,8 @@ def _compared(
     numbers["stage"] = ""
     if result.passed:
         return Outcome(architecture, AS_LOADED, **numbers, loaded=loaded, reason=problem)
-    said = "; ".join([*result.problems, result.verdict.summary if result.verdict else ""])
-    return Outcome(architecture, DISAGREES, **numbers, loaded=loaded if math.isfinite(loaded) else None, reason=said)
+    numbers |= {"loaded": loaded if math.isfinite(loaded) else None, "facts": Facts.of(result)}
+    return Outcome(architecture, DISAGREES, **numbers, reason="; ".join(result.explanation))
 
 
 def tokenizer(checkpoint: Path, vocabulary: int) -> None:

@@ -185,7 +185,7 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         records: The recorded outcomes by architecture.
         everything: All architectures that should have an outcome.
     """
-    from tests.engine.families import LIMITS
+    from tests.engine.limits import LIMITS
 
     intro = [
         f"`make engine-coverage`, on {MACHINE}, with {versions_summary(records).removeprefix('engine ')}. "
@@ -200,7 +200,7 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         f"each refit is {NOISE_FACTOR:g} times the trainer's noise floor. If vLLM's own class fails, transformers'",
         "class is also tested in vLLM (`model_impl=transformers`).",
     ]
-    causes = {name: cause for name, (_, _, cause) in LIMITS.items()}
+    causes = {name: limit.reason for name, limit in LIMITS.items()}
     return pages_with("vLLM", intro, records, everything, causes=causes, obstacles=VLLM)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,25 @@ import pytest
 from nrl_models import registry
 from nrl_models.certify import Answer, Certificate, Status, Validity, verify
 from nrl_models.certify.with_engine import REFITS
+from nrl_models.consistency.verdict import CauseKind, VerdictCause
+from nrl_models.quirks import Pattern
 from tests.engine import coverage_page
 from tests.engine.certificates import SweepOutcome, write_certificate
+from tests.engine.facts import Facts, FirstDifference
 from tests.engine.families import AGREES, AS_LOADED, DISAGREES, NOT_RUN, Outcome
 from tests.engine.image_families import ImageOutcome
+from tests.engine.limits import LIMITS
 from tests.engine.obstacles import IMAGES, MLX, VLLM, Stage
 from tools.checkout import PAGES
 from tools.coverage_pages.results import Kind, Record, read_records
 
-VERDICT = (
-    "token_mult_prob_error 2.01992 against decode, above 1.0001; At fault: engine decode and engine prefill, "
-    "computing as if `sliding_window` were 9 and not 8. First divergence: between model.layers.0.q and "
-    "model.layers.0.o, off by 4.1e-01 of its scale; no module computes what lies between."
+FACTS = Facts(
+    unwritten=("model.a", "model.b", "model.c"),
+    nan=3,
+    cause=VerdictCause(CauseKind.CONFIG, "`sliding_window` were 9 and not 8", "sliding_window"),
+    difference=FirstDifference("model.layers.0.o", "Linear", after="model.layers.0.q", pattern=Pattern.SCALED),
 )
+UNRECORDED = Facts(note="Its modules cannot be compared: there are none")
 
 
 def outcome(status: str, reason: str = "", refitted: float | None = None, **more: object) -> Record:
@@ -32,8 +39,13 @@ def outcome(status: str, reason: str = "", refitted: float | None = None, **more
 RECORDS = {
     "AForCausalLM": outcome("agrees", refitted=1.000002),
     "BForCausalLM": outcome("not run", "no tiny model: ValueError: 7 is not a size", stage="tiny model"),
-    "CForCausalLM": outcome("disagrees", VERDICT, 2.02, transformers={"status": "agrees", "loaded": 1.0}),
+    "CForCausalLM": outcome(
+        "disagrees", "both", 2.02, facts=asdict(FACTS), transformers={"status": "agrees", "loaded": 1.0}
+    ),
     "DForCausalLM": outcome("not run", "EngineError: vLLM failed: a | b; from files: vLLM failed", stage="run"),
+    "GForCausalLM": outcome("disagrees", "Wrong: engine.", 2.02, facts=asdict(UNRECORDED)),
+    "HForCausalLM": outcome("disagrees", "a | b", 2.02),
+    "IForCausalLM": outcome("disagrees", "images", 2.02, faults=["tower", "attention", "tower"]),
     "FForCausalLM": outcome("not run", "no tiny model: UnmetRequirementError: ...", stage="requirement"),
 }
 
@@ -61,7 +73,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_summary_has_counts_and_failures_but_not_agreeing_architectures(pages: dict[str, str]) -> None:
     summary = pages["engine-coverage.md"]
-    assert "- 1 agree, after both refits\n- 1 disagree" in summary
+    assert "- 1 agree, after both refits\n- 4 disagree" in summary
     assert (
         "- 3 cannot be run here: the engine fails for 1, 1 needs package versions that its environment does not "
         "have, 1 has no tiny model"
@@ -73,11 +85,15 @@ def test_summary_has_counts_and_failures_but_not_agreeing_architectures(pages: d
 
 
 def test_summary_states_the_facts_of_a_verdict(pages: dict[str, str]) -> None:
-    (row,) = [line for line in pages["engine-coverage.md"].splitlines() if line.startswith("| CForCausalLM")]
-    assert row == (
-        "| CForCausalLM | 2.0200 | The engine computes as if `sliding_window` were 9 and not 8. First difference "
-        "between `model.layers.0.q` and `model.layers.0.o`. Known. **Agrees with `model_impl=transformers`.** |"
-    )
+    rows = pages["engine-coverage.md"].splitlines()
+    assert (
+        "| CForCausalLM | 2.0200 | The refit does not write `model.a`, `model.b`, and 1 more. The engine computes as "
+        "if `sliding_window` were 9 and not 8. First difference between `model.layers.0.q` and `model.layers.0.o`. 3 "
+        "of the engine's decode log-probabilities are NaN. Known. **Agrees with `model_impl=transformers`.** |"
+    ) in rows
+    assert "| GForCausalLM | 2.0200 | Its modules cannot be compared: there are none |" in rows
+    assert r"| HForCausalLM | 2.0200 | A \| b |" in rows
+    assert "| IForCausalLM | 2.0200 | First difference: attention, tower |" in rows
     assert "| BForCausalLM | No tiny model: its size is 7 |" in pages["engine-coverage.md"]
     assert "| DForCausalLM | The engine fails |" in pages["engine-coverage.md"]
     assert "| FForCausalLM | Needs transformers>=9 |" in pages["engine-coverage.md"]
@@ -88,7 +104,7 @@ def test_engine_page_has_every_result(pages: dict[str, str]) -> None:
     assert "| AForCausalLM | 1.0000020 |  |  |  |" in page  # without a certificate
     settings = "With `model_impl=transformers`: agrees, 1.0000000."
     link = "[JSON](certificates/vllm/CForCausalLM.json)"
-    assert f"| CForCausalLM | disagrees | 2.0200 |  |  | {settings} | {link} | The engine computes as if" in page
+    assert f"| CForCausalLM | disagrees | 2.0200 |  |  | {settings} | {link} | The refit does not write" in page
     assert "| BForCausalLM | No tiny model: its size is 7 | `no tiny model: ValueError: 7 is not a size` |" in page
     assert r"| `EngineError: vLLM failed: a \| b; from files: vLLM failed` |" in page
     assert "| FForCausalLM | Needs transformers>=9 |  |" in page
@@ -102,6 +118,26 @@ def test_architectures_that_are_not_run_have_a_known_cause(kind: Kind, causes: d
     outcomes = {name: record.outcome for name, record in read_records(PAGES)[kind].items()}
     not_run = {name: Stage(each["stage"]) for name, each in outcomes.items() if each["status"] == "not run"}
     assert causes.keys() == {name for name, stage in not_run.items() if stage is not Stage.REQUIREMENT}
+
+
+def test_recorded_facts_round_trip() -> None:
+    for facts in (FACTS, UNRECORDED):
+        assert Facts.from_json(json.loads(json.dumps(asdict(facts)))) == facts
+
+
+def test_recorded_disagreements_have_facts_that_known_limits_explain() -> None:
+    records = read_records(PAGES)
+    failing = {
+        (kind, name): Facts.from_json(record.outcome["facts"])
+        for kind in (Kind.ENGINE, Kind.MLX)
+        for name, record in records[kind].items()
+        if record.outcome["status"] in (AS_LOADED, DISAGREES)
+    }
+    assert all(facts != Facts() for facts in failing.values())
+    for name, limit in LIMITS.items():
+        assert records[Kind.ENGINE][name].outcome["status"] == limit.status
+        assert limit.explains(failing[Kind.ENGINE, name])
+        assert not limit.explains(Facts())
 
 
 TEXT = Outcome("AForCausalLM", AGREES, refitted=1.000002, stepped=1.000003, bounds=(1.0001, 1.0001))
