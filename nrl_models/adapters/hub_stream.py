@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import innermost, named_tensors, own_name, without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.layouts import note_published_names, published_names
+from nrl_models.common.state_dict.layouts import loaded_names, note_loaded_names
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream_conversions import loaded_conversions, set_loaded_conversions
 from nrl_models.errors import TrainerError, UnknownArgumentError
@@ -56,7 +56,7 @@ class HubStream:
         config: Any = inner.config
         bare = build_skeleton(base, config, inner.dtype)
         set_loaded_conversions(bare, loaded_conversions(inner))  # for the checkpoint's names
-        note_published_names(bare, published_names(inner))
+        note_loaded_names(bare, loaded_names(inner))
         self.adapter = StateDictAdapter(bare)
 
     def __call__(

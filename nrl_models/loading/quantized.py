@@ -20,7 +20,7 @@ from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, keeps_unused, kept_from
-from nrl_models.common.state_dict.layouts import base_prefix, note_mapped_keys, renamed_keys
+from nrl_models.common.state_dict.layouts import base_prefix, note_quantized_names, renamed_keys
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import has_quantizer, requests_dequantization
@@ -237,7 +237,7 @@ def load_quantized(
     if getattr(model, "hf_quantizer", None) is None:
         set_loaded_conversions(model, None)  # dequantized: saving must not quantize it again
     elif options.key_mapping:
-        note_mapped_keys(model, opened.tensors, options.key_mapping)
+        note_quantized_names(model, opened.tensors, options.key_mapping)
     join(model)
     note_mtp(model, opened, of_mtp, options.mtp)
     if keeps(model, options.mtp) and not is_off("mtp-weights"):

@@ -23,7 +23,7 @@ from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.modules import install
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.blocks import Block
-from nrl_models.common.state_dict.layouts import note_mapped_names, note_published_names
+from nrl_models.common.state_dict.layouts import note_loaded_names
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.upstream import mark_initialized
 from nrl_models.common.upstream_conversions import set_loaded_conversions
@@ -78,8 +78,7 @@ def load_sharded(
         fit = fit_checkpoint(whole, files, share=share, **how)
         for part in (model, whole):
             set_loaded_conversions(part, fit.names.used_conversions())
-            note_published_names(part, fit.names.published)
-            note_mapped_names(part, fit.names.mapped)
+            note_loaded_names(part, fit.names.loaded)
         _retype(model, fit)
         keep_unused(model, fit, files, dtype)
         sharding.finish(model, whole, fit.dtypes)

@@ -29,7 +29,7 @@ from nrl_models.common.modules import (
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
-from nrl_models.common.state_dict.layouts import note_mapped_names, note_published_names
+from nrl_models.common.state_dict.layouts import note_loaded_names
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import mark_initialized
@@ -86,8 +86,7 @@ def load_weights(
     fit = fit_checkpoint(model, files, dtype=dtype, **how)
     _read(model, fit, files, device)
     set_loaded_conversions(model, fit.names.used_conversions())
-    note_published_names(model, fit.names.published)
-    note_mapped_names(model, fit.names.mapped)
+    note_loaded_names(model, fit.names.loaded)
     keep_unused(model, fit, files, dtype)
     _finish(model, fit, device)
     fit.warn(model, files)

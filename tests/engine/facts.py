@@ -23,7 +23,7 @@ class FirstDifference:
 
     Args:
         module: Name of the module in transformers.
-        class_name: Class of the module in the engine.
+        class_name: Class of the module in the engine. Empty if its input is already wrong.
         after: The last module before it that is right, if its input is already wrong. Otherwise empty.
         pattern: Relation of its tensor to the expected one.
     """
@@ -36,7 +36,9 @@ class FirstDifference:
     @classmethod
     def of(cls, found: Divergence) -> FirstDifference:
         """Return the fields of a divergence that are recorded."""
-        return cls(found.module, found.class_name, found.after if found.between else "", found.pattern)
+        if found.between:
+            return cls(found.module, after=found.after, pattern=found.pattern)
+        return cls(found.module, found.class_name, pattern=found.pattern)
 
     def __str__(self) -> str:
         return (

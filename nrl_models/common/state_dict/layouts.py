@@ -8,8 +8,8 @@ written by families.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -111,51 +111,60 @@ def renamed_keys(keys: Iterable[str], conversions: Iterable[Any], rename: Renami
     return names
 
 
-def note_published_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Record names of the loaded checkpoint for which transformers would save other names.
+@dataclass(frozen=True, slots=True)
+class LoadedNames:
+    """Names in the checkpoint of a loaded model for which transformers would save others. Empty for a new model.
 
     transformers reverts a renaming for all names that match, even if loading did not rename them. For example, it reads
     the text layers of Kimi-K2.5 as `layers`, as published, but saves them as `blocks`, the name in the vision tower. It
     reads both, but engines only read published names.
+
+    Args:
+        by_pieces: Names by the pieces of their tensors.
+        in_exports: Whether exports also have these names. Names that `key_mapping` renames are only in saved files.
+        quantized: For a checkpoint that stays quantized and was loaded with `key_mapping`: its names of tensors and
+            modules by their names in memory.
     """
-    cast(Any, model)._published_names = tuple(names)
+
+    by_pieces: Mapping[tuple[Piece, ...], str] = field(default_factory=dict)
+    in_exports: bool = True
+    quantized: Mapping[str, str] = field(default_factory=dict)
+
+    def exported(self, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+        """Return the tensors of a layout under the names that exports have."""
+        return self.saved(table) if self.in_exports else dict(table)
+
+    def saved(self, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+        """Return the tensors of a layout under the names that saved files have."""
+        if not self.by_pieces:
+            return dict(table)
+        names = self.by_pieces
+        return {(new := names.get(tensor.pieces, name)): replace(tensor, name=new) for name, tensor in table.items()}
+
+    def saved_quantized(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors under the names that saved files have, also parts of quantized ones (`weight.absmax`)."""
+
+        def key_of(name: str) -> str:
+            if name in self.quantized or "." not in name:
+                return self.quantized.get(name, name)
+            whole, _, part = name.rpartition(".")
+            return f"{key_of(whole)}.{part}"
+
+        return {key_of(name): tensor for name, tensor in tensors.items()}
 
 
-def published_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names recorded by `note_published_names`; empty for a new model."""
-    return getattr(model, "_published_names", ())
+def note_loaded_names(model: nn.Module, names: LoadedNames) -> None:
+    """Record the names in the checkpoint of a loaded model."""
+    cast(Any, model)._loaded_names = names
 
 
-def under_published_names(model: PreTrainedModel, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
-    """Return the table of a layout that transformers saves, with the names in the model's checkpoint."""
-    published = published_names(model)
-    if not published:
-        return dict(table)
-    renamed = renamed_keys([*table, *published], hub_conversions(model) or (), Renaming())
-    bare = {name: new.removeprefix(base_prefix(model)) for name, new in renamed.items()}
-    names = {bare[name]: name for name in published}
-    return {(new := names.get(bare[name], name)): replace(tensor, name=new) for name, tensor in table.items()}
+def loaded_names(model: nn.Module) -> LoadedNames:
+    """Return the names recorded by `note_loaded_names`; empty for a new model."""
+    return getattr(model, "_loaded_names", LoadedNames())
 
 
-def note_mapped_names(model: nn.Module, names: Mapping[tuple[Piece, ...], str]) -> None:
-    """Record the names of a checkpoint that was loaded with `key_mapping`, by the pieces of their tensors.
-
-    transformers reverts the expressions on all names that match, even if loading did not rename them. Saved files have
-    the recorded names. Exports have the hub's.
-    """
-    cast(Any, model)._mapped_names = dict(names)
-
-
-def under_mapped_names(model: nn.Module, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
-    """Return the tensors of a layout under the names recorded by `note_mapped_names`."""
-    names: Mapping[tuple[Piece, ...], str] = getattr(model, "_mapped_names", {})
-    if not names:
-        return dict(table)
-    return {(new := names.get(tensor.pieces, name)): replace(tensor, name=new) for name, tensor in table.items()}
-
-
-def note_mapped_keys(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]) -> None:
-    """Record the keys of a checkpoint that stays quantized and was loaded with `key_mapping`; see `note_mapped_names`.
+def note_quantized_names(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]) -> None:
+    """Record the keys of a checkpoint that stays quantized and was loaded with `key_mapping`.
 
     transformers then does not revert the expressions.
     """
@@ -166,20 +175,8 @@ def note_mapped_keys(model: PreTrainedModel, keys: Iterable[str], key_mapping: M
     names = {name: key for key, name in renamed_keys(keys, renamings, Renaming()).items()}
     parts = {name: (name.rpartition("."), key.rpartition(".")) for name, key in names.items()}
     modules = {name[0]: key[0] for name, key in parts.values() if name[2] == key[2]}
-    cast(Any, model)._mapped_keys = modules | names  # modules: some parts of quantized weights are next to them
-
-
-def under_mapped_keys(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors under the keys recorded by `note_mapped_keys`, also parts of quantized ones (`weight.absmax`)."""
-    keys: Mapping[str, str] = getattr(model, "_mapped_keys", {})
-
-    def key_of(name: str) -> str:
-        if name in keys or "." not in name:
-            return keys.get(name, name)
-        whole, _, part = name.rpartition(".")
-        return f"{key_of(whole)}.{part}"
-
-    return {key_of(name): tensor for name, tensor in tensors.items()}
+    # Modules, because some parts of quantized weights are next to them.
+    note_loaded_names(model, LoadedNames(quantized=modules | names))
 
 
 def base_prefix(model: PreTrainedModel) -> str:

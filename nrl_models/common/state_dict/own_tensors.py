@@ -281,7 +281,7 @@ def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
     with BUILDING, torch.device("meta"):
         built = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype or model.dtype)
     set_loaded_conversions(built, loaded_conversions(model))
-    layouts.note_published_names(built, layouts.published_names(model))
+    layouts.note_loaded_names(built, layouts.loaded_names(model))
     keep(built, kept_by(model))
     return built
 

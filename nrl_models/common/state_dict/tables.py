@@ -66,7 +66,7 @@ class LayoutTables:
         }
         conversions = layouts.hub_conversions(model)
         saved = layouts.convert_layout(model, self.transformers, self.own, conversions)
-        self.hub: dict[str, HFTensor] = layouts.under_published_names(model, saved)
+        self.hub: dict[str, HFTensor] = layouts.loaded_names(model).exported(saved)
         self._conversions, self._prefix = conversions or (), layouts.base_prefix(model)
         self.config = model.config
         self._others: dict[OtherLayout, dict[str, HFTensor]] = {}

@@ -27,9 +27,7 @@ from nrl_models.common.state_dict.layouts import (
     are_alike,
     convert_layout,
     hub_conversions,
-    under_mapped_keys,
-    under_mapped_names,
-    under_published_names,
+    loaded_names,
 )
 from nrl_models.common.state_dict.mtp import MTP_COPIES, MTPNames
 from nrl_models.common.state_dict.own_tensors import (
@@ -133,7 +131,7 @@ def quantizer_returns(
         if original_format:
             twin = copy.copy(model)
             set_loaded_conversions(twin, conversions_to_revert(model))
-            tensors = under_mapped_keys(model, revert_weight_conversion(twin, tensors))
+            tensors = loaded_names(model).saved_quantized(revert_weight_conversion(twin, tensors))
         tensors |= {name: kept.read() for name, kept in kept_by(model).items()}
         return {name: own_storage(tensor) for name, tensor in tensors.items()}, metadata
 
@@ -164,8 +162,7 @@ def checkpoint_layout(
         table = adapter.hub
     else:
         in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}
-        table = under_published_names(model, convert_layout(model, in_memory, adapter.own, loaded_with))
-        table = under_mapped_names(model, table)
+        table = loaded_names(model).saved(convert_layout(model, in_memory, adapter.own, loaded_with))
     return {name: tensor for name, tensor in table.items() if not left_out.intersection(tensor.parameters)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
+from nrl_models.common.state_dict.layouts import LoadedNames, base_prefix, renamed_keys
 from nrl_models.common.upstream_conversions import (
     Renaming,
     WeightConverter,
@@ -33,9 +33,8 @@ class CheckpointNames:
     Attributes:
         found: Tensor of each key, or None.
         renamed: Name of each key after transformers' renamings.
-        published: Keys for which transformers would save other names, except names in memory, older names, and names
-            without the base model's prefix. See `note_published_names`.
-        mapped: With `key_mapping`, the keys by their tensors' pieces. See `note_mapped_names`.
+        loaded: Keys for which transformers would save other names, except names in memory, older names, and names
+            without the base model's prefix. With `key_mapping`, all keys.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class CheckpointNames:
         mapped = renamed_keys(keys, self._conversions[: len(key_mapping)], Renaming()) if key_mapping else {}
         self.found = {key: self._resolve(mapped.get(key, key), name) for key, name in renamed.items()}
         self.renamed = renamed
-        self.published = [] if key_mapping else self._published(model, adapter, renamed)
-        tensors = self.found.items() if key_mapping else ()
-        self.mapped = {tensor.pieces: key for key, tensor in tensors if tensor is not None}
+        pieces = {key: tensor.pieces for key, tensor in self.found.items() if tensor is not None}
+        recorded = pieces if key_mapping else self._published(model, adapter, renamed)
+        self.loaded = LoadedNames({pieces[key]: key for key in recorded}, in_exports=not key_mapping)
 
     def parameters(self, key: str) -> tuple[str, ...]:
         """Return the model's own tensors that a key fills completely or partly; empty if it is unknown."""
