@@ -289,8 +289,7 @@ class _Reader:
         except (ImportError, TypeError, ValueError) as error:
             self.wrong(ProblemKind.CONFIG, f"{key}._target_", f"{name} cannot be used: {one_line(error)}")
             return None
-        for problem in found:
-            argument, _, detail = problem.partition(": ")
+        for argument, detail in found:
             self.wrong(ProblemKind.UNKNOWN, f"{key}.{argument}", detail)
         if key == "model":
             self.loading(arguments)

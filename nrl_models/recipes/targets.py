@@ -125,8 +125,10 @@ def listed_arguments(tree: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{part}.{parameter}" for parameter in parameters if parameter not in slot.given)
 
 
-def problems_of_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], slot: Slot) -> Iterator[str]:
-    """Yield a callable's unknown keywords, with the nearest known, and its missing keywords."""
+def problems_of_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], slot: Slot
+) -> Iterator[tuple[str, str]]:
+    """Yield a callable's unknown keywords, with the nearest known, and its missing keywords, each with the problem."""
     parameters = inspect.signature(function).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     known = [
@@ -136,13 +138,13 @@ def problems_of_arguments(function: Callable[..., Any], arguments: Mapping[str, 
     ]
     for name in arguments:
         if name in slot.given:
-            yield f"{name}: is filled by the run itself"
+            yield name, "is filled by the run itself"
         elif name not in known and not open_ended:
             hint = suggestion(misspellings_of(name, known))
-            yield f"{name}: nothing reads it{hint}; expected some of {', '.join(known)}"
+            yield name, f"nothing reads it{hint}; expected some of {', '.join(known)}"
     for name in known:
         if parameters[name].default is inspect.Parameter.empty and name not in arguments:
-            yield f"{name}: is missing"
+            yield name, "is missing"
 
 
 def problems_of_values(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
