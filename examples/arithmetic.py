@@ -62,19 +62,19 @@ def _both_ways(pairs: Sequence[tuple[int, int]]) -> list[Question]:
     return [Question(*pair) for pair in sorted({*pairs, *(pair[::-1] for pair in pairs)})]
 
 
-def reward(question: Question, reply: str, ended: bool) -> float:
+def reward(question: Question, completion: str, ended: bool) -> float:
     """Return the reward of a completion, from 0 to 1.
 
     Args:
         question: The question.
-        reply: The completion's text, without special tokens.
+        completion: The completion's text, without special tokens.
         ended: Whether the completion has an end token. A truncated completion gets 0.
     """
-    numbers = re.findall(r"\d+", reply)
+    numbers = re.findall(r"\d+", completion)
     if not ended or not numbers:
         return 0.0
     right = int(numbers[-1]) == question.answer
-    form = reply.strip() == f"{question.first} + {question.second} = {numbers[-1]}"
+    form = completion.strip() == f"{question.first} + {question.second} = {numbers[-1]}"
     return RIGHT * right + FORM * form
 
 
@@ -85,10 +85,10 @@ def encoded(tokenizer: Any, question: Question) -> list[int]:
 
 def rewards_of(tokenizer: Any, asked: Sequence[Question], samples: Sequence[Sample]) -> list[float]:
     """Return the reward of each sample for its question."""
-    replies = [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
+    completions = [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
     return [
-        reward(question, reply, sample.finish_reason == "stop")
-        for question, reply, sample in zip(asked, replies, samples, strict=True)
+        reward(question, completion, sample.finish_reason == "stop")
+        for question, completion, sample in zip(asked, completions, samples, strict=True)
     ]
 
 

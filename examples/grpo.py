@@ -41,9 +41,9 @@ def asked(tokenizer: Any, questions: Iterable[arithmetic.Question]) -> list[Ques
     return [Question(question, tuple(arithmetic.encoded(tokenizer, question))) for question in questions]
 
 
-def reward(question: arithmetic.Question, reply: str, ended: bool) -> float:
+def reward(question: arithmetic.Question, completion: str, ended: bool) -> float:
     """Compute the task's reward for the loop."""
-    return arithmetic.reward(question, reply, ended)
+    return arithmetic.reward(question, completion, ended)
 
 
 def evaluate(loop: PolicyLoop, held_out: list[arithmetic.Question]) -> dict[str, Any]:

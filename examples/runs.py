@@ -30,8 +30,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the command-line options that the loop and TRL's trainer share."""
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--questions", type=int, default=4, help="in a step")
-    parser.add_argument("--group", type=int, default=8, help="replies to each question")
-    parser.add_argument("--new-tokens", type=int, default=20, help="of a reply at most")
+    parser.add_argument("--group", type=int, default=8, help="completions to each question")
+    parser.add_argument("--new-tokens", type=int, default=20, help="of a completion at most")
     parser.add_argument("--learning-rate", type=float, default=3e-5, help="of the first step; it falls to zero")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--history", type=Path, help="write the metrics of each step to this file, as JSON")

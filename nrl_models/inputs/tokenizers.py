@@ -66,7 +66,7 @@ def tokenizer_ends(path: str | Path) -> tuple[int, ...]:
     try:
         tokenizer = load_tokenizer(path)
     except ConsistencyError as error:
-        logger.warning(f"{error}. Replies do not end at its end token.")
+        logger.warning(f"{error}. Completions do not end at its end token.")
         return ()
     return () if tokenizer is None else as_ids(tokenizer.eos_token_id)
 

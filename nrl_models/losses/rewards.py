@@ -50,9 +50,11 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
 def _require_finite(rewards: torch.Tensor) -> None:
     require_one_shape("groups, group_size", rewards=rewards)
     if not bool(rewards.isfinite().all()):
-        group, reply = (~rewards.isfinite()).nonzero()[0].tolist()
-        found = rewards[group, reply].item()
-        raise NonFiniteError(f"the reward of reply {reply} to question {group} is {found}: expected finite numbers")
+        group, completion = (~rewards.isfinite()).nonzero()[0].tolist()
+        found = rewards[group, completion].item()
+        raise NonFiniteError(
+            f"the reward of completion {completion} to question {group} is {found}: expected finite numbers"
+        )
 
 
 def teaching_groups(rewards: torch.Tensor) -> torch.Tensor:

@@ -109,17 +109,17 @@ def finite_groups(
     wrong: dict[int, str] = {}
     for name, given in values.items():
         for place in (~given.isfinite()).nonzero()[:, 0].tolist():
-            wrong.setdefault(place, f"the {name} of reply {place % group} is {given[place].item()}")
+            wrong.setdefault(place, f"the {name} of completion {place % group} is {given[place].item()}")
     for place, sample in enumerate(samples):
         if not math.isfinite(sum(sample.logprobs)):
             number, value = next(pair for pair in enumerate(sample.logprobs) if not math.isfinite(pair[1]))
-            found = f"the engine's log-probability of token {number} of reply {place % group} is {value}"
+            found = f"the engine's log-probability of token {number} of completion {place % group} is {value}"
             wrong.setdefault(place, found)
     if wrong and on_non_finite is NonFinite.RAISE:
         place, found = next(iter(wrong.items()))
         row = f" ({shown(rows[place])})" if rows else ""
         raise NonFiniteError(
-            f"{found}, to question {place // group}{row}; {len(wrong)} replies have such values: expected finite "
+            f"{found}, to question {place // group}{row}; {len(wrong)} completions have such values: expected finite "
             "numbers. Correct the reward function or the engine, or drop such groups with on_non_finite='skip'."
         )
     usable = torch.ones(len(samples) // group, dtype=torch.bool)

@@ -145,10 +145,10 @@ def train(
     model: Any = load().train()
     if isinstance(recipe.loss, RankingLoss) and model.num_labels != 1:
         detail = (
-            f"gives {model.num_labels} scores, and a reward model gives 1: is it one? Of a base model it is made by"
+            f"outputs {model.num_labels} scores; a reward model outputs 1. To train one from a base model, add "
+            "model.num_labels=1 model.strict=false, which initializes the missing weights"
         )
-        advice = "model.num_labels=1 model.strict=false, which initializes what is missing"
-        raise RecipeError("cannot train", [Problem(ProblemKind.CONFIG, "model", f"{detail} {advice}")])
+        raise RecipeError("cannot train", [Problem(ProblemKind.CONFIG, "model", detail)])
     if recipe.freeze_config:
         freeze(model, recipe.freeze_config)
     if training.activation_checkpointing:

@@ -17,18 +17,18 @@ separate groups of three digits."""
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 
 
-def last_number(row: Row, reply: str, ended: bool, *, answer: str = "answer") -> float:
+def last_number(row: Row, completion: str, ended: bool, *, answer: str = "answer") -> float:
     """Return 1 if the last number of a completion equals the last number of the row's answer, else 0.
 
     A truncated completion gets 0.
 
     Args:
         row: Row of the data set.
-        reply: Text of the completion, without special tokens.
+        completion: Text of the completion, without special tokens.
         ended: Whether the model ended the completion.
         answer: Column with the right answer. GSM8K's answers end with the number.
     """
-    given, right = _NUMBER.findall(reply), _NUMBER.findall(_answer(row, answer))
+    given, right = _NUMBER.findall(completion), _NUMBER.findall(_answer(row, answer))
     if not (ended and given and right):
         return 0.0
     value = _value(given[-1])
@@ -50,18 +50,18 @@ def _value(number: str) -> Decimal | None:
         return None
 
 
-def boxed(row: Row, reply: str, ended: bool, *, answer: str = "answer") -> float:
+def boxed(row: Row, completion: str, ended: bool, *, answer: str = "answer") -> float:
     r"""Return 1 if the contents of the last `\\boxed{...}` equal the row's answer, ignoring spaces, else 0.
 
     A truncated completion gets 0.
 
     Args:
         row: Row of the data set.
-        reply: Text of the completion, without special tokens.
+        completion: Text of the completion, without special tokens.
         ended: Whether the model ended the completion.
         answer: Column with the right answer.
     """
-    right, given = _answer(row, answer), _last_boxed(reply)
+    right, given = _answer(row, answer), _last_boxed(completion)
     return float(ended and given is not None and "".join(given.split()) == "".join(right.split()))
 
 

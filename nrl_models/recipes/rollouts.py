@@ -160,7 +160,7 @@ class PolicyLoop:
         settings = self.settings
         kept: list[Sample] = []
         advantages, rewards = [], []
-        ended = tokens = replies = skipped = 0
+        ended = tokens = completions = skipped = 0
         for batch in range(max(1, settings.dynamic_sampling)):
             asked = list(islice(questions, count))
             repeated = [question for question in asked for _ in range(self.group)]
@@ -170,7 +170,7 @@ class PolicyLoop:
             rewards.append(given.view(-1, self.group))
             ended += sum(sample.finish_reason == "stop" for sample in samples)
             tokens += sum(len(sample.tokens) for sample in samples)
-            replies += len(samples)
+            completions += len(samples)
             rows = [question.row for question in repeated]
             usable = finite_groups(samples, self.group, self.on_non_finite, {"reward": given}, rows)
             skipped += int((~usable).sum())
@@ -199,14 +199,14 @@ class PolicyLoop:
             kept,
             torch.cat(advantages) if advantages else torch.zeros(0, dtype=torch.float32),
             torch.cat(rewards),
-            ended / replies,
-            tokens / replies,
+            ended / completions,
+            tokens / completions,
             skipped,
         )
 
     def _reward(self, question: Question, sample: Sample) -> float:
-        reply = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-        found = self.reward(question.row, reply, sample.finish_reason == "stop")
+        completion = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+        found = self.reward(question.row, completion, sample.finish_reason == "stop")
         try:
             return float(found)
         except (TypeError, ValueError, OverflowError) as error:

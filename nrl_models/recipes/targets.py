@@ -26,11 +26,17 @@ class Slot:
 
     Args:
         listed: Names that `_target_` may have in a file.
-        given: Parameters that the run sets itself.
+        positional: What the run passes by position, whatever the parameters are called.
+        given: Keywords that the run passes.
     """
 
     listed: tuple[str, ...]
+    positional: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+
+    def filled(self, function: Callable[..., Any]) -> set[str]:
+        """Return the names of a callable's parameters that the run fills."""
+        return {*_positional_parameters(function)[: len(self.positional)], *self.given}
 
 
 _TEXT = (
@@ -43,12 +49,12 @@ CLASSIFIER = "nrl_models.AutoModelForSequenceClassification.from_pretrained"
 """Target that loads reward models."""
 
 SLOTS: Mapping[str, Slot] = {
-    "model": Slot((*_TEXT, CLASSIFIER), given=("path_or_id", "backend")),
+    "model": Slot((*_TEXT, CLASSIFIER), positional=("path_or_id",), given=("backend",)),
     "data": Slot(("nrl_models.recipes.rows.rows", "nrl_models.recipes.sums.sums")),
-    "optimizer": Slot(("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"), given=("params",)),
+    "optimizer": Slot(("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"), positional=("params",)),
     "reward": Slot(
         ("nrl_models.recipes.reward_rules.last_number", "nrl_models.recipes.reward_rules.boxed"),
-        given=("row", "reply", "ended"),
+        positional=("row", "completion", "ended"),
     ),
 }
 """By key of the recipe."""
@@ -121,23 +127,40 @@ def listed_arguments(tree: Mapping[str, Any]) -> Iterator[str]:
     for part, slot in SLOTS.items():
         node = tree.get(part)
         if isinstance(node, Mapping) and (name := node.get("_target_")) in slot.listed:
-            parameters = inspect.signature(resolved(name)).parameters
-            yield from (f"{part}.{parameter}" for parameter in parameters if parameter not in slot.given)
+            function = resolved(name)
+            filled = slot.filled(function)
+            yield from (f"{part}.{name}" for name in inspect.signature(function).parameters if name not in filled)
+
+
+def _positional_parameters(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def problems_of_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any], slot: Slot
 ) -> Iterator[tuple[str, str]]:
-    """Yield a callable's unknown keywords, with the nearest known, and its missing keywords, each with the problem."""
+    """Yield a callable's unknown keywords, with the nearest known, and its missing keywords, each with the problem.
+
+    `_target_` has a problem if the callable takes fewer positional arguments than the run passes.
+    """
     parameters = inspect.signature(function).parameters
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    if not variadic and (takes := len(_positional_parameters(function))) < len(slot.positional):
+        yield "_target_", f"takes {takes} positional arguments; expected {', '.join(slot.positional)}"
+    filled = slot.filled(function)
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     known = [
         name
         for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name not in slot.given
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name not in filled
     ]
     for name in arguments:
-        if name in slot.given:
+        if name in filled:
             yield name, "is filled by the run itself"
         elif name not in known and not open_ended:
             hint = suggestion(misspellings_of(name, known))

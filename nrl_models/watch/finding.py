@@ -78,7 +78,7 @@ ADVICE: Mapping[Cause, str] = {
     Cause.UNEXPECTED_UPDATE: "look for a second optimizer, weight decay, or an export that rounds",
     Cause.SAMPLING: "pass the engine's Sampling to the trainer's log-probabilities",
     Cause.SHIFTED: "compare each token with its own log-probability: the logits of a position belong to the next token",
-    Cause.TOKENS: "train on the sampled token IDs; do not tokenize the reply's text again",
+    Cause.TOKENS: "train on the sampled token IDs; do not tokenize the completion's text again",
     Cause.CACHE: "reset the prefix cache after each sync, and compare without it",
     Cause.PADDING: "pass an attention mask, or compute log-probabilities with `rollout_logprobs`, which does not pad",
     Cause.ROUTING: "compute routers in fp32 in the engine, or replay the engine's routing",

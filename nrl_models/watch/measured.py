@@ -168,7 +168,7 @@ class Measured:
     # Samples
 
     def scored(self, sampling: Sampling, width: int) -> torch.Tensor:
-        """Return the trainer's log-probabilities of the samples' replies, `(samples, width)`, padded with NaN."""
+        """Return the trainer's log-probabilities of the samples' completions, `(samples, width)`, padded with NaN."""
         name = f"scored.{sampling.temperature:g}.{sampling.top_k}.{sampling.top_p:g}"
         return self.observed.tensor(name, lambda: self._scored(sampling, width))
 
@@ -189,12 +189,12 @@ class Measured:
             )
         rows = []
         for row, mask, sample in zip(result.logprobs.double().cpu(), result.mask.cpu(), samples, strict=True):
-            reply = slice(len(sample.prompt), len(sample.sequence))
-            rows.append(torch.where(mask[reply], row[reply], torch.nan).tolist())
+            completion = slice(len(sample.prompt), len(sample.sequence))
+            rows.append(torch.where(mask[completion], row[completion], torch.nan).tolist())
         return _padded_to(rows, width)
 
     def prefill(self, width: int) -> torch.Tensor | None:
-        """Return the engine's log-probabilities of the samples' replies in one prefill; None if it cannot score."""
+        """Return the engine's log-probabilities of the samples' completions in one prefill; None if it cannot score."""
         return self.observed.optional("prefill", lambda: self._prefill(width))
 
     def _prefill(self, width: int) -> torch.Tensor | None:

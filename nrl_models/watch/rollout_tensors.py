@@ -111,7 +111,7 @@ class RolloutStep(NamedTuple):
         if not rows:
             return [], None, None
         trainer, engine, mask = self.trainer[rows], self.engine[rows], self.mask[rows]
-        trainer, engine = replies(trainer, mask, engine), replies(engine, mask, trainer)
+        trainer, engine = completions(trainer, mask, engine), completions(engine, mask, trainer)
         order = _worst_rows(trainer, engine)
         return [self.samples[rows[index]] for index in order], trainer[order], engine[order]
 
@@ -156,14 +156,14 @@ def engine_logprobs(samples: Sequence[Sample], length: int) -> tuple[torch.Tenso
     if length != longest:
         raise ValueError(
             f"trainer has {length} columns, and the longest sample has {longest} tokens with its prompt: expected "
-            "log-probabilities of prompt and reply, padded on the right; or pass engine= and mask="
+            "log-probabilities of prompt and completion, padded on the right; or pass engine= and mask="
         )
     engine = torch.full((len(samples), longest), math.nan, dtype=torch.float64)
     mask = torch.zeros(engine.shape, dtype=torch.bool)
     for row, sample in enumerate(samples):
-        reply = slice(len(sample.prompt), len(sample.sequence))
-        mask[row, reply] = True
-        engine[row, reply] = torch.tensor(sample.logprobs, dtype=torch.float64)
+        completion = slice(len(sample.prompt), len(sample.sequence))
+        mask[row, completion] = True
+        engine[row, completion] = torch.tensor(sample.logprobs, dtype=torch.float64)
     return engine, mask
 
 
@@ -171,7 +171,7 @@ def _worst_rows(trainer: torch.Tensor, engine: torch.Tensor) -> list[int]:
     """Return the rows with the largest mean differences, at most `SAMPLES`.
 
     Args:
-        trainer, engine: results of `replies`.
+        trainer, engine: results of `completions`.
     """
     difference = (trainer - engine).abs()
     mean = difference.nan_to_num(nan=0.0, posinf=0.0).sum(1) / difference.isfinite().sum(1).clamp(min=1)
@@ -179,7 +179,7 @@ def _worst_rows(trainer: torch.Tensor, engine: torch.Tensor) -> list[int]:
     return order
 
 
-def replies(values: torch.Tensor, mask: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def completions(values: torch.Tensor, mask: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the values of sampled tokens, left-aligned, `(rows, longest completion)`. NaN if a side is not finite."""
     values, other, mask = values.detach().double().cpu(), other.detach().double().cpu(), mask.detach().bool().cpu()
     values = values.masked_fill(~(values.isfinite() & other.isfinite()), math.nan)

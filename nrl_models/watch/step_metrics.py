@@ -137,7 +137,7 @@ def step_metrics(
 
 
 def _growth(difference: torch.Tensor, compared: torch.Tensor) -> float:
-    """Mean error of the last quarter of positions in the replies over that of the first."""
+    """Mean error of the last quarter of positions in the completions over that of the first."""
     position = compared.long().cumsum(1)
     longest = int(position.max()) if position.numel() else 0
     first = compared & (position <= longest / 4)

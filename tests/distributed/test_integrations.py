@@ -255,9 +255,9 @@ def test_the_reward_of_the_example_of_grpo_asks_for_an_end(tokenizer: Any) -> No
     pytest.importorskip("trl")
     import grpo_trl
 
-    replies = [[{"role": "assistant", "content": "17 + 25 = 42"}]] * 2
+    completions = [[{"role": "assistant", "content": "17 + 25 = 42"}]] * 2
     ids = [[17, 25, 42, tokenizer.eos_token_id], [17, 25, 42]]
-    assert grpo_trl.reward_for(tokenizer)(replies, ids, first=[17, 17], second=[25, 25]) == [1.0, 0.0]
+    assert grpo_trl.reward_for(tokenizer)(completions, ids, first=[17, 17], second=[25, 25]) == [1.0, 0.0]
 
 
 def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:

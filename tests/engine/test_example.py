@@ -41,7 +41,9 @@ def test_every_refit_arrives_and_replies_end(
 ) -> None:
     vllm.stop()
     # No completion of the demo's model is a sum.
-    monkeypatch.setattr(arithmetic, "reward", lambda question, reply, ended: 1 / (1 + len(reply)) + 0.1 * ended)
+    monkeypatch.setattr(
+        arithmetic, "reward", lambda question, completion, ended: 1 / (1 + len(completion)) + 0.1 * ended
+    )
     file = tmp_path / "history.json"
     settings = {"steps": 4, "questions": 4, "group": 4, "new-tokens": 12, "learning-rate": 1e-3, "evaluate-every": 2}
     options = [f"--{name}={value}" for name, value in settings.items()]

@@ -25,7 +25,7 @@ def test_no_held_out_sum_is_trained_on_either_way_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "ended", "worth"),
+    ("completion", "ended", "worth"),
     [
         ("17 + 25 = 42", True, 1.0),
         ("17 + 25 = 42", False, 0.0),  # truncated: the next token may be a digit
@@ -37,8 +37,8 @@ def test_no_held_out_sum_is_trained_on_either_way_round() -> None:
         ("", True, 0.0),
     ],
 )
-def test_reward(reply: str, ended: bool, worth: float) -> None:
-    assert arithmetic.reward(arithmetic.Question(17, 25), reply, ended) == pytest.approx(worth)
+def test_reward(completion: str, ended: bool, worth: float) -> None:
+    assert arithmetic.reward(arithmetic.Question(17, 25), completion, ended) == pytest.approx(worth)
 
 
 def test_the_gain_is_paired_and_questions_alike_are_drawn_together() -> None:

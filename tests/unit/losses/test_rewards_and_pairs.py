@@ -34,7 +34,7 @@ def test_advantages_are_relative_to_the_group() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("scale", [False, True])
 def test_advantages_of_non_finite_rewards_raise(value: float, scale: bool) -> None:
-    with pytest.raises(NonFiniteError, match=f"reply 2 to question 1 is {value}"):
+    with pytest.raises(NonFiniteError, match=f"completion 2 to question 1 is {value}"):
         group_advantages(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, value]]), scale=scale)
 
 
@@ -82,7 +82,7 @@ def test_groups_of_equal_rewards_teach_nothing() -> None:
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.5 + 1e-6]])
     assert teaching_groups(rewards).tolist() == [False, False, True, True]
     assert teaching_groups(torch.zeros(2, 0)).tolist() == [False, False]
-    with pytest.raises(NonFiniteError, match="reply 1 to question 0 is nan"):
+    with pytest.raises(NonFiniteError, match="completion 1 to question 0 is nan"):
         teaching_groups(torch.tensor([[1.0, math.nan]]))
 
 

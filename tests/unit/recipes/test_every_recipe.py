@@ -30,9 +30,9 @@ ALIASES = {
 """Repositories whose configuration equals one recorded under another name."""
 
 
-def reward(row: object, reply: str, ended: bool) -> float:
+def reward(row: object, completion: str, ended: bool) -> float:
     """A reward that differs between the completions of a tiny model."""
-    return sum(map(ord, reply)) % 5 / 4
+    return sum(map(ord, completion)) % 5 / 4
 
 
 def tiny_model(name: str, recipe: Recipe) -> PreTrainedModel:

@@ -261,7 +261,7 @@ def test_gates() -> None:
 def test_a_recipe_names_only_what_is_listed(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere.py").write_text(
         "from pathlib import Path\nPath(__file__).with_name('imported').touch()\n"
-        "def reward(row, reply, ended): return 1.0\n"
+        "def reward(row, completion, ended): return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     file = write(reward="{_target_: elsewhere.reward}")
@@ -272,6 +272,22 @@ def test_a_recipe_names_only_what_is_listed(write: Any, tmp_path: Path, monkeypa
     recipe = read_recipe(file, ["reward._target_=elsewhere.reward"])
     assert recipe.reward.function({}, "", True) == 1.0
     assert (tmp_path / "imported").exists()
+
+
+def test_parameters_of_a_reward_function_may_have_any_names(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "def named(example, text, finished, *, scale=1.0): return scale\n"
+        "def variadic(*args): return 1.0\n"
+        "def short(row, completion): return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = read_recipe(write(reward="{scale: 2.0}"), ["reward._target_=my_rewards.named"])
+    assert recipe.reward.function({}, "", True, **recipe.reward.arguments) == 2.0
+    assert read_recipe(write(), ["reward._target_=my_rewards.variadic"]).reward.function({}, "", True) == 1.0
+    found = wrong(write(), "reward._target_=my_rewards.short")
+    assert found["reward._target_"].strip() == "takes 2 positional arguments; expected row, completion, ended"
 
 
 @pytest.mark.parametrize("slot", SLOTS)

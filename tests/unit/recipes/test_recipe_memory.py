@@ -32,7 +32,7 @@ CACHE = 1.5e9
 
 NAMES = {**ALIASES, "unsloth/gpt-oss-20b-BF16": "openai/gpt-oss-20b"}
 
-_COMMENT = re.compile(r"# ([\d.]+) billion weights of 16 bytes .*: (\d+) devices? of 80 GB")
+_COMMENT = re.compile(r"# ([\d.]+) billion parameters at 16 bytes .*: (\d+) devices? of 80 GB")
 
 
 def parameters(repository: str) -> int | None:

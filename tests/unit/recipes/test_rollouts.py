@@ -60,7 +60,7 @@ def make() -> Callable[..., PolicyLoop]:
         return PolicyLoop(
             model=model, optimizer=optimizer, engine=_Counting(copy.deepcopy(trained)),
             tokenizer=byte_tokenizer(config),
-            reward=reward or (lambda row, reply, ended: row + len(reply) % 3), settings=loss_named(name, **settings),
+            reward=reward or (lambda row, text, ended: row + len(text) % 3), settings=loss_named(name, **settings),
             group=4, new_tokens=6, **options,
         )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_log_probabilities_are_those_of_what_is_sampled_from(make: Callable[...,
 def test_the_reference_holds_the_policy(make: Callable[..., PolicyLoop]) -> None:
     """With constant rewards, a policy far from its reference moves back to it."""
     reference = make().model.requires_grad_(False)
-    loop = make("grpo", kl=1.0, reward=lambda row, reply, ended: 0.0, reference=reference, lr=0.01)
+    loop = make("grpo", kl=1.0, reward=lambda row, completion, ended: 0.0, reference=reference, lr=0.01)
     with torch.no_grad():
         loop.model.lm_head.weight.mul_(0.5)
     before = (loop.model.lm_head.weight - reference.lm_head.weight).norm()
@@ -159,7 +159,7 @@ def test_a_weight_that_is_not_written_is_an_error(
 
 
 def test_groups_of_equal_rewards_change_nothing(make: Callable[..., PolicyLoop]) -> None:
-    loop = make(reward=lambda row, reply, ended: 1.0)
+    loop = make(reward=lambda row, completion, ended: 1.0)
     before = weights(loop)
     found = loop.step(questions(), 2, seed=0)
     assert (found["loss"], found["gradient_norm"]) == (0.0, 0.0)
@@ -170,7 +170,7 @@ def test_rewards_are_fp32_whatever_the_default_dtype_is(
     make: Callable[..., PolicyLoop], low_default_dtype: Callable[[], None]
 ) -> None:
     rewards = itertools.cycle([1.0, 1.0001])
-    loop = make("grpo", reward=lambda row, reply, ended: next(rewards))
+    loop = make("grpo", reward=lambda row, completion, ended: next(rewards))
     low_default_dtype()
     rollouts = loop.roll_out(questions(), 2, seed=0)
     assert rollouts.advantages.dtype == torch.float32
@@ -182,7 +182,7 @@ def test_rewards_are_fp32_whatever_the_default_dtype_is(
 def test_dynamic_sampling_asks_until_enough_groups_teach(make: Callable[..., PolicyLoop]) -> None:
     counted = itertools.count()
 
-    def reward(row: int, reply: str, ended: bool) -> float:
+    def reward(row: int, completion: str, ended: bool) -> float:
         return float(row % 3 == 0 and next(counted) % 2)  # rewards differ only in every third question
 
     loop = make("dapo", reward=reward)
@@ -191,7 +191,7 @@ def test_dynamic_sampling_asks_until_enough_groups_teach(make: Callable[..., Pol
     assert [sample.prompt[0] - 16 for sample in rollouts.samples] == [0] * 4 + [3] * 4
     assert rollouts.rewards.shape == (4, 4)
     assert rollouts.advantages.abs().min() > 0
-    loop = make("dapo", reward=lambda row, reply, ended: 0.0, dynamic_sampling=3)
+    loop = make("dapo", reward=lambda row, completion, ended: 0.0, dynamic_sampling=3)
     found = loop.step(questions(), 2, seed=0)
     assert loop.engine.batches == 3
     assert found["groups"] == 0
@@ -199,7 +199,7 @@ def test_dynamic_sampling_asks_until_enough_groups_teach(make: Callable[..., Pol
 
 
 def test_long_replies_are_worth_less(make: Callable[..., PolicyLoop]) -> None:
-    loop = make(reward=lambda row, reply, ended: 0.0, overlong_buffer=2)
+    loop = make(reward=lambda row, completion, ended: 0.0, overlong_buffer=2)
     lengths = iter([6, 5, 4, 2])
 
     def shortened(*_: Any, **__: Any) -> list[Sample]:
@@ -307,13 +307,13 @@ def test_tokens_outside_the_support_are_masked(
 def test_non_finite_rewards_raise_or_are_skipped(make: Callable[..., PolicyLoop], name: str, value: float) -> None:
     counted = itertools.count()
 
-    def reward(row: int, reply: str, ended: bool) -> float:
+    def reward(row: int, completion: str, ended: bool) -> float:
         number = next(counted)
         return value if number == 5 else float(number % 2)
 
     loop = make(name, reward=reward)
     before = weights(loop)
-    with pytest.raises(NonFiniteError, match=r"the reward of reply 1 is .*, to question 1 \(1\); 1 replies"):
+    with pytest.raises(NonFiniteError, match=r"the reward of completion 1 is .*, to question 1 \(1\); 1 completions"):
         loop.step(questions(), 2, seed=0)
     assert torch.equal(weights(loop), before)
     counted = itertools.count()
@@ -344,7 +344,9 @@ def test_non_finite_engine_logprobs_raise_or_are_skipped(
 
     loop = spoiled(make(correction=correction))
     before = weights(loop)
-    with pytest.raises(NonFiniteError, match=r"engine's log-probability of token \d of reply 2 is .*, to question 0"):
+    with pytest.raises(
+        NonFiniteError, match=r"engine's log-probability of token \d of completion 2 is .*, to question 0"
+    ):
         loop.step(questions(), 2, seed=0)
     assert torch.equal(weights(loop), before)
     loop = spoiled(make(correction=correction, on_non_finite="skip"))
@@ -357,7 +359,7 @@ def test_non_finite_engine_logprobs_raise_or_are_skipped(
 def test_non_finite_advantages_raise_or_are_skipped(make: Callable[..., PolicyLoop]) -> None:
     rollouts = make().roll_out(questions(), 2, seed=0)
     rollouts.advantages[6] = math.nan
-    with pytest.raises(NonFiniteError, match="the advantage of reply 2 is nan, to question 1"):
+    with pytest.raises(NonFiniteError, match="the advantage of completion 2 is nan, to question 1"):
         make().learn(rollouts)
     loop = make(on_non_finite="skip")
     assert loop.learn(rollouts)["skipped"] == 1
@@ -367,7 +369,7 @@ def test_non_finite_advantages_raise_or_are_skipped(make: Callable[..., PolicyLo
 @pytest.mark.parametrize("value", [None, "much", [1.0, 2.0]], ids=str)
 def test_a_reward_that_is_not_a_number_raises(make: Callable[..., PolicyLoop], value: Any) -> None:
     with pytest.raises(NonFiniteError, match="expected a number"):
-        make(reward=lambda row, reply, ended: value).step(questions(), 1, seed=0)
+        make(reward=lambda row, completion, ended: value).step(questions(), 1, seed=0)
 
 
 def test_an_update_with_a_non_finite_gradient_is_skipped(make: Callable[..., PolicyLoop]) -> None:
@@ -390,7 +392,7 @@ def test_an_unknown_way_to_treat_non_finite_values_raises(make: Callable[..., Po
 
 def test_dynamic_sampling_compares_rewards_without_penalties(make: Callable[..., PolicyLoop]) -> None:
     """Completions that are all wrong differ only in the length penalty: DAPO's equation 11 drops them."""
-    loop = make("dapo", reward=lambda row, reply, ended: 0.0, overlong_buffer=6, dynamic_sampling=2)
+    loop = make("dapo", reward=lambda row, completion, ended: 0.0, overlong_buffer=6, dynamic_sampling=2)
     lengths = itertools.cycle([6, 5, 4, 2])
     loop.engine._generate = lambda prompts, *_, **__: [
         Sample(tuple(prompt), (20,) * (size := next(lengths)), (-1.0,) * size, "stop") for prompt in prompts

@@ -266,7 +266,7 @@ def test_rows_come_in_another_order_each_time_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reply", "ended", "worth"),
+    ("answer", "completion", "ended", "worth"),
     [
         ("so #### 1,234", "It is 1234", True, 1.0),
         ("#### 42", "41, no: 42.", True, 1.0),
@@ -288,12 +288,12 @@ def test_rows_come_in_another_order_each_time_round() -> None:
         ("5e-99999999999999999999", "5e-99999999999999999999", True, 0.0),
     ],
 )
-def test_last_number(answer: str, reply: str, ended: bool, worth: float) -> None:
-    assert last_number({"answer": answer}, reply, ended) == worth
+def test_last_number(answer: str, completion: str, ended: bool, worth: float) -> None:
+    assert last_number({"answer": answer}, completion, ended) == worth
 
 
 @pytest.mark.parametrize(
-    ("answer", "reply", "ended", "worth"),
+    ("answer", "completion", "ended", "worth"),
     [
         ("34", r"so \boxed{34}", True, 1.0),
         ("34", r"\boxed{33}, no: \boxed{34}", True, 1.0),
@@ -305,8 +305,8 @@ def test_last_number(answer: str, reply: str, ended: bool, worth: float) -> None
         (r"\frac{\sqrt{\frac{1}{2}}}{2}", r"\boxed{\frac{\sqrt{\frac{1}{2}}}{2}}, not \boxed{", True, 1.0),
     ],
 )
-def test_boxed(answer: str, reply: str, ended: bool, worth: float) -> None:
-    assert boxed({"solution": answer}, reply, ended, answer="solution") == worth
+def test_boxed(answer: str, completion: str, ended: bool, worth: float) -> None:
+    assert boxed({"solution": answer}, completion, ended, answer="solution") == worth
 
 
 # Steps
