@@ -16,8 +16,8 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -59,6 +59,9 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     if isinstance(module, peft_types()) and (reads_complete_rows(model) or inputs.get("adapter_names")):
         raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {_ADVICE}")
     sharded = _sharded_around(model, module) if torch.is_grad_enabled() else []
+    caller = (id(module), type(module), autocast_dtype(input_ids))
+    checked = _checked.setdefault(model, {})
+    sample = None if caller in checked else _HeadSample.of(model, module, input_ids, inputs)
     given: list[torch.Tensor] = []
     autocast: list[torch.dtype | None] = []
 
@@ -78,6 +81,27 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
                     f"({one_line(error)}), so that step depends on the vocabulary. {_ADVICE}"
                 ) from error
             raise
+    _require_one_call(model, module, given, input_ids)
+    hidden = _columns_of_tokens(model, given[0], input_ids)
+    head = replace(_fit(observed, model), module=module, autocast=autocast[0])
+    if checked.get(caller) != (head.scale, head.cap, head.autocast):
+        (sample or _HeadSample.of(model, module, input_ids, inputs)).compare(model, head)
+        checked[caller] = head.scale, head.cap, head.autocast
+    for part in sharded:
+        part.unshard()
+    if sharded:  # adds zero, so that the backward passes through the model's output, where FSDP starts its own
+        hidden = hidden + 0.0 * _columns_of_tokens(model, observed[..., :1], input_ids).to(hidden.dtype)
+    return hidden, head
+
+
+def _require_one_call(
+    model: nn.Module, module: nn.Module, given: Sequence[torch.Tensor], input_ids: torch.Tensor
+) -> None:
+    """Check that a forward called the output embedding once, on hidden states `(batch, seq_len, hidden_size)`.
+
+    Raises:
+        HeadError: If it did not.
+    """
     if len(given) != 1 or given[0].ndim != 3:
         called = f"{len(given)} times" + (f", on {tuple(given[0].shape)}" if given else "")
         raise HeadError(
@@ -85,14 +109,6 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
             f"token of {tuple(input_ids.shape)}. If it is compiled as a whole, compile its layers or its base model "
             f"instead. {_ADVICE}"
         )
-    hidden = _columns_of_tokens(model, given[0], input_ids)
-    head = replace(_fit(observed, model), module=module, autocast=autocast[0])
-    _check(model, head, input_ids, inputs)
-    for part in sharded:
-        part.unshard()
-    if sharded:  # adds zero, so that the backward passes through the model's output, where FSDP starts its own
-        hidden = hidden + 0.0 * _columns_of_tokens(model, observed[..., :1], input_ids).to(hidden.dtype)
-    return hidden, head
 
 
 def _sharded_around(model: nn.Module, head: nn.Module) -> list[FSDPModule]:
@@ -233,45 +249,75 @@ def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
     return head
 
 
-_checked: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""Scale, cap and autocast of the heads that were compared with a model's logits, by output embedding and autocast."""
 
 
-@torch.no_grad()
-def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> None:
-    """Check that `head` reproduces the model's logits of the first tokens, up to rounding of the dtype.
+@dataclass(frozen=True, slots=True)
+class _HeadSample:
+    """Results of a model and of its output embedding on the first tokens of a batch.
 
-    Runs once per model and head, on the first tokens. If the model does not run on these alone (images), it runs on
-    all inputs.
+    The model runs before the batch's forward, so that hooks end with the batch: those that keep a module's last call,
+    and those that compute the weight of the output embedding (pruning, weight normalization), with its graph.
 
-    Raises:
-        HeadError: If it does not.
+    Attributes:
+        expected: Logits of the model, `(1, CHECKED_TOKENS, vocab_size)`.
+        embedded: Result of the output embedding for the same tokens, without scale and cap.
+        rounding: Largest `eps` of the hidden states and the logits.
     """
-    key = (id(head.module), head.scale, head.cap, head.autocast, type(head.module))
-    if _checked.get(model) == key:
-        return
-    text = input_ids.reshape(-1)[:CHECKED_TOKENS][None]
-    given: list[torch.Tensor] = []
-    handle = head.module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-    try:
-        with evaluating(model), own_routing():
-            try:
-                output = model(input_ids=text, use_cache=False)
-            except Exception:  # of any type: the text may need the images, whose absence each class reports differently
-                if not inputs:
-                    raise
-                given.clear()
-                output = model(input_ids=input_ids, use_cache=False, **inputs)
-    finally:
-        handle.remove()
-    expected = _logits_of(output)[:, :CHECKED_TOKENS]
-    actual = head(given[0][:, :CHECKED_TOKENS])
-    # Some models compute their logits in another dtype than their hidden states.
-    rounding = max(torch.finfo(values.dtype).eps for values in (given[0], expected, actual))
-    actual, expected = actual.float(), expected.float()
-    tolerance = 8 * rounding * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
-    if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=0.0, atol=tolerance, equal_nan=True):
-        raise HeadError(
-            f"{_name(model)}'s logits {tuple(expected.shape)} are not those of its output embedding with scale "
-            f"{head.scale:g} and cap {head.cap} {tuple(actual.shape)}. {_ADVICE}"
-        )
-    _checked[model] = key
+
+    expected: torch.Tensor
+    embedded: torch.Tensor
+    rounding: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: nn.Module, module: nn.Module, input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> _HeadSample:
+        """Run the model on the first tokens. If it does not run on these alone (images), it runs on all inputs.
+
+        Raises:
+            HeadError: If the model does not call its output embedding exactly once.
+        """
+        tokens = input_ids.reshape(-1)[:CHECKED_TOKENS][None]
+        given: list[torch.Tensor] = []
+        autocast: list[torch.dtype | None] = []
+
+        def note(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            given.append(args[0])
+            autocast.append(autocast_dtype(args[0]))
+
+        handle = module.register_forward_pre_hook(note)
+        try:
+            with evaluating(model), own_routing():
+                try:
+                    output = model(input_ids=tokens, use_cache=False)
+                except Exception:  # of any type: the text may need the images, and classes report that differently
+                    if not inputs:
+                        raise
+                    given.clear()
+                    autocast.clear()
+                    output = model(input_ids=input_ids, use_cache=False, **inputs)
+        finally:
+            handle.remove()
+        _require_one_call(model, module, given, tokens)
+        hidden, expected = given[0][:, :CHECKED_TOKENS], _logits_of(output)[:, :CHECKED_TOKENS].clone()
+        embedded = OutputHead(module, autocast=autocast[0])(hidden)
+        # Some models compute their logits in another dtype than their hidden states.
+        return cls(expected, embedded, max(torch.finfo(each.dtype).eps for each in (hidden, expected, embedded)))
+
+    @torch.no_grad()
+    def compare(self, model: nn.Module, head: OutputHead) -> None:
+        """Check that `head` reproduces the model's logits, up to rounding of the dtype.
+
+        Raises:
+            HeadError: If it does not.
+        """
+        actual, expected = head.finish(self.embedded).float(), self.expected.float()
+        tolerance = 8 * self.rounding * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
+        if actual.shape != expected.shape or not torch.allclose(
+            actual, expected, rtol=0.0, atol=tolerance, equal_nan=True
+        ):
+            raise HeadError(
+                f"{_name(model)}'s logits {tuple(expected.shape)} are not those of its output embedding with scale "
+                f"{head.scale:g} and cap {head.cap} {tuple(actual.shape)}. {_ADVICE}"
+            )

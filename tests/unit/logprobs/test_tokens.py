@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import prune
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
@@ -307,3 +310,29 @@ def test_nothing_to_score(model: PreTrainedModel) -> None:
     found = token_logprobs(model, torch.full((3, 1), 17))
     assert not found.mask.any()
     assert found.logprobs.tolist() == [[0.0]] * 3
+
+
+@pytest.mark.parametrize(
+    "hook", [lambda head: prune.l1_unstructured(head, "weight", 0.2), nn.utils.weight_norm], ids=["prune", "weight_norm"]
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_weight_that_a_hook_computes_gets_gradients(
+    model: PreTrainedModel, documents: list[torch.Tensor], hook: Callable[[nn.Module], object]
+) -> None:
+    model = copy.deepcopy(model)
+    hook(model.lm_head)
+    ids = documents[1][None]
+    model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)[range(11), ids[0, 1:]].sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for _ in range(2):  # the first call compares the head with the model's logits
+        model.zero_grad()
+        token_logprobs(model, ids).logprobs.sum().backward()
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_end_with_the_batch(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    model, shapes = copy.deepcopy(model), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *call: shapes.append(tuple(call[2].shape[:2])))
+    token_logprobs(model, documents[1][None])
+    assert shapes == [(1, 4), (1, 12)]
