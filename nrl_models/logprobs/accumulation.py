@@ -9,7 +9,7 @@ derivatives run again, and the difference of the gradients is added.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from transformers import BatchFeature
 
 from nrl_models.common.documents.boundaries import sharing_prompts
 from nrl_models.common.forward.random_states import random_states_kept, set_torch_random_state, torch_random_state
+from nrl_models.common.forward.routing import own_routing, routing_is_observed, tokens_placed
+from nrl_models.common.forward.token_places import TokenPlaces
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
 from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, token_logprobs
 
@@ -37,6 +39,7 @@ class SequenceBatch:
         device: Device of the model.
         model_inputs: Keyword arguments of the forward for each sequence, on any device. Empty if there are none.
         scored: Tokens with a log-probability, `(batch, max_length)` bool on the model's device.
+        lengths: Number of tokens of each sequence, on the CPU.
     """
 
     ids: list[torch.Tensor]
@@ -44,14 +47,16 @@ class SequenceBatch:
     device: torch.device
     model_inputs: Sequence[Mapping[str, Any]] = ()
     scored: torch.Tensor = field(init=False)
+    lengths: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compute `scored`. The first token of a sequence is never scored."""
+        """Compute `scored` and `lengths`. The first token of a sequence is never scored."""
         grid = torch.zeros(0, 0, dtype=torch.bool)
         if self.ids:
             grid = pad_sequence(self.scores, batch_first=True)
             grid[:, 0] = False
         object.__setattr__(self, "scored", grid.to(self.device))
+        object.__setattr__(self, "lengths", torch.tensor([len(row) for row in self.ids], dtype=torch.long))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +171,7 @@ class Accumulation:
     ) -> None:
         self.model, self.batch, self.parts, self.count, self.options = model, batch, parts, count, options
         self.loss, self.loss_terms, self.group = loss, loss_terms, group
+        self.models = [model] if options["reference"] is None else [model, options["reference"]]
         nothing = torch.zeros_like(batch.scored)
         self.known = TokenLogprobs(nothing.float(), batch.scored, nothing)
         self.used: dict[str, torch.Tensor] = {}
@@ -175,25 +181,35 @@ class Accumulation:
         if self.loss is None:
             with torch.no_grad():
                 for part in self.parts:
-                    self.known = self._joined(part, self._scored(part))
+                    with self._placing(part):
+                        self.known = self._joined(part, self._scored(part))
                 self._nothing(self.count - len(self.parts))
             return self.known
         states = []
         for part in self.parts:
             states.append(torch_random_state())
-            self._learn(part)
+            with self._placing(part):
+                self._learn(part)
         self._nothing(self.count - len(self.parts))
         loss, by = self._derivatives(last=True) if self.parts else (self.known.logprobs.sum(), {})
         again = [place for place, part in enumerate(self.parts) if self._differs(part, by)]
         (count,) = largest([len(again)], self.group, self.batch.device)
         for place in again:
-            with random_states_kept():
-                set_torch_random_state(states[place])  # repeats the dropout masks
-                found = self._scored(self.parts[place])
             rest = {name: gradient - self.used[name] for name, gradient in by.items()}
-            self._pull(self.parts[place], found, rest)
+            with self._placing(self.parts[place]):
+                with random_states_kept():
+                    set_torch_random_state(states[place])  # repeats the dropout masks
+                    found = self._scored(self.parts[place])
+                self._pull(self.parts[place], found, rest)
         self._nothing(count - len(again))
         return replace(self.known, loss=loss)
+
+    def _placing(self, part: MicrobatchInputs) -> AbstractContextManager[None]:
+        """Let records and replays of experts, which belong to the complete batch, find this microbatch's tokens."""
+        if not routing_is_observed():
+            return nullcontext()
+        places = torch.arange(self.batch.scored.numel(), device=self.batch.device).view(self.batch.scored.shape)
+        return tokens_placed(TokenPlaces(part.taken(places + 1) - 1, self.batch.lengths), *self.models)
 
     def _scored(self, part: MicrobatchInputs, **loss: Any) -> TokenLogprobs:
         inputs = part.inputs
@@ -267,9 +283,10 @@ class Accumulation:
     def _nothing(self, count: int) -> None:
         """Run `count` microbatches that contribute nothing, because other ranks have more microbatches."""
         token = self.batch.ids[0][:1] if self.batch.ids else torch.zeros(1, dtype=torch.long)
-        for _ in range(count):
-            with torch.set_grad_enabled(self.loss is not None):
-                found = token_logprobs(self.model, token.repeat(2)[None].to(self.batch.device), **self.options)
-            if self.loss is not None:
-                with torch.autocast(self.batch.device.type, enabled=False):
-                    found.logprobs.backward(torch.zeros_like(found.logprobs))
+        with own_routing(*self.models):
+            for _ in range(count):
+                with torch.set_grad_enabled(self.loss is not None):
+                    found = token_logprobs(self.model, token.repeat(2)[None].to(self.batch.device), **self.options)
+                if self.loss is not None:
+                    with torch.autocast(self.batch.device.type, enabled=False):
+                        found.logprobs.backward(torch.zeros_like(found.logprobs))

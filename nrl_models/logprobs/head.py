@@ -288,7 +288,7 @@ class _HeadSample:
 
         handle = module.register_forward_pre_hook(note)
         try:
-            with evaluating(model), own_routing():
+            with evaluating(model), own_routing(model):
                 try:
                     output = model(input_ids=tokens, use_cache=False)
                 except Exception:  # of any type: the text may need the images, and classes report that differently

@@ -53,7 +53,8 @@ def rollout_logprobs(
 
     The result equals one batch padded on the right. The sequences run in microbatches, so activations need the memory
     of one microbatch. If the model keeps packed documents apart, a microbatch is one row without padding; otherwise
-    (also with PEFT's prompt learning and activated LoRA) sequences of similar lengths are padded.
+    (also with PEFT's prompt learning and activated LoRA) sequences of similar lengths are padded. `record_routing` and
+    `replay_routing` have the choices of the batch padded on the right.
 
     Args:
         model: As for `token_logprobs`.

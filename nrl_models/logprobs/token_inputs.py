@@ -12,7 +12,9 @@ from torch import nn
 
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.documents.boundaries import starts_of
+from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.documents.packing import checked_positions, token_positions
+from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows
 from nrl_models.common.upstream import CACHE_NAMES, computes_positions
 from nrl_models.errors import UnknownArgumentError, shown, suggestion
@@ -269,9 +271,18 @@ class LeftPadding:
     columns: torch.Tensor
 
     @classmethod
-    def of(cls, attention_mask: torch.Tensor | None) -> LeftPadding | None:
-        """Return the left padding of a batch; None if no row with a token begins with padding."""
-        if attention_mask is None:
+    def of(
+        cls, attention_mask: torch.Tensor | None, models: Iterable[nn.Module], inputs: Mapping[str, Any]
+    ) -> LeftPadding | None:
+        """Return the left padding of a batch whose rows should be moved to the left; None if no row begins with it.
+
+        Rows move if left padding changes results. Rows with only text also move, unless right padding changes results,
+        or experts are recorded or replayed, because these choices belong to the columns of the batch.
+        """
+        limits = {limit for part in models for limit in getattr(part, "limits", {})}
+        media = any(value is not None for name, value in inputs.items() if name not in BOUNDARIES)
+        stays = "right padding" in limits or media or routing_is_observed()
+        if attention_mask is None or (stays and "left padding" not in limits):
             return None
         token = attention_mask.bool()
         first = token.int().argmax(1, keepdim=True)  # 0 for a row without tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from nrl_models.common.documents.boundaries import columns_before, prompts_are_shared, starts_of
 from nrl_models.common.documents.layers import BOUNDARIES
+from nrl_models.common.forward.routing import places_unknown
 from nrl_models.common.modules import innermost
 from nrl_models.common.value_checks import is_integer
 from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown
@@ -123,7 +124,8 @@ def token_logprobs(
             has an encoder, is a masked language model, or computes other columns than `input_ids` (GIT with images).
         ValueError: Shapes differ, the reference has another vocabulary, or a sampling parameter is out of range.
         UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`. Also packed rows
-            with PEFT's prompt learning or activated LoRA.
+            with PEFT's prompt learning or activated LoRA, and left padding while experts are recorded or replayed if
+            left padding changes the model's results.
         UnknownOptionError: Unknown `loss_terms` or `chunk_size`.
 
     Examples:
@@ -148,21 +150,22 @@ def token_logprobs(
     require_known_tokens(models, input_ids)
     position_ids = positions_of_boundaries(input_ids, attention_mask, position_ids, inputs)
     require_unpacked(wrapped, position_ids, attention_mask)
-    padding = LeftPadding.of(attention_mask) if _aligns(models, inputs) else None
+    padding = LeftPadding.of(attention_mask, models, inputs)
     if padding is not None:
         grids = {"attention_mask": attention_mask, "position_ids": position_ids, "score": score}
         grids |= {name: value for name, value in inputs.items() if name not in BOUNDARIES}  # positions replace these
-        moved = token_logprobs(
-            model,
-            padding.moved(input_ids),
-            **{name: padding.moved(value) for name, value in grids.items()},
-            **asdict(sampling),
-            entropy=entropy,
-            reference=reference,
-            loss=None if loss is None else lambda found: loss(padding.restored(found, STATISTICS)),
-            loss_terms=padding.moved(loss_terms),
-            chunk_size=chunk_size,
-        )
+        with places_unknown(MOVED, *wrapped):
+            moved = token_logprobs(
+                model,
+                padding.moved(input_ids),
+                **{name: padding.moved(value) for name, value in grids.items()},
+                **asdict(sampling),
+                entropy=entropy,
+                reference=reference,
+                loss=None if loss is None else lambda found: loss(padding.restored(found, STATISTICS)),
+                loss_terms=padding.moved(loss_terms),
+                chunk_size=chunk_size,
+            )
         return padding.restored(moved, STATISTICS)
     positions = scored_positions(input_ids, attention_mask, position_ids, score)
     media = any(value is not None for value in inputs.values())
@@ -193,17 +196,12 @@ def token_logprobs(
 
 
 ARGUMENTS = frozenset(inspect.signature(token_logprobs).parameters) - {"model_inputs"}
+MOVED = (
+    "attention_mask has padding on the left, which changes this model's results, so rows are moved to the left: "
+    "expected padding on the right while experts are recorded or replayed, or call rollout_logprobs"
+)
+"""Error of records and replays of experts, whose choices would belong to other tokens."""
 STATISTICS = ("logprobs", "mask", "outside", "entropy", "kl")
-
-
-def _aligns(models: Sequence[nn.Module], inputs: Mapping[str, Any]) -> bool:
-    """Return True if left-padded sequences should be moved to the left.
-
-    True if left padding changes results. Also True for text-only inputs, unless right padding changes results.
-    """
-    limits = {limit for part in models for limit in getattr(part, "limits", {})}
-    media = any(value is not None for name, value in inputs.items() if name not in BOUNDARIES)
-    return "left padding" in limits or ("right padding" not in limits and not media)
 
 
 def scored_positions(

@@ -10,9 +10,9 @@ Routers are not identified by name: each `topk` in any module counts as a choice
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,8 +21,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nrl_models.common.forward.random_states import random_states_kept
+from nrl_models.common.forward.token_places import TokenPlaces
 from nrl_models.common.modules import device_of
 from nrl_models.common.recording import forward_replaced, modules_running
+from nrl_models.common.upstream_torch import current_graph_task_id
+from nrl_models.errors import UnknownArgumentError
 
 RoutingRecord = dict[str, list[torch.Tensor]]
 """Indices of each `topk` in a module's last call, in order, by module name."""
@@ -34,28 +37,52 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """Record the choices of `model`'s forwards in this thread. Keeps the last call of each module.
 
-    During a replay, this records the model's own choices, not the replayed ones.
+    During a replay, this records the model's own choices, not the replayed ones. `rollout_logprobs` records the choices
+    of its sequences padded on the right, -1 for padding.
     """
-    record: RoutingRecord = {}
-    with (
-        _observed(),
-        modules_running(model, lambda name, *_: record.pop(name, None)) as running,
-        _RoutingRecorder(record, running),
-    ):
-        yield record
+    with _recorder(model) as recorder:
+        yield recorder.record
 
 
-_observing: list[None] = []
-"""An entry for each open record or replay, in any thread."""
+@dataclass(slots=True, eq=False)
+class _Observer:
+    """An open record or replay.
+
+    Attributes:
+        modules: Modules of its model.
+        places: Places of the tokens that run at present in the batch of the record; None if the batch itself runs.
+        suspended: Whether it ignores calls at present.
+        unknown: Why `places` are not known at present; empty if they are.
+    """
+
+    modules: frozenset[nn.Module]
+    places: TokenPlaces | None = None
+    suspended: bool = False
+    unknown: str = ""
+
+    def known_places(self) -> TokenPlaces | None:
+        """Return `places`.
+
+        Raises:
+            UnknownArgumentError: If they are not known.
+        """
+        if self.unknown:
+            raise UnknownArgumentError(self.unknown)
+        return self.places
+
+
+_observing: list[_Observer] = []
+"""Open records and replays, of any thread."""
 
 
 @contextmanager
-def _observed() -> Iterator[None]:
-    _observing.append(None)
+def _observed(model: nn.Module) -> Iterator[_Observer]:
+    observer = _Observer(frozenset(model.modules()))
+    _observing.append(observer)
     try:
-        yield
+        yield observer
     finally:
-        _observing.pop()
+        _observing.remove(observer)
 
 
 def routing_is_observed() -> bool:
@@ -63,18 +90,36 @@ def routing_is_observed() -> bool:
     return bool(_observing)
 
 
+def own_routing(*models: nn.Module) -> AbstractContextManager[None]:
+    """Let models make their own choices, without a record, even during a record or replay. For tests."""
+    return _observers_with(models, "suspended", True)
+
+
+def tokens_placed(places: TokenPlaces, *models: nn.Module) -> AbstractContextManager[None]:
+    """Record and replay choices of models at other places, because they run a part of a batch, or another layout.
+
+    Backward passes with activation checkpointing must run while the context is open.
+    """
+    return _observers_with(models, "places", places)
+
+
+def places_unknown(reason: str, *models: nn.Module) -> AbstractContextManager[None]:
+    """Raise `UnknownArgumentError` with a reason if choices of models are recorded or replayed."""
+    return _observers_with(models, "unknown", reason)
+
+
 @contextmanager
-def own_routing() -> Iterator[None]:
-    """Let models make their own choices in this thread, even during a replay. For tests."""
-    before = getattr(_aside, "open", False)
-    _aside.open = True
+def _observers_with(models: Sequence[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of all open records and replays of `models`, for all threads, while the context is open."""
+    modules = {module for model in models for module in model.modules()} if _observing else set()
+    before = [(each, getattr(each, name)) for each in _observing if not each.modules.isdisjoint(modules)]
+    for observer, _ in before:
+        setattr(observer, name, value)
     try:
         yield
     finally:
-        _aside.open = before
-
-
-_aside = threading.local()
+        for observer, old in before:
+            setattr(observer, name, old)
 
 
 def can_replay(model: nn.Module) -> bool:
@@ -103,9 +148,9 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
     if unknown := sorted(record.keys() - modules.keys()):
         raise KeyError(f"the record names modules the model lacks: {', '.join(unknown)}")
     with ExitStack() as stack:
-        stack.enter_context(_observed())
+        observer = stack.enter_context(_observed(model))
         for name, choices in record.items():
-            stack.enter_context(_running_under(modules[name], partial(_Replayer, name, choices)))
+            stack.enter_context(_running_under(modules[name], partial(_Replayer, name, choices, observer), observer))
         yield
 
 
@@ -164,17 +209,11 @@ _PROBE = 3
 @torch.no_grad()
 def _routers(model: nn.Module, count: int) -> dict[int, tuple[str, list[tuple[int, ...]], int]]:
     """Find modules whose last choice has `count` experts. By layer: name, shapes of choices, number of experts."""
-    record: RoutingRecord = {}
     tokens = torch.arange(_PROBE, device=device_of(model))[None]
-    with (
-        random_states_kept(),
-        own_routing(),
-        modules_running(model, lambda name, *_: record.pop(name, None)) as running,
-        _RoutingRecorder(record, running) as recorder,
-    ):
+    with random_states_kept(), own_routing(model), _recorder(model) as recorder:
         model(input_ids=tokens, use_cache=False)
     found: dict[int, tuple[str, list[tuple[int, ...]], int]] = {}
-    for name, choices in record.items():
+    for name, choices in recorder.record.items():
         shapes = [tuple(choice.shape) for choice in choices]
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         per_token = shapes[-1] in ((_PROBE, count), (1, _PROBE, count))
@@ -194,67 +233,116 @@ def _on_batch(shape: tuple[int, ...], rows: int, length: int) -> tuple[int, ...]
 
 
 def flip_rate(first: Mapping[str, list[torch.Tensor]], second: Mapping[str, list[torch.Tensor]]) -> float:
-    """Return the fraction of (token, router) pairs for which two records do not have the same set of choices."""
+    """Return the fraction of (token, router) pairs for which two records do not have the same set of choices.
+
+    Pairs for which a record has no choice (-1) do not count.
+    """
     flipped, tokens = 0, 0
     for name, choices in first.items():
         ours, theirs = choices[-1], second[name][-1].to(choices[-1].device)
-        different = (ours.sort(-1).values != theirs.sort(-1).values).any(-1)
+        known = ((ours >= 0) & (theirs >= 0)).all(-1)
+        different = (ours.sort(-1).values != theirs.sort(-1).values).any(-1) & known
         flipped += int(different.sum())
-        tokens += different.numel()
+        tokens += int(known.sum())
     return flipped / tokens if tokens else 0.0
 
 
-def _running_under(module: nn.Module, mode: Callable[[], TorchFunctionMode]) -> AbstractContextManager[None]:
+def _running_under(
+    module: nn.Module, mode: Callable[[], TorchFunctionMode], observer: _Observer
+) -> AbstractContextManager[None]:
     """Run each call of `module`'s forward, in any thread, under a new `mode()` while the context is open."""
     forward = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if getattr(_aside, "open", False) else mode():
+        with nullcontext() if observer.suspended else mode():
             return forward(*args, **kwargs)
 
     return forward_replaced(module, run)
 
 
+@contextmanager
+def _recorder(model: nn.Module) -> Iterator[_RoutingRecorder]:
+    """Record the choices of `model`'s forwards in this thread."""
+    with _observed(model) as observer:
+        recorder = _RoutingRecorder(observer)
+        with modules_running(model, recorder.begin) as recorder.running, recorder:
+            yield recorder
+
+
 class _RoutingRecorder(TorchFunctionMode):
-    def __init__(self, record: RoutingRecord, running: list[str]) -> None:
+    """Records the last call of each module, and all calls with parts of one batch (`tokens_placed`)."""
+
+    def __init__(self, observer: _Observer) -> None:
         super().__init__()
-        self.record, self.running = record, running
+        self.observer = observer
+        self.record: RoutingRecord = {}
+        self.running: list[str] = []
         self.among: dict[str, int] = {}
         """Number of candidates of each module's last choice."""
+        self.calls: dict[str, tuple[torch.Tensor | None, int]] = {}
+        """Lengths of the batch (`TokenPlaces`) of each module's last call, and the number of its choices."""
+
+    def begin(self, name: str, *_: Any) -> None:
+        """Begin a call of a module."""
+        if self._ignores():
+            return
+        places = self.observer.places
+        if places is None or self.calls.get(name, (None,))[0] is not places.lengths:
+            self.record.pop(name, None)
+        self.calls[name] = None if places is None else places.lengths, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _TOPK and self.running:
-            self.record.setdefault(self.running[-1], []).append(result[1].detach().clone())
+        if func in _TOPK and self.running and not self._ignores():
+            name, places = self.running[-1], self.observer.known_places()
             values, dim = _chosen_from(args, kwargs or {})
-            self.among[self.running[-1]] = values.shape[dim]
+            self.among[name] = values.shape[dim]
+            choices, (batch, made) = self.record.setdefault(name, []), self.calls[name]
+            choice = result[1].detach()
+            earlier = choices[made] if made < len(choices) else None
+            kept = choice.clone() if places is None else places.placed(choice, values.shape[dim], earlier)
+            choices[made : made + 1] = [kept]
+            self.calls[name] = batch, made + 1
         return result
+
+    def _ignores(self) -> bool:
+        """Return True in calls that are not recorded. Activation checkpointing repeats calls in backward passes."""
+        return self.observer.suspended or current_graph_task_id() != -1
 
 
 class _Replayer(TorchFunctionMode):
     """Replays the choices of a single call of a module."""
 
-    def __init__(self, name: str, choices: list[torch.Tensor]) -> None:
+    def __init__(self, name: str, choices: list[torch.Tensor], observer: _Observer) -> None:
         super().__init__()
-        self.name, self.choices, self.made = name, choices, 0
+        self.name, self.choices, self.observer, self.made = name, choices, observer, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in _TOPK:
             return result
-        shape = tuple(result[1].shape)
-        recorded = [tuple(choice.shape) for choice in self.choices]
-        if self.made == len(recorded) or shape != recorded[self.made]:
-            raise ValueError(
-                f"{self.name} makes choice {self.made} of shape {shape}, but recorded are {recorded}: "
-                "replay the record of a forward on the same tokens"
-            )
-        chosen = self.choices[self.made].to(result[1].device)
+        values, dim = _chosen_from(args, kwargs)
+        chosen = self._recorded(tuple(result[1].shape), values.shape[dim]).to(result[1].device)
         chosen = torch.where(chosen < 0, result[1], chosen)
         self.made += 1
-        values, dim = _chosen_from(args, kwargs)
         return torch.return_types.topk((values.gather(dim, chosen), chosen))
+
+    def _recorded(self, shape: tuple[int, ...], candidates: int) -> torch.Tensor:
+        """Return the recorded choices for a choice of this shape from `candidates` values."""
+        places, chosen = (
+            self.observer.known_places(),
+            self.choices[self.made] if self.made < len(self.choices) else None,
+        )
+        if chosen is not None and places is not None:
+            chosen = places.taken(chosen, shape, candidates)
+        if chosen is None or chosen.shape != shape:
+            raise ValueError(
+                f"{self.name} makes choice {self.made} of shape {shape}, but recorded are "
+                f"{[tuple(choice.shape) for choice in self.choices]}: replay the record of a forward on the same tokens"
+                + ("" if places is None else " (the sequences padded on the right, or in one row), only of experts")
+            )
+        return chosen
 
 
 def _chosen_from(args: Any, kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, int]:

@@ -128,6 +128,8 @@ def test_flip_rate_counts_tokens_whose_set_of_experts_differs() -> None:
     second = {"gate": [torch.tensor([[1, 0], [2, 3], [0, 3], [1, 2]])]}
     assert flip_rate(first, second) == 0.25
     assert flip_rate({}, {}) == 0.0
+    second["gate"][0][1] = -1  # no choice
+    assert flip_rate(first, second) == flip_rate(second, first) == pytest.approx(1 / 3)
 
 
 def test_a_dense_model_chooses_nothing(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
@@ -146,6 +148,29 @@ def test_log_probabilities_are_computed_under_replay_from_the_first_call_on(
         found = token_logprobs(other, input_ids).logprobs
         wanted = other(input_ids).logits.log_softmax(-1)[:, :-1].gather(-1, input_ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(found[:, 1:], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_checks_are_not_recorded(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    """Neither the first call's test of the head on a few tokens, nor the search for routers."""
+    model = copy.deepcopy(mixtral)
+    with record_routing(model) as record, torch.no_grad():
+        for _ in range(2):
+            token_logprobs(model, input_ids)
+            engine_routing(model, [torch.zeros(11, 2, 2)] * 2)
+            assert [tuple(choice.shape) for choices in record.values() for choice in choices] == [(24, 2)] * 2
+
+
+def test_recomputation_keeps_the_record(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    model = copy.deepcopy(mixtral).train()
+    model.gradient_checkpointing_enable()
+    with record_routing(model) as expected, torch.no_grad():
+        model(input_ids, use_cache=False)
+    with record_routing(model) as record:
+        loss = model(input_ids, use_cache=False).logits.logsumexp(-1).sum()
+        thread = threading.Thread(target=loss.backward)  # recomputation may run in another thread
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(record, expected)
 
 
 # Choices reported by an engine

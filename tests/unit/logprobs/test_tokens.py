@@ -313,7 +313,9 @@ def test_nothing_to_score(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "hook", [lambda head: prune.l1_unstructured(head, "weight", 0.2), nn.utils.weight_norm], ids=["prune", "weight_norm"]
+    "hook",
+    [lambda head: prune.l1_unstructured(head, "weight", 0.2), nn.utils.weight_norm],
+    ids=["prune", "weight_norm"],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 def test_a_weight_that_a_hook_computes_gets_gradients(
