@@ -233,15 +233,11 @@ class StateDictAdapter(LayoutTables):
 
         Tensors that are not a view of a single parameter (see `HFTensor`) are left out; use `to_hf` for them. For a
         sharded model, the tensors are DTensors over this rank's shards, without those that no placement can describe.
-        Raises StateDictError if the model does not match the adapter, or has weights that are quantized or on meta.
+        Raises StateDictError if the model does not match the adapter, has PEFT adapters (`export_adapter` returns an
+        adapter that leaves out merged weights), or has weights that are quantized or on meta.
         """
-        inner = own_tensors.model_inside(model)
-        exported = self.retied(inner).exported(layout)
-        if (sharding := getattr(inner, "sharding", None)) is not None:
-            return sharding.hf_views(inner, exported)
-        own = self.own_tensors(model)
-        own_tensors.require_values(inner, own)
-        return {name: tensor.read(own) for name, tensor in exported.items() if self.is_zero_copy(tensor)}
+        own_tensors.require_no_peft(self._has_peft or any(peft_modules(model)))
+        return self._views(model, layout)
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Return name, shape and dtype of each tensor of `iter_export`, in order. Also for a model on meta."""
@@ -285,6 +281,16 @@ class StateDictAdapter(LayoutTables):
 
     # Inside
 
+    def _views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+        """Implement `hf_views`."""
+        inner = own_tensors.model_inside(model)
+        exported = self.retied(inner).exported(layout)
+        if (sharding := getattr(inner, "sharding", None)) is not None:
+            return sharding.hf_views(inner, exported)
+        own = self.own_tensors(model)
+        own_tensors.require_values(inner, own)
+        return {name: tensor.read(own) for name, tensor in exported.items() if self.is_zero_copy(tensor)}
+
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implement `iter_export`."""
         own_tensors.require_stored(self.computed)
@@ -309,22 +315,6 @@ class StateDictAdapter(LayoutTables):
 
     def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
         return self.kept if self.layout(layout) is self.hub else {}
-
-    def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's own tensors, detached.
-
-        Raises:
-            StateDictError: If the model does not match this adapter.
-        """
-        own = own_tensors.own_state_dict(model)
-        gone = [name for name in self.own if name not in own]
-        problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
-        if problems := problems + self.other_shapes(own):
-            advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
-            if is_flattened(model):
-                advice = ["FSDP1 flattened these parameters: pass the FullyShardedDataParallel module that has them"]
-            raise StateDictError("the model is not the one this adapter was made for", problems, advice)
-        return own
 
     def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the tensors to export: the model's own."""

@@ -90,6 +90,13 @@ class MergedAdapter(StateDictAdapter):
         """Return the own tensors of the model without adapters, see `StateDictAdapter.own_tensors`."""
         return super().own_tensors(without_wrappers(model, peft=True))
 
+    def hf_views(self, model: nn.Module, *, layout: Layout = "hub") -> dict[str, torch.Tensor]:
+        """Return views as `StateDictAdapter.hf_views`, without those of modules with adapters."""
+        inner, table = innermost(model), self.layout(layout)
+        adapted = tuple(f"{name}." for name, _ in peft_modules(inner))
+        views = self._views(inner, layout)
+        return {name: view for name, view in views.items() if not table[name].parameters[0].startswith(adapted)}
+
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:

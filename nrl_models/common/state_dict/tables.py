@@ -16,6 +16,7 @@ from nrl_models.common.modules import is_flattened, without_wrappers
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.own_tensors import own_state_dict
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream_conversions import Renaming
 from nrl_models.common.views.view import HFTensor, Piece
@@ -160,6 +161,22 @@ class LayoutTables:
         layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
         there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
         return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
+
+    def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the model's own tensors, detached.
+
+        Raises:
+            StateDictError: If the model does not match this adapter.
+        """
+        own = own_state_dict(model)
+        gone = [name for name in self.own if name not in own]
+        problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
+        if problems := problems + self.other_shapes(own):
+            advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
+            if is_flattened(model):
+                advice = ["FSDP1 flattened these parameters: pass the FullyShardedDataParallel module that has them"]
+            raise StateDictError("the model is not the one this adapter was made for", problems, advice)
+        return own
 
     def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Check that tensors are the model's own, all or some.

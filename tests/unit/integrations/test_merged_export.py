@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from nrl_models import export_adapter, registry
+from nrl_models.common.modules import peft_modules
 from nrl_models.common.state_dict import merged
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import StateDictError
@@ -277,6 +278,28 @@ def test_modules_around_a_model_that_are_no_wrappers(wrap: Callable[[nn.Module],
     for call in (lambda: next(adapter.iter_export(model)), lambda: adapter.hf_views(model)):
         with pytest.raises(StateDictError, match=rf"pass the model inside: model\.{inner}"):
             call()
+
+
+@pytest.mark.parametrize("name", ["LoRA", "a whole part", "embeddings", "experts"])
+def test_views_leave_out_merged_weights(name: str) -> None:
+    architecture, config = CONFIGS[name]
+    model = adapted(architecture, config())
+    adapter, sent = export_adapter(model), export(model)
+    views = adapter.hf_views(model)
+    assert_same(views, {key: sent[key] for key in views})
+    plain = FamilyCase(registry.model_class(architecture)).model()
+    adapted_modules = tuple(name for name, _ in peft_modules(model.get_base_model()))
+    expected = [key for key in plain.state_dict_adapter.hf_views(plain) if not key.startswith(adapted_modules)]
+    assert sorted(views) == sorted(expected)
+
+
+def test_views_of_own_adapter_raise_for_a_model_with_adapters() -> None:
+    before = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()).state_dict_adapter
+    model = adapted(DENSE, lora())
+    inner = model.get_base_model()
+    for adapter, of in [(inner.state_dict_adapter, inner), (inner.state_dict_adapter, model), (before, model)]:
+        with pytest.raises(StateDictError, match="export_adapter"):
+            adapter.hf_views(of)
 
 
 def test_prompts_reach_no_weight() -> None:
