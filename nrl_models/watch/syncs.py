@@ -26,7 +26,8 @@ class Sync:
         sent: digest of each tensor as last sent, by Hub name; empty if unknown. A partial sync keeps earlier tensors.
         arrived: digest of each tensor as the engine received it; empty if unknown.
         unwritten: tensors of the engine that were not written.
-        changed: sent tensors whose digest differs from that of the sync before; None if either is unknown.
+        changed: sent tensors whose digest differs from the one last sent. Tensors that are sent for the first time are
+            not in it. None if no digest is known to differ, and that of some tensor is unknown.
     """
 
     version: int
@@ -112,14 +113,16 @@ class SyncLog:
             partial: tensors that are not sent keep their values.
         """
         before = self.last
-        is_known = bool(sent) and bool(before.sent)
-        changed = frozenset(name for name in sent if before.sent.get(name) != sent[name]) if is_known else None
+        known = sent.keys() & before.sent.keys()
+        changed: frozenset[str] | None = frozenset(name for name in known if before.sent[name] != sent[name])
+        if not changed and not (sent and known == sent.keys()):
+            changed = None  # other tensors are sent for the first time
         unwritten = () if report is None else (*report.unwritten, *report.stale_buffers)
         arrived = {} if report is None else report.digests
         self.last = Sync(
             version=before.version + 1 if version is None else version,
             count=before.count + 1,
-            sent={**before.sent, **sent} if partial and is_known else sent,
+            sent={**before.sent, **sent} if partial and sent else sent,
             arrived=arrived,
             unwritten=unwritten,
             changed=changed,
@@ -131,7 +134,7 @@ class SyncLog:
         if changed and learning_rate == 0:
             message = f"{len(changed)} of {len(sent)} tensors changed since the last sync, at learning rate 0"
             yield Finding(cause=Cause.UNEXPECTED_UPDATE, message=message, names=tuple(sorted(changed)))
-        yield from self._frozen_draft(sent.keys())
+        yield from self._frozen_draft(known)
 
     def _missing(
         self, sent: Mapping[str, str], earlier: Collection[str], unwritten: Collection[str]
@@ -151,9 +154,9 @@ class SyncLog:
                 message = f"{len(names)} tensors {problem}"
                 yield Finding(cause=Cause.MISSING_WEIGHTS, message=message, names=tuple(sorted(names)))
 
-    def _frozen_draft(self, sent: Collection[str]) -> Iterator[Finding]:
+    def _frozen_draft(self, known: Collection[str]) -> Iterator[Finding]:
         changed = self.last.changed
-        names = self.draft_names.intersection(sent)
+        names = self.draft_names.intersection(known)
         if not names or not changed:
             return
         self.frozen_syncs = 0 if changed & names else self.frozen_syncs + 1

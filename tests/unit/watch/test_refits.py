@@ -1,4 +1,4 @@
-"""`Watch.refit`: invalid tensors raise the engine's errors, and partial refits are not failures."""
+"""`Watch.refit`: invalid tensors raise the engine's errors. Partial refits and first syncs are not failures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from training_loop import Loop
 from nrl_models.consistency.capsule.capsule_file import Contents
 from nrl_models.errors import DriftError, EngineError
 from nrl_models.watch.drift_capsule import replay_watch
+from nrl_models.watch.finding import Cause, Finding
+from nrl_models.watch.syncs import DRAFT_SYNCS, SyncLog
 
 NAME, OTHER = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
 
@@ -71,6 +73,34 @@ def test_partial_refit_is_not_a_failure() -> None:
     loop.watch.refit()
     assert loop.watch.findings == []
     assert loop.watch.last_sync.changed == {OTHER}
+
+
+def test_first_sync_of_a_tensor_is_not_a_change() -> None:
+    log = SyncLog(draft_names=["draft"])
+
+    def add(sent: dict[str, str], **options: bool) -> list[Finding]:
+        return list(log.add(sent, None, version=None, learning_rate=0.0, **options))
+
+    assert add({"a": "1", "b": "1"}, partial=True) == []
+    assert add({"draft": "1"}, partial=True) == []
+    assert log.last.changed is None
+    assert not log.last.same_weights
+    assert add({"a": "1", "b": "1", "draft": "1", "c": "1"}) == []
+    assert log.last.changed is None
+    assert add({"a": "1", "b": "1", "draft": "1", "c": "1"}) == []
+    assert log.last.same_weights
+    (finding,) = add({"a": "1", "b": "2", "draft": "1", "c": "1", "d": "1"})
+    assert finding.cause is Cause.UNEXPECTED_UPDATE
+    assert finding.names == ("b",)
+    assert log.last.changed == {"b"}
+
+
+def test_draft_that_is_sent_for_the_first_time_is_not_frozen() -> None:
+    log = SyncLog(draft_names=["draft"])
+    for step in range(DRAFT_SYNCS + 1):
+        sent = {"a": str(step)} | ({"draft": "1"} if step else {})
+        assert not list(log.add(sent, None, version=None, learning_rate=1.0, partial=True))
+    assert log.frozen_syncs == DRAFT_SYNCS - 1
 
 
 def test_partial_refit_that_omits_a_changed_tensor_is_found(tmp_path: Path) -> None:
