@@ -34,7 +34,7 @@ from nrl_models.common.trust.adapter_files import require_safe_adapter
 from nrl_models.common.upstream import have_peft_name_references, require_peft
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
-from nrl_models.loading.names.hub_state_dicts import accept_hub_names, keep_ties
+from nrl_models.loading.names.hub_state_dicts import accepting_one_name, convert_names
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
 from nrl_models.loading.source import with_source
 
@@ -269,6 +269,11 @@ class FamilyModel(Upstream):
         sharding = getattr(self, "sharding", None)
         return sharding.adapter_of(self) if sharding is not None else adapter_of(self)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load tensors under the model's names or the hub's, as in torch. If `strict`, one name of a tie is enough."""
+        accepted = accepting_one_name(state_dict) if strict else state_dict
+        return super().load_state_dict(accepted, strict=strict, assign=assign)
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         have_peft_name_references()  # PEFT takes a model's state dict before it records the model's class
         super()._save_to_state_dict(*args, **kwargs)
@@ -276,14 +281,9 @@ class FamilyModel(Upstream):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any
     ) -> None:
-        missing: list[str] = []
-        missing_keys: list[str] = rest[0]
-        errors: list[str] = rest[2]
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        accept_hub_names(self, state_dict, prefix, missing, errors)
-        keep_ties(self, state_dict, prefix, assign=assign)
+        missing = convert_names(self, state_dict, prefix, local_metadata, errors=rest[2])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
-        missing_keys += [f"{prefix}{name}" for name in missing]
+        rest[0].extend(missing)
 
     def save_pretrained(  # type: ignore[override]
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +26,39 @@ from nrl_models.common.state_dict.own_tensors import assemble
 from nrl_models.common.state_dict.ties import are_one_memory, have_same_values, tied_names
 from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
+
+_ONE_NAME_IS_ENOUGH = "nrl_models.one_name_is_enough"
+"""Key in torch's metadata of a state dict, see `accepting_one_name`."""
+
+
+def accepting_one_name(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a copy of a state dict from which a model loads tied tensors without reporting absent names as missing."""
+    if not isinstance(state_dict, Mapping):
+        return state_dict  # torch raises
+    metadata = dict(getattr(state_dict, "_metadata", None) or {})
+    metadata[""] = {**metadata.get("", {}), _ONE_NAME_IS_ENOUGH: True}
+    accepting: Any = OrderedDict(state_dict)
+    accepting._metadata = metadata
+    return cast(Mapping[str, Any], accepting)
+
+
+def convert_names(
+    model: Any, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], errors: list[str]
+) -> list[str]:
+    """Give a state dict that is about to be loaded the model's own names, see `accept_hub_names` and `keep_ties`.
+
+    Args:
+        model, state_dict, prefix, errors: See `accept_hub_names`.
+        metadata: torch's metadata of the model in the state dict.
+
+    Returns:
+        Missing keys that torch does not find. If a tied tensor has only some of its names, these include the others, as
+        in torch and transformers: `safetensors.torch.load_model` and accelerate expect the names that were not saved.
+    """
+    missing: list[str] = []
+    accept_hub_names(model, state_dict, prefix, missing, errors)
+    added = keep_ties(model, state_dict, prefix, assign=metadata.get("assign_to_params_buffers", False))
+    return [f"{prefix}{name}" for name in missing] + ([] if metadata.get(_ONE_NAME_IS_ENOUGH) else added)
 
 
 def accept_hub_names(
@@ -60,7 +94,7 @@ def accept_hub_names(
     _convert(model, state_dict, prefix, names_in_state_dict(model), missing)
 
 
-def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bool) -> None:
+def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bool) -> list[str]:
     """Give all names of a tied tensor the same value, in a state dict that torch is about to load.
 
     The state dict may have the tensor under one name, as files do, or the same memory under several. Separate tensors
@@ -70,9 +104,13 @@ def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bo
         model, state_dict, prefix: See `accept_hub_names`.
         assign: Whether torch replaces parameters (`assign=True`). Then one new parameter replaces the tied one. torch
             would create a parameter for each name, and optimizers would step their memory several times.
+
+    Returns:
+        The added keys.
     """
     if is_flattened(model):
-        return
+        return []
+    added: list[str] = []
     groups: dict[str, list[str]] = {}
     for name, kept in tied_names(model).items():
         groups.setdefault(kept, [kept]).append(name)
@@ -84,7 +122,9 @@ def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bo
             continue
         if assign and kept in parameters and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)  # torch copies requires_grad from the old parameter
+        added += [key for key in keys if key not in state_dict]
         state_dict.update(dict.fromkeys(keys, value))
+    return added
 
 
 def _are_one_memory(first: torch.Tensor, second: Any) -> bool:

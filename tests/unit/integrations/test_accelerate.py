@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import accelerate
+import peft
 import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import assert_same, new_model, stored
+from safetensors.torch import load_model, save_model
 from transformers import LlamaConfig, PreTrainedModel
 
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.projections import join, report
 from nrl_models.errors import CheckpointError
 from nrl_models.logprobs import rollout_logprobs, token_logprobs
@@ -211,3 +214,34 @@ def test_a_saved_state_goes_on(llama_checkpoint: Path, input_ids: torch.Tensor, 
     accelerator.load_state(str(tmp_path / "state"))
     assert steps(3) == pytest.approx(expected, rel=1e-5)
     assert expected[2] < expected[0] - 0.01
+
+
+WRAPPED: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "itself": lambda model: model,
+    "LoRA": lambda model: peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])),
+    "inside a module": lambda model: torch.nn.ModuleDict({"pretrained_model": model, "v_head": torch.nn.Linear(4, 1)}),
+}
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_saved_state_of_tied_model_loads(
+    architecture: str, wrap: Callable[[Any], torch.nn.Module], tmp_path: Path
+) -> None:
+    model_class = registry.model_class(architecture)
+    config = tiny_config(model_class.config_class, {"tie_word_embeddings": True})
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(wrap(model_class.from_config(config)))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    accelerator.save_state(str(tmp_path / "state"))
+    save_model(model, str(tmp_path / "model.safetensors"))
+    loads: list[Callable[[], object]] = [
+        lambda: accelerator.load_state(str(tmp_path / "state")),
+        lambda: load_model(model, tmp_path / "model.safetensors"),
+    ]
+    for load in loads:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load()
+        assert_same(model.state_dict(), expected)

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -162,18 +162,28 @@ LOADED: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "architecture", ["LlamaForCausalLM", "MixtralForCausalLM", "Florence2ForConditionalGeneration"]
 )
 def test_loaded_state_dict_keeps_one_tied_parameter(architecture: str, assign: bool, name: str) -> None:
-    """A tied tensor may be under any of its names. torch would assign two parameters over the same memory."""
+    """A tied tensor may be under any of its names. torch would assign two parameters over the same memory.
+
+    As in torch, names without a tensor are missing unless the model itself loads strictly.
+    """
     source = tied_model(architecture)
     model = type(source).from_config(source.config)
-    outer = nn.ModuleDict({"policy": model})  # its state dict has a prefix
+    outer = nn.ModuleDict({"policy": type(source).from_config(source.config)})  # its state dict has a prefix
     names = [key for key, _ in model.named_parameters()]
-    given = {f"policy.{key}": tensor for key, tensor in LOADED[name](copy.deepcopy(source)).items()}
-    assert str(outer.load_state_dict(given, assign=assign)) == "<All keys matched successfully>"
+    given = LOADED[name](copy.deepcopy(source))
+    absent = {*declared_ties(model), *declared_ties(model).values()} - given.keys()
+    result = outer.load_state_dict({f"policy.{key}": tensor for key, tensor in given.items()}, False, assign)
+    assert set(result.missing_keys) == {f"policy.{key}" for key in absent}
+    assert not result.unexpected_keys
+    assert_same(outer["policy"].state_dict(), source.state_dict())
+    assert set(model.load_state_dict(given, strict=False).missing_keys) == absent
+    assert str(model.load_state_dict(given, assign=assign)) == "<All keys matched successfully>"
     assert_same(model.state_dict(), source.state_dict())
     assert [key for key, _ in model.named_parameters()] == names
-    for tied, kept in declared_ties(model).items():
-        assert model.get_parameter(tied) is model.get_parameter(kept)
-        assert model.get_parameter(tied).requires_grad
+    for loaded in (model, cast(FamilyModel, outer["policy"])):
+        for tied, kept in declared_ties(loaded).items():
+            assert loaded.get_parameter(tied) is loaded.get_parameter(kept)
+            assert loaded.get_parameter(tied).requires_grad
 
 
 def test_model_that_is_tied_again_exports_one() -> None:
