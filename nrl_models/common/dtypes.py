@@ -41,6 +41,13 @@ def warn_of_rounding(model: nn.Module) -> None:
         )
 
 
+def support_float64(model: nn.Module) -> None:
+    """Let a model with experts compute in fp64, if that is its dtype: torch's grouped matmul does not support it."""
+    for part in model.modules() if getattr(model, "dtype", None) == torch.float64 else ():
+        if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
+            part.set_experts_implementation("eager")
+
+
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """Return a lookup of tensors that transformers keeps in another dtype when it loads `model` in `dtype`.
 

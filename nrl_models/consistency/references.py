@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
+from nrl_models.common.dtypes import support_float64
 from nrl_models.common.modules import owner_of
 from nrl_models.common.process_state import BUILDING
 from nrl_models.engines.base import Engine
@@ -99,8 +100,7 @@ class References:
             model = auto_class_for(self.path).from_pretrained(self.path, dtype=dtype, device=self.device)
         else:
             model = reference_model(self.path, dtype, self.device)
-        if dtype == torch.float64 and model._can_set_experts_implementation():
-            model.set_experts_implementation("eager")  # torch's grouped product has no fp64
+        support_float64(model)
         if weights is not None:
             HFEngine(model).refit(weights())
         return model.eval()

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from nrl_models.common.checkpoint.resolve_folder import folder_on_disk
 from nrl_models.common.config.positions import model_limit
-from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.dtypes import dtype_name, support_float64
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.recording import record_calls
 from nrl_models.common.upstream import cache_in, cache_input
@@ -74,6 +74,7 @@ class HFEngine(Engine):
     def __init__(self, model: Any, name: str = "hf-generate", max_length: int | None = None) -> None:
         self.model, self.name = model, name
         self.max_length = max_length or model_limit(model.config)
+        support_float64(model)
 
     @classmethod
     def start(
@@ -148,6 +149,11 @@ class HFEngine(Engine):
         model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[Sample]:
         """Generate in batches of prompts with equal lengths, without padding. Prompts with images must be equal."""
+        if not self.model.can_generate():
+            kind = type(self.model).__name__
+            raise EngineError(
+                f"{self.name} cannot generate tokens: {kind} does not predict tokens. Use a language model"
+            )
         results: dict[int, Sample] = {}
         ends = set() if ignore_end else {*as_ids(self.model.generation_config.eos_token_id), *self._tokenizer_ends}
         # The recorder processes the logits; transformers' processors are disabled.

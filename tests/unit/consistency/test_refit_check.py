@@ -10,10 +10,10 @@ import pytest
 import torch
 from checkpoints import edit_weights, new_model
 from small_cell import SETTINGS
-from transformers import Glm4MoeConfig, LlamaConfig, Phi3Config
+from transformers import Glm4MoeConfig, LlamaConfig, Phi3Config, Qwen3MoeConfig
 from versions import needs
 
-from nrl_models import AutoModelForCausalLM, registry
+from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, Sampling, registry, start_engine
 from nrl_models.common.config.positions import rope_switch
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.measure import Meter
@@ -21,6 +21,7 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.refit import RefitChecker, check_refit
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.scores import final_scores
+from nrl_models.errors import EngineError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mtp_weights import mtp_tensors
 from nrl_models.testing.tiny import tiny_config
@@ -168,3 +169,20 @@ def test_long_rope_is_checked_at_the_length_of_rollouts(tmp_path: Path) -> None:
     assert "maximum length 129" in str(check.table().title)
     check = check_refit(tmp_path, engine="hf-generate", dtype=torch.float32, engine_options={"max_length": 100})
     assert check.to_json()["max_length"] == 100
+
+
+@pytest.mark.parametrize("options", [{"trainer_dtype": torch.float64}, {"dtype": torch.float64}])
+def test_mixture_of_experts_is_checked_in_float64(options: dict[str, Any], tmp_path: Path) -> None:
+    new_model(tiny_config(Qwen3MoeConfig)).save_pretrained(tmp_path)
+    assert check_refit(tmp_path, engine="hf-generate", **options).passed
+
+
+def test_classifier_raises_an_error_of_the_engine(tmp_path: Path) -> None:
+    config = tiny_config(LlamaConfig)
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    message = "hf-generate cannot generate tokens: LlamaForSequenceClassification"
+    with pytest.raises(EngineError, match=message):
+        check_refit(tmp_path, engine="hf-generate")
+    with pytest.raises(EngineError, match=message):
+        start_engine("hf-generate", tmp_path).generate([[5, 6]], Sampling(), max_new_tokens=2)
