@@ -26,7 +26,7 @@ class Slot:
 
     Args:
         listed: Names that `_target_` may have in a file.
-        positional: What the run passes by position, whatever the parameters are called.
+        positional: Values that the run passes by position. The names of the parameters do not matter.
         given: Keywords that the run passes.
     """
 
