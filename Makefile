@@ -48,7 +48,7 @@ LESS_DISK := -o tmp_path_retention_policy=failed
 
 .PHONY: demo test engine test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench gpu gpu-wheels clean setup
 
-demo: setup
+demo: $(VENV)/.ready-demo
 	$(BIN)/nrl-models demo
 
 TEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK)
@@ -135,10 +135,15 @@ gpu-wheels:
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt tests/torchvision_on_cpu.py
+# What the demo needs, without the tools that only the tests need.
+$(VENV)/.ready-demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TRANSFORMERS),sed '/^transformers==/d;/^tokenizers==/d' constraints.txt >$(VENV)/constraints.txt && echo 'transformers==$(TRANSFORMERS)' >>$(VENV)/constraints.txt,cp constraints.txt $(VENV)/constraints.txt)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint $(VENV)/constraints.txt torch
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint $(VENV)/constraints.txt --editable '.[gguf,peft,report,train]'
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.ready-demo tests/torchvision_on_cpu.py
 	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint $(VENV)/constraints.txt --editable '.[test,dev]'
 	$(BIN)/python tests/torchvision_on_cpu.py
 	touch $@

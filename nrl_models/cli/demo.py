@@ -35,7 +35,7 @@ from nrl_models.parity.parity_report import ParityReport, ParityRow, Unit
 
 VOCAB_SIZE = 4096
 LENGTH = 128
-BATCH = 16
+BATCH = 8
 PAD = "<|pad|>"
 
 CONFIG = LlamaConfig(
