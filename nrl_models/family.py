@@ -302,6 +302,7 @@ class FamilyModel(Upstream):
         Args:
             save_directory: Directory to write; created if necessary.
             state_dict: Tensors under the model's own names to write instead of the model's (such as a gathered copy).
+                For a model with PEFT adapters, merged weights under the base model's names.
             max_shard_size: Maximum file size, unless a single tensor is larger.
             save_original_format: True writes the names and shapes of the original checkpoint, or of the hub. False
                 writes those in transformers' memory (stacked experts, ...).

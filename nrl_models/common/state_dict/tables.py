@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, Protocol, Self
 
@@ -178,8 +178,12 @@ class LayoutTables:
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
         return own
 
-    def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+    def check_own(self, state_dict: Mapping[str, torch.Tensor], advice: Sequence[str] = ()) -> None:
         """Check that tensors are the model's own, all or some.
+
+        Args:
+            state_dict: Tensors by name.
+            advice: Advice in the error message.
 
         Raises:
             StateDictError: If names are not the model's, values are not tensors, or shapes are not the parameters'.
@@ -188,7 +192,7 @@ class LayoutTables:
         unknown = [name for name in state_dict if name not in self.own]
         problems = [Problem(ProblemKind.UNEXPECTED, name, "is not a tensor of this model") for name in unknown]
         if problems := problems + self.other_shapes(state_dict):
-            raise StateDictError("state dict is not this model's", problems)
+            raise StateDictError("state dict is not this model's", problems, advice)
 
     def exported(self, layout: Layout) -> dict[str, HFTensor]:
         """Return a layout's table without tied duplicates."""

@@ -17,7 +17,14 @@ from accelerate.utils import has_offloaded_params
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import class_name, input_embeddings, is_flattened, own_name, without_wrappers
+from nrl_models.common.modules import (
+    class_name,
+    input_embeddings,
+    is_flattened,
+    own_name,
+    peft_modules,
+    without_wrappers,
+)
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
@@ -33,6 +40,7 @@ from nrl_models.common.state_dict.mtp import MTP_COPIES, MTPNames
 from nrl_models.common.state_dict.own_tensors import (
     COMPUTED,
     STORE_COMPUTED,
+    TO_FILES,
     Gathered,
     as_built,
     read_all,
@@ -63,7 +71,8 @@ def to_checkpoint(
 
     Args:
         model: The model.
-        state_dict: Own tensors that replace the model's; all or some.
+        state_dict: Own tensors that replace the model's; all or some. For a model with PEFT adapters, under the base
+            model's names: merged weights.
         original_format: See `checkpoint_layout`.
 
     Raises:
@@ -76,6 +85,9 @@ def to_checkpoint(
         problem = Problem(ProblemKind.UNEXPECTED, "state_dict", "was passed, and the quantizer reads the model's")
         advice = "leave out state_dict; to save other values, load them into the model first (load_state_dict)"
         raise StateDictError(f"{class_name(model)} stays quantized and saves its own tensors", [problem], [advice])
+    has_peft = state_dict is not None and any(peft_modules(model))
+    if has_peft:
+        model = without_wrappers(model, peft=True)
     adapter = adapter_of(model)
     check_shapes(model, adapter)
     if is_quantized:
@@ -87,7 +99,7 @@ def to_checkpoint(
         check_ties(model, adapter, state_dict)
     else:
         state_dict = dict(Gathered({own_name(name): tensor for name, tensor in state_dict.items()}))
-        adapter.check_own(state_dict)
+        adapter.check_own(state_dict, TO_FILES if has_peft else ())
         _check_given_ties(model, state_dict)
         # For a tied tensor, either name is sufficient.
         tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}

@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from checkpoints import assert_same
+from checkpoints import assert_same, stored
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -300,6 +300,21 @@ def test_views_of_own_adapter_raise_for_a_model_with_adapters() -> None:
     for adapter, of in [(inner.state_dict_adapter, inner), (inner.state_dict_adapter, model), (before, model)]:
         with pytest.raises(StateDictError, match="export_adapter"):
             adapter.hf_views(of)
+
+
+@pytest.mark.parametrize("name", ["LoRA", "experts", "embeddings"])
+def test_merged_tensors_are_saved_without_unloading_the_adapter(name: str, tmp_path: Path) -> None:
+    architecture, config = CONFIGS[name]
+    model = adapted(architecture, config())
+    base = model.get_base_model()
+    adapter = export_adapter(model)
+    given = adapter.from_hf({key: tensor.clone() for key, tensor in adapter.iter_export(model)}, strict=False)
+    base.save_pretrained(tmp_path, state_dict=given)
+    assert_same(stored(tmp_path), export(model))
+    for with_adapters in (model.state_dict(), base.state_dict()):
+        with pytest.raises(StateDictError, match="merge_and_unload"):
+            base.save_pretrained(tmp_path, state_dict=with_adapters)
+    assert_same(stored(tmp_path), export(model))
 
 
 def test_prompts_reach_no_weight() -> None:
