@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig
 
 from nrl_models import registry
@@ -22,10 +25,11 @@ from nrl_models.common.checkpoint.writing import (
     staged,
 )
 from nrl_models.common.gguf.gguf_tables import load_tokenizer
+from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.trust.inside import files_inside
 from nrl_models.common.trust.own_folder import MARKER, results_in
 from nrl_models.common.upstream import architectures_of, class_of_transformers
-from nrl_models.errors import UnknownArchitectureError
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArchitectureError
 from nrl_models.loading.fit import stored_dtypes
 from nrl_models.loading.read_config import part_for, read_config
 
@@ -61,7 +65,7 @@ def convert(
 
     Raises:
         CheckpointError: If `source` does not load, has links that leave it, or is `target`. Also if `target` has a
-            checkpoint and `overwrite` is False.
+            checkpoint and `overwrite` is False, or values are too large for `dtype`.
         UnknownArchitectureError: If no auto class loads the architecture that `source` names.
         UnknownArgumentError: If the dtype or size is invalid.
     """
@@ -75,6 +79,7 @@ def convert(
     # Linears run separately, because nothing is computed: tensors are copied from file to file.
     with stored_dtypes() if dtype == "auto" and not is_gguf(folder) else nullcontext():
         model = auto_class.from_pretrained(folder, dtype=dtype, combine=False)
+    _require_finite(model, lambda: auto_class.from_pretrained(folder, dtype="float32", combine=False))
     saved = {CONFIG_NAME} | ({GENERATION_NAME} if model.can_generate() else set())
     with staged(target) as stage:
         model.save_pretrained(stage, max_shard_size=max_shard_size)
@@ -87,6 +92,38 @@ def convert(
     written = CheckpointFiles(target)
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
     return f"{len(written.tensors):,} tensors, {written.nbytes / 1e9:.3f} GB, {' and '.join(kinds)}"
+
+
+def _require_finite(model: nn.Module, load_wide: Callable[[], nn.Module]) -> None:
+    """Check that casting a checkpoint to a model's dtype kept its values finite: 70,000 is infinite in float16.
+
+    Args:
+        model: The loaded model.
+        load_wide: Loads the same checkpoint in fp32, which has the range of all other dtypes. Called if a float16
+            tensor has infinite values, because those may also be in the checkpoint.
+
+    Raises:
+        CheckpointError: If values became infinite. Lists all tensors.
+    """
+    infinite = [name for name, tensor in _tensors(model) if tensor.dtype == torch.float16 and tensor.isinf().any()]
+    limit, problems = torch.finfo(torch.float16).max, []
+    for name, tensor in _tensors(load_wide()) if infinite else ():
+        if name in infinite and (finite := tensor[tensor.isfinite()]).numel() and finite.abs().max() > limit:
+            low, high = (float(bound) for bound in torch.aminmax(finite))
+            detail = f"has values from {low:.6g} to {high:.6g}, and float16 ends at {limit:.6g}"
+            problems.append(Problem(ProblemKind.DTYPE, name, detail))
+    if problems:
+        advice = ["convert to bfloat16 or float32"]
+        raise CheckpointError("values would be infinite in float16", problems, advice)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the unquantized tensors of a model, and those that it keeps without computing with them."""
+    for name, tensor in model.state_dict().items():
+        if type(tensor) is torch.Tensor:
+            yield name, tensor
+    for name, kept in kept_by(model).items():
+        yield name, kept.read()
 
 
 def _require_same_architecture(config: PreTrainedConfig, folder: Path) -> None:

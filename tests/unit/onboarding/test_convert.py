@@ -76,6 +76,26 @@ def test_another_dtype(dtype: torch.dtype, folder: Path, llama: PreTrainedModel,
     assert HFLlama.from_pretrained(tmp_path / "out").dtype == dtype
 
 
+def test_values_that_would_be_infinite_raise(mixtral_checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj[1, 3, 5] = 70144
+        model.model.layers[1].input_layernorm.weight[0] = float("inf")  # infinite before, too
+    model.save_pretrained(tmp_path / "large")
+    with pytest.raises(CheckpointError, match="infinite in float16") as caught:
+        convert(tmp_path / "large", tmp_path / "half", dtype="float16")
+    (problem,) = caught.value.problems
+    assert problem.subject == "model.layers.0.mlp.experts.down_proj"
+    assert "to 70144, and float16 ends at 65504" in problem.detail
+    assert not (tmp_path / "half" / WEIGHTS).exists()
+    convert(tmp_path / "large", tmp_path / "wide", dtype="float32")
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj[1, 3, 5] = 1
+    model.save_pretrained(tmp_path / "infinite")
+    convert(tmp_path / "infinite", tmp_path / "half", dtype="float16")
+    assert sum(int(tensor.isinf().sum()) for tensor in stored(tmp_path / "half").values()) == 1
+
+
 def test_auto_keeps_what_is_stored(folder: Path, tmp_path: Path) -> None:
     convert(folder, tmp_path / "half", dtype="bfloat16")
     convert(tmp_path / "half", tmp_path / "again")
