@@ -24,6 +24,9 @@ from nrl_models.common.state_dict.tables import Layout
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
+_TIED_ADVICE = "put the same adapter on both, or load the model with tie_word_embeddings=False before adding it"
+_PLAIN_ADVICE = "load the adapter on a model without quantization and shards, or with VLLMEngine.use_adapter(folder)"
+
 
 def export_adapter(model: nn.Module) -> StateDictAdapter:
     """Return the adapter for exporting a model to an engine: `export_plan()` and `iter_export(model)`, by hub names.
@@ -75,11 +78,8 @@ class MergedAdapter(StateDictAdapter):
         self.tied, apart = _merged_ties(inner, self.tied)
         problems += apart
         if problems:
-            advice = ["train adapters that PEFT merges into weights, such as LoRA of linears or experts"]
-            if apart:
-                advice = [
-                    "put the same adapter on both, or load the model with tie_word_embeddings=False before adding it"
-                ]
+            merges = "train adapters that PEFT merges into weights, such as LoRA of linears or experts"
+            advice = [] if all(problem.advice for problem in problems) else [merges]
             raise StateDictError("the adapters cannot be merged into what is exported", problems, advice)
 
     def retied(self, model: nn.Module) -> Self:
@@ -312,7 +312,7 @@ def _merged_ties(model: nn.Module, tied: Mapping[str, str]) -> tuple[dict[str, s
         first, second = adapter_on(name), adapter_on(kept)
         if (first is None) != (second is None):
             detail = f"is tied to {kept}, and only one of them has an adapter: they differ when it is merged"
-            problems.append(Problem(ProblemKind.TIED, name, detail))
+            problems.append(Problem(ProblemKind.TIED, name, detail, advice=_TIED_ADVICE))
         elif first is None or _memory_in(first) == _memory_in(second):
             ties[name] = kept
     return ties, problems
@@ -329,10 +329,11 @@ def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
     known = {*wrapper.active_adapters, *_adapters_of(wrapper)}.union(*map(_adapters_of, _tuners(wrapper)))
     for own, part in wrapper.named_parameters():
         if isinstance(part, DTensor):
-            yield Problem(ProblemKind.PLAN, f"{name}.{own}", "is sharded, and adapters are merged in one process only")
+            yield Problem(ProblemKind.PLAN, f"{name}.{own}", "is sharded, under an adapter", advice=_PLAIN_ADVICE)
         elif id(part) in base:
             if not part.is_floating_point():
-                yield Problem(ProblemKind.DTYPE, f"{name}.{own}", f"is quantized ({part.dtype}), under an adapter")
+                detail = f"is quantized ({part.dtype}), under an adapter"
+                yield Problem(ProblemKind.DTYPE, f"{name}.{own}", detail, advice=_PLAIN_ADVICE)
         elif "original_module" not in own.split(".") and known.isdisjoint(own.split(".")):
             yield Problem(ProblemKind.UNEXPECTED, f"{name}.{own}", "reaches no weight of the model")
 

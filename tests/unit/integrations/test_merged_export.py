@@ -11,12 +11,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from checkpoints import assert_same, stored
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from nrl_models import export_adapter, registry
+from nrl_models import AutoModelForCausalLM, export_adapter, registry
 from nrl_models.common.modules import peft_modules
 from nrl_models.common.state_dict import merged
 from nrl_models.engines.hf import HFEngine
@@ -340,6 +341,16 @@ def test_one_of_two_tied_weights() -> None:
         export_adapter(model)
     with model.disable_adapter():
         assert HEAD not in dict(export_adapter(model).iter_export(model))
+
+
+def test_advice_for_quantized_weights_under_an_adapter(llama_checkpoint: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, quantization_config=quantization, device_map="cpu")
+    with pytest.raises(StateDictError, match="is quantized") as caught:
+        export_adapter(get_peft_model(model, lora()))
+    (advice,) = [line for line in str(caught.value).splitlines() if "What to do" in line]
+    assert "load the adapter on a model without quantization and shards" in advice
 
 
 UNMERGEABLE: dict[str, tuple[Callable[[], Any], str]] = {
