@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
+from nrl_models.common.config.causality import PREFIX_TYPES
+from nrl_models.common.forward.token_types import PER_TOKEN, continued
 from nrl_models.logprobs.sampling import LOWEST_TEMPERATURE
 
 Tokens = Sequence[int]
@@ -40,6 +41,7 @@ class Sample:
         routed_experts: Experts chosen for each token except the last, `(tokens, layers, experts per token)`, for
             `engine_routing`. None if the engine does not report them.
         model_inputs: Further inputs of the prompt, as passed to `Engine.generate`.
+        prefix_types: Whether `token_type_ids` 0 marks a bidirectional prefix (PaliGemma), so that a completion has 1.
     """
 
     prompt: tuple[int, ...]
@@ -48,6 +50,7 @@ class Sample:
     finish_reason: str = "length"
     routed_experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    prefix_types: bool = field(default=False, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return f"Sample({len(self.prompt)} prompt tokens, {len(self.tokens)} tokens, {self.finish_reason!r})"
@@ -59,10 +62,10 @@ class Sample:
 
     @property
     def sequence_inputs(self) -> dict[str, torch.Tensor]:
-        """`model_inputs` padded to prompt plus continuation. Token types of the continuation are 0 (text)."""
-        of_tokens = (1, len(self.prompt))
+        """`model_inputs` for prompt plus continuation: those of `PER_TOKEN` are continued."""
+        fills = {**PER_TOKEN, PREFIX_TYPES: int(self.prefix_types)}
         return {
-            name: F.pad(value, (0, len(self.tokens))) if value.shape == of_tokens else value
+            name: continued(value, len(self.tokens), fills[name]) if name in fills and value is not None else value
             for name, value in self.model_inputs.items()
         }
 

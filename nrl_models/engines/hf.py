@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from nrl_models.common.checkpoint.resolve_folder import folder_on_disk
+from nrl_models.common.config.causality import marks_prefix
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name, support_float64
 from nrl_models.common.forward.evaluation import evaluating
@@ -158,6 +159,7 @@ class HFEngine(Engine):
         ends = set() if ignore_end else {*as_ids(self.model.generation_config.eos_token_id), *self._tokenizer_ends}
         # The recorder processes the logits; transformers' processors are disabled.
         neutral = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        prefix_types = marks_prefix(self.model)
         torch.manual_seed(seed)
         for indices in _by_length(prompts, model_inputs):
             given = {} if model_inputs is None else model_inputs[indices[0]]
@@ -186,7 +188,8 @@ class HFEngine(Engine):
                 if stop is not None and new[row][stop] not in ends:
                     size, reason = stop, AT_PLACEHOLDER
                 tokens = tuple(new[row][:size])
-                results[index] = Sample(tuple(prompts[index]), tokens, tuple(logprobs[row][:size]), reason)
+                values = tuple(logprobs[row][:size])
+                results[index] = Sample(tuple(prompts[index]), tokens, values, reason, prefix_types=prefix_types)
         return [results[index] for index in range(len(prompts))]
 
     @cached_property

@@ -15,6 +15,19 @@ PREFIX_TYPES = "token_type_ids"
 """Argument of models with a bidirectional prefix (PaliGemma): 0 for the prefix, 1 for the tokens after it."""
 
 
+def marks_prefix(model: nn.Module) -> bool:
+    """Return True if tokens with `PREFIX_TYPES` 0 attend to each other in both directions.
+
+    Composite models (PaliGemma) set the key of the text configuration for prefixes, and build the mask themselves.
+    """
+    inner = innermost(model)
+    config = getattr(inner, "config", None)
+    if not isinstance(config, PreTrainedConfig) or (text := config.get_text_config()) is config:
+        return False
+    bidirectional = getattr(text, "use_bidirectional_attention", None) is True
+    return bidirectional and PREFIX_TYPES in inspect.signature(inner.forward).parameters
+
+
 def why_not_causal(model: nn.Module, inputs: Collection[str] = ()) -> str | None:
     """Return why the logits of a token are not a prediction of the next token from the tokens up to it.
 
@@ -44,8 +57,8 @@ def why_not_causal(model: nn.Module, inputs: Collection[str] = ()) -> str | None
         return "attends in both directions, because its configuration has is_decoder=false (expected true)"
     # Values for a part of the tokens ("vision") leave text causal.
     bidirectional = getattr(text, "use_bidirectional_attention", None)
-    if text is not config:  # composite models (PaliGemma) set the key for prefixes, and build the mask themselves
-        if bidirectional is True and PREFIX_TYPES in inspect.signature(inner.forward).parameters.keys() - set(inputs):
+    if text is not config:
+        if PREFIX_TYPES not in inputs and marks_prefix(inner):
             return f"attends in both directions without {PREFIX_TYPES} (0 for the prompt, 1 for the completion)"
     elif bidirectional and any(
         getattr(module, "is_causal", None) is False and getattr(module, "config", None) is text

@@ -1,4 +1,4 @@
-"""Fill in missing token types, which mark the tokens of images."""
+"""Arguments with a value for each token: their continuation, and missing types that mark the tokens of images."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ from nrl_models.common.switches import is_off
 
 IMAGES = ("pixel_values", "pixel_values_videos", "input_features")
 """Arguments that hold the media of placeholder tokens."""
+
+PER_TOKEN: Mapping[str, int] = dict.fromkeys(
+    ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask"), 0
+)
+"""Arguments of shape `(batch, seq_len, ...)`, and the value of tokens of text that continue a sequence."""
+
+
+def continued(value: torch.Tensor, count: int, fill: int) -> torch.Tensor:
+    """Append a value for `count` tokens to an argument of `PER_TOKEN`.
+
+    Args:
+        value: Values of the tokens so far, `(batch, seq_len, ...)`.
+        count: Number of tokens to add.
+        fill: Value of these tokens.
+    """
+    last = torch.full_like(value[:, -1:], fill)
+    return torch.cat([value, last.expand(-1, count, *value.shape[2:])], 1)
 
 
 def with_token_types(forward: Callable[..., Any], name: str, kinds: Mapping[str, int]) -> Callable[..., Any]:

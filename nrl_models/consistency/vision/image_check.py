@@ -18,6 +18,7 @@ from transformers import AutoProcessor
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.config.causality import marks_prefix
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, largest_error
 from nrl_models.consistency.vision.image_differences import differ, positions_differ, processed_differs
 from nrl_models.engines.engine_types import Sample
@@ -203,7 +204,8 @@ def _trainer_scores(
     *,
     full_logits: bool = False,
 ) -> torch.Tensor:
-    whole, count = Sample(ids, sample.tokens, sample.logprobs, model_inputs=own), len(sample.tokens)
+    count, prefix_types = len(sample.tokens), marks_prefix(trainer.model)
+    whole = Sample(ids, sample.tokens, sample.logprobs, model_inputs=own, prefix_types=prefix_types)
     inputs = [whole.sequence_inputs]
     scores = trainer.score([whole.sequence], sampling, last=count, full_logits=full_logits, model_inputs=inputs)
     return torch.tensor(scores[0][-count:], dtype=torch.float64)
