@@ -16,6 +16,7 @@ from nrl_models.common.documents.boundaries import starts_of
 from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.documents.packing import checked_positions, token_positions
 from nrl_models.common.forward.routing import routing_is_observed
+from nrl_models.common.forward.token_types import PER_TOKEN
 from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows
 from nrl_models.common.upstream import CACHE_NAMES, computes_positions
 from nrl_models.errors import HeadError, UnknownArgumentError, shown, suggestion
@@ -311,10 +312,29 @@ class LeftPadding:
 
     def moved(self, value: Any) -> Any:
         """Move the rows of a tensor `(batch, seq_len, ...)`. Returns any other value as it is."""
-        if not isinstance(value, torch.Tensor) or value.shape[:2] != self.columns.shape:
+        if not self._fits(value):
             return value
         rows = torch.arange(len(value), device=value.device)[:, None]
         return value[rows, self.columns.to(value.device)]
+
+    def moved_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Move the rows of arguments of `PER_TOKEN`. Leaves `BOUNDARIES` out, because positions replace them.
+
+        Raises:
+            UnknownArgumentError: If another argument has the shape `(batch, seq_len, ...)`, for example a mask of
+                audio with as many frames as tokens, so that its rows may or may not belong to tokens.
+        """
+        inputs = {name: value for name, value in inputs.items() if name not in BOUNDARIES}
+        for name, value in inputs.items():
+            if name not in PER_TOKEN and self._fits(value):
+                raise UnknownArgumentError(
+                    f"{name} {tuple(value.shape)} may have a value for each token, and left padding changes this "
+                    "model's results, so rows are moved to the left: expected padding on the right"
+                )
+        return {name: self.moved(value) if name in PER_TOKEN else value for name, value in inputs.items()}
+
+    def _fits(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape[:2] == self.columns.shape
 
     def restored(self, found: Grids, names: Iterable[str]) -> Grids:
         """Move the grids `(batch, seq_len)` of a result back to the columns of the batch."""

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from nrl_models.common.documents.boundaries import columns_before, prompts_are_shared, starts_of
-from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.forward.routing import places_unknown
 from nrl_models.common.modules import innermost
 from nrl_models.common.value_checks import is_integer
@@ -154,12 +153,12 @@ def token_logprobs(
     padding = LeftPadding.of(attention_mask, models, inputs)
     if padding is not None:
         grids = {"attention_mask": attention_mask, "position_ids": position_ids, "score": score}
-        grids |= {name: value for name, value in inputs.items() if name not in BOUNDARIES}  # positions replace these
         with places_unknown(MOVED, *wrapped):
             moved = token_logprobs(
                 model,
                 padding.moved(input_ids),
                 **{name: padding.moved(value) for name, value in grids.items()},
+                **padding.moved_inputs(inputs),
                 **asdict(sampling),
                 entropy=entropy,
                 reference=reference,

@@ -15,21 +15,25 @@ from nrl_models.common.switches import is_off
 IMAGES = ("pixel_values", "pixel_values_videos", "input_features")
 """Arguments that hold the media of placeholder tokens."""
 
-PER_TOKEN: Mapping[str, int] = dict.fromkeys(
-    ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask"), 0
-)
-"""Arguments of shape `(batch, seq_len, ...)`, and the value of tokens of text that continue a sequence."""
+PER_TOKEN: Mapping[str, int | None] = {
+    **dict.fromkeys(("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask"), 0),
+    **dict.fromkeys(("cross_attention_mask", "image_attention_mask")),
+}
+"""Arguments of shape `(batch, seq_len, ...)`, and the value of tokens of text that continue a sequence.
+
+None repeats the last value, as transformers' `generate` does for masks of images.
+"""
 
 
-def continued(value: torch.Tensor, count: int, fill: int) -> torch.Tensor:
+def continued(value: torch.Tensor, count: int, fill: int | None) -> torch.Tensor:
     """Append a value for `count` tokens to an argument of `PER_TOKEN`.
 
     Args:
         value: Values of the tokens so far, `(batch, seq_len, ...)`.
         count: Number of tokens to add.
-        fill: Value of these tokens.
+        fill: Value of these tokens; None repeats the last one.
     """
-    last = torch.full_like(value[:, -1:], fill)
+    last = value[:, -1:] if fill is None else torch.full_like(value[:, -1:], fill)
     return torch.cat([value, last.expand(-1, count, *value.shape[2:])], 1)
 
 

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from nrl_models import Sampling, registry, rollout_logprobs
+from nrl_models.engines import Sample
 from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.logprobs.token_inputs import LeftPadding
 from nrl_models.testing.case import FamilyCase
 
 
-@pytest.mark.parametrize("name", ["PaliGemmaForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["PaliGemmaForConditionalGeneration", "MllamaForConditionalGeneration"])
 def test_completion_has_the_same_logprobs_in_engine_and_trainer(name: str) -> None:
     case = FamilyCase(registry.model_class(name))
     inputs, model = case.inputs(images=True, batch=1), case.new_pair()[0].eval()
@@ -28,3 +31,32 @@ def test_completion_has_the_same_logprobs_in_engine_and_trainer(name: str) -> No
     assert found.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
     (scores,) = engine.score([sample.sequence], Sampling(), last=count, model_inputs=given)
     assert scores[-count:] == pytest.approx(sample.logprobs, abs=1e-4)
+
+
+def test_arguments_are_continued_by_name() -> None:
+    mask = torch.tensor([[[1, 0], [0, 1], [1, 1]]])
+    values = {
+        "mm_token_type_ids": torch.tensor([[0, 1, 1]]),
+        "image_attention_mask": mask,
+        "cross_attention_mask": mask[..., None],
+        "image_embeds_position_mask": torch.tensor([[False, True, True]]),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "feature_attention_mask": torch.ones(1, 3),
+    }
+    found = Sample((5, 6, 7), (8, 9), (0.0, 0.0), model_inputs=values).sequence_inputs
+    assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0]]
+    assert found["image_attention_mask"].tolist() == [[[1, 0], [0, 1], [1, 1], [1, 1], [1, 1]]]
+    assert torch.equal(found["cross_attention_mask"], found["image_attention_mask"][..., None])
+    assert found["image_embeds_position_mask"].tolist() == [[False, True, True, False, False]]
+    for name in ("image_grid_thw", "feature_attention_mask"):
+        assert found[name] is values[name]
+
+
+def test_left_padding_moves_arguments_by_name() -> None:
+    padding = LeftPadding(torch.tensor([[1, 2, 0]]))
+    features, mask = torch.ones(1, 4), torch.tensor([[[[0]], [[1]], [[2]]]])
+    moved = padding.moved_inputs({"cross_attention_mask": mask, "input_features": features})
+    assert moved["cross_attention_mask"].flatten().tolist() == [1, 2, 0]
+    assert moved["input_features"] is features
+    with pytest.raises(UnknownArgumentError, match=r"feature_attention_mask \(1, 3\) may have .* padding on the right"):
+        padding.moved_inputs({"feature_attention_mask": torch.ones(1, 3)})
