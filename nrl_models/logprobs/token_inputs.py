@@ -251,24 +251,33 @@ def mask_and_positions(
 ) -> dict[str, torch.Tensor]:
     """Return the mask and position keywords of the model's forward.
 
-    Positions that the caller passes go to the model as they are. Otherwise the model computes its own. Most models
-    count columns, which is wrong only if padding comes before a token. Such a batch gets positions that count tokens,
-    unless the model reads its positions from the mask, the images or the token ids. A mask without padding is left out.
+    Positions that the caller passes go to the model, unless they only count the tokens of a row, and the model reads
+    its positions from the mask, the images or the token ids. Otherwise the model computes its own. Most models count
+    columns, which is wrong only if padding comes before a token. Such a batch gets positions that count tokens. A mask
+    without padding is left out.
     """
     inputs: dict[str, torch.Tensor] = {}
+    inner = innermost(model)
+    computed = computes_positions(inner, media=media)
+    if position_ids is not None and computed and _only_count_tokens(position_ids, attention_mask):
+        position_ids = None
     if attention_mask is not None and not bool(attention_mask.all()):
         inputs["attention_mask"] = attention_mask
-        inner = innermost(model)
         if (
             position_ids is None
             and "position_ids" in inspect.signature(inner.forward).parameters
-            and not computes_positions(inner, media=media)
+            and not computed
             and _has_padding_before_tokens(attention_mask)
         ):
             position_ids = token_positions(attention_mask)
     if position_ids is not None:
         inputs["position_ids"] = position_ids
     return inputs
+
+
+def _only_count_tokens(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+    mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask
+    return bool(((position_ids == token_positions(mask)) | ~mask.bool()).all())
 
 
 def _has_padding_before_tokens(attention_mask: torch.Tensor) -> bool:

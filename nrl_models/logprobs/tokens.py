@@ -99,8 +99,8 @@ def token_logprobs(
             `get_output_embeddings()`. A scale or soft cap after its output embedding is detected.
         input_ids: `(batch, length)`. `position_ids` separate sequences packed into one row.
         attention_mask: `(batch, length)`, False or 0 for padding, on either side or between tokens.
-        position_ids: `(batch, length)`. A sequence starts where they restart. By default the model computes its
-            positions (from images, token IDs or the mask), or they count the tokens that the mask keeps.
+        position_ids: `(batch, length)`. A sequence starts where they restart. By default, and if they only count the
+            tokens of a row, the model computes its positions (from images, token IDs or the mask), or counts tokens.
         temperature, top_k, top_p: The engine's sampling parameters, see `Sampling`. Tokens that they exclude have no
             finite log-probability, see `TokenLogprobs.outside`.
         score: `(batch, length)` bool: tokens to score. The output embedding is applied only to these. Default: all.

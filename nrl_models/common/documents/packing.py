@@ -26,6 +26,7 @@ from nrl_models.common.documents.current_documents import (
     some_layer_ran_packed,
 )
 from nrl_models.common.documents.masks import attend_by_document
+from nrl_models.common.forward.mrope import computes_media_positions
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in
 
@@ -117,7 +118,7 @@ def _run(forward: Forward, signature: _Signature, model: Any, args: tuple[Any, .
     inputs["attention_mask"] = None
     if signature.takes("use_cache"):
         inputs["use_cache"] = False
-    if not signature.takes("position_ids"):
+    if not signature.takes("position_ids") or computes_media_positions(model, inputs):
         del inputs["position_ids"]  # the documents contain the same information
     with running(documents):
         output = forward(model, **inputs)

@@ -7,10 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from nrl_models.common.forward.token_types import MULTIMODAL, types_of_tokens
+from nrl_models.common.documents.boundaries import Documents
+from nrl_models.common.documents.current_documents import documents_running
+from nrl_models.common.forward.token_types import IMAGES, MULTIMODAL, types_of_tokens
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import cache_in, named_arguments
+from nrl_models.common.upstream import POSITIONS_FROM_MEDIA, cache_in, named_arguments
 
 
 class PackedTextPositions(nn.Module):
@@ -36,7 +39,8 @@ class FreshPositions(nn.Module):
     """Mixin for a multimodal model with M-RoPE: a new sequence discards the position offsets of the previous one.
 
     The Hugging Face class keeps the offset of positions after an image, and adds it when decoding from a cache, even if
-    the sequence in the cache has no image. The mixin precedes the Hugging Face class.
+    the sequence in the cache has no image. The mixin precedes the Hugging Face class. It also computes the positions of
+    packed documents with images, which `keep_documents_apart` leaves to it.
     """
 
     handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-stale-offsets",)
@@ -51,7 +55,52 @@ class FreshPositions(nn.Module):
             self.rope_deltas = None
         if inputs.get("mm_token_type_ids", 0) is None and inputs.get("image_grid_thw") is not None:
             inputs |= _image_types(inputs, self.config)
-        return upstream.compute_3d_position_ids(**inputs)
+        documents = documents_running()
+        if documents is None or inputs.get("input_ids") is None:
+            return upstream.compute_3d_position_ids(**inputs)
+        found = upstream.compute_3d_position_ids(**inputs | _one_document_per_row(documents, inputs))
+        self.rope_deltas = None  # those of documents, and not of rows
+        return documents.positions if found is None else _packed_again(documents, found)
+
+
+def computes_media_positions(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return True if a model computes the positions of packed documents from the images of a forward.
+
+    Raises:
+        ValueError: If its positions come from images, but transformers' class computes them by row.
+    """
+    if inputs.get("input_ids") is None or all(inputs.get(name) is None for name in IMAGES):
+        return False
+    classes = {type(module) for module in model.modules()}
+    if any(issubclass(each, FreshPositions) for each in classes):
+        return True
+    if any(hasattr(each, name) for each in classes for name in POSITIONS_FROM_MEDIA):
+        raise ValueError(
+            f"{type(model).__name__} computes positions from images, for a row with one document: position_ids start "
+            "again inside a row with images. Put each document in a separate row, and pad."
+        )
+    return False
+
+
+def _one_document_per_row(documents: Documents, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the arguments `(batch, seq_len)` with a row for each document, padded on the right, and their mask."""
+    per_token = {
+        name: value
+        for name, value in inputs.items()
+        if name in ("input_ids", "mm_token_type_ids") and isinstance(value, torch.Tensor)
+    }
+    per_token["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    return {
+        name: pad_sequence([part[0] for part in documents.split(value)], batch_first=True)
+        for name, value in per_token.items()
+    }
+
+
+def _packed_again(documents: Documents, found: torch.Tensor) -> torch.Tensor:
+    """Return positions `(planes, batch, seq_len)` for those of documents, `(planes, documents, longest)`."""
+    rows = found.movedim(0, -1).split(1)
+    parts = [row[:, :size] for row, size in zip(rows, documents.lengths_with_prompts, strict=True)]
+    return documents.join(parts).movedim(-1, 0)
 
 
 def _image_types(inputs: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:

@@ -109,6 +109,59 @@ def test_boundaries_separate_sequences(llama: PreTrainedModel) -> None:
         token_logprobs(llama, IDS[:1], position_ids=torch.arange(9)[None], **given)
 
 
+def boundaries_of(*lengths: int) -> dict[str, Any]:
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts} | dict.fromkeys(
+        ("max_length_q", "max_length_k"), max(lengths)
+    )
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "RobertaForCausalLM"])
+def test_one_document_keeps_the_positions_of_its_model(architecture: str) -> None:
+    """Positions of M-RoPE come from images, and those of RoBERTa from token IDs."""
+    case = FamilyCase(registry.model_class(architecture))
+    inputs, model = case.inputs(images="VL" in architecture, batch=1), case.model()
+    ids = inputs.pop("input_ids")
+    inputs.pop("attention_mask", None)
+    logprobs = case.reference()(input_ids=ids, use_cache=False, **inputs).logits.log_softmax(-1)
+    expected = logprobs[:, :-1].gather(2, ids[:, 1:, None].clamp_max(logprobs.shape[-1] - 1))[..., 0]
+    scored = ids < logprobs.shape[-1] - 16  # placeholders of images have IDs after the vocabulary
+    for more in (boundaries_of(ids.shape[1]), {"position_ids": torch.arange(ids.shape[1])[None]}):
+        found = token_logprobs(model, ids, score=scored, **inputs, **more).logprobs
+        torch.testing.assert_close(found[:, 1:], expected * scored[:, 1:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["image text", "text image", "image text image"])
+def test_packed_documents_have_the_positions_of_their_images(order: str) -> None:
+    case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
+    inputs, model = case.inputs(images=True, batch=1), case.model()
+    types = inputs.pop("mm_token_type_ids")
+    documents = {"image": inputs.pop("input_ids"), "text": IDS[:1]}
+    kinds = order.split()
+    alone = {
+        kind: token_logprobs(model, ids, score=ids < 400, **(inputs if kind == "image" else {})).logprobs
+        for kind, ids in documents.items()
+    }
+    packed = torch.cat([documents[kind] for kind in kinds], 1)
+    media = {name: torch.cat([value] * kinds.count("image")) for name, value in inputs.items()}
+    all_types = torch.cat([types if kind == "image" else torch.zeros_like(IDS[:1]) for kind in kinds], 1)
+    lengths = [documents[kind].shape[1] for kind in kinds]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    expected = torch.cat([alone[kind] for kind in kinds], 1)
+    for more in (boundaries_of(*lengths), {"position_ids": positions, "mm_token_type_ids": all_types}):
+        found = token_logprobs(model, packed, score=packed < 400, **media, **more).logprobs
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_packed_images_of_a_class_that_computes_positions_by_row() -> None:
+    case = FamilyCase(registry.model_class("Qwen2_5OmniThinkerForConditionalGeneration"))
+    inputs, model = case.inputs(images=True, batch=1), case.model()
+    ids = torch.cat([inputs.pop("input_ids"), IDS[:1]], 1)
+    positions = torch.cat([torch.arange(ids.shape[1] - 9), torch.arange(9)])[None]
+    with pytest.raises(ValueError, match="position_ids start again inside a row with images"):
+        token_logprobs(model, ids, position_ids=positions, **inputs)
+
+
 @pytest.mark.parametrize(
     ("value", "shown"), [(2, "2"), (-1, "-1"), (0.5, "0.5"), (math.nan, "nan"), (-math.inf, "-inf"), (-1e9, "-1e\\+09")]
 )
