@@ -197,9 +197,12 @@ class HFEngine(Engine):
         """The end token of the tokenizer that was saved with the model."""
         return tokenizer_ends(saved) if (saved := folder_on_disk(getattr(self.model, "name_or_path", ""))) else ()
 
-    def _of_batch(self, inputs: Mapping[str, torch.Tensor], batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _of_batch(self, inputs: Mapping[str, torch.Tensor], batch: torch.Tensor) -> dict[str, Any]:
         """Repeat the inputs of a prompt for a batch of copies of this prompt."""
-        return {name: torch.cat([value] * len(batch)) for name, value in cast(dict(inputs), self.model).items()}
+        return {
+            name: torch.cat([value] * len(batch)) if isinstance(value, torch.Tensor) else value
+            for name, value in cast(dict(inputs), self.model).items()
+        }
 
     @contextmanager
     def _plain_generation(self) -> Iterator[None]:

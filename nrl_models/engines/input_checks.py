@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+from nrl_models.common.forward.processor_outputs import contradictions, without_tokens
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.engine_types import Capabilities, Tokens
 from nrl_models.errors import EngineError, itemised, shown
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.logprobs.token_inputs import contradictions, without_tokens
 
 
 class Limited(Protocol):

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from nrl_models.common.config.positions import model_limit, rope_switch
+from nrl_models.common.forward.processor_outputs import contradictions, without_tokens
 from nrl_models.common.modules import device_of, innermost
 from nrl_models.errors import UnknownArgumentError, parse_option, shown
 from nrl_models.logprobs import microbatches
@@ -24,7 +25,7 @@ from nrl_models.logprobs.head import require_head
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.shared_prompts import can_share_prompts, units_with_shared_prompts
-from nrl_models.logprobs.token_inputs import contradictions, require_zeros_and_ones, unknown_token, without_tokens
+from nrl_models.logprobs.token_inputs import require_zeros_and_ones, unknown_token
 from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, chunk_tokens
 
 TokenSequence = Sequence[int] | torch.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -61,37 +61,6 @@ def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
         shown = f"{name}={value}" if is_number else name
         raise UnknownArgumentError(f"{shown}: {NOT_TAKEN[name]}")
     return {name: value for name, value in inputs.items() if name not in NOT_TAKEN}
-
-
-FROM_TOKENS = ("input_ids", "attention_mask")
-"""Outputs of a processor that follow from the token IDs of a sequence without padding."""
-
-
-def without_tokens(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the output of a processor for one sequence without `FROM_TOKENS`, see `contradictions`."""
-    return {name: value for name, value in inputs.items() if name not in FROM_TOKENS}
-
-
-def contradictions(tokens: Sequence[int] | torch.Tensor, inputs: Any) -> list[str]:
-    """List what is wrong with the output of a processor for one sequence.
-
-    Args:
-        tokens: Token IDs of the sequence. The processor may have only its beginning, for example the prompt.
-        inputs: The output: a dictionary, which may have `FROM_TOKENS`.
-    """
-    if not isinstance(inputs, Mapping):
-        return [f"is a {type(inputs).__name__}: expected a dict"]
-    found = {name: value for name in FROM_TOKENS if (value := inputs.get(name)) is not None}
-    if wrong := [name for name, value in found.items() if not isinstance(value, torch.Tensor)]:
-        return [f"has {name}={shown(found[name])}: expected a tensor, as with return_tensors='pt'" for name in wrong]
-    problems = []
-    if "input_ids" in found:
-        ids, own = found["input_ids"].flatten().cpu(), torch.as_tensor(tokens).flatten()
-        if not torch.equal(ids, own[: len(ids)].to(ids)):
-            problems.append("has other input_ids than the sequence: pass the token ids of the same processor call")
-    if "attention_mask" in found and not bool(found["attention_mask"].all()):
-        problems.append("has zeros in attention_mask: expected a sequence without padding")
-    return problems
 
 
 def require_grids(input_ids: Any, **others: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
 
 from nrl_models import Sampling, registry, rollout_logprobs
 from nrl_models.engines import Sample
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import EngineError, UnknownArgumentError
 from nrl_models.logprobs.token_inputs import LeftPadding
 from nrl_models.testing.case import FamilyCase
 
@@ -60,3 +63,38 @@ def test_left_padding_moves_arguments_by_name() -> None:
     assert moved["input_features"] is features
     with pytest.raises(UnknownArgumentError, match=r"feature_attention_mask \(1, 3\) may have .* padding on the right"):
         padding.moved_inputs({"feature_attention_mask": torch.ones(1, 3)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"mm_token_type_ids": torch.zeros(1, 12)},
+            r"has mm_token_type_ids \(1, 12\): expected \(1, 24\), a value for",
+        ),
+        ({"mm_token_type_ids": torch.zeros(24)}, r"has mm_token_type_ids \(24,\): expected \(1, 24\)"),
+        ({"mm_token_type_ids": 0}, "has mm_token_type_ids=0: expected a tensor"),
+        (
+            {"image_grid_thw": [[1, 4, 4]]},
+            r"has image_grid_thw=\[\[1, 4, 4\]\]: expected a tensor, as with return_tensors",
+        ),
+        ({"pixel_values": numpy.zeros((16, 3))}, "has pixel_values=array"),
+    ],
+)
+def test_wrong_model_inputs_raise(wrong: dict[str, Any], message: str) -> None:
+    case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
+    inputs, model = case.inputs(images=True, batch=1), case.new_pair()[0].eval()
+    ids = inputs.pop("input_ids")[0].tolist()
+    expected = rollout_logprobs(model, [ids], model_inputs=[inputs]).logprobs
+    same = inputs | {"video_grid_thw": None, "output_hidden_states": False}
+    assert torch.equal(rollout_logprobs(model, [ids], model_inputs=[same]).logprobs, expected)
+    engine = HFEngine(model)
+    assert engine.score([ids], Sampling(), model_inputs=[same])[0][1:] == pytest.approx(
+        expected[0, 1:].tolist(), abs=1e-4
+    )
+    for call, kind in (
+        (lambda given: rollout_logprobs(model, [ids], model_inputs=given), ValueError),
+        (lambda given: engine.score([ids], Sampling(), model_inputs=given), EngineError),
+    ):
+        with pytest.raises(kind, match=f"model_inputs of sequence 0 {message}"):
+            call([inputs | wrong])
