@@ -53,7 +53,8 @@ class FreshPositions(nn.Module):
         is_new = cache is None or cache.get_seq_length() == 0
         if is_new and inputs.get("input_ids") is not None and not is_off("mrope-stale-offsets"):
             self.rope_deltas = None
-        if inputs.get("mm_token_type_ids", 0) is None and inputs.get("image_grid_thw") is not None:
+        is_decoding_video = not is_new and inputs.get("video_grid_thw") is not None
+        if inputs.get("mm_token_type_ids", 0) is None and not is_decoding_video:
             inputs |= _image_types(inputs, self.config)
         documents = documents_running()
         if documents is None or inputs.get("input_ids") is None:
@@ -106,11 +107,19 @@ def _packed_again(documents: Documents, found: torch.Tensor) -> torch.Tensor:
 def _image_types(inputs: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:
     """Return the token types of images, which transformers' processors add but batches of trainers lack.
 
-    Empty if there are videos, whose tokens are marked in different ways, or if the ids of image tokens are unknown.
+    Empty if the ids of image tokens are unknown, or there are no images.
+
+    Raises:
+        ValueError: If there are videos, whose tokens each processor marks in its own way.
     """
     tokens = inputs.get("input_ids")
-    if tokens is None or getattr(config, "image_token_id", None) is None:
+    if tokens is None or is_off("token-types"):
         return {}
-    if inputs.get("video_grid_thw") is not None or is_off("token-types"):
+    if inputs.get("video_grid_thw") is not None:
+        raise ValueError(
+            "mm_token_type_ids is missing: without it, tokens of videos get positions of text. Pass it as the "
+            "processor returns it"
+        )
+    if inputs.get("image_grid_thw") is None or getattr(config, "image_token_id", None) is None:
         return {}
     return {"mm_token_type_ids": types_of_tokens(tokens, config, {"image_token_id": MULTIMODAL["image_token_id"]})}

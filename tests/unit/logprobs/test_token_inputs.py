@@ -153,6 +153,24 @@ def test_packed_documents_have_the_positions_of_their_images(order: str) -> None
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_videos_need_token_types() -> None:
+    """Without types, all images of a batch with a video would have positions of text."""
+    case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
+    inputs, model = case.inputs(images=True, batch=1), case.model()
+    ids, types = inputs["input_ids"], inputs["mm_token_type_ids"]
+    video = ids.masked_fill(ids == case.config.image_token_id, case.config.video_token_id)
+    both = torch.cat([ids, video])
+    media = {"pixel_values": inputs["pixel_values"], "image_grid_thw": inputs["image_grid_thw"]}
+    videos = {"pixel_values_videos": inputs["pixel_values"], "video_grid_thw": inputs["image_grid_thw"]}
+    image = token_logprobs(model, ids, score=ids < 400, **media).logprobs
+    all_types = torch.cat([types, 2 * types])
+    found = token_logprobs(model, both, score=both < 400, mm_token_type_ids=all_types, **media, **videos).logprobs
+    torch.testing.assert_close(found[:1], image, rtol=0, atol=1e-5)
+    for row, given in ((both, media | videos), (video, videos)):
+        with pytest.raises(ValueError, match="mm_token_type_ids is missing"):
+            token_logprobs(model, row, score=row < 400, **given)
+
+
 def test_packed_images_of_a_class_that_computes_positions_by_row() -> None:
     case = FamilyCase(registry.model_class("Qwen2_5OmniThinkerForConditionalGeneration"))
     inputs, model = case.inputs(images=True, batch=1), case.model()
