@@ -80,7 +80,7 @@ def test_values_that_would_be_infinite_raise(mixtral_checkpoint: Path, tmp_path:
     model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, dtype=torch.bfloat16)
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj[1, 3, 5] = 70144
-        model.model.layers[1].input_layernorm.weight[0] = float("inf")  # infinite before, too
+        model.model.layers[1].input_layernorm.weight[0] = float("inf")  # infinite in the checkpoint
     model.save_pretrained(tmp_path / "large")
     with pytest.raises(CheckpointError, match="infinite in float16") as caught:
         convert(tmp_path / "large", tmp_path / "half", dtype="float16")
