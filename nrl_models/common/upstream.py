@@ -78,7 +78,6 @@ __all__ = [
     "have_peft_name_references",
     "is_initialized",
     "mark_initialized",
-    "mask_parts",
     "named_arguments",
     "record_as",
     "register_class",
@@ -231,23 +230,6 @@ def mark_initialized(what: nn.Module | torch.Tensor, initialized: bool = True) -
 def is_initialized(what: nn.Module | torch.Tensor) -> bool:
     """Return True if transformers' initialization skips a module or tensor."""
     return bool(getattr(what, "_is_hf_initialized", False))
-
-
-def mask_parts(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """Return the parts of a mask function by name, with their values. A key is visible if it is in all parts.
-
-    The name of a part is the function of `transformers.masking_utils` that created it (`sliding_window_overlay`). Parts
-    from other modules, and combinations such as `or_masks`, keep their function's name, which is not interpreted.
-    """
-    cells = mask_function.__closure__ or () if hasattr(mask_function, "__closure__") else ()
-    held = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-    name = f"{mask_function.__module__}.{mask_function.__qualname__.partition('.')[0]}"
-    name = name.removeprefix("transformers.masking_utils.")
-    inside = {"and_masks": "mask_functions", "remap_positions_for_packed_sequence": "mask_function"}.get(name)
-    if inside is None:
-        return {name: held}
-    parts = held[inside] if isinstance(held[inside], tuple) else (held[inside],)
-    return {name: values for part in parts for name, values in mask_parts(part).items()}
 
 
 def text_part(config: PreTrainedConfig, *, decoder: bool | None = None) -> PreTrainedConfig:

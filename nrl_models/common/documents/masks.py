@@ -22,8 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from nrl_models.common.documents.attention import attend
 from nrl_models.common.documents.boundaries import Documents
 from nrl_models.common.documents.current_documents import documents_running
+from nrl_models.common.documents.mask_functions import at_columns, mask_parts
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import mask_parts
 from nrl_models.common.upstream_torch import DisableTorchFunctionSubclass, tree_map
 
 Function = Callable[..., Any]
@@ -164,9 +164,11 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
         documents = documents_running()
         asked = dict(zip(names, args, strict=False)) | kwargs
         if documents is None or not _is_of(documents, asked):
-            if documents is not None and documents.prompts is not None and _has_its_shape(documents, asked):
+            if documents is None or not _has_its_shape(documents, asked):
+                return make(*args, **kwargs)
+            if documents.prompts is not None:
                 raise ValueError(_CANNOT_SHARE.format(", ".join(sorted(mask_parts(asked["mask_function"])))))
-            return make(*args, **kwargs)
+            return make(**asked | {"mask_function": at_columns(asked["mask_function"])})
         parts = mask_parts(asked["mask_function"])
         has_documents = "packed_sequence_mask_function" in parts
         if not has_documents and any(map(is_off, _QUIRKS)):
@@ -189,6 +191,8 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
         elif not has_documents:
             apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
             asked["mask_function"] = masking_utils.and_masks(apart, asked["mask_function"])
+        elif not understood:
+            asked["mask_function"] = at_columns(asked["mask_function"])
         if built or not understood:
             return make(**(asked | {"allow_is_causal_skip": False}))
         build: Any = functools.partial(masking_utils.sdpa_mask, **(asked | {"allow_is_causal_skip": False}))

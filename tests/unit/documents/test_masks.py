@@ -21,8 +21,8 @@ from nrl_models.common.documents import attention
 from nrl_models.common.documents.attention import attend
 from nrl_models.common.documents.boundaries import DocumentBatches, Documents
 from nrl_models.common.documents.current_documents import running
+from nrl_models.common.documents.mask_functions import mask_parts
 from nrl_models.common.documents.masks import DocumentMask, attend_by_document
-from nrl_models.common.upstream import mask_parts
 
 LENGTHS = ((7, 13, 10), (20, 10))
 POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])

@@ -90,6 +90,30 @@ def case_of(architecture: str) -> tuple[PreTrainedModel, torch.Tensor]:
     return copy.deepcopy(case.model()), case.inputs(images=False, length=12)["input_ids"][:1]
 
 
+@pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"])
+@pytest.mark.parametrize("image_first", [True, False], ids=["image first", "text first"])
+@torch.no_grad()
+def test_images_attend_to_themselves_in_packed_rows(architecture: str, image_first: bool) -> None:
+    """In transformers, sliding layers read the mask of images at positions, which restart with each document."""
+    case = FamilyCase(registry.model_class(architecture))
+    model = copy.deepcopy(case.model())
+    if architecture.startswith("Gemma4"):  # as in its larger published models
+        model.config.get_text_config().use_bidirectional_attention = "vision"
+    inputs = case.inputs(images=True, batch=1)
+    ids, types = inputs["input_ids"], next(name for name in inputs if "token_type" in name)
+    inputs = {name: value for name, value in inputs.items() if name == types or "pixel" in name or "image" in name}
+    text = torch.randint(20, 60, (1, 9), generator=torch.Generator().manual_seed(0))
+    of_types = {types: torch.cat([inputs[types], torch.zeros_like(text)], 1)}
+    parts, sizes = [ids, text], [ids.shape[1], text.shape[1]]
+    expected = [model(input_ids=ids, **inputs).logits, model(input_ids=text).logits]
+    if not image_first:
+        of_types = {types: torch.cat([torch.zeros_like(text), inputs[types]], 1)}
+        parts, sizes, expected = parts[::-1], sizes[::-1], expected[::-1]
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    found = model(input_ids=torch.cat(parts, 1), position_ids=positions, **inputs | of_types).logits
+    torch.testing.assert_close(found, torch.cat(expected, 1), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("architecture", INNER)
 @pytest.mark.parametrize("changed", ["nothing", "copied", "pickled", "forward replaced", "base forward replaced"])
 @pytest.mark.parametrize("mask", [None, torch.ones_like(PACKED)], ids=["no mask", "mask"])
