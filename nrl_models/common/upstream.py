@@ -260,6 +260,9 @@ _NEW_NAME = "activation_checkpointing_enable"
 ENABLE_CHECKPOINTING = _NEW_NAME if hasattr(PreTrainedModel, _NEW_NAME) else "gradient_checkpointing_enable"
 """Method of a model that switches activation checkpointing on. 5.24 deprecates the name with `gradient`."""
 
+MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
+"""Arguments that hold the media of placeholder tokens."""
+
 POSITIONS_FROM_TOKENS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
 """Methods of modules that compute positions from token ids (RoBERTa and its relatives)."""
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nrl_models.common.config.causality import PREFIX_TYPES, marks_prefix
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.documents.boundaries import starts_of
 from nrl_models.common.documents.layers import BOUNDARIES
@@ -19,7 +18,7 @@ from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.forward.token_types import PER_TOKEN
 from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows
 from nrl_models.common.upstream import CACHE_NAMES, computes_positions
-from nrl_models.errors import HeadError, UnknownArgumentError, shown, suggestion
+from nrl_models.errors import UnknownArgumentError, shown, suggestion
 
 Grids = TypeVar("Grids", bound=Any)
 
@@ -196,23 +195,6 @@ def require_unpacked(
             "position_ids: a row has several sequences, and the model's adapter (prompt learning or activated LoRA) "
             "treats it as one; expected a sequence for each row: pad the batch, or call rollout_logprobs"
         )
-
-
-def require_causal_types(models: Iterable[nn.Module], scored: torch.Tensor, inputs: Mapping[str, Any]) -> None:
-    """Check that no scored token, `(batch, seq_len)`, is in a prefix whose tokens attend to later ones (PaliGemma).
-
-    Raises:
-        HeadError: If one is.
-    """
-    types = inputs.get(PREFIX_TYPES)
-    if not isinstance(types, torch.Tensor) or types.shape != scored.shape:
-        return
-    for model in filter(marks_prefix, models):
-        if bool((scored & (types == 0).to(scored.device)).any()):
-            raise HeadError(
-                f"{PREFIX_TYPES} is 0 for tokens to score, and {type(model).__name__} attends in both directions among "
-                "tokens of type 0; expected 1 for the completion, and score=False for the prompt"
-            )
 
 
 def mask_and_positions(

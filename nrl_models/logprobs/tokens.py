@@ -25,7 +25,6 @@ from nrl_models.logprobs.token_inputs import (
     forward_inputs,
     mask_and_positions,
     positions_of_boundaries,
-    require_causal_types,
     require_grids,
     require_known_tokens,
     require_spelling,
@@ -121,7 +120,7 @@ def token_logprobs(
 
     Raises:
         HeadError: The model's head is not a scale or soft cap, and `chunk_size` is not None. Or it has an encoder, is a
-            masked language model, computes other columns than `input_ids` (GIT), or scores a prefix (PaliGemma).
+            masked language model, or computes other columns than `input_ids` (GIT with images).
         ValueError: Shapes differ, the reference has another vocabulary, or a sampling parameter is out of range.
         UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`. Also packed rows
             with PEFT's prompt learning or activated LoRA, and left padding while experts are recorded or replayed if
@@ -168,7 +167,6 @@ def token_logprobs(
             )
         return padding.restored(moved, STATISTICS)
     positions = scored_positions(input_ids, attention_mask, position_ids, score)
-    require_causal_types(models, positions, inputs)
     media = any(value is not None for value in inputs.values())
     inputs |= mask_and_positions(model, attention_mask, position_ids, media=media)
     rows, columns, sizes = _in_order(positions, loss_terms, position_ids, attention_mask)

@@ -11,9 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.documents.boundaries import Documents
 from nrl_models.common.documents.current_documents import documents_running
-from nrl_models.common.forward.token_types import IMAGES, MULTIMODAL, types_of_tokens
+from nrl_models.common.forward.token_types import MULTIMODAL, types_of_tokens
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import POSITIONS_FROM_MEDIA, cache_in, named_arguments
+from nrl_models.common.upstream import cache_in, named_arguments
 
 
 class PackedTextPositions(nn.Module):
@@ -44,6 +44,7 @@ class FreshPositions(nn.Module):
     """
 
     handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-stale-offsets",)
+    computes_document_positions: ClassVar[bool] = True
 
     def compute_3d_position_ids(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Compute positions as upstream does, after discarding the offsets of an earlier sequence."""
@@ -62,25 +63,6 @@ class FreshPositions(nn.Module):
         found = upstream.compute_3d_position_ids(**inputs | _one_document_per_row(documents, inputs))
         self.rope_deltas = None  # those of documents, and not of rows
         return documents.positions if found is None else _packed_again(documents, found)
-
-
-def computes_media_positions(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return True if a model computes the positions of packed documents from the images of a forward.
-
-    Raises:
-        ValueError: If its positions come from images, but transformers' class computes them by row.
-    """
-    if inputs.get("input_ids") is None or all(inputs.get(name) is None for name in IMAGES):
-        return False
-    classes = {type(module) for module in model.modules()}
-    if any(issubclass(each, FreshPositions) for each in classes):
-        return True
-    if any(hasattr(each, name) for each in classes for name in POSITIONS_FROM_MEDIA):
-        raise ValueError(
-            f"{type(model).__name__} computes positions from images, for a row with one document: position_ids start "
-            "again inside a row with images. Put each document in a separate row, and pad."
-        )
-    return False
 
 
 def _one_document_per_row(documents: Documents, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

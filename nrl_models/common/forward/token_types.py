@@ -11,9 +11,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import subclass_of_same_name
 from nrl_models.common.switches import is_off
-
-IMAGES = ("pixel_values", "pixel_values_videos", "input_features")
-"""Arguments that hold the media of placeholder tokens."""
+from nrl_models.common.upstream import MEDIA
 
 PER_TOKEN: Mapping[str, int | None] = {
     **dict.fromkeys(("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask"), 0),
@@ -99,7 +97,7 @@ def with_required_types(upstream: type[PreTrainedModel]) -> type[PreTrainedModel
 
 def _has_untyped_images(inputs: Mapping[str, Any], name: str) -> bool:
     """Return True if a forward gets images or audio, and no token types."""
-    return inputs.get(name) is None and any(inputs.get(image) is not None for image in IMAGES)
+    return inputs.get(name) is None and any(inputs.get(image) is not None for image in MEDIA)
 
 
 def types_of_tokens(input_ids: torch.Tensor, config: Any, kinds: Mapping[str, int]) -> torch.Tensor:
