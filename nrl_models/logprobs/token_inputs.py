@@ -209,16 +209,19 @@ def mask_and_positions(
     """
     inputs: dict[str, torch.Tensor] = {}
     inner = innermost(model)
-    computed = computes_positions(inner, media=media)
-    if position_ids is not None and computed and _only_count_tokens(position_ids, attention_mask):
+    if (
+        position_ids is not None
+        and _only_count_tokens(position_ids, attention_mask)
+        and computes_positions(inner, media=media)  # last, because it visits all modules
+    ):
         position_ids = None
     if attention_mask is not None and not bool(attention_mask.all()):
         inputs["attention_mask"] = attention_mask
         if (
             position_ids is None
             and "position_ids" in inspect.signature(inner.forward).parameters
-            and not computed
             and _has_padding_before_tokens(attention_mask)
+            and not computes_positions(inner, media=media)
         ):
             position_ids = token_positions(attention_mask)
     if position_ids is not None:
