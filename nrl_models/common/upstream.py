@@ -16,7 +16,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | `_get_dtype_plan` | parameters that stay in fp32 | `test_dtypes` of the generated suite |
 | `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
 | `_gradient_checkpointing_func`, `ENABLE_CHECKPOINTING` | activation checkpointing | `tests/unit/forward`, `recipes` |
-| closures of `masking_utils` | parts of a mask, to attend without it | `tests/unit/documents/test_masks.py` |
+| closures of `masking_utils` (in `mask_functions.py`) | parts of a mask | `tests/unit/documents/test_masks.py` |
 | `POSITIONS_FROM_TOKENS`, `POSITIONS_FROM_MEDIA` | positions of padded batches | `tests/unit/logprobs/test_tokens.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
 | `_extra_content` of auto classes | classes of ours for transformers' configurations | `tests/unit/adapters` |
