@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class End:
     Attributes:
         subject: The subject.
         ending: The way it ended.
-        detail: Exit code of the process, or the timeout in seconds. Empty if it finished.
+        detail: Exception or exit code of the process, or the timeout in seconds. Empty if it finished.
         seconds: Wall-clock time.
     """
 
@@ -114,7 +115,7 @@ def run_subjects(run: Run, subjects: Iterable[str], *, jobs: int, timeout: float
                     worker.close()
                     continue
                 if isinstance(value, _Finished):
-                    yield worker.end(Ending.FINISHED)
+                    yield worker.end(Ending.CRASHED if value.error else Ending.FINISHED, value.error)
                 else:
                     assert worker.subject is not None
                     yield Result(worker.subject, value)
@@ -130,7 +131,9 @@ def run_subjects(run: Run, subjects: Iterable[str], *, jobs: int, timeout: float
 
 @dataclass(frozen=True)
 class _Finished:
-    """Sent after the last result of a subject."""
+    """Sent after the last result of a subject. `error` describes an exception of `run`."""
+
+    error: str = ""
 
 
 def _serve(run: Run, connection: Connection) -> None:
@@ -140,6 +143,11 @@ def _serve(run: Run, connection: Connection) -> None:
             subject = connection.recv()
         except EOFError:
             return
-        for value in run(subject):
-            connection.send(value)
-        connection.send(_Finished())
+        finished = _Finished()
+        try:
+            for value in run(subject):
+                connection.send(value)
+        except Exception as error:  # any error of one subject, for example of an import; the next subject still runs
+            traceback.print_exc()
+            finished = _Finished(f"{type(error).__name__}: {error}")
+        connection.send(finished)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
 from tests.unit.release_check.wheels import sources, wheel
+from tools.checkout import ROOT
 from tools.release_check.upstream_code.names import missing_names, missing_torch_attributes
 from tools.release_check.upstream_code.sources import Sources, changed_functions, function_diff, sources_of
 
@@ -101,3 +103,36 @@ def test_stored_wheel_is_read_without_an_index(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
     wheel(tmp_path, "3.0", OLD)
     assert sources_of("upstream", Version("3.0"), tmp_path).has_name("upstream", "Base")
+
+
+OLDEST_API = {
+    "nrl_models": {"registry"},
+    "nrl_models.auto": {"auto_class_for"},
+    "nrl_models.errors": {"NRLModelsError", "one_line"},
+    "nrl_models.inputs.audio": {"AUDIO", "takes_audio"},
+    "nrl_models.inputs.images": {"PIXELS", "ImageInputsError", "takes_images"},
+    "nrl_models.inputs.model_inputs": {"inputs_for"},
+    "nrl_models.logprobs": {"token_logprobs"},
+    "nrl_models.onboarding.new": {"new_family"},
+    "nrl_models.testing.case": {"FamilyCase", "randomize"},
+    "nrl_models.testing.tiny": {"tiny_config"},
+}
+"""Names that commit 7d8db461 has, the oldest checkout that `--checkout` accepts."""
+
+FOR_THIS_CHECKOUT_ONLY = {"write_cases.py"}
+
+
+def test_tools_import_names_of_oldest_checkout() -> None:
+    files = [
+        file for file in (ROOT / "tools" / "release_check").rglob("*.py") if file.name not in FOR_THIS_CHECKOUT_ONLY
+    ]
+    imported = {
+        (node.module, alias.name)
+        for file in files
+        if file.name not in FOR_THIS_CHECKOUT_ONLY
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "nrl_models"
+        for alias in node.names
+    }
+    assert ("nrl_models", "registry") in imported
+    assert {pair for pair in imported if pair[1] not in OLDEST_API.get(pair[0], ())} == set()

@@ -8,17 +8,19 @@ from tools.release_check.workers import End, Ending, Result, run_subjects
 
 
 def test_crash_and_timeout_lose_one_subject_each() -> None:
-    events = list(run_subjects(run, ["a", "crash", "hang", "b"], jobs=1, timeout=10))
+    events = list(run_subjects(run, ["a", "crash", "hang", "raise", "b"], jobs=1, timeout=10))
     values = {event.value for event in events if isinstance(event, Result)}
-    assert values == {"a 1", "a 2", "crash 1", "hang 1", "b 1", "b 2"}
+    assert values == {"a 1", "a 2", "crash 1", "hang 1", "raise 1", "b 1", "b 2"}
     ends = {event.subject: event for event in events if isinstance(event, End)}
     assert {name: end.ending for name, end in ends.items()} == {
         "a": Ending.FINISHED,
         "crash": Ending.CRASHED,
         "hang": Ending.TIMED_OUT,
+        "raise": Ending.CRASHED,
         "b": Ending.FINISHED,
     }
     assert ends["crash"].detail == "exit code 3"
+    assert ends["raise"].detail == "ModuleNotFoundError: No module named 'missing'"
 
 
 def test_no_subjects_start_no_worker() -> None:

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 
 def run(subject: str) -> Iterator[str]:
-    """Yield twice; `crash` ends its process, and `hang` sleeps, after the first."""
+    """Yield twice. After the first result, `crash` ends its process, `hang` sleeps, and `raise` raises."""
     yield f"{subject} 1"
     if subject == "crash":
         os._exit(3)
     if subject == "hang":
         time.sleep(60)
+    if subject == "raise":
+        raise ModuleNotFoundError("No module named 'missing'")
     yield f"{subject} 2"
