@@ -9,7 +9,7 @@ from nrl_models.onboarding.estimate_step import Setting
 from nrl_models.testing.tiny import tiny_config
 
 
-def test_activations_are_the_same_in_every_run() -> None:
+def test_activation_estimate_is_deterministic() -> None:
     config = tiny_config(MixtralConfig)
     config.architectures = ["MixtralForCausalLM"]
     setting = Setting({"fsdp": 2}, seq_len=512, micro_batch=2, checkpointing=False)

@@ -17,19 +17,19 @@ def digest(*values: float) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_order_of_rows_changes_the_digest(dtype: torch.dtype) -> None:
+def test_digest_depends_on_row_order(dtype: torch.dtype) -> None:
     value = (torch.arange(24).view(2, 3, 4) % 7 > 2).to(dtype)
     assert int(exact_digest(value)) == int(exact_digest(value.clone()))
     assert int(exact_digest(value)) != int(exact_digest(value.flip(0)))
 
 
-def test_permutations_of_a_batch_have_different_digests() -> None:
-    """Weights that are linear in the position gave about half of them the digest of another one."""
+def test_digest_distinguishes_permutations() -> None:
+    """With position weights that are linear, about half of the permutations collided."""
     assert len({digest(*values) for values in itertools.permutations(range(7))}) == 5040
     assert len({digest(*map(float, values)) for values in itertools.permutations(range(6))}) == 720
 
 
-def test_masks_with_infinite_values_have_different_digests() -> None:
+def test_digest_distinguishes_masks_with_inf() -> None:
     assert len({digest(*values) for values in itertools.product((0.0, float("-inf")), repeat=10)}) == 1024
     assert digest(float("nan"), 1.0) == digest(float("nan"), 1.0)
 

@@ -18,20 +18,20 @@ def model(name: str) -> torch.nn.Module:
 
 
 @since("5.24")  # before, routers of DeepSeek-V3 are not kept in fp32
-def test_masters_keep_what_transformers_keeps() -> None:
+def test_kept_parameters_match_transformers_fp32_modules() -> None:
     assert kept_parameters(model("LlamaForCausalLM"), BF16) == {}
-    kept = kept_parameters(model("DeepseekV3ForCausalLM"), BF16)
-    assert set(kept) == {"model.layers.1.mlp.gate.weight"}
+    fp32_parameters = kept_parameters(model("DeepseekV3ForCausalLM"), BF16)
+    assert set(fp32_parameters) == {"model.layers.1.mlp.gate.weight"}
 
 
-def test_trained_parameters_of_the_rarer_dtype_are_apart() -> None:
+def test_trainable_parameters_of_minority_dtype_are_kept() -> None:
     llama = model("LlamaForCausalLM").bfloat16()
     assert kept_parameters(llama, ParallelPlan()) == {}
     llama.model.norm.float()
     assert set(kept_parameters(llama, ParallelPlan())) == {"model.norm.weight"}
 
 
-def test_frozen_parameters_of_another_dtype_need_no_group() -> None:
+def test_frozen_parameters_need_no_separate_group() -> None:
     """FSDP accepts fp32 adapters on a frozen bf16 model as they are."""
     llama = model("LlamaForCausalLM").bfloat16().requires_grad_(False)
     llama.model.norm.float().requires_grad_(True)

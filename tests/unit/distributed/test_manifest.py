@@ -34,12 +34,12 @@ WRITTEN = Manifest(
 OTHERS = (None, True, -1, 10**400, 1.5, "x", "../x", [], {}, [None], {"x": None}, [[[]]])
 
 
-def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def json_paths(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Return the path of each value in JSON."""
     yield path
     if isinstance(content, (dict, list)):
         for key in content if isinstance(content, dict) else range(len(content)):
-            yield from places(content[key], (*path, key))
+            yield from json_paths(content[key], (*path, key))
 
 
 def changed(path: tuple[Any, ...], value: Any) -> bytes:
@@ -59,39 +59,39 @@ def changed(path: tuple[Any, ...], value: Any) -> bytes:
 CONTENT = json.loads(WRITTEN.rendered())["manifest"]
 
 
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_manifest_round_trip(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(WRITTEN.rendered())
     assert read_manifest(tmp_path) == WRITTEN
     assert WRITTEN.files_of(manifest.StatePart.OPTIMIZER) == ["optimizer-00000-00000.safetensors"]
 
 
-def test_every_flipped_bit_and_every_cut_is_found() -> None:
+def test_bit_flip_or_truncation_raises() -> None:
     data = WRITTEN.rendered()
     others = [data[:length] for length in range(len(data))] + [data + b"\n", data + b" "]
-    for place in range(len(data)):
+    for position in range(len(data)):
         for bit in range(8):
-            others.append(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+            others.append(data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :])
     for other in others:
         with pytest.raises(CheckpointError):
             Manifest.parse(other)
 
 
 @pytest.mark.parametrize("value", [*OTHERS, ...], ids=lambda value: repr(value)[:9])
-def test_a_value_of_another_type_or_range_is_refused_wherever_it_stands(value: Any) -> None:
+def test_value_of_wrong_type_or_range_raises(value: Any) -> None:
     accepted = []
-    for path in places(CONTENT):
+    for path in json_paths(CONTENT):
         if value is ... and not path:
             continue
         try:
-            found = Manifest.parse(changed(path, value))
+            parsed = Manifest.parse(changed(path, value))
         except CheckpointError:
             continue
-        assert json.loads(found.rendered())["manifest"] == json.loads(changed(path, value))["manifest"]
+        assert json.loads(parsed.rendered())["manifest"] == json.loads(changed(path, value))["manifest"]
         accepted.append(path)
-    assert accepted == [path for path in places(CONTENT) if may_be(path, value)]
+    assert accepted == [path for path in json_paths(CONTENT) if is_valid_at(path, value)]
 
 
-def may_be(path: tuple[Any, ...], value: Any) -> bool:
+def is_valid_at(path: tuple[Any, ...], value: Any) -> bool:
     """Return True if one of `OTHERS`, or no value, is valid at a path."""
     is_plain = value in (None, True, -1, 1.5, "x", "../x")
     match path:
@@ -137,13 +137,13 @@ def may_be(path: tuple[Any, ...], value: Any) -> bool:
         ("torch.nowhere", 1.0),
     ],
 )
-def test_a_scalar_that_its_type_cannot_hold_is_refused(kind: str, value: Any) -> None:
+def test_scalar_not_representable_in_dtype_raises(kind: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match="expected a finite number of its type") as caught:
         Manifest.parse(changed(("optimizer", "states", "a", "scalars", "step"), {"type": kind, "value": value}))
     assert [problem.subject for problem in caught.value.problems] == ["optimizer.states.a.scalars.step"]
 
 
-def test_scalars_of_format_1_are_fp32_tensors() -> None:
+def test_format_1_scalars_are_fp32_tensors() -> None:
     content = copy.deepcopy(CONTENT)
     content["optimizer"]["states"]["a"]["scalars"] = {"step": 2.0}
     content["format"] = 1
@@ -151,7 +151,7 @@ def test_scalars_of_format_1_are_fp32_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("progress", "where"),
+    ("progress", "subject"),
     [
         ({"seen": {0: 5}}, "progress.seen"),
         ({"a": [1, (2, {None: 3})]}, "progress.a[1][1]"),
@@ -161,18 +161,18 @@ def test_scalars_of_format_1_are_fp32_tensors() -> None:
     ],
     ids=repr,
 )
-def test_progress_that_json_changes_is_refused(progress: Any, where: str) -> None:
+def test_progress_not_preserved_by_json_raises(progress: Any, subject: str) -> None:
     with pytest.raises(CheckpointError, match="cannot save this in a checkpoint") as caught:
         Manifest({}, progress, None).checked()
-    assert [problem.subject for problem in caught.value.problems] == [where]
+    assert [problem.subject for problem in caught.value.problems] == [subject]
 
 
-def test_tuples_of_progress_become_lists() -> None:
+def test_progress_tuples_become_lists() -> None:
     progress = {"shape": (1, (2, 0.1)), "done": True, "next": None}
     assert Manifest({}, progress, None).checked().progress == {"shape": [1, [2, 0.1]], "done": True, "next": None}
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_error_lists_all_problems() -> None:
     content = copy.deepcopy(CONTENT)
     content["progress"] = None
     content["files"]["config.json"]["bytes"] = "7"
@@ -193,13 +193,13 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 10**6, b'{"manifest": NaN}', b"1" * 5000],
     ids=lambda data: repr(data)[:9],
 )
-def test_what_is_no_manifest_is_a_typed_error(tmp_path: Path, data: bytes) -> None:
+def test_invalid_manifest_raises_checkpoint_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         read_manifest(tmp_path)
 
 
-def test_a_directory_in_its_place_and_none_at_all_are_typed_errors(tmp_path: Path) -> None:
+def test_missing_manifest_or_directory_raises_checkpoint_error(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):
             read_manifest(tmp_path)

@@ -26,7 +26,7 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("function", [save_checkpoint, load_checkpoint])
-def test_checkpoints_raise_with_the_remedy(model: Any, function: Callable[..., Any], tmp_path: Path) -> None:
+def test_checkpoint_of_unsharded_model_raises(model: Any, function: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(ShardingError, match=r"is not sharded\n.*parallelize\(model, mesh\)") as caught:
         function(tmp_path / "checkpoint", model)
     assert [problem.subject for problem in caught.value.problems] == ["LlamaForCausalLM"]
@@ -35,7 +35,7 @@ def test_checkpoints_raise_with_the_remedy(model: Any, function: Callable[..., A
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_gradients_are_clipped_as_by_torch(model: Any) -> None:
+def test_clip_grad_norm_matches_torch(model: Any) -> None:
     model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     expected = copy.deepcopy(model)
     for parameter, clipped in zip(model.parameters(), expected.parameters(), strict=True):

@@ -16,7 +16,7 @@ from nrl_models.errors import CheckpointError
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_step_is_restored_where_torch_puts_it(capturable: bool) -> None:
+def test_restored_step_device_matches_torch(capturable: bool) -> None:
     model: Any = nn.Linear(2, 2, bias=False, device="meta")
     model.sharding = SimpleNamespace(adapter=SimpleNamespace(transformers={}))
     expected = torch.optim.AdamW(model.parameters(), capturable=capturable)
@@ -38,7 +38,7 @@ def test_step_is_restored_where_torch_puts_it(capturable: bool) -> None:
     assert restored.dtype == torch.float32
 
 
-def test_numbers_keep_type_and_value() -> None:
+def test_restored_numbers_keep_type_and_value() -> None:
     model: Any = nn.Linear(2, 2, bias=False, device="meta")
     model.sharding = SimpleNamespace(adapter=SimpleNamespace(transformers={}))
     optimizer = torch.optim.SGD(model.parameters())
@@ -63,7 +63,7 @@ def test_numbers_keep_type_and_value() -> None:
         assert getattr(restored[key], "dtype", None) == getattr(value, "dtype", None)
 
 
-def test_an_option_with_several_elements_raises() -> None:
+def test_option_with_several_elements_raises() -> None:
     model = nn.Linear(2, 2, bias=False)
     groups = [{"params": [model.weight], "scale": torch.ones(2)}]
     with pytest.raises(CheckpointError, match=r"scale of group 0: is a tensor of shape \(2,\); expected a number"):

@@ -15,7 +15,7 @@ from nrl_models.onboarding.plan_changes import remedies
 from nrl_models.onboarding.plan_table import GIB, MIB, PlanReport, with_unit
 
 
-def test_large_mixtures_need_two_dimensions() -> None:
+def test_remedies_of_large_moe_combine_two_dimensions() -> None:
     """One layer of DeepSeek-V3 with all experts does not fit a device, so no number of fsdp ranks suffices."""
     config = DeepseekV3Config(num_hidden_layers=4, first_k_dense_replace=1)
     setting = Setting({"fsdp": 2}, dtype=torch.bfloat16)
@@ -24,17 +24,17 @@ def test_large_mixtures_need_two_dimensions() -> None:
     changes = remedies(config, setting, memory, total)
     assert changes
     assert all("fsdp=" in change and ("ep=" in change or "tp=" in change) for change in changes)
-    assert all(found.total <= memory for found in changes.values())
+    assert all(changed.total <= memory for changed in changes.values())
 
 
-def test_estimate_within_equals_estimate_or_is_none() -> None:
+def test_estimate_within_limit() -> None:
     config = DeepseekV3Config(
         num_hidden_layers=2, hidden_size=256, intermediate_size=512, moe_intermediate_size=64, vocab_size=512
     )
     setting = Setting({"fsdp": 2}, seq_len=64)
-    found = estimate(config, setting)
-    assert estimate_within(config, setting, found.total) == found
-    assert estimate_within(config, setting, found.total - 1) is None
+    full_estimate = estimate(config, setting)
+    assert estimate_within(config, setting, full_estimate.total) == full_estimate
+    assert estimate_within(config, setting, full_estimate.total - 1) is None
     assert estimate_within(config, setting, 1) is None
 
 
@@ -49,7 +49,7 @@ def tiny_llama() -> LlamaConfig:
     )
 
 
-def test_all_changes_together_are_the_last_resort() -> None:
+def test_remedies_combine_all_changes_last() -> None:
     config, setting = tiny_llama(), Setting({"fsdp": 1}, seq_len=1024)
     total = estimate(config, setting).total_parameters
     smallest = estimate(config, Setting({"fsdp": 4}, seq_len=256, dtype=torch.bfloat16)).total
@@ -59,7 +59,7 @@ def test_all_changes_together_are_the_last_resort() -> None:
     assert remedies(config, setting, smallest // 100, total) == {}
 
 
-def test_verdict_of_a_model_that_fits_nowhere(tmp_path: Path) -> None:
+def test_verdict_of_model_that_never_fits(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     report = plan_report(tmp_path, Setting({"fsdp": 1}, seq_len=64), 1e-6)
     assert not report.fits
@@ -70,11 +70,11 @@ def test_verdict_of_a_model_that_fits_nowhere(tmp_path: Path) -> None:
     ("nbytes", "shown"),
     [(204 * MIB, "204 MiB"), (3 * MIB, "3.00 MiB"), (0, "0 MiB"), (12.61 * GIB, "12.6 GiB"), (2000 * GIB, "2,000 GiB")],
 )
-def test_sizes_have_three_digits_and_a_unit(nbytes: float, shown: str) -> None:
+def test_size_formatting(nbytes: float, shown: str) -> None:
     assert with_unit(int(nbytes)) == shown
 
 
-def test_table_has_one_unit() -> None:
+def test_table_uses_one_unit() -> None:
     sizes = ("parameters", "gradients", "optimizer", "gathered", "activations")
     figures = dict.fromkeys(sizes, 40 * MIB) | {"buffers": 1024, "total": 200 * MIB, "traffic": {"fsdp": 0}}
     table = PlanReport("model", "fsdp=2", "", 2, 80 * GIB, figures, "", True).table()

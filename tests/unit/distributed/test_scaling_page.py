@@ -13,7 +13,7 @@ sys.path.append(str(ROOT))
 from benchmarks import scaling  # noqa: E402
 
 
-def test_every_model_of_the_table_is_on_the_page_in_its_order() -> None:
+def test_page_lists_models_in_table_order() -> None:
     table = scaling.PAGE.read_text().partition(scaling.BEGIN)[2].partition(scaling.END)[0]
     head, _, *rows = table.splitlines()
     assert head == scaling.HEAD
@@ -23,5 +23,5 @@ def test_every_model_of_the_table_is_on_the_page_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("case", [scaling.CASES[0]], ids=lambda case: case.model)
-def test_a_line_of_the_table_is_what_is_estimated_now(case: scaling.Case) -> None:
+def test_table_row_matches_current_estimate(case: scaling.Case) -> None:
     assert scaling.row(case) in scaling.PAGE.read_text().splitlines()

@@ -28,12 +28,12 @@ def case(architecture: str) -> FamilyCase:
         (ParallelPlan(offload=True), "offload.*keeps gradients on the CPU"),
     ],
 )
-def test_plans_that_do_not_fit_stages_are_refused(plan: ParallelPlan, message: str) -> None:
+def test_plan_incompatible_with_stages_raises(plan: ParallelPlan, message: str) -> None:
     with _fake_mesh({"pp": 2, "fsdp": 2}) as mesh, pytest.raises(ShardingError, match=message):
         plan_for(case("LlamaForCausalLM").model(), mesh, plan)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
+def test_more_stages_than_layers_raises() -> None:
     with pytest.raises(ShardingError, match="layers, which are not enough for 64 stages"):
         cut_into(case("LlamaForCausalLM").model(), 64)
 
@@ -45,6 +45,6 @@ def test_more_stages_than_layers_are_refused() -> None:
         ("Gemma3nForCausalLM", "hidden states that do not begin with batch and length"),
     ],
 )
-def test_layers_that_are_no_line_are_refused(architecture: str, message: str) -> None:
+def test_non_sequential_layers_raise(architecture: str, message: str) -> None:
     with pytest.raises(ShardingError, match=message):
         cut_into(case(architecture).model(), 2)
