@@ -15,7 +15,7 @@ from nrl_models.watch import Watch
 
 SAMPLES = [Sample((1, 2), (3, 4), (-1.0, -1.0)), Sample((1,), (2, 3, 4), (-1.0, -1.0, -1.0))]
 TRAINER = torch.tensor([[0.0, 0.0, -1.0, 0.0], [0.0, -1.0, -1.0, -1.0]])
-"""The last token of the first row is outside of the trainer's top-p."""
+"""The last token of the first row is outside the trainer's top-p."""
 
 MASK = torch.tensor([[False, False, True, False], [False, True, True, True]])
 ENGINE = torch.full((2, 4), -1.0)
@@ -28,18 +28,18 @@ def compared(trainer: Any = TRAINER, **options: Any) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
-def test_mask_replaces_that_of_the_samples(dtype: torch.dtype) -> None:
+def test_mask_overrides_sample_mask(dtype: torch.dtype) -> None:
     assert compared()[0] == 5
     assert compared(mask=MASK.to(dtype)) == (4, 1.0)
     assert compared(mask=MASK.to(dtype), versions=[0, 1]) == (1, 1.0)
 
 
-def test_engine_replaces_that_of_the_samples() -> None:
+def test_engine_overrides_sample_logprobs() -> None:
     assert compared()[1] > 1.0
     assert compared(engine=TRAINER) == (5, 1.0)
 
 
-def test_result_of_token_logprobs_has_a_mask() -> None:
+def test_token_logprobs_mask_is_used() -> None:
     scored = MASK | torch.tensor([[True, True, False, False], [False] * 4])  # prompts were scored as well
     result = TokenLogprobs(TRAINER, scored, ~scored)
     assert compared(result) == (4, 1.0)
@@ -64,10 +64,10 @@ def test_result_of_token_logprobs_has_a_mask() -> None:
         ({"versions": [0, math.nan]}, UnknownArgumentError, "expected a whole number for each row"),
     ],
 )
-def test_wrong_arguments_are_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         compared(**options)
 
 
-def test_versions_may_be_a_tensor() -> None:
+def test_versions_as_tensor() -> None:
     assert compared(engine=TRAINER, versions=torch.tensor([0, 1])) == (2, 1.0)

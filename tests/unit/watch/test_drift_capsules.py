@@ -145,7 +145,7 @@ def drifted(name: str, file: Path) -> DriftError:
             loop.step()
         except DriftError as error:
             return error
-    pytest.fail("nothing was found")
+    pytest.fail("the planted drift was not found")
 
 
 @pytest.fixture(scope="module")
@@ -184,33 +184,36 @@ def checks(replay: dict[str, Any]) -> dict[str, str]:
     return {check["name"]: check["detail"] for check in replay["checks"]}
 
 
-def test_module_and_block_are_computed_again(replays: dict[str, dict[str, Any]]) -> None:
-    found = checks(replays["norm-epsilon"])
-    assert "model.layers.1 of the trainer, rebuilt from configuration and weights, is off by 0.0e+00" in found["block"]
-    assert "modules" in found
+def test_replay_recomputes_module_and_block(replays: dict[str, dict[str, Any]]) -> None:
+    check_details = checks(replays["norm-epsilon"])
+    assert (
+        "model.layers.1 of the trainer, rebuilt from configuration and weights, is off by 0.0e+00"
+        in check_details["block"]
+    )
+    assert "modules" in check_details
     assert replays["norm-epsilon"]["verdict"]["findings"][0]["names"] == ["model.layers.1.input_layernorm"]
     assert "other experts for" in checks(replays["router-in-bf16"])["routes"]
 
 
-def test_metrics_of_a_step_are_computed_again(replays: dict[str, dict[str, Any]]) -> None:
+def test_replay_recomputes_step_metrics(replays: dict[str, dict[str, Any]]) -> None:
     assert "of 3 of 3 rows" in checks(replays["temperature"])["metrics"]
 
 
 @pytest.mark.parametrize("tensor", ["rows/trainer", "replies/engine"])
-def test_other_evidence_gives_another_result(capsules: dict[str, tuple[Path, DriftError]], tensor: str) -> None:
+def test_replay_of_modified_capsule_fails(capsules: dict[str, tuple[Path, DriftError]], tensor: str) -> None:
     contents = Contents.read(capsules["temperature"][0])
     contents.tensors[tensor] = contents.tensors[tensor] * 1.5
     assert not replay_watch(contents).passed
 
 
-def test_command_replays_a_watch(capsules: dict[str, tuple[Path, DriftError]]) -> None:
+def test_replay_command(capsules: dict[str, tuple[Path, DriftError]]) -> None:
     result = CliRunner().invoke(app, ["replay", str(capsules["temperature"][0])])
     assert result.exit_code == 0, result.output
     assert result.output.startswith("REPRODUCED: step 3, version 2")
     assert "the engine samples with temperature 0.7, the trainer computes temperature 1" in result.output
 
 
-def test_log_probabilities_alone_are_enough(tmp_path: Path) -> None:
+def test_capsule_with_logprobs_only(tmp_path: Path) -> None:
     file = tmp_path / "capsule.safetensors"
     watch = Watch(capsule=file)
     generator = torch.Generator().manual_seed(0)
@@ -227,7 +230,7 @@ def test_log_probabilities_alone_are_enough(tmp_path: Path) -> None:
     assert replay.verdict["findings"][0]["cause"] == caught.value.findings[0].cause
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_capsule_of_non_finite_values(tmp_path: Path) -> None:
     file = tmp_path / "capsule.safetensors"
     trainer, mask = -torch.ones(2, 8), torch.ones(2, 8, dtype=torch.bool)
     engine = trainer.clone()
@@ -239,7 +242,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     assert replay.verdict["findings"][0]["cause"] == Cause.NOT_FINITE
 
 
-def test_other_tokens(tmp_path: Path) -> None:
+def test_capsule_of_token_mismatch(tmp_path: Path) -> None:
     loop = Loop(capsule=tmp_path / "capsule.safetensors")
     samples = loop.sample()
     tokens = [list(sample.sequence) for sample in samples]
@@ -258,7 +261,7 @@ def test_healthy_run_writes_no_capsule(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_directory_gets_a_capsule_per_failure(tmp_path: Path) -> None:
+def test_directory_receives_one_capsule_per_failure(tmp_path: Path) -> None:
     loop = Loop(fail=False, capsule=tmp_path / "capsules")
     loop.step()
     norm_epsilon(loop)
@@ -269,7 +272,7 @@ def test_directory_gets_a_capsule_per_failure(tmp_path: Path) -> None:
     assert all(replay_watch(Contents.read(file)).passed for file in files)
 
 
-def test_file_gets_the_first_failure(tmp_path: Path) -> None:
+def test_file_receives_the_first_failure(tmp_path: Path) -> None:
     file = tmp_path / "capsule.safetensors"
     loop = Loop(fail=False, capsule=file)
     loop.step()

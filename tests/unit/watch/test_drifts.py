@@ -36,7 +36,7 @@ def found_within(loop: Loop, plant: Callable[[Loop], None], *, healthy: int = 2,
             return error.findings[0]
         if loop.watch.findings:
             return (report.findings or loop.watch.findings)[0]
-    pytest.fail("nothing was found")
+    pytest.fail("the planted drift was not found")
 
 
 def lora(model: Any) -> Any:
@@ -45,7 +45,7 @@ def lora(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-def test_layer_that_a_refit_does_not_write() -> None:
+def test_layer_skipped_by_refit() -> None:
     def plant(loop: Loop) -> None:
         loop.engine.keeps = lambda name: "layers.1.mlp.down_proj" in name
 
@@ -54,7 +54,7 @@ def test_layer_that_a_refit_does_not_write() -> None:
     assert any("layers.1.mlp.down_proj" in name for name in finding.names)
 
 
-def test_tensor_that_arrives_changed() -> None:
+def test_tensor_changed_during_refit() -> None:
     loop = Loop()
 
     def plant(loop: Loop) -> None:
@@ -76,7 +76,7 @@ def test_tensor_that_arrives_changed() -> None:
     assert finding.names == ("model.layers.0.self_attn.q_proj.weight",)
 
 
-def test_adapter_that_is_not_merged() -> None:
+def test_unmerged_adapter() -> None:
     pytest.importorskip("peft")
     loop = Loop(wrap=lora)
     loop.watch.refit()
@@ -91,7 +91,7 @@ def test_adapter_that_is_not_merged() -> None:
     assert found_within(loop, plant).cause is Cause.UNMERGED_ADAPTER
 
 
-def test_weights_that_sleep_mode_loses() -> None:
+def test_weights_lost_in_sleep_mode() -> None:
     def plant(loop: Loop) -> None:
         def wake() -> None:
             with torch.no_grad():
@@ -119,7 +119,7 @@ def test_router_in_bf16() -> None:
     assert finding.names == ("model.layers.0.mlp.gate",)
 
 
-def test_prefix_cache_that_a_refit_keeps() -> None:
+def test_prefix_cache_kept_across_refit() -> None:
     loop = Loop()
 
     def plant(loop: Loop) -> None:
@@ -133,8 +133,8 @@ def test_prefix_cache_that_a_refit_keeps() -> None:
                 ids = torch.tensor([sample.sequence])
                 past = old(input_ids=ids[:, :cached], use_cache=True).past_key_values
                 logits = loop.engine.model(input_ids=ids[:, cached:-1], past_key_values=past).logits[0]
-                own = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
-                changed.append(with_logprobs(sample, own))
+                logprobs = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+                changed.append(with_logprobs(sample, logprobs))
             return changed
 
         loop.engine.change_samples = with_stale_cache
@@ -144,7 +144,7 @@ def test_prefix_cache_that_a_refit_keeps() -> None:
     assert "sampled from before sync" in finding.message
 
 
-def test_other_temperature() -> None:
+def test_engine_temperature_mismatch() -> None:
     def plant(loop: Loop) -> None:
         loop.engine.sampling = Sampling(temperature=0.7)
 
@@ -153,7 +153,7 @@ def test_other_temperature() -> None:
     assert "temperature 0.7" in finding.message
 
 
-def test_top_p_that_only_the_engine_applies() -> None:
+def test_engine_top_p_mismatch() -> None:
     def plant(loop: Loop) -> None:
         loop.engine.sampling = Sampling(top_p=0.5)
 
@@ -162,7 +162,7 @@ def test_top_p_that_only_the_engine_applies() -> None:
     assert "top-p 0.5" in finding.message
 
 
-def test_engine_that_ignores_refits() -> None:
+def test_engine_ignoring_refits_is_stale() -> None:
     def plant(loop: Loop) -> None:
         loop.engine.keeps = lambda name: True
 
@@ -171,7 +171,7 @@ def test_engine_that_ignores_refits() -> None:
     assert "version 2 and not 3" in finding.message
 
 
-def test_samples_of_an_old_version() -> None:
+def test_samples_of_old_version_are_stale() -> None:
     def plant(loop: Loop) -> None:
         loop.versions = [loop.watch.version, 0, loop.watch.version]
 
@@ -180,7 +180,7 @@ def test_samples_of_an_old_version() -> None:
     assert "versions [0]" in finding.message
 
 
-def test_samples_that_may_lag_are_not_compared() -> None:
+def test_lagging_samples_are_not_compared() -> None:
     loop = Loop(max_staleness=2)
     assert loop.step().passed
     loop.versions = [0, 1, 1]
@@ -189,7 +189,7 @@ def test_samples_that_may_lag_are_not_compared() -> None:
     assert report.metrics.tokens == sum(len(sample.tokens) for sample in samples[1:])
 
 
-def test_other_dtype_in_the_engine() -> None:
+def test_engine_dtype_mismatch() -> None:
     def plant(loop: Loop) -> None:
         loop.engine.model.to(torch.bfloat16)
 
@@ -198,7 +198,7 @@ def test_other_dtype_in_the_engine() -> None:
     assert "bfloat16" in finding.message
 
 
-def test_padding_that_positions_count() -> None:
+def test_position_ids_counting_padding() -> None:
     loop = Loop(tiny_config(GPT2Config))
     samples = loop.sample()
     width = max(len(sample.sequence) for sample in samples)
@@ -220,7 +220,7 @@ def test_padding_that_positions_count() -> None:
     assert caught.value.findings[0].cause is Cause.PADDING
 
 
-def test_other_tokens_in_the_trainer() -> None:
+def test_trainer_token_mismatch() -> None:
     loop = Loop()
     samples = loop.sample()
     tokens = [list(sample.sequence) for sample in samples]
@@ -231,7 +231,7 @@ def test_other_tokens_in_the_trainer() -> None:
     assert (finding.cause, finding.names) == (Cause.TOKENS, ("row 1",))
 
 
-def test_tokenizer_that_changes_during_training() -> None:
+def test_tokenizer_changed_during_training() -> None:
     from recipe_inputs import byte_tokenizer
 
     tokenizer = byte_tokenizer(tiny_config(LlamaConfig))
@@ -244,7 +244,7 @@ def test_tokenizer_that_changes_during_training() -> None:
     assert finding.names == ("vocabulary",)
 
 
-def test_weights_that_change_at_learning_rate_0() -> None:
+def test_weights_changed_at_learning_rate_0() -> None:
     loop = Loop(learning_rate=0.0)
     loop.watch._changes = TrainerChanges(loop.optimizer, None)
 
@@ -264,7 +264,7 @@ def test_weights_that_change_at_learning_rate_0() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, lambda optimizer: SimpleNamespace(optimizer=optimizer)])
-def test_each_optimizer_step_counts_for_an_unexpected_update(wrap: Callable[[Any], Any]) -> None:
+def test_unexpected_update_considers_each_optimizer_step(wrap: Callable[[Any], Any]) -> None:
     loop = Loop()
     loop.watch._changes = TrainerChanges(wrap(loop.optimizer), None)
     loop.watch.refit()
@@ -283,7 +283,7 @@ def test_each_optimizer_step_counts_for_an_unexpected_update(wrap: Callable[[Any
         loop.watch.refit()
 
 
-def test_optimizer_without_a_learning_rate_updates_weights() -> None:
+def test_optimizer_without_learning_rate() -> None:
     loop = Loop()
     loop.watch._changes = TrainerChanges(loop.optimizer, None)
     loop.optimizer.param_groups[0]["lr"] = None  # Adafactor(relative_step=True)
@@ -291,12 +291,12 @@ def test_optimizer_without_a_learning_rate_updates_weights() -> None:
     assert loop.watch._changes.take_learning_rate() is None
 
 
-def test_optimizer_of_another_type_is_an_error() -> None:
+def test_wrong_optimizer_type_raises() -> None:
     with pytest.raises(UnknownArgumentError, match=r"optimizer=0\.1: expected a torch\.optim\.Optimizer"):
         Watch(optimizer=0.1)
 
 
-def test_error_that_grows_while_weights_stay_the_same() -> None:
+def test_growing_error_with_constant_weights() -> None:
     loop = Loop(learning_rate=0.0)
 
     def plant(loop: Loop) -> None:
@@ -324,14 +324,14 @@ def test_error_that_grows_while_weights_stay_the_same() -> None:
 @pytest.mark.parametrize(
     ("config", "steps"), [pytest.param(LlamaConfig, 200, marks=pytest.mark.long), (MixtralConfig, 50)]
 )
-def test_healthy_steps_find_nothing(config: type[Any], steps: int) -> None:
+def test_healthy_steps_have_no_findings(config: type[Any], steps: int) -> None:
     loop = Loop(tiny_config(config), learning_rate=0.01, sampling=Sampling(temperature=0.8))
     for _ in range(steps):
         assert loop.step().passed
     assert not loop.watch.findings
 
 
-def test_engine_in_bf16_from_the_beginning_is_a_warning_within_the_bars() -> None:
+def test_bf16_engine_within_bars_is_a_warning() -> None:
     loop = Loop()
     loop.engine.model.to(torch.bfloat16)
     watch = Watch(loop.model, loop.engine)

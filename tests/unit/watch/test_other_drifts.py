@@ -69,7 +69,7 @@ def zero_biases(tensors: Tensors) -> None:
         (Qwen2Config, zero_biases, "model.layers.1.self_attn"),
     ],
 )
-def test_refit_that_writes_other_values(config: Any, change: Callable[[Tensors], None], module: str) -> None:
+def test_refit_writing_wrong_values(config: Any, change: Callable[[Tensors], None], module: str) -> None:
     finding = found_within(Loop(tiny_config(config)), lambda loop: written(loop, change))
     assert finding.cause is Cause.MISSING_WEIGHTS
     assert any(module in name for name in finding.names)
@@ -78,7 +78,7 @@ def test_refit_that_writes_other_values(config: Any, change: Callable[[Tensors],
 @pytest.mark.parametrize(
     ("factor", "words"), [(2.0, "at twice their scale"), (0.5, "at half their scale"), (None, "at scale 1")]
 )
-def test_adapter_that_is_merged_with_another_scale(factor: float | None, words: str) -> None:
+def test_adapter_merged_with_wrong_scale(factor: float | None, words: str) -> None:
     pytest.importorskip("peft")
     loop = Loop(wrap=lora_of_scale_4)
     loop.watch.refit()
@@ -101,12 +101,12 @@ def test_adapter_that_is_merged_with_another_scale(factor: float | None, words: 
     assert words in finding.message
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_log_probabilities_of_another_token(where: str) -> None:
+@pytest.mark.parametrize("neighbor", ["before", "after"])
+def test_shifted_logprobs(neighbor: str) -> None:
     def shifted(samples: list[Sample]) -> list[Sample]:
         return [
             replace(sample, logprobs=sample.logprobs[1:] + sample.logprobs[:1])
-            if where == "after"
+            if neighbor == "after"
             else replace(sample, logprobs=sample.logprobs[-1:] + sample.logprobs[:-1])
             for sample in samples
         ]
@@ -116,7 +116,7 @@ def test_log_probabilities_of_another_token(where: str) -> None:
 
     finding = found_within(Loop(), plant)
     assert finding.cause is Cause.SHIFTED
-    assert where in finding.message
+    assert neighbor in finding.message
 
 
 def test_dropout_in_the_trainer() -> None:
@@ -133,7 +133,7 @@ def test_dropout_in_the_trainer() -> None:
     assert finding.cause is Cause.TRAINER
 
 
-def test_rotary_embedding_that_sleep_mode_loses() -> None:
+def test_rotary_embedding_lost_in_sleep_mode() -> None:
     def plant(loop: Loop) -> None:
         loop.engine.before_generate = lambda: loop.engine.model.model.rotary_emb.inv_freq.zero_()
 
@@ -147,7 +147,7 @@ def without_digests(loop: Loop) -> None:
     loop.engine._refit = lambda sent, digests: refit(sent, digests) | {"digests": {}}
 
 
-def test_probes_replace_digests_of_an_engine_without_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_without_digests_is_probed(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     without_digests(loop)
     finding = found_within(loop, lambda loop: written(loop, exchange_heads), healthy=3)
@@ -156,7 +156,7 @@ def test_probes_replace_digests_of_an_engine_without_them(caplog: pytest.LogCapt
     assert caplog.text.count("reports no digests of received weights: probes compare the weights") == 1
 
 
-def test_without_digests_and_probes_a_watch_says_that_nothing_compares_weights(
+def test_warning_without_digests_and_probes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loop = Loop(probe_every=0)
@@ -165,6 +165,6 @@ def test_without_digests_and_probes_a_watch_says_that_nothing_compares_weights(
     assert "no probes are scored" in caplog.text
 
 
-def test_digests_are_not_mentioned_if_there_are_some(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_with_digests(caplog: pytest.LogCaptureFixture) -> None:
     Loop().step()
     assert "digests" not in caplog.text

@@ -39,7 +39,7 @@ INVALID: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", INVALID)
-def test_invalid_tensors_raise_the_error_of_the_engine(kind: str) -> None:
+def test_invalid_tensors_raise_engine_error(kind: str) -> None:
     loop = Loop()
     make, message = INVALID[kind]
     with pytest.raises(EngineError, match=message):
@@ -48,7 +48,7 @@ def test_invalid_tensors_raise_the_error_of_the_engine(kind: str) -> None:
     assert loop.watch.refit().version == 1
 
 
-def test_all_tensors_have_digests() -> None:
+def test_digests_cover_all_tensors() -> None:
     loop = Loop()
     tensors = exported(loop)
     loop.watch.refit(tensors.items())
@@ -75,7 +75,7 @@ def test_partial_refit_is_not_a_failure() -> None:
     assert loop.watch.last_sync.changed == {OTHER}
 
 
-def test_first_sync_of_a_tensor_is_not_a_change() -> None:
+def test_first_sync_of_tensor_is_not_a_change() -> None:
     log = SyncLog(draft_names=["draft"])
 
     def add(sent: dict[str, str], **options: bool) -> list[Finding]:
@@ -95,7 +95,7 @@ def test_first_sync_of_a_tensor_is_not_a_change() -> None:
     assert log.last.changed == {"b"}
 
 
-def test_draft_that_is_sent_for_the_first_time_is_not_frozen() -> None:
+def test_first_sync_of_draft_is_not_frozen() -> None:
     log = SyncLog(draft_names=["draft"])
     for step in range(DRAFT_SYNCS + 1):
         sent = {"a": str(step)} | ({"draft": "1"} if step else {})
@@ -103,7 +103,7 @@ def test_draft_that_is_sent_for_the_first_time_is_not_frozen() -> None:
     assert log.frozen_syncs == DRAFT_SYNCS - 1
 
 
-def test_partial_refit_that_omits_a_changed_tensor_is_found(tmp_path: Path) -> None:
+def test_partial_refit_omitting_changed_tensor_raises(tmp_path: Path) -> None:
     file = tmp_path / "capsule.safetensors"
     loop = Loop(capsule=file)
     loop.watch.refit()
@@ -114,7 +114,7 @@ def test_partial_refit_that_omits_a_changed_tensor_is_found(tmp_path: Path) -> N
     assert replay_watch(Contents.read(file)).passed
 
 
-def test_tensor_of_a_partial_refit_that_arrives_changed_is_found() -> None:
+def test_tensor_changed_during_partial_refit_raises() -> None:
     loop = Loop(probe_every=0)
     loop.watch.refit()
     with pytest.raises(DriftError, match="2 tensors arrived changed"):

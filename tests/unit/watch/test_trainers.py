@@ -85,7 +85,7 @@ def grpo(folder: Path, out: Path) -> tuple[Any, FaultyEngine]:
     return trainer, engine
 
 
-def test_trl_logs_metrics_and_finds_nothing(folder: Path, tmp_path: Path) -> None:
+def test_trl_logs_metrics_without_findings(folder: Path, tmp_path: Path) -> None:
     from nrl_models.adapters import trl_watch
 
     trainer, _ = grpo(folder, tmp_path)
@@ -107,7 +107,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_trl_stops_before_the_update(fault: str, folder: Path, tmp_path: Path) -> None:
+def test_trl_stops_before_update(fault: str, folder: Path, tmp_path: Path) -> None:
     from nrl_models.adapters import trl_watch
 
     trainer, engine = grpo(folder, tmp_path)
@@ -140,7 +140,7 @@ def test_trl_stops_before_the_update(fault: str, folder: Path, tmp_path: Path) -
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
 
 
-def test_trl_without_vllm_is_an_error() -> None:
+def test_trl_without_vllm_raises() -> None:
     pytest.importorskip("trl")
     from nrl_models.adapters import trl_watch
 
@@ -148,7 +148,7 @@ def test_trl_without_vllm_is_an_error() -> None:
         trl_watch.watch(SimpleNamespace(vllm_generation=None))
 
 
-def test_transformers_trainer_refits_the_engine(folder: Path, tmp_path: Path) -> None:
+def test_transformers_trainer_refits_engine(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = FaultyEngine(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     rows = [{"input_ids": list(range(20, 30)), "labels": list(range(20, 30))}] * 16
@@ -170,7 +170,7 @@ def test_transformers_trainer_refits_the_engine(folder: Path, tmp_path: Path) ->
         trainer.train()
 
 
-def test_transformers_trainer_reports_weights_that_change_at_learning_rate_0(folder: Path, tmp_path: Path) -> None:
+def test_transformers_trainer_weights_changed_at_learning_rate_0(folder: Path, tmp_path: Path) -> None:
     class Decaying(Trainer):
         def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
             loss = super().training_step(*args, **options)
@@ -191,7 +191,7 @@ def test_transformers_trainer_reports_weights_that_change_at_learning_rate_0(fol
     assert caught.value.findings[0].names == ("lm_head.weight",)
 
 
-def test_refits_less_often_than_every_step_are_an_error_below_1() -> None:
+def test_refit_callback_every_below_1_raises() -> None:
     with pytest.raises(UnknownArgumentError, match="every=0"):
         hf_trainer.RefitCallback(Watch(), 0)
 
@@ -225,6 +225,6 @@ def test_verl_reports_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.version == 2
 
 
-def test_verl_that_is_not_installed_is_an_error() -> None:
+def test_verl_not_installed_raises() -> None:
     with pytest.raises(TrainerError, match="verl"):
         verl_trainer.watch()

@@ -52,37 +52,37 @@ def cause_of(*differences: torch.Tensor, **options: object) -> Cause:
     return caught.value.findings[0].cause
 
 
-def test_metrics_are_those_of_their_formulas() -> None:
+def test_step_metrics_formulas() -> None:
     trainer, engine = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -2.0, -9.0]])
-    found = step_metrics(trainer, engine, torch.tensor([[True, True, False]]))
-    assert found.tokens == 2
-    assert found.token_mult_prob_error == pytest.approx((math.exp(0.5) + 1) / 2)
-    assert found.kl == pytest.approx((math.exp(0.5) - 1 - 0.5) / 2)
-    assert found.mean_difference == pytest.approx(0.25)
-    assert found.max_difference == pytest.approx(0.5)
-    assert len(found.above(Bars())) == 3
+    metrics = step_metrics(trainer, engine, torch.tensor([[True, True, False]]))
+    assert metrics.tokens == 2
+    assert metrics.token_mult_prob_error == pytest.approx((math.exp(0.5) + 1) / 2)
+    assert metrics.kl == pytest.approx((math.exp(0.5) - 1 - 0.5) / 2)
+    assert metrics.mean_difference == pytest.approx(0.25)
+    assert metrics.max_difference == pytest.approx(0.5)
+    assert len(metrics.above(Bars())) == 3
 
 
-def test_bf16_noise_is_a_warning_at_most() -> None:
+def test_bf16_noise_is_a_warning() -> None:
     watch = watched(*(noise(0.03, seed) for seed in range(20)))
     assert {finding.level for finding in watch.findings} == {Severity.WARNING}
     assert {finding.cause for finding in watch.findings} == {Cause.PRECISION}
 
 
-def test_jump_at_a_sync_is_weights() -> None:
+def test_jump_at_sync_is_missing_weights() -> None:
     assert cause_of(*[noise(0.01)] * 4, noise(0.2)) is Cause.MISSING_WEIGHTS
 
 
-def test_growth_between_syncs_is_the_engine() -> None:
+def test_growth_between_syncs_is_engine_cause() -> None:
     assert cause_of(*[noise(0.01)] * 4, noise(0.2), syncs=False) is Cause.ENGINE
 
 
-def test_growth_with_the_position_is_the_cache() -> None:
+def test_growth_with_position_is_cache_cause() -> None:
     slope = torch.linspace(0, 1, LENGTH, dtype=torch.float64) ** 2
     assert cause_of(noise(0.3) * slope) is Cause.CACHE
 
 
-def test_rows_with_padding_alone_are_padding() -> None:
+def test_error_only_in_padded_rows_is_padding_cause() -> None:
     attention = torch.ones(ROWS, LENGTH + 5, dtype=torch.bool)
     attention[ROWS // 2 :, :3] = False
     difference = noise(0.001)
@@ -90,17 +90,17 @@ def test_rows_with_padding_alone_are_padding() -> None:
     assert cause_of(difference, attention_mask=attention) is Cause.PADDING
 
 
-def test_slow_growth_does_not_raise_its_own_bound() -> None:
+def test_slow_growth_does_not_raise_bound() -> None:
     assert cause_of(*(noise(0.01 * 1.3**step) for step in range(20))) is Cause.MISSING_WEIGHTS
 
 
-def test_values_that_are_not_finite_are_a_failure() -> None:
+def test_non_finite_values_fail() -> None:
     difference = torch.zeros(ROWS, LENGTH, dtype=torch.float64)
     difference[3, 4] = math.nan
     assert cause_of(difference) is Cause.NOT_FINITE
 
 
-def test_nothing_compared_does_not_pass() -> None:
+def test_step_without_compared_tokens_does_not_pass() -> None:
     report = Watch().before_update(trainer=logprobs(), engine=logprobs(), mask=~ALL)
     assert not report.passed
     assert report.findings[0].cause is Cause.NOTHING_COMPARED
@@ -108,7 +108,7 @@ def test_nothing_compared_does_not_pass() -> None:
     assert not report.passed
 
 
-def test_a_step_of_lagging_rows_is_a_warning_with_its_reason() -> None:
+def test_step_of_lagging_rows_is_a_warning() -> None:
     watch = Watch(max_staleness=1)
     values = {"trainer": logprobs(), "engine": logprobs(), "mask": ALL}
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_a_step_of_lagging_rows_is_a_warning_with_its_reason() -> None:
     assert [finding.cause for finding in report.findings] == [Cause.NOTHING_COMPARED]
 
 
-def test_tensors_that_are_no_longer_sent_are_named() -> None:
+def test_tensor_missing_from_later_sync_raises() -> None:
     watch = Watch()
     watch.after_sync({"a": "1", "b": "1"})
     with pytest.raises(DriftError, match="were sent before, and not in this sync") as caught:
@@ -132,7 +132,7 @@ def test_tensors_that_are_no_longer_sent_are_named() -> None:
     assert caught.value.findings[0].names == ("b",)
 
 
-def test_an_engine_whose_version_stands_still_is_stale() -> None:
+def test_engine_with_unchanged_version_is_stale() -> None:
     watch = Watch()
     watch.after_sync(version=1)
     with pytest.raises(DriftError, match="stale weights"):
@@ -175,7 +175,7 @@ def test_every_event_is_logged(tmp_path: Path) -> None:
     assert seen[3][1]["watch/failures"] == 1.0
 
 
-def test_an_engine_that_counts_from_one_again_is_stale() -> None:
+def test_engine_with_restarted_version_is_stale() -> None:
     loop = Loop()
     loop.watch.fail = False
     for version in [*range(1, 11), 1]:
@@ -183,7 +183,7 @@ def test_an_engine_that_counts_from_one_again_is_stale() -> None:
     assert "the engine reports version 1 after this sync, and 10 before it" in str(loop.watch.findings)
 
 
-def test_probes_run_only_as_often_as_requested() -> None:
+def test_probe_every() -> None:
     loop = Loop(probe_every=3)
     scored: list[int] = []
     score = loop.engine.score
@@ -193,7 +193,7 @@ def test_probes_run_only_as_often_as_requested() -> None:
     assert scored == [1, 3, 6]
 
 
-def test_an_engine_with_earlier_refits_keeps_its_version() -> None:
+def test_watch_continues_engine_version() -> None:
     loop = Loop()
     for _ in range(2):
         loop.engine.refit(export_adapter(loop.model).iter_export(loop.model))
@@ -215,12 +215,12 @@ def test_an_engine_with_earlier_refits_keeps_its_version() -> None:
     ("options", "message"),
     [({"probe_every": -1}, "probe_every=-1"), ({"probes": [[20, 21], [20]]}, r"probes have \[1, 2\] tokens")],
 )
-def test_wrong_options_are_errors(options: dict[str, object], message: str) -> None:
+def test_wrong_options_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(UnknownArgumentError, match=message):
         Watch(**options)
 
 
-def test_missing_arguments_are_errors() -> None:
+def test_missing_arguments_raise() -> None:
     watch = Watch()
     with pytest.raises(UnknownArgumentError, match="no engine"):
         watch.refit()
@@ -236,11 +236,11 @@ def test_missing_arguments_are_errors() -> None:
 
 
 @pytest.mark.parametrize("floor", [math.nan, math.inf])
-def test_floor_that_cannot_be_measured_does_not_raise_the_bound(floor: float) -> None:
+def test_non_finite_floor_does_not_raise_bound(floor: float) -> None:
     assert Allowance(floor, 1.05).bound(Sampling()) == 1.05
 
 
-def test_bound_follows_the_mean_of_enough_tokens() -> None:
+def test_bound_follows_mean_of_enough_tokens() -> None:
     allowance = Allowance(None, 1.05)
     allowance.learn(1.001, 6)
     assert allowance.bound(Sampling()) == 1.05
@@ -251,14 +251,14 @@ def test_bound_follows_the_mean_of_enough_tokens() -> None:
     assert allowance.bound(Sampling()) == pytest.approx(1.04)
 
 
-def test_a_mean_of_few_tokens_allows_no_more_than_the_bar() -> None:
+def test_bound_widening_for_few_tokens_is_limited_to_bar() -> None:
     for error, bound in ((1.01, 1.05), (1.02, 1.08)):
         allowance = Allowance(None, 1.05)
         allowance.learn(error, 16)
         assert allowance.bound(Sampling()) == pytest.approx(bound)
 
 
-def test_few_tokens_in_the_first_step_set_no_bound() -> None:
+def test_first_step_with_few_tokens_sets_no_bound() -> None:
     watch = Watch()
     few = ALL.clone()
     few[1:] = False

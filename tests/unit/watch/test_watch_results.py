@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "file"
 
 
-def test_paths_that_cannot_be_written_raise_at_the_start(file: Path, tmp_path: Path) -> None:
+def test_unwritable_paths_raise_at_start(file: Path, tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="cannot write its results") as caught:
         Watch(capsule=file / "capsule.safetensors", log=[file / "watch.jsonl", tmp_path])
     assert str(caught.value).splitlines()[1:] == [
@@ -37,16 +37,16 @@ def test_paths_that_cannot_be_written_raise_at_the_start(file: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("fail", [True, False])
-@pytest.mark.parametrize("what", ["capsule", "log", "function"])
-def test_results_that_cannot_be_written_do_not_replace_the_failure(
-    what: str, fail: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("target_kind", ["capsule", "log", "function"])
+def test_write_error_does_not_replace_drift_error(
+    target_kind: str, fail: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(values: dict[str, float], step: int) -> None:
         raise RuntimeError("no connection")
 
-    folder = tmp_path / f"{what}-{fail}"
+    folder = tmp_path / f"{target_kind}-{fail}"
     target: dict[str, Any] = {"capsule": folder / "capsule.safetensors", "log": folder / "watch.jsonl"}
-    watch = Watch(fail=fail, **({"log": broken} if what == "function" else {what: target[what]}))
+    watch = Watch(fail=fail, **({"log": broken} if target_kind == "function" else {target_kind: target[target_kind]}))
     watch.before_update(**HEALTHY)
     shutil.rmtree(folder, ignore_errors=True)
     folder.write_text("now a file")
@@ -55,10 +55,10 @@ def test_results_that_cannot_be_written_do_not_replace_the_failure(
             watch.before_update(**DRIFTED)
     else:
         assert not watch.before_update(**DRIFTED).passed
-    assert f"the watch could not write its {'capsule' if what == 'capsule' else 'log'} " in caplog.text
+    assert f"the watch could not write its {'capsule' if target_kind == 'capsule' else 'log'} " in caplog.text
 
 
-def test_one_broken_log_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_broken_log_does_not_stop_other_logs(tmp_path: Path) -> None:
     def broken(values: dict[str, float], step: int) -> None:
         raise RuntimeError("no connection either")
 

@@ -41,11 +41,11 @@ class FaultyEngine(HFEngine):
         return self.change_samples(super()._generate(prompts, self.sampling or sampling, **options))
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items() if self.keeps(name)}
+        unwritten = {name: tensor.clone() for name, tensor in self.model.state_dict().items() if self.keeps(name)}
         report = super()._refit(sent, digests)
-        held = self.model.state_dict()
-        for name, tensor in kept.items():
-            held[name].copy_(tensor)
+        state_dict = self.model.state_dict()
+        for name, tensor in unwritten.items():
+            state_dict[name].copy_(tensor)
         return report
 
 
@@ -104,8 +104,8 @@ class Loop:
         self.steps += 1
         samples = self.sample()
         self.optimizer.zero_grad()
-        found = self.logprobs(samples, loss=lambda result: -(result.logprobs * result.mask).sum() / 50)
-        report = self.watch.before_update(samples, found.logprobs, versions=self.versions)
+        scores = self.logprobs(samples, loss=lambda result: -(result.logprobs * result.mask).sum() / 50)
+        report = self.watch.before_update(samples, scores.logprobs, versions=self.versions)
         self.optimizer.step()
         self.watch.refit(self.tensors())
         return report
