@@ -45,7 +45,7 @@ ENGINE = (
     "refit after a training step", "log-probabilities", "decode against prefill",
 )  # fmt: skip
 REFITS, MATRIX = ENGINE[3:5], ENGINE[5:]
-OF_OTHERS = (
+OTHER_MODELS = (
     "draft layers", "router replay", "routed experts", "images", "prefix caching", "LoRA served by the engine",
 )  # fmt: skip
 """Checks that do not apply to a Llama in transformers."""
@@ -76,18 +76,18 @@ def by_name(certificate: Certificate) -> dict[str, CheckResult]:
     return {result.name: result for result in certificate.results}
 
 
-def test_a_healthy_model_is_ready(ready: Certificate) -> None:
+def test_correct_model_is_ready(ready: Certificate) -> None:
     assert ready.answer is Answer.READY, ready.sentence
     results = by_name(ready)
-    assert {*OFFLINE, *ENGINE, *OF_OTHERS} == results.keys()
+    assert {*OFFLINE, *ENGINE, *OTHER_MODELS} == results.keys()
     assert all(results[name].status is Status.PASSED and results[name].compared for name in (*OFFLINE, *ENGINE))
-    assert {results[name].status for name in OF_OTHERS} == {Status.NOT_APPLICABLE}
+    assert {results[name].status for name in OTHER_MODELS} == {Status.NOT_APPLICABLE}
     assert ready.longest == 160
     assert ready.options["engine"] == "hf-generate"
     assert set(ready.files) >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
-def test_the_certificate_is_read_as_it_was_written(ready: Certificate) -> None:
+def test_certificate_round_trip(ready: Certificate) -> None:
     assert ready.folder is not None
     assert Certificate.load(ready.folder / "certificate.json") == ready
 
@@ -109,12 +109,12 @@ def test_answer_of(statuses: tuple[Status, ...], answer: Answer) -> None:
     assert answer_of(CheckResult(name=status, status=status, summary="") for status in statuses) is answer
 
 
-def test_a_check_that_compared_nothing_cannot_pass() -> None:
+def test_passed_check_without_comparison_raises() -> None:
     with pytest.raises(ValueError, match="compared nothing"):
         CheckResult(name="logits", status=Status.PASSED, summary="", compared=0)
 
 
-def test_without_an_engine_the_answer_is_not_decided(checkpoint: Path, tmp_path: Path) -> None:
+def test_answer_without_engine_is_not_decided(checkpoint: Path, tmp_path: Path) -> None:
     certificate = certify(checkpoint, out=tmp_path / "out", only=("files", "tokenizer"))
     assert certificate.answer is Answer.NOT_DECIDED
     results = by_name(certificate)
@@ -123,7 +123,7 @@ def test_without_an_engine_the_answer_is_not_decided(checkpoint: Path, tmp_path:
     assert all(results[name].summary == "no engine: pass --engine" for name in ENGINE)
 
 
-def test_a_budget_leaves_out_the_expensive_checks(checkpoint: Path, tmp_path: Path) -> None:
+def test_budget_leaves_out_expensive_checks(checkpoint: Path, tmp_path: Path) -> None:
     certificate = certify(checkpoint, engine="hf-generate", out=tmp_path / "out", budget=6.0)
     left_out = certificate.with_status(Status.LEFT_OUT)
     assert {result.name for result in left_out} >= {*REFITS, *MATRIX}
@@ -132,31 +132,31 @@ def test_a_budget_leaves_out_the_expensive_checks(checkpoint: Path, tmp_path: Pa
     assert by_name(certificate)["files"].status is Status.PASSED
 
 
-def test_an_interrupted_run_resumes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_interrupted_run_resumes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started_checks: list[str] = []
 
     def progress(name: str, results: list[CheckResult]) -> None:
-        asked.append(name)
+        started_checks.append(name)
         if name == "embeddings":
             raise KeyboardInterrupt
 
     options: dict[str, Any] = {"out": tmp_path / "out", "only": ("files", "tokenizer", "embeddings")}
     with pytest.raises(KeyboardInterrupt):
         certify(checkpoint, progress=progress, **options)
-    assert asked == ["files", "tokenizer", "embeddings"]
-    asked.clear()
-    certificate = certify(checkpoint, progress=lambda name, results: asked.append(name), **options)
-    assert asked == ["embeddings", ""]
+    assert started_checks == ["files", "tokenizer", "embeddings"]
+    started_checks.clear()
+    certificate = certify(checkpoint, progress=lambda name, results: started_checks.append(name), **options)
+    assert started_checks == ["embeddings", ""]
     assert len(certificate.with_status(Status.PASSED)) == 3
     # Another checkpoint in the same folder has no results.
     monkeypatch.setattr(all_checks, "versions", lambda: {"torch": "99"})
-    asked.clear()
-    certify(checkpoint, progress=lambda name, results: asked.append(name), **options)
-    assert asked == ["files", "tokenizer", "embeddings", ""]
+    started_checks.clear()
+    certify(checkpoint, progress=lambda name, results: started_checks.append(name), **options)
+    assert started_checks == ["files", "tokenizer", "embeddings", ""]
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("no port"), EngineError("did not start")])
-def test_a_check_that_stopped_with_an_error_runs_again(
+def test_check_that_raised_runs_again(
     error: Exception, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any, **options: Any) -> Any:
@@ -170,35 +170,35 @@ def test_a_check_that_stopped_with_an_error_runs_again(
     assert first.status in (Status.NOT_DECIDED, Status.FAILED)
     # A run that does not select the check keeps the error.
     assert by_name(certify(checkpoint, only=("files",), **options))["engine start"] == first
-    asked: list[str] = []
-    again = certify(checkpoint, only=selected, progress=lambda name, results: asked.append(name), **options)
-    assert asked == ["engine start", ""]
+    started_checks: list[str] = []
+    again = certify(checkpoint, only=selected, progress=lambda name, results: started_checks.append(name), **options)
+    assert started_checks == ["engine start", ""]
     assert by_name(again)["engine start"].status is Status.PASSED
 
 
-def test_checks_of_a_server_run_again(checkpoint: Path, tmp_path: Path) -> None:
-    """A server may have been started again with other options, which nothing in its answers shows."""
-    asked: list[str] = []
+def test_server_checks_run_again(checkpoint: Path, tmp_path: Path) -> None:
+    """A server may restart with other options, which its responses do not show."""
+    started_checks: list[str] = []
     options: dict[str, Any] = {"out": tmp_path / "out", "only": ("files", *MATRIX), "dtype": torch.float32}
     with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
         options["engine"] = address
         first = certify(checkpoint, **options)
         served.change = lambda choice: choice | {"logprobs": {**choice["logprobs"], "token_logprobs": None}}
-        second = certify(checkpoint, progress=lambda name, results: asked.append(name), **options)
-    assert "files" not in asked
-    assert ", ".join(MATRIX) in asked
+        second = certify(checkpoint, progress=lambda name, results: started_checks.append(name), **options)
+    assert "files" not in started_checks
+    assert ", ".join(MATRIX) in started_checks
     assert by_name(first)["log-probabilities"].summary != by_name(second)["log-probabilities"].summary
 
 
-def test_cells_for_which_there_is_no_time_are_listed_and_measured_later(
+def test_cells_beyond_budget_are_listed_and_resumed(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"engine": "hf-generate", "dtype": torch.float32, "out": tmp_path / "out"}
     options["only"] = ("files", *MATRIX)
     (check,) = (check for check in all_checks.CHECKS if "log-probabilities" in check.names)
-    in_the_past = replace(check, run=lambda subject, deadline: check.run(subject, 0.0))
+    expired_check = replace(check, run=lambda subject, deadline: check.run(subject, 0.0))
     others = tuple(other for other in all_checks.CHECKS if other is not check)
-    monkeypatch.setattr(all_checks, "CHECKS", (*others, in_the_past))
+    monkeypatch.setattr(all_checks, "CHECKS", (*others, expired_check))
     certificate = certify(checkpoint, **options)
     (other,) = certificate.with_status(Status.NOT_COVERED)
     assert other.name == with_engine.OTHER_CELLS
@@ -210,17 +210,17 @@ def test_cells_for_which_there_is_no_time_are_listed_and_measured_later(
     assert by_name(certificate)["log-probabilities"].summary.startswith("4 cells")
 
 
-def test_a_cell_that_would_exceed_the_budget_does_not_start(
+def test_cell_exceeding_budget_does_not_start(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cell takes 30 s here. The second ends before the deadline of 70 s, the third would not."""
     now = [0.0]
-    right = Meter.measure
+    original = Meter.measure
 
     def slow(self: Meter, *args: Any, **options: Any) -> Any:
-        found = right(self, *args, **options)
+        measurement = original(self, *args, **options)
         now[0] += 30.0
-        return found
+        return measurement
 
     monkeypatch.setattr(Meter, "measure", slow)
     monkeypatch.setattr(with_engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -231,7 +231,7 @@ def test_a_cell_that_would_exceed_the_budget_does_not_start(
     assert now[0] == 60.0
 
 
-def test_the_budget_interrupts_a_check(checkpoint: Path, tmp_path: Path) -> None:
+def test_budget_interrupts_running_check(checkpoint: Path, tmp_path: Path) -> None:
     def slow(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[CheckResult]:
         yield CheckResult(name="a", status=Status.PASSED, summary="")
         time.sleep(60)
@@ -246,7 +246,7 @@ def test_the_budget_interrupts_a_check(checkpoint: Path, tmp_path: Path) -> None
     assert signal.getsignal(signal.SIGALRM) == handler
 
 
-def test_refits_stop_at_the_budget(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refits_stop_at_budget(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (check,) = (check for check in all_checks.CHECKS if check.names == REFITS)
     subject = CheckpointUnderTest(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
     results = all_checks._run(check, subject, 0.0)
@@ -254,7 +254,7 @@ def test_refits_stop_at_the_budget(checkpoint: Path, tmp_path: Path, monkeypatch
     assert results[0].summary.startswith("no time left")
 
 
-def test_a_directory_of_somebody_else_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+def test_unrelated_output_directory_raises(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConsistencyError, match="choose another directory"):
         certify(checkpoint, out=tmp_path)
@@ -271,7 +271,7 @@ def test_unknown_checks_raise(checkpoint: Path, tmp_path: Path) -> None:
 # Faults
 
 
-def test_a_missing_tensor_is_not_ready(checkpoint: Path, tmp_path: Path) -> None:
+def test_missing_tensor_is_not_ready(checkpoint: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
     tensors = safetensors.torch.load_file(broken / "model.safetensors")
     del tensors["model.layers.0.self_attn.v_proj.weight"]
@@ -284,7 +284,7 @@ def test_a_missing_tensor_is_not_ready(checkpoint: Path, tmp_path: Path) -> None
     assert {result.status for result in certificate.results[1:]} == {Status.LEFT_OUT}
 
 
-def test_a_tokenizer_with_more_tokens_than_rows_is_not_ready(checkpoint: Path, tmp_path: Path) -> None:
+def test_tokenizer_larger_than_embeddings_is_not_ready(checkpoint: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
     content = json.loads((broken / "tokenizer.json").read_text())
     content["added_tokens"] = [
@@ -298,11 +298,11 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_not_ready(checkpoint: Path, t
     assert "have no embedding row, the first is 5000" in by_name(certificate)["tokenizer"].summary
 
 
-def test_a_wrong_layer_is_not_ready(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_layer_is_not_ready(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nrl_models.families.llama.model import LlamaMLP
 
-    right = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden_states: 1.01 * right(self, hidden_states))
+    original = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden_states: 1.01 * original(self, hidden_states))
     only = ("weights", "layers", "logits", "gradients")
     certificate = certify(checkpoint, out=tmp_path / "out", only=("files", *only))
     results = by_name(certificate)
@@ -311,14 +311,14 @@ def test_a_wrong_layer_is_not_ready(checkpoint: Path, tmp_path: Path, monkeypatc
     assert "model.layers.0.mlp (LlamaMLP)" in results["logits"].advice
 
 
-def test_a_stale_tensor_after_a_refit_is_not_ready(
+def test_stale_tensor_after_refit_is_not_ready(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = HFEngine.refit
+    original = HFEngine.refit
 
     def refit(self: HFEngine, tensors: Any, **options: Any) -> Any:
         stale = (item for item in tensors if "layers.1.mlp.up_proj" not in item[0])
-        return right(self, stale, **options | {"partial": True})
+        return original(self, stale, **options | {"partial": True})
 
     monkeypatch.setattr(HFEngine, "refit", refit)
     certificate = certify(
@@ -328,13 +328,11 @@ def test_a_stale_tensor_after_a_refit_is_not_ready(
     assert "layers.1.mlp.up_proj" in " ".join(result.summary for result in certificate.with_status(Status.FAILED))
 
 
-def test_wrong_log_probabilities_are_not_ready(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = HFEngine.generate
+def test_wrong_logprobs_are_not_ready(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = HFEngine.generate
 
     def generate(self: HFEngine, *args: Any, **options: Any) -> Any:
-        samples = right(self, *args, **options)
+        samples = original(self, *args, **options)
         return [replace(sample, logprobs=tuple(1.2 * value for value in sample.logprobs)) for sample in samples]
 
     monkeypatch.setattr(HFEngine, "generate", generate)
@@ -346,21 +344,21 @@ def test_wrong_log_probabilities_are_not_ready(
     assert results["log-probabilities"].status is results["decode against prefill"].status is Status.FAILED
 
 
-def test_measurements_of_a_correct_engine_do_not_certify_a_wrong_one(
+def test_measurements_are_not_reused_for_another_engine(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"engine": "hf-generate", "dtype": torch.float32, "out": tmp_path / "out"}
     options["only"] = ("files", *MATRIX)
     assert by_name(certify(checkpoint, **options))["log-probabilities"].status is Status.PASSED
-    right = HFEngine.generate
+    original = HFEngine.generate
 
     def wrong(self: HFEngine, *args: Any, **more: Any) -> Any:
-        samples = right(self, *args, **more)
+        samples = original(self, *args, **more)
         return [replace(sample, logprobs=tuple(value - 1.0 for value in sample.logprobs)) for sample in samples]
 
     monkeypatch.setattr(HFEngine, "generate", wrong)
     assert by_name(certify(checkpoint, fresh=True, **options))["log-probabilities"].status is Status.FAILED
-    monkeypatch.setattr(HFEngine, "generate", right)
+    monkeypatch.setattr(HFEngine, "generate", original)
     assert by_name(certify(checkpoint, fresh=True, **options))["log-probabilities"].status is Status.PASSED
     monkeypatch.setattr(HFEngine, "generate", wrong)
     installed = all_checks.versions() | {"vllm": "99.0"}
@@ -368,7 +366,7 @@ def test_measurements_of_a_correct_engine_do_not_certify_a_wrong_one(
     assert by_name(certify(checkpoint, **options))["log-probabilities"].status is Status.FAILED
 
 
-def test_an_engine_that_does_not_start_decides_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_answer_with_unreachable_engine_is_not_decided(checkpoint: Path, tmp_path: Path) -> None:
     certificate = certify(
         checkpoint, engine="http://127.0.0.1:9", out=tmp_path / "out", only=("files", "log-probabilities")
     )
@@ -387,7 +385,7 @@ def plots(page: str) -> list[bytes]:
     return [base64.b64decode(image) for image in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
 
 
-def test_the_report_plots_the_worst_cell_of_each_check(ready: Certificate, tmp_path: Path) -> None:
+def test_report_plots_worst_cell_of_each_check(ready: Certificate, tmp_path: Path) -> None:
     assert ready.folder is not None
     write_html(ready, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
@@ -403,18 +401,18 @@ def test_the_report_plots_the_worst_cell_of_each_check(ready: Certificate, tmp_p
         assert by_name(ready)[name].value in errors
 
 
-def test_a_check_that_runs_again_discards_its_plots(checkpoint: Path, tmp_path: Path) -> None:
+def test_rerun_check_discards_old_plots(checkpoint: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"engine": "hf-generate", "dtype": torch.float32, "out": tmp_path / "out"}
     file = plotted_file(tmp_path / "out", "longest length")
     certificate = certify(checkpoint, only=("files", "longest length"), **options)
     assert file.is_file()
     assert certify(checkpoint, only=("files",), **options).results == certificate.results
-    assert file.is_file()  # the result is a saved one
+    assert file.is_file()  # the result was reused
     certify(checkpoint, only=("files",), seed=1, **options)
     assert not file.is_file()
 
 
-def test_the_report_of_a_damaged_directory_has_no_plots(ready: Certificate, tmp_path: Path) -> None:
+def test_report_omits_damaged_plots(ready: Certificate, tmp_path: Path) -> None:
     assert ready.folder is not None
     folder = shutil.copytree(ready.folder, tmp_path / "out")
     plotted_file(folder, "longest length").write_bytes(b"damaged")
@@ -428,21 +426,21 @@ def test_the_report_of_a_damaged_directory_has_no_plots(ready: Certificate, tmp_
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_command(checkpoint: Path, here: Path) -> None:
+def test_certify_command(checkpoint: Path, working_directory: Path) -> None:
     arguments = ["certify", str(checkpoint), "--only", "files", "--only", "tokenizer"]
     files = ["--json", "a.json", "--markdown", "a.md", "--badge", "a.svg"]
     result = CliRunner().invoke(app, [*arguments, *files])
     assert result.exit_code == 3, result.output  # undecided: most checks are left out
     assert result.stdout.startswith("NOT DECIDED: tiny: 2 checks passed")
-    assert json.loads((here / "a.json").read_text())["answer"] == "not decided"
-    assert "| files | passed |" in (here / "a.md").read_text()
-    assert "not decided</text>" in (here / "a.svg").read_text()
-    (folder,) = (path for path in (here / "certify").iterdir() if path.is_dir())
+    assert json.loads((working_directory / "a.json").read_text())["answer"] == "not decided"
+    assert "| files | passed |" in (working_directory / "a.md").read_text()
+    assert "not decided</text>" in (working_directory / "a.svg").read_text()
+    (folder,) = (path for path in (working_directory / "certify").iterdir() if path.is_dir())
     assert folder.name.startswith("tiny-")
     assert result.stdout.rstrip().endswith(f"report: certify/{folder.name}/report.html")
     page = (folder / "report.html").read_text()
@@ -460,7 +458,7 @@ def test_the_command(checkpoint: Path, here: Path) -> None:
     assert "--badge does not apply to --verify" in unframed(result.output)
 
 
-def test_report_has_advice_only_for_checks_that_did_not_pass(tmp_path: Path) -> None:
+def test_report_advice_only_for_failed_checks(tmp_path: Path) -> None:
     results = (
         CheckResult(name="padding", status=Status.PASSED, summary="equal", advice="compare the masks"),
         CheckResult(name="packing", status=Status.FAILED, summary="differ", advice="compare the positions"),
@@ -483,6 +481,6 @@ def test_report_has_advice_only_for_checks_that_did_not_pass(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["10", "ten", "-1m", "1d"])
-def test_a_budget_that_is_no_duration(text: str, checkpoint: Path) -> None:
+def test_invalid_budget_exits_with_usage_error(text: str, checkpoint: Path) -> None:
     result = CliRunner().invoke(app, ["certify", str(checkpoint), "--budget", text])
     assert result.exit_code == 2

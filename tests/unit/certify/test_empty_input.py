@@ -1,4 +1,4 @@
-"""No check passes that compared nothing."""
+"""Checks without anything to compare do not pass."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def no_embeddings(patch: pytest.MonkeyPatch, subject: CheckpointUnderTest) -> No
 
 
 def no_sequences(patch: pytest.MonkeyPatch, subject: CheckpointUnderTest) -> None:
-    patch.setattr(without_engine, "SEQUENCES", ((1, 0), (1, 1)))  # one token each: none has a log-probability
+    patch.setattr(without_engine, "SEQUENCES", ((1, 0), (1, 1)))  # one token each, so no log-probabilities
 
 
 def no_meshes(patch: pytest.MonkeyPatch, subject: CheckpointUnderTest) -> None:
@@ -91,7 +91,7 @@ def no_choices(patch: pytest.MonkeyPatch, subject: CheckpointUnderTest) -> None:
 
 
 def engine(patch: pytest.MonkeyPatch, subject: CheckpointUnderTest, **methods: Any) -> None:
-    """Give the subject an engine with other methods."""
+    """Replace the subject's engine by one with these methods."""
     found = HFEngine(copy.deepcopy(subject.trainer.model))
     for name, method in methods.items():
         setattr(found, name, method)

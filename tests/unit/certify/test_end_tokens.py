@@ -16,7 +16,7 @@ END, TURN, DOCUMENT = 1, 300, 301
 ORDINARY = 77
 
 TURNS = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}<|turn|>{% endfor %}"
-"""A template that ends turns with another token than documents."""
+"""A chat template whose turns end with `TURN`, not with `END`."""
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def tokenizer() -> Any:
 
 
 def compared(tokenizer: Any, config: Any, generation: Any) -> EndTokenFindings:
-    own = None if generation is None else GenerationConfig(eos_token_id=generation)
-    return compare_end_tokens(tokenizer, LlamaConfig(eos_token_id=config), own)
+    generation_config = None if generation is None else GenerationConfig(eos_token_id=generation)
+    return compare_end_tokens(tokenizer, LlamaConfig(eos_token_id=config), generation_config)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def compared(tokenizer: Any, config: Any, generation: Any) -> EndTokenFindings:
         ([END, TURN], [END]),
     ],
 )
-def test_sources_that_share_a_token_agree(tokenizer: Any, config: Any, generation: Any) -> None:
+def test_sources_with_common_token_agree(tokenizer: Any, config: Any, generation: Any) -> None:
     assert compared(tokenizer, config, generation) == EndTokenFindings()
 
 
@@ -55,10 +55,10 @@ def test_sources_that_share_a_token_agree(tokenizer: Any, config: Any, generatio
         (END, TURN, "the chat template ends a turn with 1, so completions do not end there"),
     ],
 )
-def test_contradictions_are_wrong(tokenizer: Any, config: Any, generation: Any, text: str) -> None:
-    found = compared(tokenizer, config, generation)
-    assert text in "; ".join(found.wrong)
-    assert not found.doubtful
+def test_contradicting_end_tokens_are_wrong(tokenizer: Any, config: Any, generation: Any, text: str) -> None:
+    findings = compared(tokenizer, config, generation)
+    assert text in "; ".join(findings.wrong)
+    assert not findings.doubtful
 
 
 @pytest.mark.parametrize(
@@ -70,26 +70,29 @@ def test_contradictions_are_wrong(tokenizer: Any, config: Any, generation: Any, 
         (TURN, DOCUMENT, "config.json has eos_token_id 300, but"),
     ],
 )
-def test_differences_that_may_be_intended_are_doubtful(tokenizer: Any, config: Any, generation: Any, text: str) -> None:
-    found = compared(tokenizer, config, generation)
-    assert text in "; ".join(found.doubtful)
-    assert not found.wrong
+def test_possibly_intended_differences_are_doubtful(tokenizer: Any, config: Any, generation: Any, text: str) -> None:
+    findings = compared(tokenizer, config, generation)
+    assert text in "; ".join(findings.doubtful)
+    assert not findings.wrong
 
 
-def test_default_of_the_class_counts_only_without_a_generation_configuration(tokenizer: Any) -> None:
-    own = GenerationConfig(eos_token_id=END)
-    assert compare_end_tokens(tokenizer, LlamaConfig(eos_token_id=ORDINARY), own, is_default=True) == EndTokenFindings()
+def test_class_default_is_used_without_generation_config(tokenizer: Any) -> None:
+    generation_config = GenerationConfig(eos_token_id=END)
+    assert (
+        compare_end_tokens(tokenizer, LlamaConfig(eos_token_id=ORDINARY), generation_config, is_default=True)
+        == EndTokenFindings()
+    )
     assert compare_end_tokens(tokenizer, LlamaConfig(eos_token_id=ORDINARY), None, is_default=True).wrong
 
 
-def test_generation_may_end_at_the_end_of_a_turn(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_end_token_agrees(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TURNS)
     assert turn_end_token(tokenizer) == TURN
     assert compared(tokenizer, END, TURN) == EndTokenFindings()  # Kimi K2
 
 
-def test_without_a_template_another_special_token_is_doubtful(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_token_without_template_is_doubtful(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    found = compared(tokenizer, END, TURN)
-    assert found.doubtful
-    assert not found.wrong
+    findings = compared(tokenizer, END, TURN)
+    assert findings.doubtful
+    assert not findings.wrong

@@ -50,50 +50,50 @@ def saved(name: str, folder: Path, layers: int = LAYERS) -> Path:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_first_layers_are_a_model(name: str, tmp_path: Path) -> None:
-    folder = saved(name, tmp_path / "whole")
-    cut = write_first_layers(folder, 2, tmp_path / "cut")
-    whole, model = (auto_class_for(path).from_pretrained(path, dtype=torch.float32) for path in (folder, cut))
+def test_first_layers_load_as_model(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "complete")
+    truncated = write_first_layers(folder, 2, tmp_path / "truncated")
+    complete, model = (auto_class_for(path).from_pretrained(path, dtype=torch.float32) for path in (folder, truncated))
     assert model.config.get_text_config().num_hidden_layers == 2
-    expected, actual = whole.state_dict(), model.state_dict()
+    expected, actual = complete.state_dict(), model.state_dict()
     assert actual.keys() < expected.keys()
     assert all(torch.equal(expected[key], actual[key]) for key in actual)
-    assert sum(path.stat().st_size for path in cut.glob("*.safetensors")) < sum(
+    assert sum(path.stat().st_size for path in truncated.glob("*.safetensors")) < sum(
         path.stat().st_size for path in folder.glob("*.safetensors")
     )
 
 
-def test_logits_are_those_of_a_model_without_the_other_layers(tmp_path: Path) -> None:
-    cut = write_first_layers(saved("LlamaForCausalLM", tmp_path / "whole"), 3, tmp_path / "cut")
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
-    model = AutoModelForCausalLM.from_pretrained(cut).eval()
-    whole.model.layers = whole.model.layers[:3]
+def test_first_layers_logits_match_truncated_model(tmp_path: Path) -> None:
+    truncated = write_first_layers(saved("LlamaForCausalLM", tmp_path / "complete"), 3, tmp_path / "truncated")
+    complete = AutoModelForCausalLM.from_pretrained(tmp_path / "complete").eval()
+    model = AutoModelForCausalLM.from_pretrained(truncated).eval()
+    complete.model.layers = complete.model.layers[:3]
     inputs = {"input_ids": torch.arange(12)[None]}
     with torch.no_grad():
-        assert torch.equal(logits_of(model, inputs), logits_of(whole, inputs))
+        assert torch.equal(logits_of(model, inputs), logits_of(complete, inputs))
 
 
-def test_stored_quantization_and_tokenizer_are_kept(tmp_path: Path) -> None:
-    folder = saved("LlamaForCausalLM", tmp_path / "whole")
+def test_tokenizer_is_copied(tmp_path: Path) -> None:
+    folder = saved("LlamaForCausalLM", tmp_path / "complete")
     byte_tokenizer(LlamaConfig(vocab_size=512)).save_pretrained(folder)
-    (folder / "notes.md").write_text("read by nobody")
-    cut = write_first_layers(folder, 1, tmp_path / "cut")
-    assert (cut / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-    assert not (cut / "notes.md").exists()
+    (folder / "notes.md").write_text("not part of the checkpoint")
+    truncated = write_first_layers(folder, 1, tmp_path / "truncated")
+    assert (truncated / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert not (truncated / "notes.md").exists()
 
 
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS + 1])
-def test_as_many_layers_as_there_are_raise(layers: int, tmp_path: Path) -> None:
-    folder = saved("LlamaForCausalLM", tmp_path / "whole")
+def test_all_layers_raise(layers: int, tmp_path: Path) -> None:
+    folder = saved("LlamaForCausalLM", tmp_path / "complete")
     with pytest.raises(ConfigurationError, match=f"the model has {LAYERS} layers"):
-        write_first_layers(folder, layers, tmp_path / "cut")
-    assert not (tmp_path / "cut").exists()
+        write_first_layers(folder, layers, tmp_path / "truncated")
+    assert not (tmp_path / "truncated").exists()
 
 
-def test_tensors_of_all_layers_raise(tmp_path: Path) -> None:
-    folder = saved("Gemma3nForCausalLM", tmp_path / "whole")
+def test_tensor_spanning_all_layers_raises(tmp_path: Path) -> None:
+    folder = saved("Gemma3nForCausalLM", tmp_path / "complete")
     with pytest.raises(CheckpointError, match="spans all layers"):
-        write_first_layers(folder, 2, tmp_path / "cut")
+        write_first_layers(folder, 2, tmp_path / "truncated")
 
 
 def checkpoint(folder: Path) -> Path:
@@ -104,7 +104,7 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def test_the_certificate_is_narrower(tmp_path: Path) -> None:
+def test_first_layers_certificate_is_narrower(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "tiny")
     selected = ("files", "tokenizer", "weights", "layers", "logits", "gradients")
     certificate = certify(folder, layers=1, out=tmp_path / "out", only=selected)
@@ -113,14 +113,14 @@ def test_the_certificate_is_narrower(tmp_path: Path) -> None:
     assert "only the first layer" in certificate.sentence
     files = next(result for result in certificate.results if result.name == "files")
     assert files.summary.startswith("12 parameters loaded")  # 9 of a layer; embeddings, norm, head
-    found = verify(tmp_path / "out" / "certificate.json", folder)
-    assert found.validity is Validity.NARROWER
-    assert found.reasons == ("layers: only the first layer was checked",)
+    verification = verify(tmp_path / "out" / "certificate.json", folder)
+    assert verification.validity is Validity.NARROWER
+    assert verification.reasons == ("layers: only the first layer was checked",)
     assert "not decided, the first layer</text>" in badge(certificate)
 
 
-def test_a_resumed_run_reuses_the_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, cut = checkpoint(tmp_path / "tiny"), tmp_path / "out" / "first-layers"
+def test_resumed_run_reuses_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, truncated = checkpoint(tmp_path / "tiny"), tmp_path / "out" / "first-layers"
     written: list[int] = []
 
     def write(source: Path, layers: int, target: Path) -> Path:
@@ -136,11 +136,11 @@ def test_a_resumed_run_reuses_the_first_layers(tmp_path: Path, monkeypatch: pyte
     run()
     run()
     assert len(written) == 1
-    weights = next(cut.glob("*.safetensors"))
+    weights = next(truncated.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # damaged, or edited
     run()
     assert len(written) == 2
-    (cut / "tokenizer.json").unlink()
+    (truncated / "tokenizer.json").unlink()
     run()
     assert len(written) == 3
     run(fresh=True)
@@ -151,12 +151,10 @@ def test_a_resumed_run_reuses_the_first_layers(tmp_path: Path, monkeypatch: pyte
     other.save_pretrained(folder)  # another checkpoint, and the same output directory
     run()
     assert len(written) == 5
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(cut).lm_head.weight, other.lm_head.weight)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(truncated).lm_head.weight, other.lm_head.weight)
 
 
-def test_what_memory_does_not_suffice_for_is_left_out_with_the_amount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_exceeding_memory_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(tmp_path / "tiny")
     monkeypatch.setattr(certified, "available_memory", lambda device: 1_000_000)
     certificate = certify(folder, engine="hf-generate", out=tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The controls of a training loop: learning rate 0 changes nothing, and second syncs arrive."""
+"""Training loop controls: learning rate 0 changes no weights, and later syncs arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def controls(tiny: Path, **options: Any) -> list[CheckResult]:
     return list(in_loop.controls(CheckpointUnderTest(tiny, Options(None, **options), tiny.parent)))
 
 
-def test_a_correct_loop_passes(tiny: Path) -> None:
+def test_correct_loop_passes(tiny: Path) -> None:
     zero, second = controls(tiny)
     assert zero.status is second.status is Status.PASSED, (zero, second)
     assert zero.compared == 4 * 47
@@ -45,7 +45,7 @@ def dropout(patch: pytest.MonkeyPatch, tiny: Path) -> None:
 
 
 def decay(patch: pytest.MonkeyPatch, tiny: Path) -> None:
-    """Change weights in each step, whatever the learning rate."""
+    """Change weights in each step, even at learning rate 0."""
 
     class Decaying(torch.optim.AdamW):
         @torch.no_grad()
@@ -63,24 +63,24 @@ def frozen(patch: pytest.MonkeyPatch, tiny: Path) -> None:
 
 
 def stale(patch: pytest.MonkeyPatch, tiny: Path) -> None:
-    """Ignore all refits but the first."""
-    right = HFEngine._refit
+    """Ignore all refits except the first."""
+    original = HFEngine._refit
 
     def refit(self: HFEngine, sent: Any, digests: bool) -> Any:
-        kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        found = right(self, sent, digests)
+        previous_state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        report = original(self, sent, digests)
         if self.version:
-            self.model.load_state_dict(kept)
-        return found
+            self.model.load_state_dict(previous_state)
+        return report
 
     patch.setattr(HFEngine, "_refit", refit)
 
 
 def drops_a_tensor(patch: pytest.MonkeyPatch, tiny: Path) -> None:
-    right = StateDictAdapter.iter_export
+    original = StateDictAdapter.iter_export
 
     def exported(self: Any, model: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((name, tensor) for name, tensor in right(self, model, **options) if "up_proj" not in name)
+        yield from ((name, tensor) for name, tensor in original(self, model, **options) if "up_proj" not in name)
 
     patch.setattr(StateDictAdapter, "iter_export", exported)
 
@@ -95,7 +95,7 @@ def drops_a_tensor(patch: pytest.MonkeyPatch, tiny: Path) -> None:
         (drops_a_tensor, in_loop.SECOND, "sync 1: other tensors were sent than planned"),
     ],
 )
-def test_faults_fail(plant: Plant, failed: str, text: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_fail(plant: Plant, failed: str, text: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tiny)
     results = {result.name: result for result in controls(tiny)}
     assert results[failed].status is Status.FAILED, results
@@ -104,7 +104,7 @@ def test_faults_fail(plant: Plant, failed: str, text: str, tiny: Path, monkeypat
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"tp": 2}])
-def test_two_processes(mesh: dict[str, int], tiny: Path) -> None:
+def test_loop_over_two_processes(mesh: dict[str, int], tiny: Path) -> None:
     zero, second = controls(tiny, in_loop=mesh)
     assert zero.status is second.status is Status.PASSED, (zero, second)
     (dimension,) = mesh
@@ -112,7 +112,7 @@ def test_two_processes(mesh: dict[str, int], tiny: Path) -> None:
 
 
 @pytest.mark.long
-def test_error_of_a_rank_is_the_result_of_the_check(tiny: Path) -> None:
+def test_rank_error_leaves_check_undecided(tiny: Path) -> None:
     certificate = certify(tiny, out=tiny.parent / "out", only=(in_loop.ZERO,), loop_mesh={"ep": 2})
     zero = next(result for result in certificate.results if result.name == in_loop.ZERO)
     assert zero.status is Status.NOT_DECIDED
@@ -120,14 +120,14 @@ def test_error_of_a_rank_is_the_result_of_the_check(tiny: Path) -> None:
     assert "experts" in zero.summary
 
 
-def test_impossible_loop_is_refused_before_any_check(tiny: Path) -> None:
+def test_unsupported_loop_raises_before_checks(tiny: Path) -> None:
     for mesh, only, text in [({"pp": 2}, (), "pp=2"), (None, (in_loop.ZERO,), "needs a training loop")]:
         with pytest.raises(UnknownArgumentError, match=text):
             certify(tiny, out=tiny.parent / "out", only=only, loop_mesh=mesh)
     assert not (tiny.parent / "out").exists()
 
 
-def test_the_loop_is_run_on_request(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_runs_only_on_request(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny.parent)
     certificate = certify(tiny, out=tiny.parent / "out", only=("files",))
     assert in_loop.ZERO not in {result.name for result in certificate.results}

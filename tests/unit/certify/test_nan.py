@@ -1,4 +1,4 @@
-"""No check passes with NaN in one of several measurements."""
+"""Checks with NaN in one of several measurements fail."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def ordered(order: tuple[int, int], *values: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_padding_and_packing(order: tuple[int, int]) -> None:
+def test_nan_in_padding_or_packing_fails(order: tuple[int, int]) -> None:
     actual = ordered(order, torch.zeros(3), torch.tensor([0.0, math.nan, 0.0]))
     result = without_engine._difference("padding", [torch.zeros(3)] * 2, actual, 1e-4)
     assert (result.status, result.side) == (Status.FAILED, Side.MODEL)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_steps_at_learning_rate_0(order: tuple[int, int]) -> None:
-    found = in_loop.Controls(tokens=8, ratio=ordered(order, 0.0, math.nan), changed=[[], []], sent=[2, 2])
-    assert in_loop._at_zero(found, 1e-4, "").status is Status.FAILED
+def test_nan_at_learning_rate_0_fails(order: tuple[int, int]) -> None:
+    loop_controls = in_loop.Controls(tokens=8, ratio=ordered(order, 0.0, math.nan), changed=[[], []], sent=[2, 2])
+    assert in_loop._at_zero(loop_controls, 1e-4, "").status is Status.FAILED
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_images(order: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_image_check_fails(order: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = CheckpointUnderTest(tmp_path, Options("hf-generate"), tmp_path)
     engine = type("Engine", (), {"name": "vllm", "capabilities": lambda self: type("", (), {"raw_images": True})})()
     vars(subject).update(engine=engine, trainer=type("Trainer", (), {"model": None})())
@@ -48,13 +48,13 @@ def test_images(order: tuple[int, int], tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_image_comparison(order: tuple[int, int]) -> None:
+def test_nan_in_image_comparison_fails(order: tuple[int, int]) -> None:
     decode, prefill = ordered(order, 1.0, math.nan)
     assert not ImageComparison(((8, 8),), 9, 8, decode, prefill, 1.05).passed
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_worst_row_of_parity(order: tuple[int, int]) -> None:
+def test_nan_is_worst_parity_row(order: tuple[int, int]) -> None:
     rows = [
         ParityRow(f"row {value}", True, "", "", value=value, bound=1.0, unit=Unit.MAX_DIFF)
         for value in ordered(order, 0.5, math.nan)

@@ -59,7 +59,7 @@ def only(results: Iterator[CheckResult]) -> CheckResult:
 
 
 def report_routes(engine: HFEngine, change: Any = lambda routes: routes) -> None:
-    """Let an engine report its experts, as vLLM does with `enable_return_routed_experts`."""
+    """Make an engine report routed experts, as vLLM does with `enable_return_routed_experts`."""
     generate = engine.generate
 
     def with_routes(*args: Any, **options: Any) -> list[Sample]:
@@ -70,10 +70,10 @@ def report_routes(engine: HFEngine, change: Any = lambda routes: routes) -> None
             engine.model(input_ids=torch.tensor([sample.sequence[:-1]]), use_cache=False)
         chosen = {int(name.split(".")[2]): choices[-1] for name, choices in record.items()}
         tokens, count = len(sample.sequence) - 1, engine.model.config.num_experts_per_tok
-        found = torch.zeros(tokens, engine.model.config.num_hidden_layers, count, dtype=torch.long)
+        experts = torch.zeros(tokens, engine.model.config.num_hidden_layers, count, dtype=torch.long)
         for layer, choices in chosen.items():
-            found[:, layer] = choices.reshape(tokens, count)
-        return found
+            experts[:, layer] = choices.reshape(tokens, count)
+        return experts
 
     engine.generate = with_routes  # type: ignore[method-assign]
 
@@ -107,7 +107,7 @@ def test_routed_experts(name: str, tmp_path: Path) -> None:
     assert result.side is (Side.ENGINE if status is Status.FAILED else None)
 
 
-def test_an_engine_that_reports_no_experts_narrows_the_certificate(tmp_path: Path) -> None:
+def test_routed_experts_not_reported_is_not_covered(tmp_path: Path) -> None:
     result = only(running_engine.routed_experts(subject_of(MIXTURE, tmp_path)))
     assert result.status is Status.NOT_COVERED
     assert "enable_return_routed_experts" in result.advice
@@ -129,7 +129,7 @@ def test_images(tmp_path: Path, dense: CheckpointUnderTest) -> None:
     generate = subject.engine.generate
 
     def darker(*args: Any, model_inputs: Any, **options: Any) -> list[Sample]:
-        changed = [{**own, "pixel_values": own["pixel_values"] * 0.1} for own in model_inputs]
+        changed = [{**inputs, "pixel_values": inputs["pixel_values"] * 0.1} for inputs in model_inputs]
         return generate(*args, model_inputs=changed, **options)
 
     subject.engine.generate = darker  # type: ignore[method-assign]
@@ -143,8 +143,8 @@ def test_images(tmp_path: Path, dense: CheckpointUnderTest) -> None:
 
 def test_prefix_caching(dense: CheckpointUnderTest) -> None:
     assert only(running_engine.prefix_caching(dense)).status is Status.NOT_APPLICABLE
-    known, generate, calls = dense.engine.capabilities(), dense.engine.generate, []
-    dense.engine.capabilities = lambda: replace(known, prefix_caching=True)  # type: ignore[method-assign]
+    capabilities, generate, calls = dense.engine.capabilities(), dense.engine.generate, []
+    dense.engine.capabilities = lambda: replace(capabilities, prefix_caching=True)  # type: ignore[method-assign]
     assert only(running_engine.prefix_caching(dense)).status is Status.PASSED
 
     def stale(*args: Any, **options: Any) -> list[Sample]:
@@ -162,11 +162,11 @@ def test_prefix_caching(dense: CheckpointUnderTest) -> None:
 # Length
 
 
-def test_an_engine_that_exceeds_its_limit_fails(dense: CheckpointUnderTest) -> None:
+def test_engine_exceeding_max_length_fails(dense: CheckpointUnderTest) -> None:
     assert only(running_engine.longest_length(dense)).length == 64
     engine, generate = dense.engine, dense.engine.generate
-    known = engine.capabilities()
-    engine.capabilities = lambda: replace(known, own_limit=True, max_length=64)  # type: ignore[method-assign]
+    capabilities = engine.capabilities()
+    engine.capabilities = lambda: replace(capabilities, own_limit=True, max_length=64)  # type: ignore[method-assign]
 
     def beyond(prompts: Any, *args: Any, max_new_tokens: int, beyond_limit: bool = False, **options: Any) -> Any:
         more = 8 if beyond_limit else max_new_tokens
@@ -181,13 +181,13 @@ def test_an_engine_that_exceeds_its_limit_fails(dense: CheckpointUnderTest) -> N
 # Adapters
 
 
-def test_an_adapter_reaches_rollouts(dense: CheckpointUnderTest) -> None:
+def test_merged_adapter_passes(dense: CheckpointUnderTest) -> None:
     result = only(lora.merged(dense))
     assert result.status is Status.PASSED, result
-    assert "engine" not in dense.__dict__, "the next check would get the adapter's weights"
+    assert "engine" not in dense.__dict__, "the adapter's weights would leak into the next check"
 
 
-def test_a_dropped_adapter_fails(dense: CheckpointUnderTest) -> None:
+def test_dropped_adapter_fails(dense: CheckpointUnderTest) -> None:
     model = dense.trainer.model
     base = {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model)}
     refit = dense.engine.refit
@@ -199,8 +199,8 @@ def test_a_dropped_adapter_fails(dense: CheckpointUnderTest) -> None:
     assert "the engine computes without the adapter" in result.summary
 
 
-class OfEnvironment(HFEngine):
-    """Stands for vLLM in another environment, which takes neither weights nor adapters."""
+class ExternalEngine(HFEngine):
+    """Stand-in for vLLM in another environment, which supports neither refits nor adapters."""
 
     closed = False
 
@@ -212,12 +212,12 @@ class OfEnvironment(HFEngine):
 
 
 @pytest.fixture
-def started(dense: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch) -> list[OfEnvironment]:
-    """Engines that `start_engine` returned."""
-    engines: list[OfEnvironment] = []
+def started(dense: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch) -> list[ExternalEngine]:
+    """Engines returned by `start_engine`."""
+    engines: list[ExternalEngine] = []
 
-    def start(name: str, path: Path, **options: Any) -> OfEnvironment:
-        engines.append(OfEnvironment(HFEngine.start(path, dtype=torch.float32).model))
+    def start(name: str, path: Path, **options: Any) -> ExternalEngine:
+        engines.append(ExternalEngine(HFEngine.start(path, dtype=torch.float32).model))
         return engines[-1]
 
     monkeypatch.setattr(certified, "start_engine", start)
@@ -225,8 +225,8 @@ def started(dense: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch) -> list
     return engines
 
 
-def test_vllm_of_another_environment_serves_no_adapters(
-    dense: CheckpointUnderTest, started: list[OfEnvironment]
+def test_adapter_serving_in_external_environment_is_not_covered(
+    dense: CheckpointUnderTest, started: list[ExternalEngine]
 ) -> None:
     dense.options = replace(dense.options, engine="vllm", engine_options={"python": "/venv"})
     result = only(lora.served(dense))
@@ -238,9 +238,7 @@ def test_vllm_of_another_environment_serves_no_adapters(
     assert all(engine.closed for engine in started)
 
 
-def test_an_engine_without_refits_leaves_the_answer_open(
-    dense: CheckpointUnderTest, started: list[OfEnvironment]
-) -> None:
+def test_engine_without_refit_support_is_not_covered(dense: CheckpointUnderTest, started: list[ExternalEngine]) -> None:
     (check,) = (check for check in all_checks.CHECKS if check.names == with_engine.REFITS)
     assert only(lora.merged(dense)).status is Status.NOT_COVERED
     results = all_checks._run(check, dense, None)
@@ -256,7 +254,7 @@ def test_an_engine_without_refits_leaves_the_answer_open(
     ("error", "status", "side"),
     [(EngineUnavailableError, Status.NOT_DECIDED, None), (EngineError, Status.FAILED, Side.ENGINE)],
 )
-def test_an_engine_that_does_not_start(
+def test_engine_start_error(
     error: type[EngineError],
     status: Status,
     side: Side | None,
@@ -272,25 +270,27 @@ def test_an_engine_that_does_not_start(
 
 
 @pytest.mark.parametrize(
-    ("known", "text"),
+    ("capabilities", "text"),
     [
         ({"dtype": torch.bfloat16}, "dtype bfloat16, expected float32"),
         ({"vocabulary": 100}, "vocabulary 100, expected 512"),
         ({"max_length": 32}, "maximum length 32, expected 64"),
     ],
 )
-def test_an_engine_with_other_facts_fails(known: dict[str, Any], text: str, dense: CheckpointUnderTest) -> None:
-    facts = replace(dense.engine.capabilities(), **known)
+def test_engine_with_wrong_capabilities_fails(
+    capabilities: dict[str, Any], text: str, dense: CheckpointUnderTest
+) -> None:
+    facts = replace(dense.engine.capabilities(), **capabilities)
     dense.engine.capabilities = lambda: facts  # type: ignore[method-assign]
     result = only(running_engine.engine_start(dense))
     assert (result.status, result.side, result.summary) == (Status.FAILED, Side.ENGINE, text)
     assert isinstance(facts, Capabilities)
 
 
-# Refits
+# Refit
 
 
-def test_refits_of_an_engine_without_digests_say_so(
+def test_refit_summary_without_digests(
     dense: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refit = HFEngine._refit

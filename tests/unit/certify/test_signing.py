@@ -36,13 +36,13 @@ def certified(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "tiny", certificate.folder / "certificate.json"
 
 
-def test_only_the_signer_can_sign(certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_signature_of_other_key_is_void(certified: tuple[Path, Path], tmp_path: Path) -> None:
     folder, certificate = certified
     private, public = write_keys(tmp_path)
     _, other = write_keys(tmp_path, "other")
-    found = verify(certificate, folder, public_key=public)
-    assert found.validity is Validity.VOID
-    assert "the certificate is not signed" in found.reasons[0]
+    verification = verify(certificate, folder, public_key=public)
+    assert verification.validity is Validity.VOID
+    assert "the certificate is not signed" in verification.reasons[0]
     signature = sign(certificate, private)
     assert verify(certificate, folder, public_key=public).validity is Validity.VALID
     assert verify(certificate, folder, public_key=other).validity is Validity.VOID
@@ -52,7 +52,7 @@ def test_only_the_signer_can_sign(certified: tuple[Path, Path], tmp_path: Path) 
     assert verify(certificate, folder).validity is Validity.VALID
 
 
-def test_a_certificate_made_by_somebody_else_is_void(certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_replaced_certificate_is_void(certified: tuple[Path, Path], tmp_path: Path) -> None:
     folder, certificate = certified
     private, public = write_keys(tmp_path)
     sign(certificate, private)
@@ -63,7 +63,7 @@ def test_a_certificate_made_by_somebody_else_is_void(certified: tuple[Path, Path
     assert verify(certificate, folder, public_key=public).validity is Validity.VOID
 
 
-def test_other_keys_raise(certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_unsupported_keys_raise(certified: tuple[Path, Path], tmp_path: Path) -> None:
     _, certificate = certified
     _, public = write_keys(tmp_path)
     with pytest.raises(ConsistencyError, match="not a private key in PEM format"):
@@ -75,7 +75,7 @@ def test_other_keys_raise(certified: tuple[Path, Path], tmp_path: Path) -> None:
         sign(certificate, other)
 
 
-def test_command_reports_a_wrong_key_before_the_checks(certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_command_reports_wrong_key_before_checks(certified: tuple[Path, Path], tmp_path: Path) -> None:
     folder, _ = certified
     key = tmp_path / "key.pem"
     key.write_text("no key")
@@ -85,7 +85,7 @@ def test_command_reports_a_wrong_key_before_the_checks(certified: tuple[Path, Pa
     assert not (tmp_path / "other").exists()
 
 
-def test_the_command(certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_sign_and_verify_command(certified: tuple[Path, Path], tmp_path: Path) -> None:
     folder, _ = certified
     private, public = write_keys(tmp_path)
     out = tmp_path / "signed"

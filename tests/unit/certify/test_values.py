@@ -1,4 +1,4 @@
-"""Values and weights that load without an error, and that `certify` must not pass."""
+"""Wrong values and weights that load without an error must not pass `certify`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def outcome(folder: Path, status: Status) -> tuple[str, Side | None]:
     return result.summary, result.side
 
 
-def test_healthy_values_pass(tiny: Path) -> None:
+def test_correct_values_pass(tiny: Path) -> None:
     assert {result.name for result in certified(tiny).with_status(Status.PASSED)} == {*CHECKS}
 
 
@@ -62,10 +62,10 @@ def test_healthy_values_pass(tiny: Path) -> None:
         ({"dtype": "int8"}, "torch.int8"),
     ],
 )
-def test_impossible_values_of_the_configuration_fail(copy: Path, values: dict[str, object], summary: str) -> None:
+def test_invalid_config_values_fail(copy: Path, values: dict[str, object], summary: str) -> None:
     edit_config(copy, **values)
-    found, side = outcome(copy, Status.FAILED)
-    assert summary in found
+    message, side = outcome(copy, Status.FAILED)
+    assert summary in message
     assert side is Side.CONFIG
 
 
@@ -77,10 +77,10 @@ def test_impossible_values_of_the_configuration_fail(copy: Path, values: dict[st
         ({"pad_token_id": 99_999}, "pad_token_id is 99999"),
     ],
 )
-def test_impossible_values_of_generation_fail(copy: Path, values: dict[str, object], summary: str) -> None:
+def test_invalid_generation_config_values_fail(copy: Path, values: dict[str, object], summary: str) -> None:
     (copy / "generation_config.json").write_text(json.dumps(values))
-    found, side = outcome(copy, Status.FAILED)
-    assert summary in found
+    message, side = outcome(copy, Status.FAILED)
+    assert summary in message
     assert side is Side.CONFIG
 
 
@@ -121,7 +121,7 @@ def test_implausible_weights_are_not_decided(copy: Path, change: Callable[[Tenso
 
 
 @pytest.mark.parametrize(("expert", "summary"), [(None, "zero weights"), (".experts.0.", "equal weights")])
-def test_experts_that_were_not_saved_are_not_decided(tmp_path: Path, expert: str | None, summary: str) -> None:
+def test_unsaved_experts_are_not_decided(tmp_path: Path, expert: str | None, summary: str) -> None:
     folder = saved(new_model(tiny_config(Qwen3MoeConfig)), tmp_path / "moe")
 
     def change(tensors: Tensors) -> None:
@@ -131,12 +131,12 @@ def test_experts_that_were_not_saved_are_not_decided(tmp_path: Path, expert: str
                 tensors[name] = other.clone()
 
     edit_weights(folder, change)
-    found, _ = outcome(folder, Status.NOT_DECIDED)
-    assert summary in found
-    assert "[1]" in found
+    message, _ = outcome(folder, Status.NOT_DECIDED)
+    assert summary in message
+    assert "[1]" in message
 
 
-def test_an_index_that_does_not_fit_the_files_is_not_decided(copy: Path) -> None:
+def test_index_with_missing_files_is_not_decided(copy: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "model-00009-of-00009.safetensors"}}
     (copy / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
     assert "names files that do not exist" in outcome(copy, Status.NOT_DECIDED)[0]
@@ -146,48 +146,50 @@ def test_an_index_that_does_not_fit_the_files_is_not_decided(copy: Path) -> None
     ("template", "summary"),
     [("{{ messages[0]['role'] }}", "the chat template drops the message"), ("", "chat_template.jinja is empty")],
 )
-def test_templates_that_lose_the_message_fail(copy: Path, template: str, summary: str) -> None:
+def test_chat_template_dropping_message_fails(copy: Path, template: str, summary: str) -> None:
     (copy / "chat_template.jinja").write_text(template)
-    found, side = outcome(copy, Status.FAILED)
-    assert summary in found
+    message, side = outcome(copy, Status.FAILED)
+    assert summary in message
     assert side is Side.TOKENIZER
 
 
-def test_template_without_a_generation_prompt_fails(copy: Path) -> None:
+def test_chat_template_without_generation_prompt_fails(copy: Path) -> None:
     turns = "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
     (copy / "chat_template.jinja").write_text(turns)
-    found, side = outcome(copy, Status.FAILED)
-    assert "the chat template ignores add_generation_prompt: its prompt lacks '<|assistant|>'" in found
+    message, side = outcome(copy, Status.FAILED)
+    assert "the chat template ignores add_generation_prompt: its prompt lacks '<|assistant|>'" in message
     assert side is Side.TOKENIZER
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        # Mistral: the answer follows the user's turn.
+        # Mistral: the completion directly follows the user's turn.
         "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %} "
         "{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}",
-        # The prompt begins a reasoning, and the answer of a conversation has none.
+        # The prompt opens a reasoning block, but assistant messages in the conversation have none.
         "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
         # gpt-oss: the model generates the channel.
         "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}final{% endif %}{{ m['content'] }}"
         "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        # No conversation with an answer.
+        # The template raises for conversations with several messages.
         "{{ messages[0]['content'] }}{% if messages[1:] %}{{ raise_exception('one message only') }}{% endif %}",
     ],
 )
-def test_templates_that_need_no_other_prompt_pass(copy: Path, template: str) -> None:
+def test_chat_templates_of_published_models_pass(copy: Path, template: str) -> None:
     (copy / "chat_template.jinja").write_text(template)
     assert not certified(copy).with_status(Status.FAILED)
 
 
-def test_yarn_factor_that_contradicts_the_length_fails(copy: Path) -> None:
+def test_yarn_factor_contradicting_length_fails(copy: Path) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
     edit_config(copy, max_position_embeddings=256, rope_parameters=rope | {"factor": 8.0})
-    found, side = outcome(copy, Status.FAILED)
-    assert "rope_parameters.factor is 8, but max_position_embeddings 256 / original_max_position_embeddings 64" in found
-    assert "set the factor to 4, or max_position_embeddings to 512" in found
+    message, side = outcome(copy, Status.FAILED)
+    assert (
+        "rope_parameters.factor is 8, but max_position_embeddings 256 / original_max_position_embeddings 64" in message
+    )
+    assert "set the factor to 4, or max_position_embeddings to 512" in message
     assert side is Side.CONFIG
 
 
@@ -212,12 +214,12 @@ def test_rope_of_published_models_passes(copy: Path, longest: int, rope: dict[st
         ({"factor": 16.0}, {"max_sequence_length": 1024}),  # Yarn-Mistral-7b-128k
     ],
 )
-def test_yarn_factors_of_published_models_do_not_contradict(rope: dict[str, object], values: dict[str, int]) -> None:
+def test_yarn_factors_of_published_models_pass(rope: dict[str, object], values: dict[str, int]) -> None:
     rope |= {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
     assert not contradicting_rope(LlamaConfig(max_position_embeddings=256, rope_parameters=rope, **values))
 
 
-def test_default_end_token_of_the_class_is_not_compared(copy: Path) -> None:
+def test_class_default_end_token_is_not_compared(copy: Path) -> None:
     """A text configuration of Llama 3 in a vision model may have no end token. Llama's default is ordinary text."""
     config = json.loads((copy / "config.json").read_text())
     del config["eos_token_id"]
@@ -229,13 +231,13 @@ def test_default_end_token_of_the_class_is_not_compared(copy: Path) -> None:
     assert "config.json has eos_token_id 2" in outcome(copy, Status.NOT_DECIDED)[0]
 
 
-def test_token_id_that_is_not_a_number_names_its_key(copy: Path) -> None:
+def test_non_integer_token_id_error_names_key(copy: Path) -> None:
     edit_config(copy, bos_token_id="<s>")
-    found, _ = outcome(copy, Status.FAILED)
-    assert "bos_token_id" in found
+    message, _ = outcome(copy, Status.FAILED)
+    assert "bos_token_id" in message
 
 
-def test_split_of_a_training_job_is_noted(copy: Path) -> None:
+def test_pretraining_tp_is_noted(copy: Path) -> None:
     edit_config(copy, pretraining_tp=2)
     summaries = {result.name: result.summary for result in certified(copy).with_status(Status.PASSED)}
     assert "config.json pretraining_tp is 2 and has no effect" in summaries["values"]

@@ -35,21 +35,21 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, certificate.folder / "certificate.json"
 
 
-def test_an_unchanged_certificate_is_valid(certified: tuple[Path, Path]) -> None:
+def test_unchanged_certificate_is_valid(certified: tuple[Path, Path]) -> None:
     folder, certificate = certified
-    found = verify(certificate, folder)
-    assert (found.validity, found.reasons, found.answer) == (Validity.VALID, (), "not decided")
+    verification = verify(certificate, folder)
+    assert (verification.validity, verification.reasons, verification.answer) == (Validity.VALID, (), "not decided")
 
 
-def test_another_format_names_the_version_that_reads_it(certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_unknown_format_error_names_required_version(certified: tuple[Path, Path], tmp_path: Path) -> None:
     folder, certificate = certified
     content = json.loads(certificate.read_text())
     content |= {"format": 99, "versions": content["versions"] | {"nrl_models": "7.0"}}
     other = tmp_path / "certificate.json"
     other.write_text(json.dumps(content))
-    found = verify(other, folder)
-    assert found.validity is Validity.VOID
-    (reason,) = found.reasons
+    verification = verify(other, folder)
+    assert verification.validity is Validity.VOID
+    (reason,) = verification.reasons
     assert "has certificate format 99, which nrl_models 7.0 reads; the installed nrl_models" in reason
 
 
@@ -66,7 +66,7 @@ def test_another_format_names_the_version_that_reads_it(certified: tuple[Path, P
         lambda content: content["options"].update(layers="x"),
     ],
 )
-def test_other_content_with_a_right_digest_is_void(
+def test_invalid_content_with_correct_digest_is_void(
     change: Callable[[dict[str, Any]], object], certified: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder, certificate = certified
@@ -75,13 +75,13 @@ def test_other_content_with_a_right_digest_is_void(
     content["digest"] = certificate_module.json_digest({k: v for k, v in content.items() if k != "digest"})
     other = tmp_path / "certificate.json"
     other.write_bytes(certificate_module._file_bytes(content))
-    found = verify(other, folder, engine="vllm", full=True)
-    assert found.validity is Validity.VOID
-    assert "is not a certificate" in found.reasons[0]
+    verification = verify(other, folder, engine="vllm", full=True)
+    assert verification.validity is Validity.VOID
+    assert "is not a certificate" in verification.reasons[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "certificate.json"])
-def test_single_byte_changes_are_found(name: str, certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_single_byte_change_is_void(name: str, certified: tuple[Path, Path], tmp_path: Path) -> None:
     source, certificate = certified
     folder = shutil.copytree(source, tmp_path / "tiny")
     shutil.copy(certificate, tmp_path / "certificate.json")
@@ -89,27 +89,27 @@ def test_single_byte_changes_are_found(name: str, certified: tuple[Path, Path], 
     original = file.read_bytes()
     generator = random.Random(name)
     for _ in range(CHANGES):
-        place = generator.randrange(len(original))
+        position = generator.randrange(len(original))
         changed = bytearray(original)
-        changed[place] ^= generator.randrange(1, 256)
+        changed[position] ^= generator.randrange(1, 256)
         file.write_bytes(changed)
-        found = verify(tmp_path / "certificate.json", folder)
-        assert found.validity is Validity.VOID, f"byte {place}"
-        assert found.reasons
-        assert found.answer is None
+        verification = verify(tmp_path / "certificate.json", folder)
+        assert verification.validity is Validity.VOID, f"byte {position}"
+        assert verification.reasons
+        assert verification.answer is None
     file.write_bytes(original)
     assert verify(tmp_path / "certificate.json", folder).validity is Validity.VALID
 
 
 @pytest.mark.parametrize("line_end", [b"\r", b"\r\n"])
-def test_other_line_ends_are_found(line_end: bytes, certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_changed_line_endings_are_void(line_end: bytes, certified: tuple[Path, Path], tmp_path: Path) -> None:
     folder, certificate = certified
     changed = tmp_path / "certificate.json"
     changed.write_bytes(certificate.read_bytes().replace(b"\n", line_end))
     assert verify(changed, folder).validity is Validity.VOID
 
 
-def test_added_and_removed_files_are_found(certified: tuple[Path, Path], tmp_path: Path) -> None:
+def test_added_and_removed_files_are_reported(certified: tuple[Path, Path], tmp_path: Path) -> None:
     source, certificate = certified
     folder = shutil.copytree(source, tmp_path / "tiny")
     (folder / "vocab.json").write_text("{}")
@@ -117,8 +117,8 @@ def test_added_and_removed_files_are_found(certified: tuple[Path, Path], tmp_pat
     (folder / "tiny.tiktoken").write_text("")
     (folder / "generation_config.json").unlink()
     (folder / "README.md").write_text("not read by a model")
-    found = verify(certificate, folder)
-    assert found.reasons == (
+    verification = verify(certificate, folder)
+    assert verification.reasons == (
         "generation_config.json: removed",
         "modeling_tiny.py: added",
         "tiny.tiktoken: added",
@@ -126,13 +126,13 @@ def test_added_and_removed_files_are_found(certified: tuple[Path, Path], tmp_pat
     )
 
 
-def test_other_versions_and_requests_are_narrower(
+def test_unchecked_versions_and_options_are_narrower(
     certified: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, certificate = certified
-    found = verify(certificate, folder, engine="vllm", full=True, length=1000)
-    assert found.validity is Validity.NARROWER
-    assert found.reasons == (
+    verification = verify(certificate, folder, engine="vllm", full=True, length=1000)
+    assert verification.validity is Validity.NARROWER
+    assert verification.reasons == (
         "engine: none was checked, not vllm",
         "length: 0 tokens were checked, not 1,000",
         "matrix: not all of the guide's 36 cells were checked (log-probabilities)",
@@ -140,8 +140,8 @@ def test_other_versions_and_requests_are_narrower(
     options: Any = {"engine": "hf-generate", "full": True, "only": ("files",)}
     unchecked = certify(folder, out=certificate.parent / "unchecked", **options).folder
     assert unchecked is not None
-    found = verify(unchecked / "certificate.json", folder, engine="hf-generate", full=True)
-    assert found.reasons == (
+    verification = verify(unchecked / "certificate.json", folder, engine="hf-generate", full=True)
+    assert verification.reasons == (
         "engine: none was checked, not hf-generate",
         "matrix: not all of the guide's 36 cells were checked (log-probabilities)",
     )
@@ -152,7 +152,7 @@ def test_other_versions_and_requests_are_narrower(
     assert reason.endswith("99.0 is installed")
 
 
-def test_results_in_the_checkpoint_directory_do_not_count(
+def test_certificates_in_checkpoint_directory_are_ignored(
     certified: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tiny"
