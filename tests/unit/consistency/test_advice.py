@@ -29,8 +29,8 @@ from nrl_models.quirks import VerdictKind
 from nrl_models.testing.tiny import tiny_config
 
 
-class OwnClasses(HFEngine):
-    """An engine like vLLM with its own classes, which can also run transformers' classes. `nan`: scores NaN."""
+class EngineWithBackend(HFEngine):
+    """An engine that can also run transformers' classes, as vLLM. `nan`: its scores are NaN."""
 
     nan = False
 
@@ -42,7 +42,7 @@ class OwnClasses(HFEngine):
 
 
 class Backend(HFEngine):
-    """An engine like vLLM with transformers' classes. Its decoded log-probabilities are `off` by this many nats."""
+    """An engine that runs transformers' classes, as vLLM. `off`: error of decoded log-probabilities, in nats."""
 
     off = 0.0
 
@@ -83,24 +83,22 @@ def advised(tmp_path: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -
         with torch.no_grad():
             wrong = theirs if case.wrong == "engine" else ours
             wrong.model.layers[0].mlp.down_proj.weight.mul_(1.5)
-        engine = (OwnClasses if case.own_classes else HFEngine)(theirs, "engine")
+        engine = (EngineWithBackend if case.own_classes else HFEngine)(theirs, "engine")
         engine.nan = case.nan
         store = Store(tmp_path / "store", {})
         meter = Meter(engine, HFEngine(ours, "trainer"), prompts, replace(SETTINGS, threshold=1.00001), store)
-        asked = References(path, witness=case.witness)
-        verdict = run_matrix(str(path), meter, asked, random_weights=case.random_weights).results[0].verdict
+        case_references = References(path, witness=case.witness)
+        verdict = run_matrix(str(path), meter, case_references, random_weights=case.random_weights).results[0].verdict
         assert verdict is not None
-        kept = Verdict.from_json(json.loads(json.dumps(verdict.to_json())))
-        assert (kept.witness, kept.advice) == (verdict.witness, verdict.advice)
+        restored = Verdict.from_json(json.loads(json.dumps(verdict.to_json())))
+        assert (restored.witness, restored.advice) == (verdict.witness, verdict.advice)
         return verdict
 
     return advised
 
 
 @pytest.mark.parametrize("nan", [False, True])
-def test_transformers_classes_in_vllm_are_advised_where_they_are_right(
-    advised: Callable[[Case], Verdict], nan: bool
-) -> None:
+def test_correct_transformers_backend_is_advised(advised: Callable[[Case], Verdict], nan: bool) -> None:
     assert advised(Case(witness="", nan=nan)).advice is None
     verdict = advised(Case(nan=nan))  # the previous result is stored, without a witness
     assert verdict.kind == (VerdictKind.NOT_FINITE if nan else VerdictKind.ENGINE)
@@ -119,9 +117,9 @@ def test_transformers_classes_in_vllm_are_advised_where_they_are_right(
         (Case(decodes_off=0.01), Vote.REFERENCE, False),
         (Case(witness_config={"rms_norm_eps": 0.1}), Vote.NEITHER, None),
     ],
-    ids=["another-engine", "no-classes-of-its-own", "refitted", "trainer", "decodes-otherwise", "wrong-too"],
+    ids=["other-engine", "no-backend", "refitted", "wrong-trainer", "wrong-decoding", "wrong-witness"],
 )
-def test_nothing_is_advised_that_was_not_measured_to_be_right_in_the_engines_place(
+def test_no_advice_without_matching_measurement(
     advised: Callable[[Case], Verdict], case: Case, vote: Vote, decodes: bool | None
 ) -> None:
     verdict = advised(case)
@@ -131,10 +129,12 @@ def test_nothing_is_advised_that_was_not_measured_to_be_right_in_the_engines_pla
     assert ("but differs in decoding" in verdict.summary) == (decodes is False)
 
 
-def test_the_witness_in_vllms_place_is_started_as_vllm_was() -> None:
+def test_witness_in_vllm_uses_engine_options() -> None:
     started = {"dtype": torch.bfloat16, "max_length": 25, "seed": 3, "load_format": "auto", "multiprocessing": False}
     same = {"dtype": torch.bfloat16, "max_length": 25, "gpu_memory_utilization": 0.4}
     assert _witness_options("vllm-transformers", SETTINGS, started | same) == same
-    elsewhere = started | {"python": "another/environment"}
-    assert _witness_options("vllm-transformers", SETTINGS, elsewhere) == {"max_length": 25}  # fp32, as for any witness
+    external = started | {"python": "another/environment"}
+    assert _witness_options("vllm-transformers", SETTINGS, external) == {
+        "max_length": 25
+    }  # fp32, as for other witnesses
     assert _witness_options("mlx", SETTINGS, started) == {}

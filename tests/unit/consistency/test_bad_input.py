@@ -26,9 +26,9 @@ CELLS = ["--length", "16", "--length", "24", "--data", "dummy", "--mode", "greed
 
 @pytest.fixture
 def server(checkpoint: Path) -> Iterator[tuple[str, Served]]:
-    """A server of the checkpoint: its address, and its behavior to change."""
-    with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as found:
-        yield found
+    """The address of a server of the checkpoint, and the object that controls its behavior."""
+    with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as address_and_server:
+        yield address_and_server
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def report(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "kept" / "report.json").read_text())
 
 
-def after(count: int, fails: Callable[[], None], served: Served) -> list[int]:
+def fail_after(count: int, fails: Callable[[], None], served: Served) -> list[int]:
     """Make a server fail after this many requests. Returns the list of requests, which grows as they arrive."""
     complete, seen = served.complete, []
 
@@ -67,7 +67,7 @@ def after(count: int, fails: Callable[[], None], served: Served) -> list[int]:
     return seen
 
 
-def test_an_engine_that_does_not_start_stops_no_other_run(checkpoint: Path, check: Check, tmp_path: Path) -> None:
+def test_engine_start_error_does_not_block_later_runs(checkpoint: Path, check: Check, tmp_path: Path) -> None:
     result = check(checkpoint, "http://127.0.0.1:9")
     assert result.exit_code == 2
     assert not list((tmp_path / "kept").glob("*.safetensors"))
@@ -78,11 +78,11 @@ def test_an_engine_that_does_not_start_stops_no_other_run(checkpoint: Path, chec
     assert "holds measurements made with other settings" in message(result)
 
 
-def test_a_server_that_dies_leaves_what_was_measured(
+def test_measurements_survive_server_crash(
     checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
 ) -> None:
     address, served = server
-    seen = after(2, lambda: setattr(served, "broken", True), served)  # the first cell: generated and scored
+    seen = fail_after(2, lambda: setattr(served, "broken", True), served)  # the first cell: generated and scored
     result = check(checkpoint, address)
     assert result.exit_code == 2
     assert f"{address} cannot be reached, or has died" in message(result)
@@ -95,11 +95,11 @@ def test_a_server_that_dies_leaves_what_was_measured(
     assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16, 24]
 
 
-def test_a_server_that_times_out_leaves_what_was_measured(
+def test_measurements_survive_server_timeout(
     checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
 ) -> None:
     address, served = server
-    after(2, lambda: setattr(served, "delay", 4.0), served)
+    fail_after(2, lambda: setattr(served, "delay", 4.0), served)
     result = check(checkpoint, address, "--engine-option", "timeout=2")
     assert result.exit_code == 2
     assert "did not answer within 2 s" in message(result)
@@ -107,7 +107,7 @@ def test_a_server_that_times_out_leaves_what_was_measured(
     assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]
 
 
-def test_a_server_without_logprobs_is_refused(
+def test_server_without_logprobs_fails(
     checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
 ) -> None:
     address, served = server
@@ -125,7 +125,7 @@ def test_a_server_without_logprobs_is_refused(
         (-9999.0, "log-probabilities of decode are infinite in the engine"),  # as vLLM's server reports infinity
     ],
 )
-def test_logprobs_that_are_not_finite_fail_and_are_named(
+def test_non_finite_logprobs_fail(
     checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path, value: float | None, words: str
 ) -> None:
     address, served = server
@@ -139,19 +139,19 @@ def test_logprobs_that_are_not_finite_fail_and_are_named(
     assert result.exit_code == 1
     assert words in message(result)
     assert "Log-probabilities of engine decode are not finite" in message(result)
-    found = report(tmp_path)
-    assert found["verdict"] == "fail"
-    assert len(found["cells"]) == 2
+    saved_report = report(tmp_path)
+    assert saved_report["verdict"] == "fail"
+    assert len(saved_report["cells"]) == 2
 
 
-def test_prompts_longer_than_the_engines_limit_are_refused(checkpoint: Path, check: Check, tmp_path: Path) -> None:
+def test_prompts_longer_than_engine_limit_fail(checkpoint: Path, check: Check, tmp_path: Path) -> None:
     result = check(checkpoint, "hf-generate", "--engine-option", "max_length=20")
     assert result.exit_code == 2
     assert "sequence 0 has 16 tokens and 8 more are requested, and the engine's limit is 20" in message(result)
     assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]  # the length that fits
 
 
-def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, check: Check, tmp_path: Path) -> None:
+def test_tokenizer_of_another_model_fails(checkpoint: Path, check: Check, tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     words = Tokenizer(models.WordLevel({f"word{index}": index for index in range(600)}, unk_token="word599"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
@@ -160,7 +160,7 @@ def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, check: Check,
     assert "the tokenizer returns token 599 ('word599'), but the model's embedding has 512 rows" in message(result)
 
 
-def test_the_witness_is_another_engine(check: Check, checkpoint: Path) -> None:
+def test_witness_equal_to_engine_fails(check: Check, checkpoint: Path) -> None:
     result = check(checkpoint, "hf-generate", "--witness", "hf-generate")
     assert result.exit_code == 2
     assert "the witness is also hf-generate: expected another engine than the one that is checked" in message(result)

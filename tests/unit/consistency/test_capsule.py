@@ -173,13 +173,13 @@ def write(folder: Path, fault: Fault, limits: Limits | None = None) -> tuple[Pat
 @pytest.fixture(scope="module")
 def capsules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Verdict]]:
     """A capsule of each fault, with the verdict of the live check."""
-    found = {}
+    files_and_verdicts = {}
     for name, fault in FAULTS.items():
         file, verdict = write(tmp_path_factory.mktemp(name), fault)
         assert file is not None, name
         assert verdict is not None, name
-        found[name] = file, verdict
-    return found
+        files_and_verdicts[name] = file, verdict
+    return files_and_verdicts
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +190,12 @@ import json, sys, time
 from pathlib import Path
 from nrl_models.consistency.capsule.capsule_file import Contents
 from nrl_models.consistency.capsule.consistency_capsule import replay_consistency
-found = []
+replays = []
 for file in sys.argv[1:]:
     start = time.process_time()
     replay = replay_consistency(Contents.read(Path(file))).to_json()
-    found.append(replay | {"seconds": time.process_time() - start})
-print(json.dumps(found))
+    replays.append(replay | {"seconds": time.process_time() - start})
+print(json.dumps(replays))
 """
     return dict(zip(capsules, json_printed(code, *(str(file) for file, _ in capsules.values())), strict=True))
 
@@ -220,19 +220,21 @@ def checks(replay: dict[str, Any]) -> dict[str, str]:
     return {check["name"]: check["detail"] for check in replay["checks"]}
 
 
-def test_replay_names_the_module_and_runs_the_block(replays: dict[str, dict[str, Any]]) -> None:
+def test_replay_names_module_and_runs_block(replays: dict[str, dict[str, Any]]) -> None:
     assert replays["norm-epsilon"]["verdict"]["divergence"]["module"] == "model.layers.1.input_layernorm"
-    found = checks(replays["norm-epsilon"])
-    assert {"metrics", "modules", "block", "verdict"} == found.keys()
-    assert "model.layers.1 of the trainer, rebuilt from configuration and weights, is off by 0.0e+00" in found["block"]
+    details = checks(replays["norm-epsilon"])
+    assert {"metrics", "modules", "block", "verdict"} == details.keys()
+    assert (
+        "model.layers.1 of the trainer, rebuilt from configuration and weights, is off by 0.0e+00" in details["block"]
+    )
 
 
-def test_rebuilt_block_contradicts_a_trainer_with_another_epsilon(replays: dict[str, dict[str, Any]]) -> None:
-    found = checks(replays["trainer-norm-epsilon"])["block"]
-    assert "the trainer's module does not compute what its configuration says" in found
+def test_rebuilt_block_detects_wrong_trainer_epsilon(replays: dict[str, dict[str, Any]]) -> None:
+    details = checks(replays["trainer-norm-epsilon"])["block"]
+    assert "the trainer's module does not compute what its configuration says" in details
 
 
-def test_hypothesis_and_patterns_are_computed_again(replays: dict[str, dict[str, Any]]) -> None:
+def test_replay_recomputes_cause_and_pattern(replays: dict[str, dict[str, Any]]) -> None:
     assert replays["temperature"]["verdict"]["cause"]["kind"] == CauseKind.SAMPLING
     assert "rope_theta" in replays["rope"]["verdict"]["cause"]["message"]
     assert replays["stale-layer"]["verdict"]["divergence"]["pattern"] == Pattern.STALE_WEIGHTS
@@ -244,26 +246,28 @@ def test_router_capsule_has_routes(replays: dict[str, dict[str, Any]]) -> None:
     assert "other experts for" in checks(replays["router-in-bf16"])["routes"]
 
 
-def test_server_capsule_has_log_probabilities_and_no_block(replays: dict[str, dict[str, Any]]) -> None:
+def test_server_capsule_has_no_block(replays: dict[str, dict[str, Any]]) -> None:
     assert "block" not in checks(replays["server"])
     assert any("no diverging module is known" in line for line in replays["server"]["left_out"])
     assert "cannot be recorded" in replays["server"]["verdict"]["note"]
 
 
-def test_command_replays_without_the_model(capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path) -> None:
+def test_replay_command_without_model(capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path) -> None:
     file = shutil.copy(capsules["norm-epsilon"][0], tmp_path)
     environment = {key: value for key, value in os.environ.items() if key in ("PATH", "OMP_NUM_THREADS")}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "nrl_models", "replay", file],
         capture_output=True, text=True, cwd=ROOT, check=False, timeout=120,
         env=environment | {"HOME": str(tmp_path)},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("REPRODUCED: length 24, dummy, sampling, batch 2: trainer (float32) against engine")
-    assert "First divergence: in model.layers.1.input_layernorm" in done.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith(
+        "REPRODUCED: length 24, dummy, sampling, batch 2: trainer (float32) against engine"
+    )
+    assert "First divergence: in model.layers.1.input_layernorm" in completed.stdout
 
 
-# Changed evidence
+# Modified capsules
 
 
 def changed(contents: Contents, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Contents:
@@ -282,20 +286,20 @@ def changed(contents: Contents, name: str, change: Callable[[torch.Tensor], torc
         ("observed/reference.float64", "verdict"),
     ],
 )
-def test_other_evidence_gives_another_result(capsules: dict[str, tuple[Path, Verdict]], tensor: str, part: str) -> None:
+def test_replay_of_modified_tensor_fails(capsules: dict[str, tuple[Path, Verdict]], tensor: str, part: str) -> None:
     contents = changed(Contents.read(capsules["norm-epsilon"][0]), tensor, lambda values: values * 1.5 + 0.1)
     replay = replay_consistency(contents)
     assert not replay.passed
     assert part in {check.name for check in replay.checks if not check.passed}
 
 
-def test_verdict_follows_the_evidence(capsules: dict[str, tuple[Path, Verdict]]) -> None:
+def test_replay_verdict_follows_modified_tensor(capsules: dict[str, tuple[Path, Verdict]]) -> None:
     contents = Contents.read(capsules["not-finite"][0])
     contents.tensors["logprobs/engine prefill"] = contents.tensors["logprobs/engine decode"]
     assert replay_consistency(contents).verdict["kind"] == VerdictKind.PRECISION
 
 
-def test_measurement_that_the_capsule_lacks_is_an_error(capsules: dict[str, tuple[Path, Verdict]]) -> None:
+def test_replay_without_required_measurement_raises(capsules: dict[str, tuple[Path, Verdict]]) -> None:
     contents = changed(Contents.read(capsules["bf16"][0]), "logprobs/trainer", lambda values: values - 1.0)
     with pytest.raises(CapsuleError, match="lacks a measurement"):
         replay_consistency(contents)
@@ -310,7 +314,7 @@ def test_healthy_run_writes_no_capsule(tmp_path: Path) -> None:
     assert not (tmp_path / "capsule.safetensors").exists()
 
 
-def test_command_says_that_no_capsule_was_written(checkpoint: Path, tmp_path: Path) -> None:
+def test_command_reports_that_no_capsule_was_written(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "capsule.safetensors"
     options = ["--engine", "hf-generate", "--length", "24", "--data", "dummy", "--mode", "sampling", "--batch", "2"]
     arguments = ["consistency", str(checkpoint), *options, "--out", str(tmp_path / "out"), "--capsule", str(file)]
@@ -320,7 +324,7 @@ def test_command_says_that_no_capsule_was_written(checkpoint: Path, tmp_path: Pa
     assert not file.exists()
 
 
-def test_worst_cell_is_chosen(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capsule_contains_worst_cell(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nrl_models.consistency import matrix
 
     def start(name: str, path: Path, **options: Any) -> HFEngine:
@@ -338,7 +342,7 @@ def test_worst_cell_is_chosen(checkpoint: Path, tmp_path: Path, monkeypatch: pyt
     assert replay.title.startswith(str(worst.cell))
 
 
-def test_small_limit_leaves_out_weights_first(tmp_path: Path) -> None:
+def test_size_limit_omits_weights_first(tmp_path: Path) -> None:
     file, verdict = write(tmp_path, Fault(VerdictKind.ENGINE, norm_epsilon), Limits(megabytes=0.6))
     assert file is not None
     assert file.stat().st_size < 0.7e6
@@ -349,7 +353,7 @@ def test_small_limit_leaves_out_weights_first(tmp_path: Path) -> None:
     assert replay.verdict["divergence"]["module"] == verdict.divergence.module
 
 
-def test_short_limit_leaves_out_activations(tmp_path: Path) -> None:
+def test_token_limit_omits_activations(tmp_path: Path) -> None:
     file, verdict = write(tmp_path, Fault(VerdictKind.ENGINE, norm_epsilon), Limits(tokens=8))
     replay = replay_consistency(Contents.read(file))
     assert replay.passed
@@ -377,7 +381,7 @@ def test_redaction(monkeypatch: pytest.MonkeyPatch) -> None:
         "error": "token hf_abcdefgh was rejected",
         "api_key": "sk-123",
         "key": "rope_theta",
-        "kept": "model.layers.0.mlp and 3/4 and transformers.models:Class",
+        "unchanged": "model.layers.0.mlp and 3/4 and transformers.models:Class",
         "nested": [{"_name_or_path": "/x/y"}],
     }
     assert redacted(values) == {
@@ -387,7 +391,7 @@ def test_redaction(monkeypatch: pytest.MonkeyPatch) -> None:
         "url": "cannot reach [address]",
         "error": "token ... was rejected",
         "key": "rope_theta",
-        "kept": "model.layers.0.mlp and 3/4 and transformers.models:Class",
+        "unchanged": "model.layers.0.mlp and 3/4 and transformers.models:Class",
         "nested": [{}],
     }
 
@@ -398,9 +402,7 @@ def with_metadata(file: Path, **changes: str) -> None:
     safetensors.torch.save_file(safetensors.torch.load_file(file), file, metadata)
 
 
-def test_other_format_names_the_version_that_reads_it(
-    capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path
-) -> None:
+def test_unknown_format_error_names_required_version(capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path) -> None:
     file = Path(shutil.copy(capsules["bf16"][0], tmp_path))
     with_metadata(file, format="7", written_by="3.2.1")
     result = CliRunner().invoke(app, ["replay", str(file)])
@@ -410,9 +412,7 @@ def test_other_format_names_the_version_that_reads_it(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.6, 0.9, 0.999])
-def test_single_changed_byte_is_an_error(
-    share: float, capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path
-) -> None:
+def test_single_byte_change_raises(share: float, capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path) -> None:
     data = bytearray(capsules["bf16"][0].read_bytes())
     data[int(share * len(data))] ^= 1
     (file := tmp_path / "capsule.safetensors").write_bytes(data)
@@ -420,10 +420,10 @@ def test_single_changed_byte_is_an_error(
         Contents.read(file)
 
 
-def test_damaged_files_are_errors(capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path) -> None:
-    whole = capsules["bf16"][0].read_bytes()
+def test_damaged_files_raise(capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path) -> None:
+    complete = capsules["bf16"][0].read_bytes()
     file = tmp_path / "capsule.safetensors"
-    for data in (b"", b"not a capsule", whole[: len(whole) // 2], whole[:-1]):
+    for data in (b"", b"not a capsule", complete[: len(complete) // 2], complete[:-1]):
         file.write_bytes(data)
         with pytest.raises(CapsuleError):
             Contents.read(file)
@@ -432,7 +432,7 @@ def test_damaged_files_are_errors(capsules: dict[str, tuple[Path, Verdict]], tmp
         Contents.read(file)
 
 
-def test_missing_values_are_one_error(tmp_path: Path) -> None:
+def test_missing_values_raise_capsule_error(tmp_path: Path) -> None:
     file = tmp_path / "capsule.safetensors"
     contents = Contents(CapsuleKind.CONSISTENCY)
     contents.values = {"case": {}}
@@ -442,12 +442,12 @@ def test_missing_values_are_one_error(tmp_path: Path) -> None:
     assert "CapsuleError" in result.output
 
 
-def test_limits_are_checked() -> None:
+def test_invalid_limits_raise() -> None:
     with pytest.raises(CapsuleError, match=r"megabytes=0\.0: expected more than 0"):
         Limits(megabytes=0.0)
 
 
-def test_block_with_other_weights_is_an_error(capsules: dict[str, tuple[Path, Verdict]]) -> None:
+def test_block_with_unexpected_weights_raises(capsules: dict[str, tuple[Path, Verdict]]) -> None:
     contents = Contents.read(capsules["norm-epsilon"][0])
     block = RecordedBlock.from_json(contents.values["block"], contents.tensors)
     other = replace(block, weights={**block.weights, "extra.weight": torch.zeros(1)})

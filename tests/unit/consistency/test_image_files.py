@@ -37,7 +37,7 @@ class Templated:
         return json.dumps(messages)
 
 
-def test_prompt_from_a_chat_template(files: list[Path]) -> None:
+def test_prompt_with_chat_template(files: list[Path]) -> None:
     prompt = file_prompt(Templated(), files[1], "Why?")
     assert json.loads(prompt.text) == [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}
@@ -53,13 +53,13 @@ def test_prompt_from_a_chat_template(files: list[Path]) -> None:
         ({}, "Why?"),
     ],
 )
-def test_prompt_without_a_chat_template(files: list[Path], attributes: dict[str, Any], text: str) -> None:
+def test_prompt_without_chat_template(files: list[Path], attributes: dict[str, Any], text: str) -> None:
     assert file_prompt(SimpleNamespace(**attributes), files[0], "Why?").text == text
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Record the arguments of `check_images`. The second image disagrees in its result."""
+def check_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Record the arguments of `check_images`. Its result for the second image is a failure."""
     calls: dict[str, Any] = {}
 
     def check_images(path: Path, prompts: list[Any], **options: Any) -> list[ImageComparison]:
@@ -74,13 +74,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_command_compares_image_files(
-    checkpoint: Path, files: list[Path], tmp_path: Path, asked: dict[str, Any]
+    checkpoint: Path, files: list[Path], tmp_path: Path, check_arguments: dict[str, Any]
 ) -> None:
     report = tmp_path / "report.json"
     arguments = ["consistency", str(checkpoint), "--images", str(files[0]), "--json", str(report)]
     passed = CliRunner().invoke(app, [*arguments, "--image-prompt", "Why?", "--new-tokens", "8", "--top-p", "1"])
     assert passed.exit_code == 0, passed.output
-    assert asked == {
+    assert check_arguments == {
         "texts": ["<image> Why?"],
         "sampling": Sampling(0.8, 0, 1.0),
         "dtype": torch.float32,
@@ -94,8 +94,8 @@ def test_command_compares_image_files(
     assert "small.png" in passed.output
 
 
-def test_command_fails_and_names_what_differs(
-    checkpoint: Path, files: list[Path], tmp_path: Path, asked: dict[str, Any]
+def test_command_fails_and_names_wrong_component(
+    checkpoint: Path, files: list[Path], tmp_path: Path, check_arguments: dict[str, Any]
 ) -> None:
     report = tmp_path / "report.json"
     images = [argument for file in files for argument in ("--images", str(file))]
@@ -103,12 +103,12 @@ def test_command_fails_and_names_what_differs(
     failed = CliRunner().invoke(app, [*arguments, "--engine-option", "max_length=64"], env={"COLUMNS": "160"})
     assert failed.exit_code == 1, failed.output
     assert "processor" in failed.output
-    assert asked["dtype"] == torch.bfloat16
-    assert asked["engine_options"] == {"max_length": 64}
-    assert asked["texts"] == ["<image> Describe the image."] * 2
-    found = json.loads(report.read_text())
-    assert [image["verdict"] for image in found["images"]] == ["pass", "fail"]
-    assert found["images"][1] | {"file": ""} == {
+    assert check_arguments["dtype"] == torch.bfloat16
+    assert check_arguments["engine_options"] == {"max_length": 64}
+    assert check_arguments["texts"] == ["<image> Describe the image."] * 2
+    content = json.loads(report.read_text())
+    assert [image["verdict"] for image in content["images"]] == ["pass", "fail"]
+    assert content["images"][1] | {"file": ""} == {
         "file": "",
         "verdict": "fail",
         "value": None,
@@ -134,22 +134,22 @@ def test_command_fails_and_names_what_differs(
         (["--image-prompt", "Why?"], "--image-prompt needs --images"),
     ],
 )
-def test_options_that_do_not_fit_raise(
+def test_incompatible_options_fail(
     checkpoint: Path,
     files: list[Path],
     arguments: list[str],
     message: str,
-    asked: dict[str, Any],
+    check_arguments: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(files[0].parent)
     result = CliRunner().invoke(app, ["consistency", str(checkpoint), *arguments], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join((result.output + result.stderr).split())
-    assert not asked
+    assert not check_arguments
 
 
-def test_a_file_that_is_no_image_is_named(checkpoint: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
+def test_invalid_image_error_names_file(checkpoint: Path, tmp_path: Path, check_arguments: dict[str, Any]) -> None:
     (tmp_path / "text.png").write_text("no image")
     result = CliRunner().invoke(app, ["consistency", str(checkpoint), "--images", str(tmp_path / "text.png")])
     assert result.exit_code == 2

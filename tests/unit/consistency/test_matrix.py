@@ -48,13 +48,13 @@ def run(checkpoint: Path, engine: HFEngine, trainer: HFEngine, prompts: Prompts,
     """Return a function that runs the matrix on the two models, with one store for all measurements."""
 
     def run(settings: Settings = SETTINGS, **options: Any) -> ConsistencyReport:
-        meter = Meter(engine, trainer, prompts, settings, Store(tmp_path / "kept", {}))
+        meter = Meter(engine, trainer, prompts, settings, Store(tmp_path / "store", {}))
         return run_matrix(str(checkpoint), meter, References(checkpoint), **options)
 
     return run
 
 
-def test_the_whole_matrix_is_the_guides() -> None:
+def test_default_matrix_matches_guide() -> None:
     cells = Settings(lengths=GUIDE_LENGTHS, batches=GUIDE_BATCHES).cells()
     assert len(cells) == 36
     assert {cell.length for cell in cells} == {100, 1_000, 10_000}
@@ -67,20 +67,20 @@ def test_the_whole_matrix_is_the_guides() -> None:
     }
 
 
-def test_everything_wrong_with_settings_is_said_at_once() -> None:
+def test_settings_error_lists_all_problems() -> None:
     with pytest.raises(ConsistencyError) as caught:
         Settings(lengths=(3,), data=("fake",), modes=("beam",), batches=(0,), repeats=0, threshold=0.5)
     for part in ("length 3", "data 'fake'", "mode 'beam'", "batch 0", "repeats 0", "threshold 0.5"):
         assert part in str(caught.value)
 
 
-def test_models_that_agree_pass_in_every_cell(run: Run) -> None:
+def test_equal_models_pass_in_every_cell(run: Run) -> None:
     settings = replace(SETTINGS, lengths=(16,), modes=("greedy", "sampling"), batches=(1, 3), repeats=2, strict=True)
     report = run(settings)
     assert report.verdict == "pass", report.markdown()
-    found = report.to_json()
-    assert len(found["cells"]) == 4
-    for cell in found["cells"]:
+    content = report.to_json()
+    assert len(content["cells"]) == 4
+    for cell in content["cells"]:
         errors = [repeat[kind]["token_mult_prob_error"] for repeat in cell["repeats"] for kind in ("decode", "prefill")]
         errors += [repeat["strict"]["token_mult_prob_error"] for repeat in cell["repeats"]]
         assert (cell["value"], cell["unit"]) == (max(errors), "token_mult_prob_error")
@@ -96,7 +96,7 @@ def test_models_that_agree_pass_in_every_cell(run: Run) -> None:
     assert not torch.equal(first.tokens, second.tokens)
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(run: Run, engine: HFEngine, tmp_path: Path) -> None:
+def test_interrupted_run_resumes(run: Run, engine: HFEngine, tmp_path: Path) -> None:
     settings = replace(SETTINGS, lengths=(16, 24, 32))
     generate, calls = engine.generate, []
 
@@ -111,7 +111,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(run: Run, engine: HFEngine,
     assert report.verdict == "incomplete"
     assert report.error == "the engine died"
     assert [result.cell.length for result in report.results] == [16, 24]
-    assert json.loads((tmp_path / "kept" / "report.json").read_text())["error"] == "the engine died"
+    assert json.loads((tmp_path / "store" / "report.json").read_text())["error"] == "the engine died"
     before = [result.to_json() for result in report.results]
     report = run(settings)
     assert len(calls) == 4  # only the third cell was generated
@@ -119,7 +119,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(run: Run, engine: HFEngine,
     assert [result.to_json() for result in report.results[:2]] == before
 
 
-def test_measurements_made_otherwise_are_not_mixed_in(checkpoint: Path, tmp_path: Path) -> None:
+def test_measurements_with_other_settings_raise(checkpoint: Path, tmp_path: Path) -> None:
     options = {"engine": "hf-generate", "out": tmp_path, "dtype": torch.float32}
     assert check_consistency(checkpoint, settings=SETTINGS, **options).passed
     with pytest.raises(ConsistencyError, match="seed: 0 before, 1 now"):
@@ -137,7 +137,7 @@ def test_measurements_made_otherwise_are_not_mixed_in(checkpoint: Path, tmp_path
         ("engine", "engine.vllm: None before, '99.0' now"),
     ],
 )
-def test_upgrades_and_other_devices_do_not_reuse_measurements(
+def test_measurements_of_other_versions_or_devices_raise(
     changed: str, message: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"engine": "hf-generate", "out": tmp_path, "dtype": torch.float32, "settings": SETTINGS}
@@ -145,7 +145,7 @@ def test_upgrades_and_other_devices_do_not_reuse_measurements(
     described, installed = HFEngine.describe, matrix.versions()
     if changed == "versions":
         monkeypatch.setattr(matrix, "versions", lambda: installed | {"transformers": "99.0"})
-    elif changed == "engine":  # of another environment
+    elif changed == "engine":  # from another environment
         monkeypatch.setattr(HFEngine, "describe", lambda self: described(self) | {"vllm": "99.0"})
     else:
         options["device"] = "cpu:0"
@@ -154,7 +154,7 @@ def test_upgrades_and_other_devices_do_not_reuse_measurements(
     assert check_consistency(checkpoint, fresh=True, **options).passed
 
 
-def test_measurements_of_a_server_are_reused_with_a_warning(
+def test_reusing_server_measurements_warns(
     checkpoint: Path, engine: HFEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = replace(SETTINGS, sampling=Sampling())
@@ -169,7 +169,7 @@ def test_measurements_of_a_server_are_reused_with_a_warning(
             check_consistency(checkpoint, **options)
 
 
-def test_settings_of_which_nothing_was_measured_do_not_stop_the_next_run(checkpoint: Path, tmp_path: Path) -> None:
+def test_settings_without_measurements_are_replaced(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="unknown engine"):
         check_consistency(checkpoint, settings=SETTINGS, out=tmp_path, engine="tgi", dtype=torch.float32)
     assert check_consistency(
@@ -177,7 +177,7 @@ def test_settings_of_which_nothing_was_measured_do_not_stop_the_next_run(checkpo
     ).passed
 
 
-def test_verdicts_are_read_back_as_they_were(run: Run, engine: HFEngine) -> None:
+def test_verdict_round_trip(run: Run, engine: HFEngine) -> None:
     with torch.no_grad():
         engine.model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
     verdict = run().results[0].verdict
@@ -187,7 +187,7 @@ def test_verdicts_are_read_back_as_they_were(run: Run, engine: HFEngine) -> None
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("names", [("thesis.tex",), ("settings.json",), ("settings.json", "thesis.tex", "report.json")])
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, names: tuple[str, ...], fresh: bool) -> None:
+def test_unrelated_output_directory_raises(tmp_path: Path, names: tuple[str, ...], fresh: bool) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")
     with pytest.raises(ConsistencyError, match=r"has no file \.nrl_models that marks a directory of this command"):
@@ -196,19 +196,19 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, names: tuple[st
     assert all((tmp_path / name).read_text() == "{}" for name in names)
 
 
-def test_fresh_deletes_what_a_store_wrote_and_nothing_else(tmp_path: Path) -> None:
+def test_fresh_deletes_only_files_of_store(tmp_path: Path) -> None:
     cell = SETTINGS.cells()[0]
     outside = tmp_path / "outside.json"
     outside.write_text("{}")
-    folder = tmp_path / "kept"
+    folder = tmp_path / "store"
     store = Store(folder, {"a": 1})
     store.save(cell, 0, {"tokens": torch.ones(2)})
     for note in ("report", f"verdict-{cell.key}"):
         store.save_note(note, {})
     (folder / "settings.json").write_text("damaged")
-    theirs = {"thesis.tex", "model-1.safetensors", "my-report.json", "verdict-mine.json", "8-a-b-2.safetensors"}
-    for name in theirs:
-        (folder / name).write_text("years of work")
+    unrelated = {"thesis.tex", "model-1.safetensors", "my-report.json", "verdict-mine.json", "8-a-b-2.safetensors"}
+    for name in unrelated:
+        (folder / name).write_text("unrelated")
     (folder / "report.json").unlink()
     (folder / "report.json").symlink_to(outside)
     (folder / "8-real-greedy-2-0.safetensors").mkdir()
@@ -217,50 +217,50 @@ def test_fresh_deletes_what_a_store_wrote_and_nothing_else(tmp_path: Path) -> No
     assert store.load_note("report") is None
     assert outside.read_text() == "{}"
     left = {file.name for file in folder.iterdir()}
-    assert left == theirs | {".nrl_models", "settings.json", "8-real-greedy-2-0.safetensors"}
+    assert left == unrelated | {".nrl_models", "settings.json", "8-real-greedy-2-0.safetensors"}
 
 
 @pytest.mark.parametrize("content", [b"damaged", b"[" * 10**5, b"\xff"])
-def test_damaged_settings_of_measurements_are_an_error_that_says_what_to_do(tmp_path: Path, content: bytes) -> None:
-    Store(tmp_path / "kept", {"a": 1}).save(SETTINGS.cells()[0], 0, {"tokens": torch.ones(2)})
-    (tmp_path / "kept" / "settings.json").write_bytes(content)
+def test_damaged_settings_error_suggests_fresh(tmp_path: Path, content: bytes) -> None:
+    Store(tmp_path / "store", {"a": 1}).save(SETTINGS.cells()[0], 0, {"tokens": torch.ones(2)})
+    (tmp_path / "store" / "settings.json").write_bytes(content)
     with pytest.raises(ConsistencyError, match=r"settings\.json is damaged .*--fresh"):
-        Store(tmp_path / "kept", {"a": 1})
+        Store(tmp_path / "store", {"a": 1})
 
 
-def test_an_engine_that_gives_nan_fails_and_the_report_is_valid_json(run: Run, engine: HFEngine) -> None:
+def test_report_with_nan_fails_and_is_valid_json(run: Run, engine: HFEngine) -> None:
     score = engine.score
     engine.score = lambda *args, **kwargs: [[math.nan] * len(row) for row in score(*args, **kwargs)]
     report = run()
     assert report.verdict == "fail"
     verdict = report.results[0].verdict
     assert (verdict.kind, verdict.at_fault) == (VerdictKind.NOT_FINITE, (Party.PREFILL,))
-    found = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert found["cells"][0]["repeats"][0]["prefill"]["nan"] == 16
-    assert json.loads(json.dumps(run().to_json())) == found  # the stored measurements give the same report
+    content = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert content["cells"][0]["repeats"][0]["prefill"]["nan"] == 16
+    assert json.loads(json.dumps(run().to_json())) == content  # the stored measurements give the same report
 
 
-def test_tokens_the_engine_never_samples_are_found_by_strict_mode_alone(run: Run, engine: HFEngine) -> None:
+def test_strict_mode_finds_never_sampled_tokens(run: Run, engine: HFEngine) -> None:
     # An engine that does not sample as requested, but reports correct log-probabilities for its samples.
     settings = replace(SETTINGS, sampling=replace(SETTINGS.sampling, top_p=1.0), new_tokens=12)
     score = engine.score
 
     def without_some(sequences: Any, *args: Any, **kwargs: Any) -> Any:
-        found = score(sequences, *args, **kwargs)
-        for row, tokens in zip(found, sequences, strict=True):
-            for place in range(12, len(tokens)):
-                if tuple(tokens) not in sampled and tokens[place] % 2:
-                    row[place] = -math.inf
-        return found
+        scores = score(sequences, *args, **kwargs)
+        for row, tokens in zip(scores, sequences, strict=True):
+            for position in range(12, len(tokens)):
+                if tuple(tokens) not in sampled and tokens[position] % 2:
+                    row[position] = -math.inf
+        return scores
 
     generate, sampled = engine.generate, set()
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def record_samples(*args: Any, **kwargs: Any) -> Any:
         samples = generate(*args, **kwargs)
         sampled.update(sample.sequence for sample in samples)
         return samples
 
-    engine.score, engine.generate = without_some, noted
+    engine.score, engine.generate = without_some, record_samples
     report = run(replace(settings, strict=True))
     assert report.verdict == "fail"
     assert any(
@@ -280,7 +280,7 @@ def test_verdict_names_trainer_that_excludes_sampled_token(run: Run, trainer: HF
     assert (report.results[0].verdict.kind, report.results[0].verdict.at_fault) == ("trainer", (Party.TRAINER,))
 
 
-def test_an_engine_that_cannot_score_is_judged_by_its_decoding(run: Run, engine: HFEngine) -> None:
+def test_engine_without_scoring_compares_decode_only(run: Run, engine: HFEngine) -> None:
     known = engine.capabilities()
     engine.capabilities = lambda: replace(known, score=False, processed_scores=False)
     report = run()
@@ -289,7 +289,7 @@ def test_an_engine_that_cannot_score_is_judged_by_its_decoding(run: Run, engine:
     assert next(report.rows()).numbers[1] == "-"
 
 
-def test_the_report_as_markdown_is_the_guides_table(run: Run) -> None:
+def test_markdown_report(run: Run) -> None:
     text = run().markdown()
     assert "| Sequence Length | Data Type | Generation Method | Batch Size | trainer vs hf-generate, decode |" in text
     assert "| 24 | dummy | sampling | 2 | 1.000" in text
@@ -297,7 +297,7 @@ def test_the_report_as_markdown_is_the_guides_table(run: Run) -> None:
     assert f"\nTrainer: transformers {version('transformers')}, class " in text
 
 
-def test_the_page_is_self_contained_and_shows_the_worst_tokens(run: Run, engine: HFEngine, tmp_path: Path) -> None:
+def test_html_report_is_self_contained(run: Run, engine: HFEngine, tmp_path: Path) -> None:
     with torch.no_grad():
         engine.model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
     report = run()
@@ -323,11 +323,11 @@ def test_page_title_is_the_model_name(run: Run, tmp_path: Path, path: str, name:
     assert f"<h1>{name}: consistency with " in (tmp_path / "report.html").read_text()
 
 
-def test_colors_stand_for_the_same_differences_on_every_page(run: Run, engine: HFEngine, tmp_path: Path) -> None:
-    """The color depends on the absolute difference of a token, so that a difference of 1e-6 is white on every page."""
+def test_html_colors_use_absolute_scale(run: Run, engine: HFEngine, tmp_path: Path) -> None:
+    """The color depends on a token's absolute difference, so a difference of 1e-6 is white on every page."""
 
     def reds() -> set[str]:
-        shutil.rmtree(tmp_path / "kept", ignore_errors=True)
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
         write_html(run(), tmp_path / "report.html")
         return set(re.findall(r"rgba\(200, 0, 30, ([0-9.]+)\)", (tmp_path / "report.html").read_text()))
 
@@ -340,7 +340,7 @@ def test_colors_stand_for_the_same_differences_on_every_page(run: Run, engine: H
 # The command
 
 
-def test_the_report_shows_the_command_without_its_secrets() -> None:
+def test_shown_command_hides_secrets() -> None:
     arguments = ["consistency", "demo", "--engine", "http://me:hunter2@host:1", "--engine-option", "api_key=hunter2"]
     command = shown_command([*arguments, "--engine-option=api_key=hunter2", "--new-tokens=8"])
     assert "hunter2" not in command
@@ -348,15 +348,15 @@ def test_the_report_shows_the_command_without_its_secrets() -> None:
     assert "--new-tokens=8" in command
 
 
-def test_the_command_writes_what_was_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+def test_command_writes_requested_files(checkpoint: Path, tmp_path: Path) -> None:
     arguments = ["--engine", "hf-generate", "--dtype", "float32", "--new-tokens", "8"]
     arguments += ["--length", "24", "--data", "dummy", "--batch", "2"]
     files = ["--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md"), "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, ["consistency", str(checkpoint), *arguments, *files])
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["verdict"] == "pass"
-    assert {(cell["length"], cell["data"], cell["mode"], cell["batch"]) for cell in found["cells"]} == {
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["verdict"] == "pass"
+    assert {(cell["length"], cell["data"], cell["mode"], cell["batch"]) for cell in content["cells"]} == {
         (24, "dummy", "greedy", 2),
         (24, "dummy", "sampling", 2),
     }
@@ -379,7 +379,7 @@ def test_the_command_writes_what_was_asked_for(checkpoint: Path, tmp_path: Path)
     ],
     ids=["engine", "server", "tokenizer", "length", "temperature", "option", "dtype"],
 )
-def test_bad_input_gets_a_message_and_no_traceback(
+def test_invalid_arguments_fail_without_traceback(
     checkpoint: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     base = ["consistency", str(checkpoint), "--out", str(tmp_path / "out")]
@@ -391,7 +391,7 @@ def test_bad_input_gets_a_message_and_no_traceback(
     assert message in " ".join((result.output + result.stderr).replace("│", " ").split())
 
 
-def test_an_engine_that_is_not_installed_is_said_how_to_get(
+def test_missing_engine_error_suggests_installation(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if vLLM were not installed
@@ -401,21 +401,21 @@ def test_an_engine_that_is_not_installed_is_said_how_to_get(
     assert "make engine" in result.output + result.stderr
 
 
-@pytest.mark.parametrize("before", [(), ("notes.txt",)], ids=["only ours", "other files"])
-def test_an_engine_that_does_not_start_leaves_no_directory(
-    before: tuple[str, ...], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("existing", [(), ("notes.txt",)], ids=["empty", "other files"])
+def test_engine_start_error_leaves_no_directory(
+    existing: tuple[str, ...], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*arguments: Any, **options: Any) -> Any:
         raise EngineError("no memory")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(matrix, "start_engine", fails)
-    for name in before:
+    for name in existing:
         (tmp_path / "consistency").mkdir()
         (tmp_path / "consistency" / name).write_text("")
     with pytest.raises(EngineError, match="no memory"):
         check_consistency(checkpoint, engine="hf-generate", settings=SETTINGS)
-    assert [path.name for path in tmp_path.rglob("*")] == (["consistency", *before] if before else [])
+    assert [path.name for path in tmp_path.rglob("*")] == (["consistency", *existing] if existing else [])
 
 
 def words(count: int) -> PreTrainedTokenizerFast:
@@ -425,7 +425,7 @@ def words(count: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=known)
 
 
-def test_a_tokenizer_that_makes_one_token_of_any_text_is_refused() -> None:
+def test_tokenizer_without_pre_tokenizer_raises() -> None:
     known = Tokenizer(models.WordLevel({"<0>": 0, "a": 1}, unk_token="<0>"))  # without a pre-tokenizer
     prompts = Prompts(PreTrainedTokenizerFast(tokenizer_object=known), 512)
     cell = replace(SETTINGS, data=("dummy",)).cells()[0]
@@ -433,7 +433,7 @@ def test_a_tokenizer_that_makes_one_token_of_any_text_is_refused() -> None:
         prompts.make(cell, 16, seed=0)
 
 
-def test_a_tokenizer_may_have_tokens_that_the_model_lacks_and_may_not_use_them() -> None:
+def test_tokens_outside_vocabulary_raise_only_if_used() -> None:
     """Gemma 3's tokenizer, for example, has an image token."""
     text = " ".join(map(str, range(2_000)))
     prompts = Prompts(words(600), 512, text)
@@ -447,11 +447,11 @@ def test_a_tokenizer_may_have_tokens_that_the_model_lacks_and_may_not_use_them()
     assert fine.counting(40) == list(range(1, 41))
 
 
-def test_default_directories_differ_by_checkpoint_and_are_ignored_by_git(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_output_directories(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    other = shutil.copytree(checkpoint, tmp_path / "other" / checkpoint.name)  # the same folder name with other files
+    other = shutil.copytree(
+        checkpoint, tmp_path / "other" / checkpoint.name
+    )  # the same directory name with other files
     (other / "config.json").touch()
     options = {"engine": "hf-generate", "dtype": torch.float32}
     reports = [check_consistency(path, settings=SETTINGS, **options) for path in (checkpoint, other, checkpoint)]
@@ -462,7 +462,7 @@ def test_default_directories_differ_by_checkpoint_and_are_ignored_by_git(
 
 
 @pytest.mark.parametrize("error", [1.0, 1.0000025, 1.05, 17.25])
-def test_the_table_fits_100_columns_and_cuts_no_number(error: float, run: Run) -> None:
+def test_table_fits_100_columns_without_truncation(error: float, run: Run) -> None:
     report = run()
     report.results[0] = replace(report.results[0], cell=Cell(10_000, "dummy", "sampling", 32))
     metrics = report.results[0].repeats[0].metrics
@@ -475,7 +475,7 @@ def test_the_table_fits_100_columns_and_cuts_no_number(error: float, run: Run) -
     assert f"{error:.7f}" in shown.getvalue()
 
 
-def test_a_narrow_terminal_shows_each_number_and_verdict(run: Run) -> None:
+def test_table_in_narrow_terminal(run: Run) -> None:
     report, shown = run(), io.StringIO()
     Console(file=shown, width=80).print(report.table())
     lines = [line.strip() for line in shown.getvalue().splitlines()]

@@ -1,4 +1,4 @@
-"""An error above the threshold passes only if the lower of the two precisions explains it."""
+"""An error above the threshold passes only if the lower precision explains it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Run = Callable[..., ConsistencyReport]
 def result(error: float, noise: float, **options: Any) -> CellResult:
     """Create a result with this `token_mult_prob_error` in prefill, no error in decoding, and this noise floor."""
     zero = torch.zeros(1, 50, dtype=torch.float64)
-    found = Measurement(
+    measurement = Measurement(
         tokens=torch.zeros(1, 100, dtype=torch.int64),
         prompt_length=50,
         decode=zero,
@@ -49,11 +49,11 @@ def result(error: float, noise: float, **options: Any) -> CellResult:
         rounded=zero + torch.tensor(noise).log(),
         noise_dtype=torch.bfloat16,
     )
-    return CellResult(CELL, (found,), Sampling(0.0), 1.05, **options)
+    return CellResult(CELL, (measurement,), Sampling(0.0), 1.05, **options)
 
 
 @pytest.mark.parametrize(
-    ("error", "noise", "passes", "noted"),
+    ("error", "noise", "passes", "has_note"),
     [
         (1.04, 1.00001, True, False),
         (1.06, 1.00001, False, False),
@@ -64,15 +64,18 @@ def result(error: float, noise: float, **options: Any) -> CellResult:
         (1.06, float("inf"), False, False),
     ],
 )
-def test_the_noise_floor_moves_the_bound_only_up(error: float, noise: float, passes: bool, noted: bool) -> None:
-    found = result(error, noise)
-    assert found.passed == passes
-    assert bool(found.notes) == noted
-    if noted:
-        assert f"above 1.05, is within the noise floor of bfloat16: {shown_error(found.noise)}" in found.notes[0]
+def test_noise_floor_only_raises_bound(error: float, noise: float, passes: bool, has_note: bool) -> None:
+    cell_result = result(error, noise)
+    assert cell_result.passed == passes
+    assert bool(cell_result.notes) == has_note
+    if has_note:
+        assert (
+            f"above 1.05, is within the noise floor of bfloat16: {shown_error(cell_result.noise)}"
+            in cell_result.notes[0]
+        )
 
 
-def test_messages_tell_an_error_from_a_narrow_threshold() -> None:
+def test_problem_shows_error_with_enough_digits() -> None:
     (problem,) = replace(result(1.000104, 1.0), threshold=1.0001, noise_factor=0.0).problems
     error, threshold = re.fullmatch(r"token_mult_prob_error (.*) against prefill, above (.*)", problem).groups()
     assert float(error) == pytest.approx(1.000104, abs=1e-7)
@@ -80,34 +83,34 @@ def test_messages_tell_an_error_from_a_narrow_threshold() -> None:
     assert [shown_error(value) for value in (1.0, 1.0000006, 1.05, 2374.9429)] == ["1", "1.0000006", "1.05", "2374.94"]
 
 
-@pytest.mark.parametrize("place", ["trainer", "decode", "prefill"])
+@pytest.mark.parametrize("side", ["trainer", "decode", "prefill"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(0.8, top_p=0.95), Sampling(top_k=9)], ids=str)
-def test_tokens_of_probability_zero(sampling: Sampling, place: str) -> None:
+def test_zero_probability_tokens(sampling: Sampling, side: str) -> None:
     """Only the trainer's top-k and top-p may exclude one of 200 sampled tokens."""
     values = torch.zeros(1, 200, dtype=torch.float64)
     others = dict.fromkeys(("decode", "prefill", "trainer", "rounded"), values)
-    others[place] = values.index_fill(1, torch.tensor([7]), -math.inf)
+    others[side] = values.index_fill(1, torch.tensor([7]), -math.inf)
     tokens = torch.zeros(1, 210, dtype=torch.int64)
-    found = CellResult(CELL, (Measurement(tokens=tokens, prompt_length=10, **others),), sampling, 1.05)
-    assert found.passed == (place == "trainer" and sampling.truncates), found.problems
-    if place == "trainer" and not found.passed:
+    cell_result = CellResult(CELL, (Measurement(tokens=tokens, prompt_length=10, **others),), sampling, 1.05)
+    assert cell_result.passed == (side == "trainer" and sampling.truncates), cell_result.problems
+    if side == "trainer" and not cell_result.passed:
         expected = "tokens of decode have probability 0 in the trainer, without top-k and top-p"
-        assert found.problems[0] == f"1 {expected}"
+        assert cell_result.problems[0] == f"1 {expected}"
 
 
-def test_a_noise_factor_of_zero_leaves_the_threshold_alone() -> None:
+def test_zero_noise_factor_disables_noise_floor() -> None:
     assert not result(1.073, 1.07, noise_factor=0.0).passed
     with pytest.raises(ConsistencyError, match="noise_factor -1"):
         replace(SETTINGS, noise_factor=-1.0)
 
 
-def test_the_number_that_failed_is_the_one_shown() -> None:
+def test_worst_error_is_the_failing_one() -> None:
     assert result(1.5, 1.0).worst == (Comparison.PREFILL, pytest.approx(1.5))
 
 
 @pytest.fixture
 def run(checkpoint: Path, prompts: Prompts, tmp_path: Path) -> Run:
-    """Return a function that runs the matrix on an engine and a trainer in these precisions. The engine is changed."""
+    """Return a function that runs the matrix with these dtypes of engine and trainer. `change` modifies the engine."""
 
     def run(
         engine_dtype: torch.dtype, dtype: torch.dtype, change: Callable[[Any], None] = lambda model: None
@@ -117,18 +120,18 @@ def run(checkpoint: Path, prompts: Prompts, tmp_path: Path) -> Run:
             change(engine.model)
         trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype), "trainer")
         references = References(checkpoint)
-        meter = Meter(engine, trainer, prompts, TIGHT, Store(tmp_path / "kept", {}, fresh=True), references)
+        meter = Meter(engine, trainer, prompts, TIGHT, Store(tmp_path / "store", {}, fresh=True), references)
         return run_matrix(str(checkpoint), meter, references)
 
     return run
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_the_floor_is_that_of_the_lower_precision(run: Run, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_noise_floor_uses_lower_precision(run: Run, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     report = run(*dtypes)
-    (found,) = report.results
-    assert found.worst[1] > TIGHT.threshold
-    assert found.noise > 1.0005
+    (cell_result,) = report.results
+    assert cell_result.worst[1] > TIGHT.threshold
+    assert cell_result.noise > 1.0005
     assert report.passed, report.markdown()
     assert "within the noise floor of bfloat16" in report.markdown()
     assert report.to_json()["cells"][0]["noise_dtype"] == "bfloat16"
@@ -145,20 +148,20 @@ def swapped_gate_and_up(model: Any) -> None:
     mlp.up_proj.weight.copy_(gate)
 
 
-def other_rope_base(model: Any) -> None:
+def wrong_rope_base(model: Any) -> None:
     frequencies = model.model.rotary_emb.inv_freq
     frequencies.mul_(10.0 ** -torch.linspace(0, 1, len(frequencies)))
 
 
-@pytest.mark.parametrize("change", [scaled_norm, swapped_gate_and_up, other_rope_base])
+@pytest.mark.parametrize("change", [scaled_norm, swapped_gate_and_up, wrong_rope_base])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_small_defect_fails_in_bfloat16_too(run: Run, dtype: torch.dtype, change: Callable[[Any], None]) -> None:
+def test_small_defect_fails_in_bfloat16(run: Run, dtype: torch.dtype, change: Callable[[Any], None]) -> None:
     report = run(torch.bfloat16, dtype, change)
     assert not report.passed
     assert "what the noise floor of 1.0" in report.results[0].problems[0]
 
 
-def test_the_command_exits_with_the_verdict_and_shows_why(checkpoint: Path, tmp_path: Path) -> None:
+def test_command_noise_factor(checkpoint: Path, tmp_path: Path) -> None:
     base = ["consistency", str(checkpoint), "--engine", "hf-generate", "--dtype", "bfloat16"]
     base += [
         "--trainer-dtype",

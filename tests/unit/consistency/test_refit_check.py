@@ -46,7 +46,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vo
 SMALL |= {"use_qk_norm": True, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 
 
-def test_every_stale_tensor_is_found_or_listed(tmp_path: Path) -> None:
+def test_stale_tensor_is_detected_or_unverifiable(tmp_path: Path) -> None:
     """The model has query and key norms, experts, and a correction bias, which is a buffer."""
     new_model(tiny_config(Glm4MoeConfig, SMALL)).save_pretrained(tmp_path)
     engine = Unreadable(HFEngine.start(tmp_path, dtype=torch.float32, load_format="dummy", seed=3).model)
@@ -67,12 +67,14 @@ def test_every_stale_tensor_is_found_or_listed(tmp_path: Path) -> None:
         readable.refit((new | {name: old[name]}).items(), digests=False)
         sampling = settings.sampling_of(check.cell)
         stale = final_scores(engine, measured.tokens, count, sampling)
-        found = CellResult(check.cell, (replace(measured, decode=stale, prefill=stale),), sampling, check.threshold)
-        assert not found.passed or name in check.not_observable, name
+        cell_result = CellResult(
+            check.cell, (replace(measured, decode=stale, prefill=stale),), sampling, check.threshold
+        )
+        assert not cell_result.passed or name in check.not_observable, name
 
 
-def test_weights_of_multi_token_prediction_move_and_are_listed(tmp_path: Path) -> None:
-    """One is a copy of the embeddings, and stays a copy."""
+def test_mtp_weights_are_trained_and_unverifiable(tmp_path: Path) -> None:
+    """One of the weights is a copy of the embeddings, and stays equal to them."""
     reference = new_model(tiny_config(Glm4MoeConfig, SMALL))
     reference.save_pretrained(tmp_path)
     mtp = mtp_tensors(reference)
@@ -93,7 +95,7 @@ def test_weights_of_multi_token_prediction_move_and_are_listed(tmp_path: Path) -
 
 @needs("Gemma4ForConditionalGeneration")
 @pytest.mark.parametrize("readable", [True, False])
-def test_disabled_bounds_of_activations_move_and_stay_numbers(readable: bool, tmp_path: Path) -> None:
+def test_infinite_clipping_bounds_become_finite(readable: bool, tmp_path: Path) -> None:
     """Gemma 4's audio tower clips to buffers that are infinite until they are calibrated."""
     audio = {"num_hidden_layers": 1, "use_clipped_linears": True}
     text = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 512, "vocab_size_per_layer_input": 512}
@@ -108,25 +110,23 @@ def test_disabled_bounds_of_activations_move_and_stay_numbers(readable: bool, tm
     check.train()
     trained = check.meter.trainer.model.state_dict()
     assert all(tensor.isfinite().all() for tensor in trained.values())
-    assert all(trained[name].abs() > 1e4 for name in bounds)  # they still clip nothing
+    assert all(trained[name].abs() > 1e4 for name in bounds)  # large enough to disable clipping
     assert check.refit("second").passed
 
 
-def test_stale_tensors_of_readable_engines_are_named(checkpoint: Path) -> None:
+def test_unchanged_weights_of_readable_engine(checkpoint: Path) -> None:
     engine = HFEngine.start(checkpoint, dtype=torch.float32)
     weights = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
     assert engine.note_weights()
     assert len(engine.unchanged_weights()) == len(weights)
     for name, tensor in weights.items():
-        engine.refit([(each, own if each == name else own * 1.01) for each, own in weights.items()], digests=False)
+        engine.refit([(key, value if key == name else value * 1.01) for key, value in weights.items()], digests=False)
         assert engine.unchanged_weights() == [name]
         assert tensor.is_floating_point()
 
 
-def test_stale_tensor_is_a_problem_of_the_refit(
-    checkpoint: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if it does not affect log-probabilities."""
+def test_stale_rows_are_a_refit_problem(checkpoint: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check reports it even if log-probabilities do not change."""
     monkeypatch.setattr(RefitChecker, "_judge", lambda *_: None)
     engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
     check = checker(checkpoint, engine, prompts)
@@ -146,15 +146,15 @@ def test_stale_tensor_is_a_problem_of_the_refit(
     assert not step.passed
     rows = f"1 of {len(weight)} rows"
     assert f"weights of the engine did not change: model.layers.1.self_attn.k_proj.weight ({rows})" in step.problems
-    found = check.to_json()
-    assert found["not_observable"] == []
-    for refit in found["refits"]:
+    report = check.to_json()
+    assert report["not_observable"] == []
+    for refit in report["refits"]:
         assert refit["unit"] == "token_mult_prob_error"
         assert refit["value"] >= refit["token_mult_prob_error"] >= 1.0
         assert refit["bound"] >= 1.00001
 
 
-def test_long_rope_is_checked_at_the_length_of_rollouts(tmp_path: Path) -> None:
+def test_longrope_is_checked_beyond_original_length(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128} | factors
     config = tiny_config(
@@ -172,12 +172,12 @@ def test_long_rope_is_checked_at_the_length_of_rollouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"trainer_dtype": torch.float64}, {"dtype": torch.float64}])
-def test_mixture_of_experts_is_checked_in_float64(options: dict[str, Any], tmp_path: Path) -> None:
+def test_moe_refit_in_float64(options: dict[str, Any], tmp_path: Path) -> None:
     new_model(tiny_config(Qwen3MoeConfig)).save_pretrained(tmp_path)
     assert check_refit(tmp_path, engine="hf-generate", **options).passed
 
 
-def test_classifier_raises_an_error_of_the_engine(tmp_path: Path) -> None:
+def test_classifier_raises_engine_error(tmp_path: Path) -> None:
     config = tiny_config(LlamaConfig)
     config.num_labels = 1
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)

@@ -33,7 +33,7 @@ Judge = Callable[..., Verdict | None]
 
 @pytest.fixture
 def judge(tmp_path: Path, prompts: Prompts) -> Judge:
-    """Return the verdict on a checkpoint whose engine or trainer has another configuration, or is changed."""
+    """Return a function that runs an engine and a trainer, possibly with faults, and returns the verdict."""
 
     def judge(
         config: PreTrainedConfig,
@@ -54,19 +54,19 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
         change(engine, trainer)
         store = Store(tmp_path / "store", {}, fresh=True)
-        asked = replace(SETTINGS, **settings)
+        cell_settings = replace(SETTINGS, **settings)
         second = None
         if second_config is not None:
             other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **second_config)
             second = HFEngine(other, "megatron")
-        meter = Meter(engine, trainer, prompts, asked, store, second=second)
+        meter = Meter(engine, trainer, prompts, cell_settings, store, second=second)
         report = run_matrix(str(path), meter, References(path, witness=witness), random_weights=random_weights)
         return report.results[0].verdict
 
     return judge
 
 
-def test_models_that_agree_get_no_verdict(judge: Judge) -> None:
+def test_equal_models_have_no_verdict(judge: Judge) -> None:
     assert judge(tiny_config(LlamaConfig)) is None
 
 
@@ -86,7 +86,7 @@ def test_models_that_agree_get_no_verdict(judge: Judge) -> None:
     ],
     ids=["rope", "softcap", "no-window", "window-off-by-one", "eps"],
 )
-def test_a_key_of_the_configuration_that_is_not_read_is_named(
+def test_verdict_names_ignored_config_key(
     judge: Judge, config_class: type[PreTrainedConfig], overrides: dict[str, Any], wrong: dict[str, Any], cause: str
 ) -> None:
     verdict = judge(tiny_config(config_class, overrides), wrong, threshold=1.00001)
@@ -96,7 +96,7 @@ def test_a_key_of_the_configuration_that_is_not_read_is_named(
     assert cause in verdict.cause.message
 
 
-def test_the_trainer_is_named_when_it_is_wrong(judge: Judge) -> None:
+def test_verdict_names_wrong_trainer(judge: Judge) -> None:
     def swap(engine: HFEngine, trainer: HFEngine) -> None:
         mlp = trainer.model.model.layers[1].mlp
         with torch.no_grad():
@@ -113,11 +113,11 @@ def test_the_trainer_is_named_when_it_is_wrong(judge: Judge) -> None:
     )
 
 
-def test_a_second_trainer_that_is_right_gets_no_verdict(judge: Judge) -> None:
+def test_correct_second_trainer_has_no_verdict(judge: Judge) -> None:
     assert judge(tiny_config(MistralConfig, WINDOW), second_config={}) is None
 
 
-def test_the_second_trainer_is_named_when_it_alone_is_wrong(judge: Judge) -> None:
+def test_verdict_names_wrong_second_trainer(judge: Judge) -> None:
     verdict = judge(tiny_config(MistralConfig, WINDOW), second_config={"sliding_window": None}, threshold=1.00001)
     assert verdict.kind == VerdictKind.SECOND_TRAINER
     assert verdict.at_fault == ("second trainer",)
@@ -125,7 +125,7 @@ def test_the_second_trainer_is_named_when_it_alone_is_wrong(judge: Judge) -> Non
     assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
 
-def test_an_engine_that_both_trainers_contradict_is_at_fault(judge: Judge) -> None:
+def test_verdict_names_engine_with_second_trainer(judge: Judge) -> None:
     wrong = {"sliding_window": None}
     verdict = judge(tiny_config(MistralConfig, WINDOW), wrong, second_config={}, threshold=1.00001)
     assert verdict.kind == VerdictKind.ENGINE
@@ -134,7 +134,7 @@ def test_an_engine_that_both_trainers_contradict_is_at_fault(judge: Judge) -> No
     assert verdict.at_fault == ("engine decode", "engine prefill", "second trainer")
 
 
-def test_both_wrong_in_other_ways_are_both_named(judge: Judge) -> None:
+def test_verdict_names_trainer_and_engine(judge: Judge) -> None:
     def spoil(engine: HFEngine, trainer: HFEngine) -> None:
         with torch.no_grad():
             engine.model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
@@ -145,7 +145,7 @@ def test_both_wrong_in_other_ways_are_both_named(judge: Judge) -> None:
     assert verdict.at_fault == ("trainer", "engine decode", "engine prefill")
 
 
-def test_other_precision_is_no_fault(judge: Judge) -> None:
+def test_lower_precision_verdict(judge: Judge) -> None:
     def half(engine: HFEngine, trainer: HFEngine) -> None:
         engine.model.to(torch.bfloat16)
 
@@ -162,7 +162,7 @@ def _scale_embeddings(engine: HFEngine, trainer: HFEngine) -> None:
     engine.model.model.embed_tokens.embed_scale.fill_(1.0)
 
 
-def test_a_stale_constant_under_dummy_weights_is_named_by_its_quirk(judge: Judge) -> None:
+def test_verdict_names_quirk_of_stale_constant(judge: Judge) -> None:
     verdict = judge(tiny_config(Gemma2Config), change=_scale_embeddings, random_weights=True)
     assert verdict.kind == VerdictKind.ENGINE
     assert verdict.divergence.pattern == Pattern.SCALED
@@ -171,7 +171,7 @@ def test_a_stale_constant_under_dummy_weights_is_named_by_its_quirk(judge: Judge
     assert "Known quirk: engine-dummy-buffers: An engine that starts with random weights" in verdict.summary
 
 
-def test_a_quirk_is_not_named_where_it_does_not_fit(judge: Judge) -> None:
+def test_verdict_omits_unrelated_quirks(judge: Judge) -> None:
     assert judge(tiny_config(Gemma2Config), change=_scale_embeddings).quirks == ()  # the engine has read its weights
 
     def scale(engine: HFEngine, trainer: HFEngine) -> None:
@@ -191,7 +191,7 @@ def checker(path: Path, engine: HFEngine, prompts: Prompts) -> RefitChecker:
     return RefitChecker(str(path), Meter(engine, trainer, prompts, settings))
 
 
-def test_two_refits_in_a_row_arrive(checkpoint: Path, prompts: Prompts) -> None:
+def test_two_consecutive_refits(checkpoint: Path, prompts: Prompts) -> None:
     engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
     check = checker(checkpoint, engine, prompts)
     assert check.refit("first").passed
@@ -201,14 +201,14 @@ def test_two_refits_in_a_row_arrive(checkpoint: Path, prompts: Prompts) -> None:
     assert step.before > 1.01
 
 
-def test_weights_that_did_not_change_are_no_second_refit(checkpoint: Path, prompts: Prompts) -> None:
+def test_second_refit_with_unchanged_weights_fails(checkpoint: Path, prompts: Prompts) -> None:
     check = checker(checkpoint, HFEngine.start(checkpoint, dtype=torch.float32), prompts)
     check.refit("first")
     step = check.refit("second")
     assert step.problems == ("the same weights were sent as last time: the training step changed nothing",)
 
 
-def test_what_does_not_arrive_is_named(checkpoint: Path, prompts: Prompts) -> None:
+def test_refit_names_missing_tensors(checkpoint: Path, prompts: Prompts) -> None:
     check = checker(checkpoint, HFEngine.start(checkpoint, dtype=torch.float32), prompts)
     lost = "model.layers.1.self_attn.v_proj.weight"
 
@@ -220,7 +220,7 @@ def test_what_does_not_arrive_is_named(checkpoint: Path, prompts: Prompts) -> No
     assert f"parameters of the engine were not written: {lost}" in problems
 
 
-def test_a_persistent_buffer_that_is_not_sent_is_named(tmp_path: Path, prompts: Prompts) -> None:
+def test_refit_names_missing_persistent_buffer(tmp_path: Path, prompts: Prompts) -> None:
     new_model(tiny_config(DeepseekV3Config, {"num_key_value_heads": 8, "head_dim": 16})).save_pretrained(tmp_path)
     engine = HFEngine.start(tmp_path, dtype=torch.float32)
     check = checker(tmp_path, engine, prompts)
@@ -238,7 +238,9 @@ WINDOW = {"sliding_window": 8}
 
 
 @pytest.mark.parametrize("wrong_witness", [False, True])
-def test_a_witness_says_whom_it_agrees_with(judge: Judge, monkeypatch: pytest.MonkeyPatch, wrong_witness: bool) -> None:
+def test_witness_verdict_names_agreeing_side(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, wrong_witness: bool
+) -> None:
     def start(name: str, path: Path, dtype: torch.dtype) -> HFEngine:
         changes = {"sliding_window": None} if wrong_witness else {}
         return HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **changes), name)
@@ -249,13 +251,13 @@ def test_a_witness_says_whom_it_agrees_with(judge: Judge, monkeypatch: pytest.Mo
     assert verdict.kind == VerdictKind.ENGINE
     assert verdict.witness == Opinion("mlx", Vote.AT_FAULT if wrong_witness else Vote.REFERENCE)
     assert Verdict.from_json(verdict.to_json()) == verdict
-    said = "agrees with engine decode and engine prefill and not with transformers, whose class may be wrong"
-    assert (said if wrong_witness else "mlx agrees with transformers.") in verdict.summary
+    expected_summary = (
+        "agrees with engine decode and engine prefill and not with transformers, whose class may be wrong"
+    )
+    assert (expected_summary if wrong_witness else "mlx agrees with transformers.") in verdict.summary
 
 
-def test_a_witness_that_is_wrong_in_another_way_agrees_with_neither(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_witness_agreeing_with_neither_side(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(name: str, path: Path, dtype: torch.dtype) -> HFEngine:
         return HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, rms_norm_eps=0.1), name)
 
@@ -264,7 +266,7 @@ def test_a_witness_that_is_wrong_in_another_way_agrees_with_neither(
     assert verdict.witness == Opinion("mlx", Vote.NEITHER)
 
 
-def test_a_witness_that_does_not_start_is_no_error(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_witness_start_error_is_reported(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: Any, **__: Any) -> HFEngine:
         raise EngineError("mlx-lm is not installed")
 
@@ -279,7 +281,7 @@ def test_a_witness_that_does_not_start_is_no_error(judge: Judge, monkeypatch: py
 
 
 @pytest.mark.integrations
-def test_mlx_leaves_out_the_window_of_mistral_too(judge: Judge) -> None:
+def test_mlx_ignores_mistral_sliding_window(judge: Judge) -> None:
     pytest.importorskip("mlx_lm", reason="needs mlx-lm: install the extra `mlx`")
     config = tiny_config(MistralConfig, WINDOW)
     verdict = judge(config, {"sliding_window": None}, witness="mlx", threshold=1.00001)
