@@ -23,11 +23,11 @@ def nested(*path: str) -> nn.Module:
     return root
 
 
-def names(model: nn.Module, *given: str) -> list[str]:
-    return [name for name, _ in as_published(model, [(name, torch.zeros(2)) for name in given])]
+def names(model: nn.Module, *saved_names: str) -> list[str]:
+    return [name for name, _ in as_published(model, [(name, torch.zeros(2)) for name in saved_names])]
 
 
-def test_a_name_that_was_doubled_is_the_published_one() -> None:
+def test_duplicated_name_component_is_removed() -> None:
     model = nested("language_model", "model", "layers")
     assert names(model, "language_model.model.model.norm.weight", "language_model.lm_head.weight") == [
         "language_model.model.norm.weight",
@@ -38,11 +38,11 @@ def test_a_name_that_was_doubled_is_the_published_one() -> None:
 @pytest.mark.parametrize(
     "model", [nested("language_model", "model", "model"), nested("thinker", "model")], ids=["has both", "has neither"]
 )
-def test_a_name_stays_where_the_engine_does_not_say_otherwise(model: nn.Module) -> None:
+def test_name_unchanged_without_matching_engine_module(model: nn.Module) -> None:
     assert names(model, "language_model.model.model.norm.weight") == ["language_model.model.model.norm.weight"]
 
 
-def test_a_wrapped_vision_tower_is_named_as_it_was_published() -> None:
+def test_wrapped_vision_tower_name() -> None:
     model = nested("vision_tower", "vision_model", "encoder")
     saved = (
         "model.vision_tower.encoder.norm.weight",
@@ -75,21 +75,21 @@ def with_experts(*, transposed: bool) -> nn.Module:
     return model
 
 
-def test_experts_are_turned_as_they_were_published() -> None:
+def test_transposed_experts_match_published_layout() -> None:
     published = stacks()
     saved = {name: tensor.transpose(1, 2) if tensor.ndim == 3 else tensor for name, tensor in published.items()}
-    for given in (published, saved):
-        found = dict(as_published(with_experts(transposed=True), given.items()))
-        assert found.keys() == published.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in published.items())
+    for tensors in (published, saved):
+        converted = dict(as_published(with_experts(transposed=True), tensors.items()))
+        assert converted.keys() == published.keys()
+        assert all(torch.equal(converted[name], tensor) for name, tensor in published.items())
 
 
-def test_experts_stay_where_the_engine_reads_them_as_they_are_saved() -> None:
+def test_experts_unchanged_without_transposition() -> None:
     saved = stacks()
-    found = dict(as_published(with_experts(transposed=False), saved.items()))
-    assert all(found[name] is tensor for name, tensor in saved.items())
+    converted = dict(as_published(with_experts(transposed=False), saved.items()))
+    assert all(converted[name] is tensor for name, tensor in saved.items())
 
 
-def test_square_experts_are_refused() -> None:
+def test_square_experts_raise() -> None:
     with pytest.raises(EngineError, match=r"gate_up_proj of shape \(4, 32, 32\) may be"):
         list(as_published(with_experts(transposed=True), stacks(inner=HIDDEN // 2).items()))

@@ -59,7 +59,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     certificate = tmp_path / "engine-coverage" / "certificates" / "vllm" / "CForCausalLM.json"
     certificate.parent.mkdir(parents=True)
     certificate.write_text("{}")
-    found = coverage_page.pages_with(
+    contents = coverage_page.pages_with(
         "vLLM",
         ["How."],
         RECORDS,
@@ -67,11 +67,11 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         causes={"CForCausalLM": "known."},
         obstacles={"BForCausalLM": "its size is 7"},
     )
-    coverage_page.write_pages(found)
-    return {path.name: path.read_text() for path in found}
+    coverage_page.write_pages(contents)
+    return {path.name: path.read_text() for path in contents}
 
 
-def test_summary_has_counts_and_failures_but_not_agreeing_architectures(pages: dict[str, str]) -> None:
+def test_summary_lists_counts_and_failures_only(pages: dict[str, str]) -> None:
     summary = pages["engine-coverage.md"]
     assert "- 1 agree, after both refits\n- 4 disagree" in summary
     assert (
@@ -84,7 +84,7 @@ def test_summary_has_counts_and_failures_but_not_agreeing_architectures(pages: d
     assert summary.endswith("## MLX\n\nkept\n")
 
 
-def test_summary_states_the_facts_of_a_verdict(pages: dict[str, str]) -> None:
+def test_summary_contains_verdict_facts(pages: dict[str, str]) -> None:
     rows = pages["engine-coverage.md"].splitlines()
     assert (
         "| CForCausalLM | 2.0200 | The refit does not write `model.a`, `model.b`, and 1 more. The engine computes as "
@@ -99,7 +99,7 @@ def test_summary_states_the_facts_of_a_verdict(pages: dict[str, str]) -> None:
     assert "| FForCausalLM | Needs transformers>=9 |" in pages["engine-coverage.md"]
 
 
-def test_engine_page_has_every_result(pages: dict[str, str]) -> None:
+def test_engine_page_lists_every_result(pages: dict[str, str]) -> None:
     page = pages["vllm.md"]
     assert "| AForCausalLM | 1.0000020 |  |  |  |" in page  # without a certificate
     settings = "With `model_impl=transformers`: agrees, 1.0000000."
@@ -114,7 +114,7 @@ def test_engine_page_has_every_result(pages: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "causes"), [(Kind.ENGINE, VLLM), (Kind.IMAGES, IMAGES), (Kind.MLX, MLX)], ids=lambda value: str(value)[:20]
 )
-def test_architectures_that_are_not_run_have_a_known_cause(kind: Kind, causes: dict[str, str]) -> None:
+def test_skipped_architectures_have_known_cause(kind: Kind, causes: dict[str, str]) -> None:
     outcomes = {name: record.outcome for name, record in read_records(PAGES)[kind].items()}
     not_run = {name: Stage(each["stage"]) for name, each in outcomes.items() if each["status"] == "not run"}
     assert causes.keys() == {name for name, stage in not_run.items() if stage is not Stage.REQUIREMENT}
@@ -125,7 +125,7 @@ def test_recorded_facts_round_trip() -> None:
         assert Facts.from_json(json.loads(json.dumps(asdict(facts)))) == facts
 
 
-def test_recorded_disagreements_have_facts_that_known_limits_explain() -> None:
+def test_known_limits_explain_recorded_disagreements() -> None:
     records = read_records(PAGES)
     failing = {
         (kind, name): Facts.from_json(record.outcome["facts"])
@@ -167,7 +167,7 @@ IMAGE = ImageOutcome("AForCausalLM", AGREES, refitted=1.000002, bounds=(1.0001,)
         (replace(IMAGE, status=DISAGREES, refitted=2.0), Answer.NOT_READY, {"images": Status.FAILED}),
     ],
 )
-def test_a_sweep_writes_a_certificate_of_each_architecture(
+def test_sweep_writes_certificates(
     outcome: SweepOutcome,
     answer: Answer,
     expected: dict[str, Status],
@@ -201,7 +201,7 @@ def test_published_certificates_are_intact_and_small() -> None:
     files = sorted(folder.glob("*/*.json"))
     assert files
     for file in files:
-        assert Certificate.load(file).name.replace("#", "-") == f"tiny {file.stem}"  # of a variant
+        assert Certificate.load(file).name.replace("#", "-") == f"tiny {file.stem}"  # the name of a variant has a "#"
         assert file.stat().st_size < 8_000
         page = folder.parent / f"{file.parent.name}.md"
         assert f"(certificates/{file.parent.name}/{file.name})" in page.read_text()

@@ -30,45 +30,45 @@ def moved(old: torch.Tensor, share: float, generator: torch.Generator) -> torch.
     if old.dtype is torch.bool:
         return new ^ (torch.rand(old.shape, generator=generator) < share)
     flat = new.reshape(-1).view(torch.uint8).reshape(-1, old.element_size())
-    where = torch.rand(len(flat), generator=generator) < share
-    flat[where] ^= torch.randint(1, 256, (int(where.sum()), flat.shape[1]), generator=generator).to(torch.uint8)
+    changed = torch.rand(len(flat), generator=generator) < share
+    flat[changed] ^= torch.randint(1, 256, (int(changed.sum()), flat.shape[1]), generator=generator).to(torch.uint8)
     return new
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.3, 1.0])
-def test_what_changed_comes_out_bit_for_bit(dtype: torch.dtype, share: float) -> None:
+def test_patched_tensors_are_bit_exact(dtype: torch.dtype, share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (300, 1000), "b": (), "c": (7,), "d": (0, 3), "e": (70_000, 2)}
     old = {name: (torch.randn(shape, generator=generator) * 3).to(dtype) for name, shape in shapes.items()}
     old["a"] = old["a"].T  # not contiguous
     new = {name: moved(tensor, share, generator) for name, tensor in old.items()}
-    kept = {name: tensor.clone() for name, tensor in old.items()}
+    copies = {name: tensor.clone() for name, tensor in old.items()}
     writer = DeltaWriter()
     differ = {name for name in old if writer.add(name, old[name], new[name])}
     assert differ == set(writer.names) == {name for name in old if not torch.equal(bits(old[name]), bits(new[name]))}
-    found = dict(patched(old, *writer.message()))
-    assert found.keys() == differ
-    for name, tensor in found.items():
+    patched_tensors = dict(patched(old, *writer.message()))
+    assert patched_tensors.keys() == differ
+    for name, tensor in patched_tensors.items():
         assert (tensor.dtype, tensor.shape) == (new[name].dtype, new[name].shape)
         assert torch.equal(bits(tensor), bits(new[name]))
     for name, tensor in old.items():
-        assert torch.equal(bits(tensor), bits(kept[name]))
+        assert torch.equal(bits(tensor), bits(copies[name]))
 
 
-def test_elements_that_are_equal_and_not_the_same_are_sent() -> None:
+def test_negative_zero_and_nan_are_sent() -> None:
     old = torch.zeros(100_000)
     new = old.clone()
     new[70_000], new[99_999] = -0.0, float("nan")
     writer = DeltaWriter()
     assert writer.add("x", old, new)
-    ((_, found),) = patched({"x": old}, *writer.message())
-    assert torch.equal(bits(found), bits(new))
+    ((_, patched_tensor),) = patched({"x": old}, *writer.message())
+    assert torch.equal(bits(patched_tensor), bits(new))
     assert not DeltaWriter().add("x", new, new.clone())  # NaN equals itself
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.021), (torch.float32, 0.016)])
-def test_a_hundredth_of_the_weights_takes_a_fiftieth_of_their_size(dtype: torch.dtype, most: float) -> None:
+@pytest.mark.parametrize(("dtype", "max_ratio"), [(torch.bfloat16, 0.021), (torch.float32, 0.016)])
+def test_delta_size_of_one_percent_changes(dtype: torch.dtype, max_ratio: float) -> None:
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(1000, 2000, generator=generator).to(dtype)
     new = moved(old, 0.01, generator)
@@ -76,10 +76,10 @@ def test_a_hundredth_of_the_weights_takes_a_fiftieth_of_their_size(dtype: torch.
     writer.add("x", old, new)
     tensors, _ = writer.message()
     assert writer.nbytes == sum(tensor.nbytes for tensor in tensors.values())
-    assert writer.nbytes <= most * old.nbytes
+    assert writer.nbytes <= max_ratio * old.nbytes
 
 
-def test_a_message_that_does_not_fit_is_refused() -> None:
+def test_invalid_message_raises() -> None:
     old = {"x": torch.zeros(1000), "y": torch.zeros(4)}
     writer = DeltaWriter()
     changed = old["x"].clone()
@@ -89,7 +89,7 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
     tensors, text = writer.message()
     assert {name for name, _ in patched(old, tensors, text)} == {"x", "y"}
     far = tensors["steps"].to(torch.int64) * 60
-    for damaged, said in (
+    for damaged, message in (
         ((old | {"y": torch.zeros(5)}, tensors, text), "complete 'y' that"),
         (({"y": old["y"]}, tensors, text), "'x', which the last"),
         (({**old, "x": torch.zeros(800)}, tensors, text), "past its end"),
@@ -102,5 +102,5 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
         ((old, tensors, {"sparse": '[["x", -2]]'}), "has no list of"),
         ((old, tensors, {"sparse": "[" * 100_000}), "has no list of"),
     ):
-        with pytest.raises(EngineError, match=said):
+        with pytest.raises(EngineError, match=message):
             list(patched(*damaged))

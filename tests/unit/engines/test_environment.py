@@ -29,11 +29,11 @@ SCRIPT = """#!{python}
 import json, pathlib, sys
 here = pathlib.Path(__file__).parent
 for number, answer in enumerate(json.loads((here / "answers.json").read_text())):
-    asked = sys.stdin.readline()
+    request = sys.stdin.readline()
     with open(here / "seen.json", "a") as seen:
-        seen.write(json.dumps([sys.argv, asked]) + "\\n")
+        seen.write(json.dumps([sys.argv, request]) + "\\n")
     if answer.startswith("{{"):
-        answer = json.dumps({{"id": json.loads(asked)["id"]}} | json.loads(answer))
+        answer = json.dumps({{"id": json.loads(request)["id"]}} | json.loads(answer))
     print(answer, flush=True)
 """
 
@@ -57,17 +57,15 @@ def sample(**changes: Any) -> dict[str, Any]:
     return {"samples": [{"tokens": [7, 8], "logprobs": [-1.0, None], "finish_reason": "length"} | changes]}
 
 
-def test_options_are_no_arguments_that_others_can_read(
-    engine_with: Callable[..., EnvironmentEngine], tmp_path: Path
-) -> None:
+def test_options_are_not_command_line_arguments(engine_with: Callable[..., EnvironmentEngine], tmp_path: Path) -> None:
     with engine_with(DESCRIBED, sample()) as engine:
-        (found,) = engine.generate([[5, 6]], Sampling(), max_new_tokens=2)
-        assert found.tokens == (7, 8)
-        assert found.logprobs[0] == -1.0
-        assert found.logprobs[1] != found.logprobs[1]
-    (arguments, asked), _ = map(json.loads, (tmp_path / "seen.json").read_text().splitlines())
+        (completion,) = engine.generate([[5, 6]], Sampling(), max_new_tokens=2)
+        assert completion.tokens == (7, 8)
+        assert completion.logprobs[0] == -1.0
+        assert completion.logprobs[1] != completion.logprobs[1]
+    (arguments, request), _ = map(json.loads, (tmp_path / "seen.json").read_text().splitlines())
     assert "hunter2" not in str(arguments)
-    assert json.loads(asked)["hf_token"] == "hunter2"
+    assert json.loads(request)["hf_token"] == "hunter2"
 
 
 @pytest.mark.parametrize(
@@ -81,14 +79,14 @@ def test_options_are_no_arguments_that_others_can_read(
         ({"error": "ValueError: 2 parameters:\na,\nb"}, "failed: ValueError: 2 parameters: a, b"),
     ],
 )
-def test_a_start_that_cannot_be_read_is_refused(
+def test_invalid_start_response_raises(
     engine_with: Callable[..., EnvironmentEngine], answer: Any, message: str
 ) -> None:
     with pytest.raises(EngineError, match=message):
         engine_with(answer)
 
 
-def test_what_a_dead_worker_said_last_comes_first(tmp_path: Path) -> None:
+def test_worker_crash_error_starts_with_last_output(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho a library was not found >&2\necho install ai2-olmo >&2\nexit 3\n")
     script.chmod(0o755)
@@ -102,7 +100,7 @@ def test_what_a_dead_worker_said_last_comes_first(tmp_path: Path) -> None:
         EnvironmentEngine.start("model", python=script)
 
 
-def test_a_worker_that_dies_before_it_is_asked_can_be_closed() -> None:
+def test_close_worker_that_died_before_first_request() -> None:
     worker = WorkerProcess([sys.executable, "-c", "raise SystemExit(3)"], "It", {})
     worker.process.wait()
     with pytest.raises(EngineError, match=r"It died \(exit status 3\)"):
@@ -118,11 +116,11 @@ UNREADABLE: list[tuple[Any, str]] = [
     (sample(logprobs=[-1.0]), r"the length of samples\[0\].logprobs is 1, expected 2"),
     (sample(logprobs=[-1.0, 2.0]), r"logprobs\[1\] is 2.0, expected a log-probability"),
 ]
-"""Answers with samples that cannot be read, and the error."""
+"""Responses with invalid samples, and the error messages."""
 
 
 @pytest.mark.parametrize(("answer", "message"), UNREADABLE)
-def test_samples_that_cannot_be_read_are_refused(
+def test_environment_engine_invalid_samples_raise(
     engine_with: Callable[..., EnvironmentEngine], answer: Any, message: str
 ) -> None:
     with engine_with(DESCRIBED, answer) as engine, pytest.raises(EngineError, match=message):
@@ -136,7 +134,7 @@ class Worker(WorkerEngine):
 
 
 @pytest.mark.parametrize(("answer", "message"), UNREADABLE)
-def test_worker_engines_refuse_the_same_samples(answer: Any, message: str) -> None:
+def test_worker_engine_invalid_samples_raise(answer: Any, message: str) -> None:
     engine = Worker(Mock(ask=lambda request: answer), {"vocabulary": 512, "dtype": "float32"}, None)
     with pytest.raises(EngineError, match=message):
         engine.generate([[5, 6]], Sampling(), max_new_tokens=2)

@@ -22,7 +22,7 @@ Server = tuple[HTTPEngine, Served]
 
 @pytest.fixture(params=["vllm", "openai"])
 def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Server]:
-    """A connection to a server of either style, and the server's behavior to change."""
+    """An engine connected to a server of either style, and the object that controls the server's behavior."""
     with serving(HFEngine.start(checkpoint, dtype=torch.float32), request.param) as (address, served):
         yield start_engine(address, checkpoint, timeout=20), served
 
@@ -32,17 +32,17 @@ def test_generation(server: Server, trainer: HFEngine, prompts: list[list[int]],
     engine, served = server
     samples = engine.generate(prompts, sampling, max_new_tokens=9, seed=4)
     seeds = prompt_seeds(4, len(prompts))
-    alone = [
+    expected = [
         served.engine.generate([prompt], sampling, max_new_tokens=9, seed=seed)[0]
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
-    assert [sample.tokens for sample in samples] == [sample.tokens for sample in alone]
+    assert [sample.tokens for sample in samples] == [sample.tokens for sample in expected]
     scores = trainer.score([sample.sequence for sample in samples], sampling)
     for sample, score in zip(samples, scores, strict=True):
         assert score[len(sample.prompt) :] == pytest.approx(sample.logprobs, abs=1e-4)
 
 
-def test_equal_prompts_get_different_completions(server: Server) -> None:
+def test_equal_prompts_have_different_completions(server: Server) -> None:
     engine, _ = server
     samples = engine.generate([[1, 2, 3]] * 4, Sampling(), max_new_tokens=6, seed=1)
     assert len({sample.tokens for sample in samples}) == 4
@@ -62,20 +62,20 @@ def test_scores(server: Server, trainer: HFEngine, prompts: list[list[int]]) -> 
         engine.score(prompts, {"temperature": 1.0})
 
 
-def test_a_server_without_reasons(server: Server, prompts: list[list[int]]) -> None:
+def test_missing_finish_reason_is_unfinished(server: Server, prompts: list[list[int]]) -> None:
     engine, served = server
     served.change = lambda choice: choice | {"finish_reason": None}
     samples = engine.generate(prompts, Sampling(), max_new_tokens=3)
     assert {sample.finish_reason for sample in samples} == {"unfinished"}
 
 
-def test_what_the_server_tells(server: Server) -> None:
+def test_capabilities(server: Server) -> None:
     engine, served = server
-    known = engine.capabilities()
-    assert known.vocabulary == 512
-    assert known.max_length == (256 if served.style == "vllm" else None)
-    assert known.refit
-    assert not known.modules
+    capabilities = engine.capabilities()
+    assert capabilities.vocabulary == 512
+    assert capabilities.max_length == (256 if served.style == "vllm" else None)
+    assert capabilities.refit
+    assert not capabilities.modules
     assert engine.describe()["model"] == "tiny"
 
 
@@ -102,23 +102,21 @@ def one_logprob_too_few(choice: dict[str, Any]) -> dict[str, Any]:
         (one_logprob_too_few, "4 log-probabilities for 5"),
     ],
 )
-def test_a_server_without_logprobs_is_refused(
-    server: Server, prompts: list[list[int]], change: Any, message: str
-) -> None:
+def test_server_without_logprobs_raises(server: Server, prompts: list[list[int]], change: Any, message: str) -> None:
     engine, served = server
     served.change = change
     with pytest.raises(EngineError, match=message):
         engine.generate(prompts, Sampling(), max_new_tokens=5)
 
 
-def test_a_server_that_cannot_score_is_refused(server: Server, prompts: list[list[int]]) -> None:
+def test_server_without_scoring_raises(server: Server, prompts: list[list[int]]) -> None:
     engine, served = server
     served.change = lambda choice: without_logprobs(choice) | {"prompt_logprobs": None}
     with pytest.raises(EngineError, match="neither `prompt_logprobs` nor `echo`"):
         engine.score(prompts, Sampling())
 
 
-def test_nan_comes_through(server: Server, prompts: list[list[int]]) -> None:
+def test_null_logprob_is_nan(server: Server, prompts: list[list[int]]) -> None:
     engine, served = server
 
     def broken(choice: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +127,7 @@ def test_nan_comes_through(server: Server, prompts: list[list[int]]) -> None:
     assert math.isnan(engine.generate(prompts, Sampling(), max_new_tokens=5)[1].logprobs[-1])
 
 
-def test_an_early_end_is_seen(server: Server, prompts: list[list[int]]) -> None:
+def test_server_ignoring_ignore_eos_raises(server: Server, prompts: list[list[int]]) -> None:
     engine, served = server
     first = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=5)[0]
     served.engine.model.generation_config.eos_token_id = first.tokens[1]
@@ -139,7 +137,7 @@ def test_an_early_end_is_seen(server: Server, prompts: list[list[int]]) -> None:
         engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=5)
 
 
-def test_a_server_with_a_lower_limit_of_new_tokens_raises(server: Server, prompts: list[list[int]]) -> None:
+def test_server_with_lower_max_new_tokens_raises(server: Server, prompts: list[list[int]]) -> None:
     """vLLM applies the `max_new_tokens` of its generation configuration to every request."""
     engine, served = server
     original = served.complete
@@ -156,19 +154,19 @@ def test_a_server_with_a_lower_limit_of_new_tokens_raises(server: Server, prompt
     assert len(engine.generate(prompts, Sampling(), max_new_tokens=4)) == len(prompts)
 
 
-def test_token_ids_of_numpy_and_no_prompts(server: Server, prompts: list[list[int]]) -> None:
+def test_numpy_token_ids_and_empty_prompts(server: Server, prompts: list[list[int]]) -> None:
     engine, _ = server
     arrays = [list(np.array(prompt)) for prompt in prompts]
     expected = engine.generate(prompts, Sampling(), max_new_tokens=3)
-    found = engine.generate(arrays, Sampling(), max_new_tokens=3)
-    assert found == expected
-    assert {type(token) for sample in found for token in sample.sequence} == {int}
+    samples = engine.generate(arrays, Sampling(), max_new_tokens=3)
+    assert samples == expected
+    assert {type(token) for sample in samples for token in sample.sequence} == {int}
     scores = [engine.score(rows, Sampling()) for rows in (prompts, arrays)]
     assert [row[1:] for row in scores[0]] == [row[1:] for row in scores[1]]
     assert engine.generate([], Sampling(), max_new_tokens=3) == engine.score([], Sampling()) == []
 
 
-def test_a_slow_server_times_out(checkpoint: Path, prompts: list[list[int]]) -> None:
+def test_slow_server_times_out(checkpoint: Path, prompts: list[list[int]]) -> None:
     with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
         engine = start_engine(address, checkpoint, timeout=0.5)
         served.delay = 1.5
@@ -176,26 +174,26 @@ def test_a_slow_server_times_out(checkpoint: Path, prompts: list[list[int]]) -> 
             engine.generate(prompts, Sampling(), max_new_tokens=5)
 
 
-def test_a_server_that_dies_is_named(server: Server, prompts: list[list[int]]) -> None:
+def test_server_crash_error_names_address(server: Server, prompts: list[list[int]]) -> None:
     engine, served = server
     served.broken = True
     with pytest.raises(EngineError, match=f"{engine.address} cannot be reached, or has died"):
         engine.generate(prompts, Sampling(), max_new_tokens=5)
 
 
-def test_nobody_there(checkpoint: Path) -> None:
+def test_unreachable_server_raises(checkpoint: Path) -> None:
     with pytest.raises(EngineError, match="cannot be reached"):
         start_engine("http://127.0.0.1:9", checkpoint)
 
 
-def test_an_error_of_the_server_is_shown(server: Server, prompts: list[list[int]]) -> None:
+def test_server_error_message_is_shown(server: Server, prompts: list[list[int]]) -> None:
     engine, served = server
     served.complete = lambda body: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(EngineError, match=r"answered 400.*division by zero"):
         engine.generate(prompts, Sampling(), max_new_tokens=5)
 
 
-def test_one_of_several_models_has_to_be_chosen(server: Server, checkpoint: Path) -> None:
+def test_server_with_several_models_requires_model_option(server: Server, checkpoint: Path) -> None:
     engine, served = server
     served.models = ["one", "two"]
     with pytest.raises(EngineError, match="serves one, two; say which"):
@@ -205,6 +203,6 @@ def test_one_of_several_models_has_to_be_chosen(server: Server, checkpoint: Path
     assert start_engine(engine.address + "/v1/", checkpoint, model="two").model == "two"
 
 
-def test_unknown_options_are_refused(server: Server, checkpoint: Path) -> None:
+def test_unknown_options_raise(server: Server, checkpoint: Path) -> None:
     with pytest.raises(EngineError, match="a server has no option enforce_eager"):
         start_engine(server[0].address, checkpoint, enforce_eager=True)

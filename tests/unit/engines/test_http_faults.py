@@ -26,16 +26,16 @@ from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
 
 KEY = 'sk-"hunter2"/1\\2'
-"""Contains characters that JSON and URLs escape."""
+"""An API key with characters that JSON and URLs escape."""
 
 
 class Raw:
     """A server with configurable responses.
 
     Attributes:
-        address: Its address.
+        address: The server's address.
         models, completions: The two responses, as JSON or text.
-        act: Replaces both: writes to the handler.
+        act: Replaces both responses: writes to the handler.
         seen: Path and headers of each request.
     """
 
@@ -111,7 +111,7 @@ def completion(**changes: Any) -> dict[str, Any]:
     return {"index": 0, "token_ids": [7, 8], "finish_reason": "length", "logprobs": logprobs} | changes
 
 
-def said(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
     """Return the complete traceback of the error as text."""
     return "".join(traceback.format_exception(error))
 
@@ -120,7 +120,7 @@ def said(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_the_key_does_not_follow_a_redirection(raw: Raw, status: int) -> None:
+def test_api_key_is_not_sent_to_redirect_target(raw: Raw, status: int) -> None:
     with raw_server() as other:
         engine = raw.engine(api_key=KEY)
         raw.act = lambda handler: reply(
@@ -130,8 +130,8 @@ def test_the_key_does_not_follow_a_redirection(raw: Raw, status: int) -> None:
             generate(engine)
         assert not other.seen
     assert raw.seen[-1][1]["Authorization"] == f"Bearer {KEY}"
-    assert "hunter2" not in said(caught.value)
-    assert KEY not in said(caught.value)
+    assert "hunter2" not in traceback_text(caught.value)
+    assert KEY not in traceback_text(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -151,27 +151,27 @@ def test_the_key_does_not_follow_a_redirection(raw: Raw, status: int) -> None:
         "127.0.0.1:80",
     ],
 )
-def test_only_addresses_of_servers_are_asked(address: str) -> None:
+def test_invalid_address_raises(address: str) -> None:
     with pytest.raises(EngineError, match="not a server's address: expected http://HOST:PORT"):
         HTTPEngine(address)
 
 
 @pytest.mark.parametrize("address", ["http://me:hunter2@127.0.0.1:9", "https://me:hunter2/x@y", "htp://me:hunter2@x"])
-def test_a_password_in_an_address_is_refused_and_not_shown(address: str, checkpoint: Path, tmp_path: Path) -> None:
-    for ask in (
+def test_password_in_address_raises_and_is_hidden(address: str, checkpoint: Path, tmp_path: Path) -> None:
+    for call in (
         lambda: start_engine(address, checkpoint),
         lambda: check_consistency(checkpoint, engine=address, out=tmp_path / "out"),
     ):
         with pytest.raises(EngineError, match=r"contains a user and a password|unknown engine: expected") as caught:
-            ask()
-        assert "hunter2" not in said(caught.value)
+            call()
+        assert "hunter2" not in traceback_text(caught.value)
     result = CliRunner().invoke(app, ["refit-check", str(checkpoint), "--engine", address])
     assert result.exit_code == 2
     assert "hunter2" not in result.output
     assert not (tmp_path / "out").exists()
 
 
-def test_the_key_is_neither_kept_nor_described(raw: Raw, checkpoint: Path, tmp_path: Path) -> None:
+def test_api_key_is_not_saved_or_described(raw: Raw, checkpoint: Path, tmp_path: Path) -> None:
     assert KEY not in str(raw.engine(api_key=KEY).describe())
     raw.completions = {"error": KEY}
     options = {"api_key": KEY, "timeout": 20.0}
@@ -180,19 +180,19 @@ def test_the_key_is_neither_kept_nor_described(raw: Raw, checkpoint: Path, tmp_p
         checkpoint, engine=raw.address, settings=settings, out=tmp_path / "out", engine_options=options
     )
     assert "choices is None, expected a list" in report.error
-    kept = [file.read_text(errors="replace") for file in (tmp_path / "out").iterdir()]
-    assert any('"timeout": "20.0"' in text for text in kept)
-    assert not any("hunter2" in text for text in kept)
+    saved_texts = [file.read_text(errors="replace") for file in (tmp_path / "out").iterdir()]
+    assert any('"timeout": "20.0"' in text for text in saved_texts)
+    assert not any("hunter2" in text for text in saved_texts)
 
 
 @pytest.mark.parametrize("key", [5, "a\nb: c", "ключ"])
-def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: Any) -> None:
+def test_api_key_invalid_in_header_raises_and_is_hidden(key: Any) -> None:
     with pytest.raises(EngineError, match="api_key") as caught:
         HTTPEngine("http://127.0.0.1:9", api_key=key)
     assert str(key) not in str(caught.value)
 
 
-ECHOES: dict[str, Callable[[Any], None]] = {
+RESPONSES_WITH_KEY: dict[str, Callable[[Any], None]] = {
     "an error page": lambda handler: reply(handler, f"<h1>{KEY}</h1>" * 30, 500),
     "a page that is cut in the key": lambda handler: reply(handler, "x" * 395 + KEY, 403),
     "an error in JSON": lambda handler: reply(handler, {"error": {"sent": f"Bearer {KEY}"}}, 401),
@@ -202,17 +202,17 @@ ECHOES: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("echo", ECHOES.values(), ids=ECHOES)
-def test_a_key_that_the_server_repeats_is_not_shown(raw: Raw, echo: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("response", RESPONSES_WITH_KEY.values(), ids=RESPONSES_WITH_KEY)
+def test_api_key_echoed_by_server_is_hidden(raw: Raw, response: Callable[[Any], None]) -> None:
     engine = raw.engine(api_key=KEY)
-    raw.act = echo
+    raw.act = response
     with pytest.raises(EngineError) as caught:
         generate(engine)
-    assert "hunter2" not in said(caught.value)
-    assert "sk-" not in said(caught.value)
+    assert "hunter2" not in traceback_text(caught.value)
+    assert "sk-" not in traceback_text(caught.value)
 
 
-def test_a_key_on_the_command_line_is_text() -> None:
+def test_api_key_option_is_parsed_as_text() -> None:
     from nrl_models.cli.arguments import engine_option
 
     assert engine_option("api_key=1e5").value == "1e5"
@@ -230,10 +230,10 @@ def drip(handler: Any, text: bytes) -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("where", ["headers", "body"])
-def test_the_timeout_is_that_of_the_whole_answer(raw: Raw, where: str) -> None:
+@pytest.mark.parametrize("slow_part", ["headers", "body"])
+def test_timeout_applies_to_complete_response(raw: Raw, slow_part: str) -> None:
     def slowly(handler: BaseHTTPRequestHandler) -> None:
-        if where == "body":
+        if slow_part == "body":
             handler.send_response(200)
             handler.send_header("Content-Length", "500")
             handler.end_headers()
@@ -247,7 +247,7 @@ def test_the_timeout_is_that_of_the_whole_answer(raw: Raw, where: str) -> None:
     assert time.monotonic() - started < 8  # a slow response takes 25 s; creating a client may take one
 
 
-def test_an_endless_answer_is_cut_off(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_response_raises(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "ANSWER_BYTES", 2**20)
     engine, sent = raw.engine(), []
 
@@ -264,20 +264,20 @@ def test_an_endless_answer_is_cut_off(raw: Raw, monkeypatch: pytest.MonkeyPatch)
     assert sum(sent) < 2**26
 
 
-def test_an_answer_is_not_unpacked(raw: Raw) -> None:
+def test_response_is_not_decompressed(raw: Raw) -> None:
     engine = raw.engine()
     raw.act = lambda handler: reply(handler, {"choices": [completion()]}, **{"Content-Encoding": "gzip"})
     assert generate(engine) == [(7, 8)]
     assert raw.seen[-1][1]["Accept-Encoding"] == "identity"
 
 
-def test_an_engine_can_be_asked_from_an_event_loop(raw: Raw) -> None:
+def test_engine_call_in_event_loop(raw: Raw) -> None:
     raw.completions = {"choices": [completion()]}
 
-    async def in_a_notebook() -> list[tuple[int, ...]]:
+    async def generate_in_event_loop() -> list[tuple[int, ...]]:
         return generate(raw.engine())
 
-    assert asyncio.run(in_a_notebook()) == [(7, 8)]
+    assert asyncio.run(generate_in_event_loop()) == [(7, 8)]
 
 
 # Fields of responses
@@ -302,7 +302,7 @@ def test_an_engine_can_be_asked_from_an_event_loop(raw: Raw) -> None:
         ("\xff", "not JSON"),
     ],
 )
-def test_models_that_cannot_be_read_are_refused(raw: Raw, models: Any, message: str) -> None:
+def test_invalid_models_response_raises(raw: Raw, models: Any, message: str) -> None:
     raw.models = "null" if models is None else models
     with pytest.raises(EngineError, match=message):
         raw.engine()
@@ -350,7 +350,7 @@ FIELDS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("content", "message"), FIELDS, ids=range(len(FIELDS)))
-def test_completions_that_cannot_be_read_are_refused(raw: Raw, content: Any, message: str) -> None:
+def test_invalid_completions_response_raises(raw: Raw, content: Any, message: str) -> None:
     engine = raw.engine()
     raw.completions = content
     with pytest.raises(EngineError, match=message):
@@ -358,7 +358,7 @@ def test_completions_that_cannot_be_read_are_refused(raw: Raw, content: Any, mes
 
 
 @pytest.mark.parametrize(
-    ("places", "message"),
+    ("prompt_logprobs", "message"),
     [
         ([None], r"the length of choices\[0\].prompt_logprobs is 1, expected 2"),
         ({"6": {"logprob": -1.0}}, "prompt_logprobs is a dict, expected a list"),
@@ -368,16 +368,16 @@ def test_completions_that_cannot_be_read_are_refused(raw: Raw, content: Any, mes
         ([None, {"6": {"logprob": 3}}], r"prompt_logprobs\[1\]\[6\] is 3, expected a log-probability"),
     ],
 )
-def test_scores_that_cannot_be_read_are_refused(raw: Raw, places: Any, message: str) -> None:
+def test_invalid_prompt_logprobs_raise(raw: Raw, prompt_logprobs: Any, message: str) -> None:
     engine = raw.engine()
-    raw.completions = {"choices": [completion(prompt_logprobs=places)]}
+    raw.completions = {"choices": [completion(prompt_logprobs=prompt_logprobs)]}
     with pytest.raises(EngineError, match=message):
         engine.score([[5, 6]], Sampling())
 
 
-def test_answers_come_in_the_order_of_the_prompts(raw: Raw) -> None:
+def test_completions_are_in_prompt_order(raw: Raw) -> None:
     engine = raw.engine()
-    answers = [completion(token_ids=[place, place], index=place) for place in (2, 0, 1)]
+    answers = [completion(token_ids=[index, index], index=index) for index in (2, 0, 1)]
     raw.completions = {"choices": answers}
     assert generate(engine, 3) == [(0, 0), (1, 1), (2, 2)]
     answers[0]["index"] = 0
@@ -388,7 +388,7 @@ def test_answers_come_in_the_order_of_the_prompts(raw: Raw) -> None:
     assert generate(engine, 3) == [(2, 2), (0, 0), (1, 1)]
 
 
-def test_what_json_has_no_word_for_comes_through(raw: Raw) -> None:
+def test_nan_and_infinity_in_json_logprobs(raw: Raw) -> None:
     raw.completions = {"choices": [completion(**listing(None, -9999.0))]}
     (sample,) = raw.engine().generate([[5, 6]], Sampling(), max_new_tokens=2)
     assert math.isnan(sample.logprobs[0])

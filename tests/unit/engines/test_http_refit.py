@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_transfer import Workers, differ, exported, model_of
+from test_transfer import Workers, different_tensors, exported, model_of
 from test_transfer import train as train_bits
 from transformers import PreTrainedModel
 
@@ -36,13 +36,13 @@ class Served:
     """vLLM's routes for new weights over `Workers`.
 
     Attributes:
-        asked: The requested routes, in order.
+        requested: The requested routes, in order.
         answers: By route, a response `(status, headers, body)` to send instead. If `after`, the request also runs.
     """
 
     def __init__(self, workers: Workers) -> None:
         self.workers, self.version, self.is_paused = workers, "default", False
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.answers: dict[str, tuple[int, dict[str, str], bytes]] = {}
         self.after = False
 
@@ -78,7 +78,7 @@ def serving(workers: Workers) -> Iterator[tuple[HTTPEngine, Served]]:
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             route = self.path.partition("?")[0].rpartition("/")[2]
-            served.asked.append(route)
+            served.requested.append(route)
             status, headers, answer = 200, {}, b""
             if route in served.answers:
                 status, headers, answer = served.answers[route]
@@ -120,44 +120,44 @@ def trainer(llama: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.fixture
-def both(llama: PreTrainedModel) -> Iterator[tuple[HTTPEngine, Served]]:
+def engine_and_server(llama: PreTrainedModel) -> Iterator[tuple[HTTPEngine, Served]]:
     engine = copy.deepcopy(llama)
     train(engine, 0.5, torch.Generator().manual_seed(9))
-    with serving(Workers(engine)) as found:
-        yield found
+    with serving(Workers(engine)) as engine_and_server:
+        yield engine_and_server
 
 
-def test_what_is_asked_and_in_which_order(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
-    engine, served = both
-    served.asked.clear()
+def test_refit_requests_routes_in_order(trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]) -> None:
+    engine, served = engine_and_server
+    served.requested.clear()
     report = engine.refit(exported(trainer))
-    assert served.asked == [*ROUTES[:-2], "weight_info", *ROUTES[-2:]]
+    assert served.requested == [*ROUTES[:-2], "weight_info", *ROUTES[-2:]]
     assert (report.version, served.version.partition("-")[0], served.is_paused) == (1, "1", False)
-    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(served.workers.model.state_dict(), trainer.state_dict())
     train(trainer, 0.01, torch.Generator().manual_seed(0))
     engine.refit(exported(trainer))
     assert served.workers.receiver.weights.version == served.version
     assert served.version.startswith("2-")
     assert len(served.workers.loaded) > 5
-    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(served.workers.model.state_dict(), trainer.state_dict())
 
 
-def test_a_server_that_was_started_again_is_sent_everything(
-    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+def test_restarted_server_receives_all_weights(
+    trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]
 ) -> None:
-    engine, served = both
+    engine, served = engine_and_server
     engine.refit(exported(trainer))
     served.workers.receiver.weights, served.version = None, "default"
     train(served.workers.model, 0.5, torch.Generator().manual_seed(8))
     engine.refit(exported(trainer))
-    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(served.workers.model.state_dict(), trainer.state_dict())
 
 
-def test_calls_after_a_restart_raise_until_the_server_is_refitted(
-    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+def test_restarted_server_raises_until_refit(
+    trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]
 ) -> None:
-    """The server would answer with the weights of its checkpoint."""
-    engine, served = both
+    """After a restart, the server computes with the weights of its checkpoint."""
+    engine, served = engine_and_server
     calls = (
         lambda: engine.generate([[1, 2]], Sampling(), max_new_tokens=1),
         lambda: engine.score([[1]], Sampling()),
@@ -178,19 +178,19 @@ def test_calls_after_a_restart_raise_until_the_server_is_refitted(
         call()
 
 
-def test_trainers_with_the_same_number_of_refits_do_not_mix(
-    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+def test_refits_of_two_trainers_do_not_mix(
+    trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]
 ) -> None:
-    engine, served = both
+    engine, served = engine_and_server
     engine.refit(exported(trainer))
     other = copy.deepcopy(trainer)
     train(other, 0.01, torch.Generator().manual_seed(3))
-    HTTPEngine(engine.address, api_key="s3cret").refit(exported(other))  # also its first
+    HTTPEngine(engine.address, api_key="s3cret").refit(exported(other))  # this trainer's first refit
     with pytest.raises(EngineError, match="received weights from another trainer"):
         engine.score([[1]], Sampling())
     train(trainer, 0.01, torch.Generator().manual_seed(4))
     engine.refit(exported(trainer))  # all weights, because the server's are not the base of its changes
-    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(served.workers.model.state_dict(), trainer.state_dict())
 
 
 ANSWERS = {
@@ -204,25 +204,25 @@ ANSWERS = {
     ("answer", "after"), [("an error", False), ("a redirection", False), ("an error", True), ("no JSON", True)]
 )
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_step_that_fails_leaves_one_version_or_an_engine_that_refuses(
-    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served], route: str, answer: str, after: bool
+def test_failed_request_leaves_consistent_weights_or_raises(
+    trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served], route: str, answer: str, after: bool
 ) -> None:
     """Each request in turn fails before it runs, or its response is lost afterwards."""
-    engine, served = both
+    engine, served = engine_and_server
     if route != "init_weight_transfer_engine":  # this request is sent only once
         engine.refit(exported(trainer))
     before = {name: tensor.clone() for name, tensor in served.workers.model.state_dict().items()}
     train(trainer, 0.01, torch.Generator().manual_seed(0))
-    (served.answers[route], said), served.after = ANSWERS[answer], after
-    with pytest.raises(EngineError, match=said) as caught:
+    (served.answers[route], message), served.after = ANSWERS[answer], after
+    with pytest.raises(EngineError, match=message) as caught:
         engine.refit(exported(trainer))
     assert "s3cret" not in str(caught.value)
     served.answers = {}
     now = served.workers.model.state_dict()
     took_effect = route in ("reset_prefix_cache", "resume") or (route == "finish_weight_update" and after)
-    assert not differ(now, trainer.state_dict() if took_effect else before)
-    doubtful = route == "finish_weight_update" or took_effect
-    if doubtful:
+    assert not different_tensors(now, trainer.state_dict() if took_effect else before)
+    is_mixed = route == "finish_weight_update" or took_effect
+    if is_mixed:
         assert isinstance(caught.value, MixedWeightsError)
         with pytest.raises(MixedWeightsError, match="raises on every call until"):
             engine.score([[1, 2, 3]], Sampling())
@@ -230,39 +230,43 @@ def test_a_step_that_fails_leaves_one_version_or_an_engine_that_refuses(
         assert not served.is_paused
     train(trainer, 0.01, torch.Generator().manual_seed(1))
     engine.refit(exported(trainer))
-    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(served.workers.model.state_dict(), trainer.state_dict())
     assert not served.is_paused
 
 
-def test_a_server_that_keeps_what_it_computed_is_named(
-    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+def test_failed_prefix_cache_reset_raises(
+    trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]
 ) -> None:
-    engine, served = both
+    engine, served = engine_and_server
     served.answers["reset_prefix_cache"] = 200, {}, b'{"success": false}'
     with pytest.raises(EngineError, match="success of /reset_prefix_cache is False, expected True"):
         engine.refit(exported(trainer))
     assert served.is_paused
 
 
-def test_a_server_that_says_another_version_is_named(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
-    engine, served = both
+def test_server_with_wrong_version_raises(
+    trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]
+) -> None:
+    engine, served = engine_and_server
     served.answers["weight_info"] = 200, {}, b'{"weight_version": "7"}'
     with pytest.raises(EngineError, match="the version after a refit is '7', expected '1-"):
         engine.refit(exported(trainer))
 
 
-def test_a_server_without_these_routes_says_what_it_needs(
-    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+def test_server_without_refit_routes_raises(
+    trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]
 ) -> None:
-    engine, served = both
+    engine, served = engine_and_server
     served.answers["weight_info"] = 404, {}, b'{"detail": "Not Found"}'
     with pytest.raises(EngineError, match=r"VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
         engine.refit(exported(trainer))
     assert not served.is_paused
 
 
-def test_refit_that_is_not_finite_is_not_sent(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
-    engine, served = both
+def test_refit_with_non_finite_weights_is_not_sent(
+    trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]
+) -> None:
+    engine, served = engine_and_server
     engine.refit(exported(trainer))
     before = {name: tensor.clone() for name, tensor in served.workers.model.state_dict().items()}
     with torch.no_grad():
@@ -271,15 +275,15 @@ def test_refit_that_is_not_finite_is_not_sent(trainer: PreTrainedModel, both: tu
         engine.refit(exported(trainer))
     assert not isinstance(raised.value, MixedWeightsError)
     assert not served.is_paused
-    assert not differ(served.workers.model.state_dict(), before)
+    assert not different_tensors(served.workers.model.state_dict(), before)
     with torch.no_grad():
         trainer.model.norm.weight[3] = 1.0
     engine.refit(exported(trainer))
-    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(served.workers.model.state_dict(), trainer.state_dict())
 
 
-def test_long_error_of_a_server_shows_its_cause(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
-    engine, served = both
+def test_long_server_error_shows_cause(trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]) -> None:
+    engine, served = engine_and_server
     frames = "".join(f"  File worker.py, line {line}\n" for line in range(200))
     message = json.dumps({"error": {"message": f"Traceback s3cret\n{frames}ValueError: lm_head.weight is the cause"}})
     served.answers["start_weight_update"] = 500, {}, message.encode()

@@ -23,7 +23,7 @@ from nrl_models.logprobs import Sampling
 pytestmark = pytest.mark.xdist_group("interrupted")  # the tests share the worker below
 
 
-class Cut(BaseException):
+class Interruption(BaseException):
     """An exception like those raised by a timeout or Ctrl-C."""
 
 
@@ -31,13 +31,13 @@ class Cut(BaseException):
 def interrupted(after: float = 0.3) -> Iterator[None]:
     """Raise an exception in this thread within a `with` block, as Ctrl-C does."""
 
-    def cut(*_: object) -> None:
-        raise Cut
+    def interrupt(*_: object) -> None:
+        raise Interruption
 
-    before = signal.signal(signal.SIGALRM, cut)
+    before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, after)
     try:
-        with pytest.raises(Cut):
+        with pytest.raises(Interruption):
             yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -66,13 +66,13 @@ def worker(checkpoint: Path) -> Iterator[BigramEngine]:
 def check(worker: BigramEngine, prompts: list[list[int]], weights: dict[str, torch.Tensor] | None = None) -> None:
     """Check the log-probabilities of each prompt, and the tokens."""
     weights = weights or table(0)
-    for prompt, found in zip(prompts, worker.score(prompts, Sampling()), strict=True):
-        assert found[1:] == pytest.approx(scores(weights, prompt), abs=1e-5)
+    for prompt, logprobs in zip(prompts, worker.score(prompts, Sampling()), strict=True):
+        assert logprobs[1:] == pytest.approx(scores(weights, prompt), abs=1e-5)
     (sample,) = worker.generate(prompts[:1], Sampling(0.0), max_new_tokens=3)
     assert list(sample.logprobs) == pytest.approx(scores(weights, [prompts[0][-1], *sample.tokens]), abs=1e-5)
 
 
-def test_interrupted_subprocess_call_is_not_answered_later(worker: BigramEngine, prompts: list[list[int]]) -> None:
+def test_interrupted_call_response_is_discarded(worker: BigramEngine, prompts: list[list[int]]) -> None:
     slow = [[SLOW_TOKEN, *prompt[1:]] for prompt in prompts]
     with interrupted():
         worker.score(slow[:1], Sampling())
@@ -84,23 +84,21 @@ def test_interrupted_subprocess_call_is_not_answered_later(worker: BigramEngine,
     check(worker, prompts)
 
 
-def test_interrupted_call_with_long_answer_and_long_next_request(worker: BigramEngine) -> None:
+def test_interrupted_call_with_long_response_and_request(worker: BigramEngine) -> None:
     """Both exceed the pipe buffer, so the worker reads the request only after its response is read."""
     rows = [[SLOW_TOKEN, *range(20, 220)]] + [list(range(20, 220)) for _ in range(80)]
     with interrupted():
         worker.score(rows, Sampling())
-    found = worker.score(rows[1:], Sampling(), last=1)
-    assert [row[-1] for row in found] == pytest.approx(scores(table(0), rows[1])[-1:] * 80, abs=1e-5)
+    last_scores = worker.score(rows[1:], Sampling(), last=1)
+    assert [row[-1] for row in last_scores] == pytest.approx(scores(table(0), rows[1])[-1:] * 80, abs=1e-5)
 
 
-def test_terminal_interrupt_leaves_the_worker_alive(worker: BigramEngine, prompts: list[list[int]]) -> None:
+def test_worker_survives_sigint(worker: BigramEngine, prompts: list[list[int]]) -> None:
     worker.worker.process.send_signal(signal.SIGINT)
     check(worker, prompts)
 
 
-def test_refit_interrupted_while_the_worker_applies_it_is_in_doubt(
-    worker: BigramEngine, prompts: list[list[int]]
-) -> None:
+def test_interrupted_refit_raises_mixed_weights_error(worker: BigramEngine, prompts: list[list[int]]) -> None:
     slow = table(1)
     slow["head"][0, 0] = SLOW_TOKEN
     with interrupted(DELAY * 0.7):
@@ -116,7 +114,7 @@ def test_refit_interrupted_while_the_worker_applies_it_is_in_doubt(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_not_sent(worker: BigramEngine, prompts: list[list[int]], value: float) -> None:
+def test_non_finite_weights_are_not_sent(worker: BigramEngine, prompts: list[list[int]], value: float) -> None:
     broken = table(1)
     broken["gate"][3, 4] = value
     with pytest.raises(EngineError, match=r"gate has . NaN and . infinite values of 262,144") as raised:
@@ -128,7 +126,7 @@ def test_weights_that_are_not_finite_are_not_sent(worker: BigramEngine, prompts:
     check(worker, prompts)
 
 
-def test_calls_of_two_threads_take_turns(
+def test_calls_from_two_threads_are_serialized(
     worker: BigramEngine, engine: HFEngine, trainer: HFEngine, prompts: list[list[int]]
 ) -> None:
     """A refit waits for a generation in another thread, and the other way around."""
@@ -154,25 +152,25 @@ def test_calls_of_two_threads_take_turns(
     engine.refit(tensors())
     thread.join()
     assert (order, errors) == (["refit", "generate"], [])
-    found: list[tuple[list[list[int]], list[list[float]]]] = []
+    results: list[tuple[list[list[int]], list[list[float]]]] = []
 
     def score(rows: list[list[int]]) -> None:
-        found.append((rows, worker.score(rows, Sampling())))
+        results.append((rows, worker.score(rows, Sampling())))
 
-    threads = [threading.Thread(target=score, args=([[place, *prompt] for prompt in prompts],)) for place in range(4)]
+    threads = [threading.Thread(target=score, args=([[token, *prompt] for prompt in prompts],)) for token in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for own, answers in found:
-        for row, answer in zip(own, answers, strict=True):
-            assert answer[1:] == pytest.approx(scores(table(0), row), abs=1e-5)
-    assert len(found) == 4
+    for rows, row_scores in results:
+        for row, logprobs in zip(rows, row_scores, strict=True):
+            assert logprobs[1:] == pytest.approx(scores(table(0), row), abs=1e-5)
+    assert len(results) == 4
 
 
 @pytest.mark.parametrize(("values", "finite"), [
     ([float("-inf")], True), ([float("nan")], False), ([float("inf"), 1.0], False), ([], True),
 ])  # fmt: skip
-def test_one_infinite_value_is_a_bound(values: list[float], finite: bool) -> None:
+def test_is_finite_accepts_single_infinity(values: list[float], finite: bool) -> None:
     """Gemma 4's linears clip their inputs between buffers, which are infinite without clipping."""
     assert is_finite(torch.tensor(values)) is finite

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.integrations
 PUBLISHED = read_records(PAGES)[Kind.MLX]
 
 
-def test_the_page_says_what_was_found_of_every_family() -> None:
+def test_page_matches_recorded_results() -> None:
     assert PUBLISHED.keys() >= OVERRIDES.keys() | LIMITS.keys()
     for path, text in mlx_sweep.pages(PUBLISHED, shared_architectures()).items():
         assert path.read_text() == text
 
 
-def test_what_was_published_is_what_is_known() -> None:
+def test_recorded_results_match_known_limits() -> None:
     agree = [name for name, record in PUBLISHED.items() if record.outcome["status"] == AGREES]
     assert len(agree) >= 30
     assert max(max(PUBLISHED[name].outcome[key] for key in ("refitted", "stepped")) for name in agree) <= BOUND
@@ -41,34 +41,34 @@ def test_what_was_published_is_what_is_known() -> None:
 
 # mlx-lm removes the head from Gemma 3's class when it first reads tied weights. The next test has Llama.
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"])
-def test_mlx_gives_the_trainers_logprobs_after_each_refit(architecture: str, tmp_path: Path) -> None:
+def test_mlx_logprobs_match_trainer_after_refits(architecture: str, tmp_path: Path) -> None:
     with one_mlx() as start:
-        found = hold_mlx(architecture, start, tmp_path)
+        outcome = hold_mlx(architecture, start, tmp_path)
     if architecture in LIMITS:
-        assert found.status == DISAGREES
-        assert found.facts is not None
-        assert found.facts.cause is not None
-        assert found.facts.cause.key == "sliding_window"
+        assert outcome.status == DISAGREES
+        assert outcome.facts is not None
+        assert outcome.facts.cause is not None
+        assert outcome.facts.cause.key == "sliding_window"
         pytest.xfail(LIMITS[architecture])
-    assert found.status == AGREES, found.reason
-    assert max(found.refitted, found.stepped) <= BOUND
+    assert outcome.status == AGREES, outcome.reason
+    assert max(outcome.refitted, outcome.stepped) <= BOUND
 
 
-def test_a_weight_that_stays_as_it_was_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_weight_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refit, stale, first = MLXEngine._refit, "model.layers.1.mlp.down_proj.weight", []
 
-    def forgetful(self: MLXEngine, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        given = [tensor for bucket in sent for tensor in bucket]
-        first.append(dict(given)[stale].detach().clone())
-        old: list[NamedTensor] = [(name, first[0] if name == stale else tensor) for name, tensor in given]
-        return refit(self, iter([old]), digests) | {"digests": {name: tensor_digest(new) for name, new in given}}
+    def refit_with_stale_weight(self: MLXEngine, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
+        tensors = [tensor for bucket in sent for tensor in bucket]
+        first.append(dict(tensors)[stale].detach().clone())
+        old: list[NamedTensor] = [(name, first[0] if name == stale else tensor) for name, tensor in tensors]
+        return refit(self, iter([old]), digests) | {"digests": {name: tensor_digest(new) for name, new in tensors}}
 
-    monkeypatch.setattr(MLXEngine, "_refit", forgetful)
+    monkeypatch.setattr(MLXEngine, "_refit", refit_with_stale_weight)
     with one_mlx() as start:
-        found = hold_mlx("LlamaForCausalLM", start, tmp_path)
+        outcome = hold_mlx("LlamaForCausalLM", start, tmp_path)
     assert len(first) == 2
     assert not torch.equal(*first)
-    assert found.status != AGREES
-    assert found.refitted <= BOUND < found.stepped
-    assert found.facts is not None
-    assert found.facts.note == "Its modules cannot be compared: the modules of mlx cannot be recorded"
+    assert outcome.status != AGREES
+    assert outcome.refitted <= BOUND < outcome.stepped
+    assert outcome.facts is not None
+    assert outcome.facts.note == "Its modules cannot be compared: the modules of mlx cannot be recorded"

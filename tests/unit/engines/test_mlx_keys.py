@@ -36,37 +36,35 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
         ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}, {"head_dim": 32}),
     ],
 )
-def test_what_transformers_5_says_otherwise_is_said_in_the_older_way_too(
-    config: dict[str, Any], older: dict[str, Any]
-) -> None:
-    found = with_older_keys(config, config)
-    assert {name: found[name] for name in older} == older
+def test_older_keys_are_added(config: dict[str, Any], older: dict[str, Any]) -> None:
+    converted = with_older_keys(config, config)
+    assert {name: converted[name] for name in older} == older
 
 
 def test_irregular_layers_have_no_interval() -> None:
-    found = with_older_keys({"layer_types": [SLIDING, FULL, FULL]}, {})
-    assert "sliding_window_pattern" not in found
-    found = with_older_keys({"layer_types": [FULL, SLIDING], "sliding_window_pattern": 4}, {})
-    assert found["sliding_window_pattern"] == 4
+    converted = with_older_keys({"layer_types": [SLIDING, FULL, FULL]}, {})
+    assert "sliding_window_pattern" not in converted
+    converted = with_older_keys({"layer_types": [FULL, SLIDING], "sliding_window_pattern": 4}, {})
+    assert converted["sliding_window_pattern"] == 4
 
 
-def test_layers_of_full_attention_that_differ_have_no_size_in_common() -> None:
+def test_different_full_attention_layers_have_no_global_head_dim() -> None:
     layers = {"layer_types": [SLIDING, FULL] * 2, "per_layer_config": {"1": {"head_dim": 64}, "3": {"head_dim": 32}}}
     assert "global_head_dim" not in with_older_keys(layers, {})
 
 
-def test_words_are_of_the_whole_model() -> None:
+def test_top_level_keys_override_text_config() -> None:
     text = {"vocab_size": 50, "tie_word_embeddings": False}
     config = {"text_config": text, "tie_word_embeddings": True}
-    found = with_older_keys(config, config)
-    assert found["vocab_size"] == 50
-    assert found["text_config"]["tie_word_embeddings"] is True
+    converted = with_older_keys(config, config)
+    assert converted["vocab_size"] == 50
+    assert converted["text_config"]["tie_word_embeddings"] is True
     assert with_older_keys(config, {"text_config": text})["text_config"]["tie_word_embeddings"] is False
 
 
-def test_what_the_file_says_is_none_stays_so_and_the_rest_is_left_to_mlx() -> None:
+def test_none_is_kept_only_if_set_in_file() -> None:
     config = {"q_lora_rank": None, "head_dim": None, "text_config": {"q_lora_rank": None, "other": None}}
-    found = with_older_keys(config, {"q_lora_rank": None, "text_config": {"q_lora_rank": None}})
-    assert "head_dim" not in found
-    assert found["q_lora_rank"] is None
-    assert found["text_config"] == {"q_lora_rank": None, "rope_scaling": None}
+    converted = with_older_keys(config, {"q_lora_rank": None, "text_config": {"q_lora_rank": None}})
+    assert "head_dim" not in converted
+    assert converted["q_lora_rank"] is None
+    assert converted["text_config"] == {"q_lora_rank": None, "rope_scaling": None}

@@ -47,9 +47,7 @@ class DyingLLM:
 
 
 @pytest.mark.parametrize("dies_in", ["nrl_refit_start", "nrl_refit_load", "nrl_refit_finish"])
-def test_an_engine_that_dies_in_a_refit(
-    trainer: HFEngine, engine: HFEngine, prompts: list[list[int]], dies_in: str
-) -> None:
+def test_engine_crash_during_refit(trainer: HFEngine, engine: HFEngine, prompts: list[list[int]], dies_in: str) -> None:
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     expected = trainer.score(prompts, Sampling())
     llm = DyingLLM(dies_in, after=2 if dies_in == "nrl_refit_load" else 0)
@@ -60,16 +58,14 @@ def test_an_engine_that_dies_in_a_refit(
     assert llm.calls[-1] == "nrl_refit_abandon"
     torch.testing.assert_close(dict(trainer.model.state_dict()), before, rtol=0, atol=0)
     engine.refit(trainer.model.state_dict_adapter.iter_export(trainer.model))
-    for found, wanted in zip(engine.score(prompts, Sampling()), expected, strict=True):
-        assert found[1:] == pytest.approx(wanted[1:], abs=1e-4)
+    for actual, wanted in zip(engine.score(prompts, Sampling()), expected, strict=True):
+        assert actual[1:] == pytest.approx(wanted[1:], abs=1e-4)
 
 
-def test_an_engine_whose_refit_was_cut_takes_the_next(
-    trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]
-) -> None:
+def test_refit_after_interrupted_refit(trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]) -> None:
     """The iterator of tensors is interrupted, as by Ctrl-C."""
 
-    def cut() -> Iterator[NamedTensor]:
+    def interrupted_export() -> Iterator[NamedTensor]:
         for number, pair in enumerate(trainer.model.state_dict_adapter.iter_export(trainer.model)):
             if number == 5:
                 raise KeyboardInterrupt
@@ -77,29 +73,27 @@ def test_an_engine_whose_refit_was_cut_takes_the_next(
 
     llm = DyingLLM("nothing")
     with pytest.raises(KeyboardInterrupt) as caught:
-        VLLMEngine(llm).refit(cut(), bucket_bytes=1)
+        VLLMEngine(llm).refit(interrupted_export(), bucket_bytes=1)
     assert "raises on every call until" in caught.value.__notes__[0]
     assert llm.calls == ["nrl_refit_start", *["nrl_refit_load"] * 4, "nrl_refit_abandon"]
     engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
     with pytest.raises(KeyboardInterrupt):
-        engine.refit(cut(), bucket_bytes=1)
-    refused = r"parts of version 0 of the weights and parts of version 1, whose refit failed \(KeyboardInterrupt"
-    for ask in (
+        engine.refit(interrupted_export(), bucket_bytes=1)
+    message = r"parts of version 0 of the weights and parts of version 1, whose refit failed \(KeyboardInterrupt"
+    for call in (
         lambda: engine.score(prompts, Sampling()),
         lambda: engine.generate(prompts, Sampling(), max_new_tokens=2),
         lambda: engine.module_calls(prompts[0]),
     ):
-        with pytest.raises(MixedWeightsError, match=refused):
-            ask()
+        with pytest.raises(MixedWeightsError, match=message):
+            call()
     report = engine.refit(trainer.model.state_dict_adapter.iter_export(trainer.model))
     assert (report.unwritten, report.version) == ((), 1)
-    for found, wanted in zip(engine.score(prompts, Sampling()), trainer.score(prompts, Sampling()), strict=True):
-        assert found[1:] == pytest.approx(wanted[1:], abs=1e-4)
+    for actual, wanted in zip(engine.score(prompts, Sampling()), trainer.score(prompts, Sampling()), strict=True):
+        assert actual[1:] == pytest.approx(wanted[1:], abs=1e-4)
 
 
-def test_a_refit_that_lacks_a_tensor_is_refused_unless_it_is_meant(
-    trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]
-) -> None:
+def test_incomplete_refit_raises_unless_partial(trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]) -> None:
     engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
     weights = dict(trainer.model.state_dict_adapter.iter_export(trainer.model))
     missing = next(name for name in weights if name.endswith("o_proj.weight"))
@@ -113,7 +107,7 @@ def test_a_refit_that_lacks_a_tensor_is_refused_unless_it_is_meant(
     engine.score(prompts, Sampling())
 
 
-def test_a_partial_refit_does_not_complete_another_one(
+def test_partial_refit_does_not_complete_failed_refit(
     trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]
 ) -> None:
     engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
@@ -130,7 +124,7 @@ def test_a_partial_refit_does_not_complete_another_one(
     engine.score(prompts, Sampling())
 
 
-def test_a_refit_that_changed_nothing_leaves_the_version_before(
+def test_failed_refit_without_writes_keeps_version(
     trainer: HFEngine, checkpoint: Path, prompts: list[list[int]]
 ) -> None:
     engine = HFEngine.start(checkpoint, dtype=torch.float32)
@@ -155,7 +149,7 @@ NOT_PAIRS: dict[str, tuple[Callable[[str, torch.Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("edit", NOT_PAIRS)
-def test_items_that_are_no_named_tensors_raise(
+def test_refit_items_that_are_not_named_tensors_raise(
     trainer: HFEngine, engine: HFEngine, prompts: list[list[int]], edit: str
 ) -> None:
     change, message = NOT_PAIRS[edit]
@@ -167,7 +161,7 @@ def test_items_that_are_no_named_tensors_raise(
 
 
 @pytest.mark.parametrize("sent", [{"model.norm.weight": torch.ones(256)}, None, []], ids=["dict", "None", "nothing"])
-def test_refit_without_pairs_leaves_the_engine(engine: HFEngine, prompts: list[list[int]], sent: Any) -> None:
+def test_refit_without_pairs_raises(engine: HFEngine, prompts: list[list[int]], sent: Any) -> None:
     with pytest.raises(EngineError, match=r"a refit (takes pairs of name and tensor|without tensors)") as caught:
         engine.refit(sent)
     assert not isinstance(caught.value, MixedWeightsError)
@@ -177,23 +171,23 @@ def test_refit_without_pairs_leaves_the_engine(engine: HFEngine, prompts: list[l
 
 
 @pytest.mark.parametrize(
-    ("sent", "held", "value"),
+    ("sent_dtype", "engine_dtype", "value"),
     [("float32", "float16", 7e4), ("bfloat16", "float16", -1e30), ("float64", "float32", 1e39)],
 )
-def test_values_that_the_engines_dtype_cannot_hold_raise(
-    trainer: HFEngine, checkpoint: Path, sent: str, held: str, value: float
+def test_values_exceeding_engine_dtype_raise(
+    trainer: HFEngine, checkpoint: Path, sent_dtype: str, engine_dtype: str, value: float
 ) -> None:
-    engine = HFEngine.start(checkpoint, dtype=getattr(torch, held))
+    engine = HFEngine.start(checkpoint, dtype=getattr(torch, engine_dtype))
     weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict_adapter.iter_export(trainer.model)}
     name = "model.layers.1.mlp.down_proj.weight"
-    weights[name] = weights[name].to(getattr(torch, sent))
+    weights[name] = weights[name].to(getattr(torch, sent_dtype))
     weights[name][3, 4] = value
-    with pytest.raises(EngineError, match=rf"{name} has values from .* holds {held} there, which ends at"):
+    with pytest.raises(EngineError, match=rf"{name} has values from .* holds {engine_dtype} there, which ends at"):
         engine.refit(weights.items())
     assert all(tensor.isfinite().all() for tensor in engine.model.state_dict().values())
-    target = torch.zeros(2, dtype=getattr(torch, held))  # vLLM's loaders write with `Tensor.copy_`
+    target = torch.zeros(2, dtype=getattr(torch, engine_dtype))  # vLLM's loaders write with `Tensor.copy_`
     with reload._SameKind() as kinds:
-        ((_, tensor),) = kinds.named([("a", torch.tensor([1.0, value], dtype=getattr(torch, sent)))])
+        ((_, tensor),) = kinds.named([("a", torch.tensor([1.0, value], dtype=getattr(torch, sent_dtype)))])
         with pytest.raises(EngineError, match="a has values from"):
             target.copy_(tensor)
     weights[name][3, 4] = 1.0
@@ -214,7 +208,7 @@ class CopyingModel(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("sent", "held", "message"),
+    ("sent_dtype", "engine_dtype", "message"),
     [
         ("float32", "float16", "weight has values from"),
         ("bfloat16", "float16", "weight has values from"),
@@ -223,22 +217,22 @@ class CopyingModel(torch.nn.Module):
         ("float16", "float32", None),
     ],
 )
-def test_a_reload_checks_every_conversion_that_can_be_wrong(
-    monkeypatch: pytest.MonkeyPatch, sent: str, held: str, message: str | None
+def test_reload_checks_dtype_conversions(
+    monkeypatch: pytest.MonkeyPatch, sent_dtype: str, engine_dtype: str, message: str | None
 ) -> None:
     monkeypatch.setattr(reload.WeightReload, "_loading", lambda self: nullcontext())
-    model = CopyingModel(getattr(torch, held))
+    model = CopyingModel(getattr(torch, engine_dtype))
     running = reload.WeightReload.__new__(reload.WeightReload)
     vars(running).update(model=model, _loaded=set(), _given=set(), _last=[], _ties=False, _head=None)
     running._dtypes = {model.weight.dtype}
-    value = torch.tensor([1.0, 60_000.0 if sent == "float16" else 70_000.0]).to(getattr(torch, sent))
+    value = torch.tensor([1.0, 60_000.0 if sent_dtype == "float16" else 70_000.0]).to(getattr(torch, sent_dtype))
     with pytest.raises(EngineError, match=message) if message else nullcontext():
         running.load([("weight", value)])
     assert model.weight.isfinite().all()
     assert bool(model.weight.any()) is (message is None)
 
 
-def test_two_names_of_one_tensor_raise(trainer: HFEngine, engine: HFEngine) -> None:
+def test_two_names_for_one_tensor_raise(trainer: HFEngine, engine: HFEngine) -> None:
     weights = dict(trainer.model.state_dict_adapter.iter_export(trainer.model))
     name = "layers.1.mlp.down_proj.weight"  # the base model's name
     weights[name] = weights[f"model.{name}"] + 1
@@ -246,11 +240,11 @@ def test_two_names_of_one_tensor_raise(trainer: HFEngine, engine: HFEngine) -> N
         engine.refit(weights.items())
 
 
-def test_single_infinite_value_is_only_accepted_where_the_engine_has_one() -> None:
+def test_infinite_scalar_requires_infinite_engine_value() -> None:
     case = FamilyCase(registry.model_class("Gemma4ForConditionalGeneration"))
     engine, model = HFEngine(copy.deepcopy(case.reference())), case.model()
     weights = {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model)}
-    assert any(tensor.isinf().any() for tensor in weights.values())  # bounds that are disabled
+    assert any(tensor.isinf().any() for tensor in weights.values())  # disabled clipping bounds
     engine.refit(weights.items())
     name = next(name for name in weights if name.endswith("layer_scalar"))
     weights[name].fill_(math.inf)

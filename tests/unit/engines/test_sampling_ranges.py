@@ -41,7 +41,7 @@ def with_defaults(folder: Path, **defaults: Any) -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=30, top_p=0.9)], ids=str)
-def test_defaults_of_a_server_do_not_apply(
+def test_server_defaults_do_not_apply(
     folder: Path, trainer: HFEngine, prompts: list[list[int]], sampling: Sampling
 ) -> None:
     with serving(HFEngine.start(folder, dtype=torch.float32)) as (address, served):
@@ -50,9 +50,9 @@ def test_defaults_of_a_server_do_not_apply(
         engine = start_engine(address, folder)
         samples = engine.generate(prompts, sampling, max_new_tokens=9, seed=4)
         bodies = [body for body in served.requests if body["max_tokens"] == 9]
-        asked = NEUTRAL | {"top_k": sampling.top_k, "top_p": sampling.top_p, "temperature": sampling.temperature}
+        parameters = NEUTRAL | {"top_k": sampling.top_k, "top_p": sampling.top_p, "temperature": sampling.temperature}
         assert len(bodies) == len(prompts)
-        assert all(body.items() >= asked.items() for body in bodies)
+        assert all(body.items() >= parameters.items() for body in bodies)
         engine.score(prompts, Sampling())
         assert served.requests[-1].items() >= NEUTRAL.items()
     for sample, score in zip(samples, trainer.score([each.sequence for each in samples], sampling), strict=True):
@@ -60,7 +60,7 @@ def test_defaults_of_a_server_do_not_apply(
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 3), ("top_p", 0.5)])
-def test_server_whose_default_cannot_be_overridden_raises(
+def test_server_default_without_override_raises(
     folder: Path, prompts: list[list[int]], name: str, value: float
 ) -> None:
     with serving(HFEngine.start(folder, dtype=torch.float32)) as (address, served):
@@ -84,10 +84,10 @@ UNPROCESSED: dict[str, Callable[[Sampling], Sampling]] = {
 
 
 @pytest.mark.parametrize("reported", UNPROCESSED)
-def test_server_that_reports_another_distribution_raises(
+def test_server_reporting_unprocessed_logprobs_raises(
     reported: str, checkpoint: Path, prompts: list[list[int]]
 ) -> None:
-    """vLLM reports log-probabilities from before temperature and truncation unless it is started otherwise."""
+    """By default, vLLM reports log-probabilities from before temperature and truncation."""
     with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
         served.reported = UNPROCESSED[reported]
         engine = start_engine(address, checkpoint)
@@ -106,7 +106,7 @@ def test_server_that_reports_another_distribution_raises(
         assert len(engine.generate(prompts, Sampling(0.7, 5, 0.9), max_new_tokens=2)) == len(prompts)
 
 
-def test_a_server_is_not_cleared_by_certain_continuations(checkpoint: Path, prompts: list[list[int]]) -> None:
+def test_deterministic_continuations_do_not_pass_probe(checkpoint: Path, prompts: list[list[int]]) -> None:
     model = HFEngine.start(checkpoint, dtype=torch.float32)
     starts = {tuple(prompts[0]), *((token,) for prompt in prompts for token in prompt[:2])}
     with serving(model) as (address, served):
@@ -126,15 +126,15 @@ def test_a_server_is_not_cleared_by_certain_continuations(checkpoint: Path, prom
 
 
 @pytest.mark.parametrize(("reason", "tokens"), [("abort", 3), ("error", 0), (None, 2)])
-def test_a_completion_that_did_not_end_raises(
+def test_unfinished_completion_raises(
     checkpoint: Path, prompts: list[list[int]], reason: str | None, tokens: int
 ) -> None:
     with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
 
         def interrupted(choice: dict[str, Any]) -> dict[str, Any]:
             logprobs = {name: values[:tokens] for name, values in choice["logprobs"].items()}
-            cut = {"finish_reason": reason, "token_ids": choice["token_ids"][:tokens], "logprobs": logprobs}
-            return choice | cut
+            changes = {"finish_reason": reason, "token_ids": choice["token_ids"][:tokens], "logprobs": logprobs}
+            return choice | changes
 
         served.change = interrupted
         with pytest.raises(EngineError, match=f"finish_reason '{reason or 'unfinished'}', .*generate them again"):
@@ -157,12 +157,12 @@ class Reporting:
 @pytest.mark.parametrize(
     ("greedy", "probe", "is_processed"),
     [
-        ((-1.2, -0.693, -2.1), (0.0, -0.693, 0.0), True),  # two equally likely tokens have all of the probability
+        ((-1.2, -0.693, -2.1), (0.0, -0.693, 0.0), True),  # two equally likely tokens have all the probability
         ((-1.2, -0.693, -2.1), (-1.21, -0.69, -2.07), False),  # the noise of bf16
-        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), True),  # certain tokens show nothing
+        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), True),  # tokens with probability 1 give no information
     ],
 )
-def test_probe_tells_processed_log_probabilities_from_unprocessed_ones(
+def test_probe_detects_unprocessed_logprobs(
     greedy: tuple[float, ...], probe: tuple[float, ...], is_processed: bool
 ) -> None:
     engine: Any = Reporting(greedy, probe)
@@ -170,8 +170,8 @@ def test_probe_tells_processed_log_probabilities_from_unprocessed_ones(
         ServerProbes(engine, {}).require([[1]], Sampling(0.7))
 
 
-class Ranged(Engine):
-    """An engine that samples like vLLM."""
+class VLLMTemperatureEngine(Engine):
+    """An engine with vLLM's temperature range."""
 
     name = "ranged"
 
@@ -183,17 +183,17 @@ class Ranged(Engine):
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.005, 2.0001, 5.0])
-def test_temperature_out_of_the_range_of_vllm_raises(temperature: float, checkpoint: Path) -> None:
+def test_temperature_outside_vllm_range_raises(temperature: float, checkpoint: Path) -> None:
     message = rf"temperature={temperature:g}: \w+ samples at 0 \(greedy\) and at temperatures from 0.01 to 2"
     with pytest.raises(EngineError, match=message):
-        Ranged().generate([[1, 2]], Sampling(temperature), max_new_tokens=1)
+        VLLMTemperatureEngine().generate([[1, 2]], Sampling(temperature), max_new_tokens=1)
     with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, _):
         engine = start_engine(address, checkpoint)
         with pytest.raises(EngineError, match=message):
             engine.generate([[1, 2]], Sampling(temperature), max_new_tokens=1)
 
 
-def test_low_temperature_of_transformers_is_exact(engine: HFEngine, prompts: list[list[int]]) -> None:
+def test_transformers_low_temperature_is_exact(engine: HFEngine, prompts: list[list[int]]) -> None:
     (sample,) = engine.generate(prompts[:1], Sampling(0.005), max_new_tokens=4)
     scores = engine.score([sample.sequence], Sampling(0.005))[0][-4:]
     assert list(sample.logprobs) == pytest.approx(scores, abs=1e-3)
@@ -202,7 +202,7 @@ def test_low_temperature_of_transformers_is_exact(engine: HFEngine, prompts: lis
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, None, True])
-def test_number_of_new_tokens_is_checked(engine: HFEngine, prompts: list[list[int]], count: Any) -> None:
+def test_invalid_max_new_tokens_raises(engine: HFEngine, prompts: list[list[int]], count: Any) -> None:
     with pytest.raises(EngineError, match=r"max_new_tokens=\S+: expected a whole number of at least 1"):
         engine.generate(prompts, Sampling(), max_new_tokens=count)
 
@@ -215,33 +215,36 @@ def test_number_of_new_tokens_is_checked(engine: HFEngine, prompts: list[list[in
         *(("top_p", value) for value in (0.0, 1.1, float("nan"), [1])),
     ],
 )
-def test_sampling_out_of_range_raises_a_typed_error(name: str, value: Any) -> None:
+def test_sampling_out_of_range_raises_sampling_error(name: str, value: Any) -> None:
     with pytest.raises(SamplingError, match=rf"^{name}=.*: expected") as raised:
         Sampling(**{name: value})
     assert isinstance(raised.value, ValueError)
     assert isinstance(raised.value, NRLModelsError)
 
 
-def test_end_token_of_the_tokenizer_ends_replies_in_every_engine(folder: Path, prompts: list[list[int]]) -> None:
+def test_tokenizer_eos_token_stops_every_engine(folder: Path, prompts: list[list[int]]) -> None:
     with HFEngine.start(folder, dtype=torch.float32) as engine:
-        (free,) = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6, ignore_end=False)
-    assert free.finish_reason == "length"
-    end = free.tokens[2]
+        (unstopped,) = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6, ignore_end=False)
+    assert unstopped.finish_reason == "length"
+    end = unstopped.tokens[2]
     tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(512)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{end}").save_pretrained(folder)
     with_defaults(folder, eos_token_id=[1, 2])
-    ends = tuple(sorted({1, 2, end}))
-    assert end_tokens(folder, read_config(folder)) == ends
+    eos_token_ids = tuple(sorted({1, 2, end}))
+    assert end_tokens(folder, read_config(folder)) == eos_token_ids
     with serving(HFEngine.start(folder, dtype=torch.float32)) as (address, served):
         engines = [HFEngine.start(folder, dtype=torch.float32), start_engine(address, folder)]
         for engine in engines:
             (stopped,) = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6, ignore_end=False)
-            assert (stopped.tokens, stopped.finish_reason) == (free.tokens[: free.tokens.index(end) + 1], "stop")
-            assert engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)[0].tokens == free.tokens
-        assert served.requests[0]["stop_token_ids"] == list(ends)
+            assert (stopped.tokens, stopped.finish_reason) == (
+                unstopped.tokens[: unstopped.tokens.index(end) + 1],
+                "stop",
+            )
+            assert engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)[0].tokens == unstopped.tokens
+        assert served.requests[0]["stop_token_ids"] == list(eos_token_ids)
 
 
-def test_end_token_of_a_repository_ends_replies(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eos_token_from_hub_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "models--owner--tiny" / "snapshots" / ("a" * 40)
     (tmp_path / "models--owner--tiny" / "refs").mkdir(parents=True)
     (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("a" * 40)
@@ -261,9 +264,7 @@ def test_end_token_of_a_repository_ends_replies(folder: Path, tmp_path: Path, mo
     "content",
     ["{", "[]", "null", *(f'{{"eos_token_id": {value}}}' for value in ('"a"', '["a"]', '{"a": 1}', "1.5", "[[2]]"))],
 )
-def test_invalid_generation_configuration_raises_a_typed_error(
-    content: str, folder: Path, prompts: list[list[int]]
-) -> None:
+def test_invalid_generation_config_raises(content: str, folder: Path, prompts: list[list[int]]) -> None:
     config = read_config(folder)
     (folder / "generation_config.json").write_text(content)
     with pytest.raises((CheckpointError, ConfigurationError), match=r"generation_config\.json"):
@@ -275,13 +276,13 @@ def test_invalid_generation_configuration_raises_a_typed_error(
         HFEngine.start(folder).generate(prompts, Sampling(), max_new_tokens=2, ignore_end=False)
 
 
-def test_negative_end_token_means_none(folder: Path) -> None:
+def test_negative_eos_token_is_ignored(folder: Path) -> None:
     with_defaults(folder, eos_token_id=[-1, 5])
     assert end_tokens(folder, read_config(folder)) == (5,)
 
 
 @pytest.mark.parametrize("tokens", ["text", [20.5], [True], [20, None], torch.tensor([20, 21]), None, 5])
-def test_prompts_are_lists_of_token_ids(engine: HFEngine, tokens: Any) -> None:
+def test_invalid_token_ids_raise(engine: HFEngine, tokens: Any) -> None:
     for call in (engine.generate, engine.score):
         more = {"max_new_tokens": 2} if call == engine.generate else {}
         with pytest.raises(EngineError, match=r"sequence 1 is .*: expected a list of token ids"):
@@ -295,18 +296,18 @@ def test_prompts_are_lists_of_token_ids(engine: HFEngine, tokens: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [None, "a", 1.5, True, 2**70])
-def test_seeds_are_whole_numbers(engine: HFEngine, seed: Any) -> None:
+def test_invalid_seed_raises(engine: HFEngine, seed: Any) -> None:
     with pytest.raises(EngineError, match=r"seed=.*: expected a whole number"):
         engine.generate([[20, 21]], Sampling(), max_new_tokens=2, seed=seed)
 
 
 @pytest.mark.parametrize("last", [-1, "1", 1.0, True])
-def test_numbers_of_scores_are_checked(engine: HFEngine, last: Any) -> None:
+def test_invalid_last_raises(engine: HFEngine, last: Any) -> None:
     with pytest.raises(EngineError, match=r"last=.*: expected a number of tokens"):
         engine.score([[20, 21]], Sampling(), last=last)
 
 
 @pytest.mark.parametrize("name", [None, 5])
-def test_names_of_engines_are_text(name: Any) -> None:
+def test_invalid_engine_name_raises(name: Any) -> None:
     with pytest.raises(EngineError, match=f"unknown engine {name}: expected one of"):
         start_engine(name, "nowhere")

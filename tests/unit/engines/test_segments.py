@@ -33,19 +33,19 @@ sys.stdin.readline()
 """
 
 
-def test_what_was_written_is_read() -> None:
-    segment = Segment.write(TENSORS, {"said": "so"})
+def test_segment_round_trip() -> None:
+    segment = Segment.write(TENSORS, {"key": "value"})
     try:
         tensors, text = Segment.of_json(json.loads(json.dumps(segment.to_json()))).read()
     finally:
         segment.close()
-    assert text == {"said": "so"}
+    assert text == {"key": "value"}
     torch.testing.assert_close(tensors, TENSORS, rtol=0, atol=0)
     tensors["a"][0] = 5.0  # changes this process only, and outlives the segment
     assert tensors["a"].sum() == 50
 
 
-def test_every_dtype_is_written_and_aligned() -> None:
+def test_segment_round_trip_for_every_dtype() -> None:
     bits = torch.arange(48, dtype=torch.uint8) % 2
     tensors = {
         f"{number}{end}": bits.view(dtype) if end else bits.view(dtype)[:1]
@@ -54,24 +54,24 @@ def test_every_dtype_is_written_and_aligned() -> None:
     }
     segment = Segment.write(tensors)
     try:
-        found, _ = segment.read()
+        read_tensors, _ = segment.read()
         assert segment.nbytes == os.fstat(segment.descriptor).st_size
     finally:
         segment.close()
-    assert found.keys() == tensors.keys()
+    assert read_tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
-        assert found[name].data_ptr() % tensor.itemsize == 0
+        assert read_tensors[name].dtype == tensor.dtype
+        assert read_tensors[name].shape == tensor.shape
+        assert torch.equal(read_tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert read_tensors[name].data_ptr() % tensor.itemsize == 0
 
 
-def test_dtype_without_a_name_raises() -> None:
+def test_unsupported_dtype_raises() -> None:
     with pytest.raises(EngineError, match=r"a is torch\.complex128, which safetensors cannot store"):
         Segment.write({"a": torch.zeros(2, dtype=torch.complex128)})
 
 
-def test_it_can_be_neither_changed_nor_cut() -> None:
+def test_segment_is_read_only() -> None:
     segment = Segment.write(TENSORS)
     try:
         with pytest.raises(PermissionError):
@@ -82,7 +82,7 @@ def test_it_can_be_neither_changed_nor_cut() -> None:
         segment.close()
 
 
-def test_what_a_writer_that_is_killed_leaves() -> None:
+def test_segment_after_writer_is_killed() -> None:
     """Processes that mapped the segment keep it. No other process can open it, because it has no name on disk."""
     writer = subprocess.Popen([sys.executable, "-c", WRITE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
@@ -95,7 +95,7 @@ def test_what_a_writer_that_is_killed_leaves() -> None:
         segment.read()
 
 
-def test_what_is_no_segment_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_a_segment_raises(tmp_path: Path) -> None:
     segment = Segment.write(TENSORS)
     try:
         with pytest.raises(EngineError, match="another trainer's shared memory"):
@@ -122,7 +122,7 @@ def test_what_is_no_segment_is_refused(tmp_path: Path) -> None:
     [None, [], {}, {"pid": 1}, {"pid": "1", "descriptor": 1, "token": "", "nbytes": 0}]
     + [{"pid": pid, "descriptor": 1, "token": token, "nbytes": 0} for pid, token in ((-1, "a"), (True, "a"), (1, "ä"))],
 )
-def test_what_names_no_segment_is_refused(value: object) -> None:
+def test_invalid_segment_json_raises(value: object) -> None:
     with pytest.raises(EngineError, match="is not a segment of shared memory: expected pid, descriptor, token, nbytes"):
         Segment.of_json(value)
 
@@ -132,8 +132,8 @@ def test_what_names_no_segment_is_refused(value: object) -> None:
     [(torch.ones(2, 3), ""), (torch.zeros(2, 3), "lm_head.weight is"), (torch.ones(2, 4), "lm_head.weight is")],
     ids=["equal", "other values", "other shape"],
 )
-@pytest.mark.parametrize("is_first", [True, False], ids=["goes", "comes"])
-def test_tied_head_comes_and_goes_between_versions(is_first: bool, head: torch.Tensor, problem: str) -> None:
+@pytest.mark.parametrize("is_first", [True, False], ids=["removed", "added"])
+def test_tied_head_added_or_removed_between_versions(is_first: bool, head: torch.Tensor, problem: str) -> None:
     """An engine that ties the head to the embeddings accepts an equal head. Updates without it recover the engine."""
     tied = {"embed_tokens.weight": torch.ones(2, 3)}
     both = {**tied, "lm_head.weight": head}

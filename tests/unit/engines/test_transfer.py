@@ -80,28 +80,28 @@ class Workers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.receiver = Receiver(self._apply, lambda said: setattr(self, "refused", said))
-        self.refused: str | None = None
+        self.receiver = Receiver(self._apply, lambda error: setattr(self, "mixed_weights_error", error))
+        self.mixed_weights_error: str | None = None
         self.is_open = False
         self.fails = lambda step, when: None
         self.steps: list[str] = []
-        self.spoils = lambda name: None
+        self.before_load = lambda name: None
         self.loaded: list[str] = []
 
     def _apply(self, tensors: Mapping[str, torch.Tensor], changed: Set[str]) -> None:
-        own, adapter = self.model.state_dict(), self.model.state_dict_adapter
+        state_dict, adapter = self.model.state_dict(), self.model.state_dict_adapter
         self.loaded = []
         for name in tensors:
             if name in changed:
                 try:
-                    self.spoils(name)
+                    self.before_load(name)
                     target = adapter.hub[name]
                 except Exception as error:
                     if self.loaded:
                         raise MixedWeightsError(str(error)) from error
                     raise
                 for parameter in target.parameters:
-                    target.write_into(parameter, own[parameter], tensors[name])
+                    target.write_into(parameter, state_dict[parameter], tensors[name])
                 self.loaded.append(name)
 
     # The interface of vLLM's workers that the client calls
@@ -154,7 +154,7 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def differ(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+def different_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of tensors that are not bit-identical."""
     assert one.keys() == other.keys()
 
@@ -170,8 +170,8 @@ def train(model: PreTrainedModel, share: float, generator: torch.Generator, only
     for name, tensor in model.state_dict().items():
         if only in name and tensor.is_floating_point() and tensor.is_contiguous():
             flat = tensor.view(-1).view(torch.uint8).view(tensor.numel(), -1)
-            where = (torch.rand(len(flat), generator=generator) < share).nonzero().flatten()
-            flat[where] ^= torch.randint(0, 256, (len(where), flat.shape[1]), generator=generator).to(torch.uint8)
+            changed = (torch.rand(len(flat), generator=generator) < share).nonzero().flatten()
+            flat[changed] ^= torch.randint(0, 256, (len(changed), flat.shape[1]), generator=generator).to(torch.uint8)
 
 
 def served(trainer: PreTrainedModel, **options: Any) -> tuple[Workers, Sender]:
@@ -193,12 +193,12 @@ QUICK = ("BitNetForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM")
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES]
 )
-def test_deltas_leave_what_dense_updates_would(architecture: str) -> None:
+def test_deltas_match_dense_updates(architecture: str) -> None:
     assert len(ARCHITECTURES) >= 30
     trainer = model_of(architecture, torch.float32 if len(architecture) % 2 else torch.bfloat16)
     workers, sender = served(trainer)
     assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
-    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
     generator = torch.Generator().manual_seed(len(architecture))
     layers = [name for name in trainer.state_dict() if ".0." in name]
     for number in range(DELTAS):
@@ -208,37 +208,37 @@ def test_deltas_leave_what_dense_updates_would(architecture: str) -> None:
         assert sent.kind is UpdateKind.DELTA
         assert sent.nbytes <= sent.dense_nbytes
         assert set(workers.loaded) <= set(sent.changed)
-        assert not differ(workers.model.state_dict(), trainer.state_dict())
+        assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
         assert workers.receiver.weights is not None
         assert workers.receiver.weights.version == sent.version == str(number + 2)
 
 
-def test_a_hundredth_of_changes_takes_a_twentieth_at_most(llama: PreTrainedModel) -> None:
+def test_delta_size_of_one_percent_changes(llama: PreTrainedModel) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     sender.send(exported(trainer))
     train(trainer, 0.01, torch.Generator().manual_seed(0))
     sent = sender.send(exported(trainer))
     assert sent.nbytes <= 0.05 * sent.dense_nbytes
-    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
-def test_small_buckets_carry_the_same(llama: PreTrainedModel) -> None:
+def test_small_buckets(llama: PreTrainedModel) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer, bucket_bytes=2**12)
     for _ in range(3):
         train(trainer, 0.2, torch.Generator().manual_seed(0))
         sender.send(exported(trainer))
-        assert not differ(workers.model.state_dict(), trainer.state_dict())
+        assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
-def test_without_deltas_nothing_is_kept(llama: PreTrainedModel) -> None:
+def test_receiver_keeps_no_tensors_without_deltas(llama: PreTrainedModel) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer, deltas=False)
     for _ in range(2):
         train(trainer, 0.01, torch.Generator().manual_seed(0))
         assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
-        assert not differ(workers.model.state_dict(), trainer.state_dict())
+        assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
     assert workers.receiver.weights is not None
     assert not workers.receiver.weights.tensors
 
@@ -252,10 +252,8 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("step", "when", "nth"), STEPS)
-def test_a_trainer_that_dies_at_any_step_leaves_a_whole_version(
-    llama: PreTrainedModel, step: str, when: str, nth: int
-) -> None:
-    """It dies in its first update (of all weights) or in a later one, and another trainer continues."""
+def test_trainer_crash_leaves_consistent_version(llama: PreTrainedModel, step: str, when: str, nth: int) -> None:
+    """The trainer exits in its first (dense) update or in a later one. Another trainer continues."""
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     generator = torch.Generator().manual_seed(0)
@@ -277,19 +275,19 @@ def test_a_trainer_that_dies_at_any_step_leaves_a_whole_version(
         sender.send(exported(trainer))
     workers.fails = lambda step, when: None
     took_effect = (step, when) == ("finish", "after")
-    assert not differ(state(workers.model), trainer.state_dict() if took_effect else before)
-    assert workers.refused is None
+    assert not different_tensors(state(workers.model), trainer.state_dict() if took_effect else before)
+    assert workers.mixed_weights_error is None
     train(trainer, 0.01, generator)
     other = Sender(workers)
     assert other.send(exported(trainer)).kind is UpdateKind.DENSE
-    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
     train(trainer, 0.01, generator)
     assert sender.send(exported(trainer)).kind is UpdateKind.DENSE  # the first one after a failure is also dense
-    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda weights: weights.pop("model.norm.weight"), "model.norm.weight is missing"),
         (lambda weights: weights.update({"model.nrom.weight": torch.ones(3)}), "model.nrom.weight is not one of them"),
@@ -303,9 +301,7 @@ def test_a_trainer_that_dies_at_any_step_leaves_a_whole_version(
         ),
     ],
 )
-def test_other_tensors_than_before_are_refused_and_the_version_stays(
-    llama: PreTrainedModel, change: Any, said: str
-) -> None:
+def test_changed_set_of_tensors_raises_and_keeps_version(llama: PreTrainedModel, change: Any, message: str) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     sender.send(exported(trainer))
@@ -313,66 +309,66 @@ def test_other_tensors_than_before_are_refused_and_the_version_stays(
     train(trainer, 0.01, torch.Generator().manual_seed(0))
     weights = dict(exported(trainer))
     change(weights)
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=message):
         Sender(workers).send(weights.items())
-    assert not differ(workers.model.state_dict(), before)
+    assert not different_tensors(workers.model.state_dict(), before)
     with pytest.raises(EngineError, match=r"of the version sent before"):  # the sender detects it without the worker
         sender.send(weights.items())
-    assert workers.refused is None
+    assert workers.mixed_weights_error is None
     sender.send(exported(trainer))
-    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
-def test_an_update_that_takes_effect_in_part_is_refused_until_a_whole_one(llama: PreTrainedModel) -> None:
+def test_partially_applied_update_raises_until_dense_update(llama: PreTrainedModel) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     sender.send(exported(trainer))
     train(trainer, 0.01, torch.Generator().manual_seed(0))
 
-    def spoil(name: str) -> None:
+    def fail_at_sixth(name: str) -> None:
         if len(workers.loaded) == 5:
             raise RuntimeError("the fifth")
 
-    workers.spoils = spoil
-    said = r"parts of version '1' of the weights and parts of version '2': the fifth\. It raises on every call until"
-    with pytest.raises(MixedWeightsError, match=said):
+    workers.before_load = fail_at_sixth
+    message = r"parts of version '1' of the weights and parts of version '2': the fifth\. It raises on every call until"
+    with pytest.raises(MixedWeightsError, match=message):
         sender.send(exported(trainer))
     assert sender.in_doubt
-    assert workers.refused is not None
-    workers.spoils = lambda name: None
+    assert workers.mixed_weights_error is not None
+    workers.before_load = lambda name: None
     assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
     assert not sender.in_doubt
-    assert workers.refused is None
-    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    assert workers.mixed_weights_error is None
+    assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
-def test_a_delta_against_the_last_whole_version_mends_a_mixed_engine(
+def test_delta_repairs_mixed_weights(
     llama: PreTrainedModel,
 ) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     sender.send(exported(trainer))
-    first, certain = copy.deepcopy(trainer), copy.copy(sender)
+    first, previous_sender = copy.deepcopy(trainer), copy.copy(sender)
     train(trainer, 0.01, torch.Generator().manual_seed(0))
 
-    def spoil(name: str) -> None:
+    def fail_at_sixth(name: str) -> None:
         if len(workers.loaded) == 5:
             raise RuntimeError("the fifth")
 
-    workers.spoils = spoil
+    workers.before_load = fail_at_sixth
     with pytest.raises(MixedWeightsError):
         sender.send(exported(trainer))
     written = set(workers.loaded)
-    workers.spoils = lambda name: None
+    workers.before_load = lambda name: None
     train(first, 0.01, torch.Generator().manual_seed(1), only="layers.1.mlp")
-    sent = certain.send(exported(first))  # none of the five written tensors changed since the first version
+    sent = previous_sender.send(exported(first))  # none of the five written tensors changed since the first version
     assert sent.kind is UpdateKind.DELTA
     assert not written & set(sent.changed)
-    assert workers.refused is None
-    assert not differ(workers.model.state_dict(), first.state_dict())
+    assert workers.mixed_weights_error is None
+    assert not different_tensors(workers.model.state_dict(), first.state_dict())
 
 
-def test_a_delta_against_another_version_is_refused(llama: PreTrainedModel) -> None:
+def test_delta_against_another_version_raises(llama: PreTrainedModel) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     sender.send(exported(trainer))
@@ -384,57 +380,57 @@ def test_a_delta_against_another_version_is_refused(llama: PreTrainedModel) -> N
         EngineError, match=r"made against version '1', digest .*, and the engine has version '1', digest"
     ):
         sender.send(exported(trainer))
-    assert not differ(workers.model.state_dict(), other.state_dict())
+    assert not different_tensors(workers.model.state_dict(), other.state_dict())
     sender.send(exported(trainer))
-    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
-def test_what_arrives_damaged_is_refused(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_update_raises(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped bit in the engine's copy, in the decoded delta, or in the data it reads."""
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
     sender.send(exported(trainer))
     before = state(workers.model)
     train(trainer, 0.01, torch.Generator().manual_seed(0))
-    right, stage, read = updates.patched, workers.receiver.stage, Segment.read
+    original, stage, read = updates.patched, workers.receiver.stage, Segment.read
 
-    def one_bit(tensor: torch.Tensor) -> torch.Tensor:
-        spoilt = tensor.clone()
-        spoilt.view(-1).view(torch.uint8)[0] ^= 1
-        return spoilt
+    def with_flipped_bit(tensor: torch.Tensor) -> torch.Tensor:
+        damaged = tensor.clone()
+        damaged.view(-1).view(torch.uint8)[0] ^= 1
+        return damaged
 
-    def where_it_arrives(update: Update) -> None:
-        with monkeypatch.context() as there:
-            there.setattr(updates, "patched", lambda *given: ((n, one_bit(t)) for n, t in right(*given)))
+    def stage_with_damaged_delta(update: Update) -> None:
+        with monkeypatch.context() as context:
+            context.setattr(updates, "patched", lambda *args: ((n, with_flipped_bit(t)) for n, t in original(*args)))
             stage(update)
 
-    workers.receiver.stage = where_it_arrives
+    workers.receiver.stage = stage_with_damaged_delta
     with pytest.raises(EngineError, match="version '2' arrived damaged"):
         sender.send(exported(trainer))
-    assert not differ(workers.model.state_dict(), before)
+    assert not different_tensors(workers.model.state_dict(), before)
 
     def read_damaged(segment: Segment) -> Any:
         tensors, text = read(segment)
-        return {name: one_bit(tensor) for name, tensor in tensors.items()}, text
+        return {name: with_flipped_bit(tensor) for name, tensor in tensors.items()}, text
 
-    def where_all_arrives(update: Update) -> None:
-        with monkeypatch.context() as there:
-            there.setattr(Segment, "read", read_damaged)
+    def stage_with_damaged_segment(update: Update) -> None:
+        with monkeypatch.context() as context:
+            context.setattr(Segment, "read", read_damaged)
             stage(update)
 
-    workers.receiver.stage = where_all_arrives
+    workers.receiver.stage = stage_with_damaged_segment
     with pytest.raises(EngineError, match="version '3' arrived damaged"):
         sender.send(exported(trainer))
-    assert not differ(workers.model.state_dict(), before)
+    assert not different_tensors(workers.model.state_dict(), before)
     workers.receiver.stage = stage
     sender.send(exported(trainer))
     name, tensor = next(iter(workers.receiver.weights.tensors.items()))
-    workers.receiver.weights = Weights.of("4", {**workers.receiver.weights.tensors, name: one_bit(tensor)})
+    workers.receiver.weights = Weights.of("4", {**workers.receiver.weights.tensors, name: with_flipped_bit(tensor)})
     with pytest.raises(EngineError, match="made against version '4', digest"):
         sender.send(exported(trainer))
 
 
 @pytest.mark.parametrize("value", [{}, {"kind": "dense"}, {"abandon": False}, {"kind": 3}])
-def test_what_is_no_update_is_refused(value: dict[str, Any]) -> None:
+def test_invalid_update_raises(value: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="is not an update of weights: expected kind"):
         Update.of_json(value)

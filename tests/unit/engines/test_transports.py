@@ -12,9 +12,9 @@ from nrl_models.engines.transfer.transports import Transport, message_of, tensor
 
 
 @pytest.mark.parametrize("transport", Transport)
-def test_transports_carry_the_same_tensors(transport: Transport) -> None:
-    whole = torch.randn(6, 4).to(torch.bfloat16)
-    bucket = [("rows", whole[1:3]), ("columns", whole.T), ("scalar", torch.tensor(2.5, dtype=torch.float64))]
+def test_transport_round_trip(transport: Transport) -> None:
+    weight = torch.randn(6, 4).to(torch.bfloat16)
+    bucket = [("rows", weight[1:3]), ("columns", weight.T), ("scalar", torch.tensor(2.5, dtype=torch.float64))]
     with message_of(bucket, transport) as message:
         sent = json.loads(json.dumps(message)) if isinstance(message, dict) else message
         arrived = dict(tensors_of(sent))
@@ -24,14 +24,14 @@ def test_transports_carry_the_same_tensors(transport: Transport) -> None:
         assert torch.equal(arrived[name], tensor)
 
 
-def test_a_temporary_file_is_deleted() -> None:
+def test_temporary_file_is_deleted() -> None:
     with message_of([("weight", torch.ones(2))], Transport.FILE) as message:
         assert isinstance(message, dict)
         assert Path(message["file"]).is_file()
     assert not Path(message["file"]).exists()
 
 
-def test_tensors_of_one_process_are_not_copied() -> None:
+def test_in_process_tensors_are_not_copied() -> None:
     weight = torch.ones(2)
     with message_of([("weight", weight)], Transport.IN_PROCESS) as message:
         ((_, arrived),) = tensors_of(message)

@@ -15,18 +15,20 @@ def raised(error: Exception) -> Exception:
     return caught.value
 
 
-def test_an_error_is_quoted() -> None:
+def test_one_line_error() -> None:
     assert one_line(raised(ValueError("no such thing"))) == "ValueError: no such thing"
     assert one_line(ValueError("2 errors:\n  a\n  b")) == "ValueError: 2 errors: a b"
-    assert one_line(ValueError("x" * 700)) == f"ValueError: {'x' * 700}"  # the error of a worker ends with its cause
+    assert (
+        one_line(ValueError("x" * 700)) == f"ValueError: {'x' * 700}"
+    )  # not truncated: worker errors end with the cause
 
 
-def test_an_error_without_words_is_told_by_its_code() -> None:
+def test_one_line_error_without_message_shows_source_line() -> None:
     assert one_line(raised(AssertionError())) == "AssertionError: raise error"
     assert one_line(AssertionError()) == "AssertionError: "
 
 
-def test_a_misspelled_model_impl_raises() -> None:
+def test_misspelled_model_impl_raises() -> None:
     with pytest.raises(EngineError, match=r"model_impl='transformer': expected one of transformers, vllm"):
         require_model_impl("transformer", ("vllm", "transformers"))
     require_model_impl("vllm", ("vllm", "transformers"))

@@ -103,7 +103,7 @@ def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_samples_and_scores_are_the_trainers(
+def test_samples_and_scores_match_trainer(
     running: Engine, model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling
 ) -> None:
     trainer = HFEngine(model, "trainer")
@@ -119,19 +119,19 @@ def test_samples_and_scores_are_the_trainers(
     assert [sample.tokens for sample in again] == [sample.tokens for sample in samples]
 
 
-def test_generation_stops_at_the_end_of_text(running: WorkerEngine, prompts: list[list[int]]) -> None:
-    (free,) = running.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)
-    before, running.ends = running.ends, [free.tokens[2]]
+def test_generation_stops_at_eos_token(running: WorkerEngine, prompts: list[list[int]]) -> None:
+    (unstopped,) = running.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)
+    before, running.ends = running.ends, [unstopped.tokens[2]]
     try:
         (stopped,) = running.generate(prompts[:1], Sampling(0.0), max_new_tokens=6, ignore_end=False)
     finally:
         running.ends = before
-    assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[2]) + 1]
+    assert stopped.tokens == unstopped.tokens[: unstopped.tokens.index(unstopped.tokens[2]) + 1]
     assert stopped.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_new_weights_arrive_whole(
+def test_refit_writes_every_weight(
     refitted: Engine, model: PreTrainedModel, prompts: list[list[int]], dtype: torch.dtype
 ) -> None:
     with torch.no_grad():
@@ -146,7 +146,9 @@ def test_new_weights_arrive_whole(
     assert_close(refitted.score(prompts, Sampling()), trainer.score(prompts, Sampling()))
 
 
-def test_what_it_cannot_take_changes_nothing(running: Engine, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+def test_invalid_refit_raises_and_changes_nothing(
+    running: Engine, model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
     before = running.score(prompts, Sampling())
     exported = dict(model.state_dict_adapter.iter_export(model))
     name = "model.norm.weight"
@@ -156,7 +158,7 @@ def test_what_it_cannot_take_changes_nothing(running: Engine, model: PreTrainedM
         assert running.score(prompts, Sampling()) == before
 
 
-def test_a_tensor_of_another_kind_of_dtype_changes_nothing(
+def test_refit_with_wrong_kind_of_dtype_changes_nothing(
     running: Engine, model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     before = running.score(prompts, Sampling())
@@ -168,9 +170,7 @@ def test_a_tensor_of_another_kind_of_dtype_changes_nothing(
         assert running.score(prompts, Sampling()) == before
 
 
-def test_a_head_that_the_engine_ties_equals_the_embeddings(
-    engine_name: str, tmp_path: Path, prompts: list[list[int]]
-) -> None:
+def test_refit_of_tied_head_must_equal_embeddings(engine_name: str, tmp_path: Path, prompts: list[list[int]]) -> None:
     new_model(tiny_config(transformers.LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     weights = dict(model.state_dict_adapter.iter_export(model))
@@ -184,7 +184,7 @@ def test_a_head_that_the_engine_ties_equals_the_embeddings(
         assert_close(engine.score(prompts, Sampling()), before)
 
 
-def test_weights_that_are_left_out_are_an_error(refitted: Engine, model: PreTrainedModel) -> None:
+def test_incomplete_refit_raises(refitted: Engine, model: PreTrainedModel) -> None:
     exported = dict(model.state_dict_adapter.iter_export(model))
     del exported["model.norm.weight"]
     with pytest.raises(MixedWeightsError, match=r"left 1 tensors unwritten: model\.norm\.weight"):
@@ -193,19 +193,22 @@ def test_weights_that_are_left_out_are_an_error(refitted: Engine, model: PreTrai
         refitted.score([[5, 6]], Sampling())
 
 
-LACKING = {"mlx": "MLX failed: .*biogpt not supported", "megatron": "Megatron-Core failed: .*has no place in Megatron"}
+UNSUPPORTED = {
+    "mlx": "MLX failed: .*biogpt not supported",
+    "megatron": "Megatron-Core failed: .*has no place in Megatron",
+}
 
 
-def test_what_it_lacks_is_said(tmp_path: Path, engine_name: str) -> None:
+def test_unsupported_model_and_option_raise(tmp_path: Path, engine_name: str) -> None:
     new_model(tiny_config(transformers.BioGptConfig)).save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match=LACKING[engine_name]):
+    with pytest.raises(EngineError, match=UNSUPPORTED[engine_name]):
         start_engine(engine_name, tmp_path)
     with pytest.raises(EngineError, match=rf"{engine_name} has no option python: expected load_format"):
         start_engine(engine_name, tmp_path, python="x")
 
 
-def test_random_weights_are_those_of_the_seed(checkpoint: Path, prompts: list[list[int]], engine_name: str) -> None:
-    read = HFEngine.start(checkpoint, dtype=torch.float32).score(prompts, Sampling())
+def test_dummy_weights_depend_on_seed_only(checkpoint: Path, prompts: list[list[int]], engine_name: str) -> None:
+    loaded_scores = HFEngine.start(checkpoint, dtype=torch.float32).score(prompts, Sampling())
     scores = []
     for _ in range(2):
         with start_engine(engine_name, checkpoint, load_format="dummy", seed=1) as engine:
@@ -214,4 +217,4 @@ def test_random_weights_are_those_of_the_seed(checkpoint: Path, prompts: list[li
             engine.worker.process.kill()
             with pytest.raises(EngineError, match=f"{engine.who} died"):
                 engine.score(prompts, Sampling())
-    assert scores[0] == scores[1] != read
+    assert scores[0] == scores[1] != loaded_scores
