@@ -54,14 +54,14 @@ def hook_of(trainer: str) -> str:
 
 
 class Receiver:
-    """Receive tensors as an engine does: each is copied on arrival."""
+    """Receive tensors as an engine does, with a copy of each."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
-            assert name not in self.tensors, f"{name} came twice"
+            assert name not in self.tensors, f"{name} was sent twice"
             assert type(tensor) in (torch.Tensor, torch.nn.Parameter), f"{name} is a {type(tensor).__name__}"
             self.tensors[name] = tensor.detach().clone()
 

@@ -15,7 +15,7 @@ from saved import assert_same_bytes, case_of, each_architecture, hook_of, saved_
 from torch.distributed.tensor import DTensor
 
 auto_model = pytest.importorskip(
-    "nemo_automodel._transformers.auto_model", reason="Automodel is there for make test-trainers"
+    "nemo_automodel._transformers.auto_model", reason="needs Automodel: make test-trainers"
 )
 
 from nemo_automodel import NeMoAutoModelForCausalLM  # noqa: E402
@@ -30,7 +30,7 @@ from nrl_models.errors import StateDictError, TrainerError, UnknownArchitectureE
 from nrl_models.testing.tiny import silent_transformers  # noqa: E402
 
 EXPERTS = "Qwen3MoeForCausalLM"
-TAKEN_FOR_TIED = ("BigBirdPegasusForCausalLM",)
+TIED_ONLY_IN_CONFIG = ("BigBirdPegasusForCausalLM",)
 """Architectures whose head Automodel does not load: their configuration ties it, but transformers does not."""
 
 CPU = torch.device("cpu")
@@ -76,42 +76,42 @@ def save(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def refit(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make the calls of NeMo RL's weight sync in their order. NeMo RL itself is not on the index."""
+    """Make the calls of NeMo RL's weight sync in order. NeMo RL itself is not on the package index."""
     for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         parts = model.state_dict_adapter.convert_single_tensor_to_hf(
-            name, whole, exclude_key_regex=r".*_extra_state.*", quantization=False
+            name, full_tensor, exclude_key_regex=r".*_extra_state.*", quantization=False
         )
         for hub, part in parts:
             yield hub, part.to(tensor.dtype, non_blocking=True).contiguous()
 
 
 @each_architecture
-def test_what_is_loaded_and_synced_is_what_transformers_saves(name: str, tmp_path: Path) -> None:
+def test_loaded_and_synced_weights_match_transformers_files(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     saved = saved_by_transformers(case.reference())
-    if name in TAKEN_FOR_TIED:
+    if name in TIED_ONLY_IN_CONFIG:
         with pytest.raises(StateDictError, match=r"missing: lm_head\.weight"):
             load(case.reference(), tmp_path)
         return
     model = load(case.reference(), tmp_path)
     assert isinstance(model, case.model_class)
     adapter = model.state_dict_adapter
-    joined = [tensor.name for tensor in adapter.hub.values() if len(tensor.parameters) > 1]
-    if joined:  # a single parameter is not a complete hub tensor
+    fused = [tensor.name for tensor in adapter.hub.values() if len(tensor.parameters) > 1]
+    if fused:  # a single parameter is not a complete hub tensor
         with pytest.raises(ValueError, match="convert them together"):
             dict(refit(model))
         sent = adapter.to_hf(model.state_dict())
     else:
         sent = dict(refit(model))
-    tied = {tensor.name for own in adapter.tied for tensor in adapter.tensors_in(own, "hub")}
+    tied = {tensor.name for key in adapter.tied for tensor in adapter.tensors_in(key, "hub")}
     assert_same_bytes({hub: tensor for hub, tensor in sent.items() if hub not in tied - saved.keys()}, saved)
-    for own, kept in adapter.tied.items():  # NeMo RL sends both names of tied tensors, for any model
-        assert torch.equal(model.state_dict()[own], model.state_dict()[kept])
+    for name, source in adapter.tied.items():  # NeMo RL sends both names of tied tensors, for any model
+        assert torch.equal(model.state_dict()[name], model.state_dict()[source])
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", EXPERTS, "MixtralForCausalLM", "Gemma3ForConditionalGeneration"])
-def test_what_it_saves_is_what_transformers_saves(name: str, tmp_path: Path) -> None:
+def test_saved_weights_match_transformers_files(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     saved = saved_by_transformers(case.reference())
     model = load(case.reference(), tmp_path / "base")
@@ -120,16 +120,16 @@ def test_what_it_saves_is_what_transformers_saves(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("path", ["load", "refit", "save"])
-def test_a_naming_error_is_found(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_error_is_detected(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(EXPERTS)
     saved = saved_by_transformers(case.reference())
     method = {"load": "from_hf", "refit": "convert_single_tensor_to_hf", "save": "to_hf"}[path]
-    right = getattr(StateDictAdapter, method)
+    original = getattr(StateDictAdapter, method)
 
     def wrong(self: StateDictAdapter, first: Any, *more: Any, **options: Any) -> Any:
         if path == "load":
-            return right(self, swapped(first), *more, **options)
-        converted = swapped(dict(right(self, first, *more, **options)))
+            return original(self, swapped(first), *more, **options)
+        converted = swapped(dict(original(self, first, *more, **options)))
         return converted if path == "save" else list(converted.items())
 
     with monkeypatch.context() as planted:
@@ -151,39 +151,39 @@ def swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_nemo_rl_finds_an_adapter_that_syncs() -> None:
+def test_nemo_rl_finds_state_dict_adapter() -> None:
     """Before loading, NeMo RL looks for an adapter class in the module `state_dict_adapter` of the model's package."""
     for name in ("LlamaForCausalLM", EXPERTS, "CohereForCausalLM"):
         model_class = ModelRegistry.model_arch_name_to_cls[name]
-        beside = importlib.import_module(f"{model_class.__module__.rsplit('.', 1)[0]}.state_dict_adapter")
-        found = [
+        adapter_module = importlib.import_module(f"{model_class.__module__.rsplit('.', 1)[0]}.state_dict_adapter")
+        adapter_classes = [
             kind
-            for kind_name, kind in inspect.getmembers(beside, inspect.isclass)
+            for kind_name, kind in inspect.getmembers(adapter_module, inspect.isclass)
             if kind_name.endswith("StateDictAdapter")
         ]
-        assert found == [StateDictAdapter]
-        assert callable(found[0].convert_single_tensor_to_hf)
+        assert adapter_classes == [StateDictAdapter]
+        assert callable(adapter_classes[0].convert_single_tensor_to_hf)
 
 
-def test_all_are_registered_in_place_of_its_own(registered: list[str]) -> None:
+def test_registered_classes_replace_automodel_classes(registered: list[str]) -> None:
     assert {"LlamaForCausalLM", EXPERTS, "DeepseekV3ForCausalLM"} <= set(registered)
     for name in registered:
         assert issubclass(ModelRegistry.model_arch_name_to_cls[name], registry.model_class(name))
 
 
-def test_the_guides_hook() -> None:
+def test_documented_hook() -> None:
     ModelRegistry.model_arch_name_to_cls[EXPERTS] = object
     exec(hook_of("automodel"))
     assert issubclass(ModelRegistry.model_arch_name_to_cls[EXPERTS], registry.model_class(EXPERTS))
 
 
-def test_an_unknown_architecture_is_refused() -> None:
+def test_unknown_architecture_raises() -> None:
     with pytest.raises(UnknownArchitectureError, match="not registered: NovaForCausalLM"):
         automodel.register("LlamaForCausalLM", "NovaForCausalLM")
     assert "NovaForCausalLM" not in ModelRegistry.model_arch_name_to_cls
 
 
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_version_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl_models.registry.version", lambda name: "0.8.0")
     with pytest.raises(TrainerError, match=r"needs nemo_automodel<0\.8,>=0\.7; 0\.8\.0 is installed"):
         automodel.register()

@@ -46,11 +46,11 @@ LOADS_INCOMPLETE_FILES = frozenset(
 )
 """Tests that load files without some tensors. transformers initializes these; nrl_models raises an error."""
 
-READS_ITS_FILE = frozenset({"test_moe_models_record_router_logits"})
-"""Tests that search for words in the source file of the class, and skip ours."""
+READS_SOURCE_FILE = frozenset({"test_moe_models_record_router_logits"})
+"""Tests that search for text in the source file of the class, and skip our classes."""
 
-FEWEST_COMPARED = 70
-"""Tests that pass on transformers' class. The others require a GPU, or larger models."""
+MIN_COMPARED = 70
+"""Minimum number of tests that pass on transformers' class. The others require a GPU or larger models."""
 
 
 @cache
@@ -65,37 +65,37 @@ def on_reference(architecture: str, name: str) -> Ended:
 
 
 @cache
-def on_ours(architecture: str, name: str) -> Ended:
+def on_nrl_models(architecture: str, name: str) -> Ended:
     case = case_of(architecture)
     return run(case, case.model_class, name)
 
 
-def is_refusal(ended: Ended) -> bool:
-    """Return True if our class only raised an error for missing or unexpected tensors in files."""
+def only_missing_tensors_error(ended: Ended) -> bool:
+    """Return True if our class raised an error only because files lack tensors or have unexpected ones."""
     kinds = {one.kind for one in ended.error.problems} if isinstance(ended.error, CheckpointError) else set()
     return ProblemKind.MISSING in kinds and kinds <= {ProblemKind.MISSING, ProblemKind.UNEXPECTED}
 
 
 @pytest.mark.parametrize("name", names_of_tests())
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_our_class_passes_what_transformers_class_passes(architecture: str, name: str) -> None:
+def test_upstream_test(architecture: str, name: str) -> None:
     expected = on_reference(architecture, name)
     if expected.outcome is not Outcome.PASSED:
         pytest.skip(f"{expected.outcome} with transformers' class: {expected.last_line}")
-    ended = on_ours(architecture, name)
-    if name in LOADS_INCOMPLETE_FILES and is_refusal(ended):
+    ended = on_nrl_models(architecture, name)
+    if name in LOADS_INCOMPLETE_FILES and only_missing_tensors_error(ended):
         pytest.xfail("files lack tensors")
-    if name in READS_ITS_FILE and ended.outcome is Outcome.SKIPPED:
+    if name in READS_SOURCE_FILE and ended.outcome is Outcome.SKIPPED:
         pytest.skip(ended.last_line)
     assert ended.outcome is Outcome.PASSED, ended.text
 
 
 @pytest.mark.parametrize("name", sorted(LOADS_INCOMPLETE_FILES))
-def test_each_exception_is_needed(name: str) -> None:
-    assert any(is_refusal(on_ours(architecture, name)) for architecture in ARCHITECTURES)
+def test_each_expected_failure_occurs(name: str) -> None:
+    assert any(only_missing_tensors_error(on_nrl_models(architecture, name)) for architecture in ARCHITECTURES)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_most_tests_compare(architecture: str) -> None:
+def test_most_upstream_tests_pass_on_reference(architecture: str) -> None:
     passed = [name for name in names_of_tests() if on_reference(architecture, name).outcome is Outcome.PASSED]
-    assert len(passed) >= FEWEST_COMPARED
+    assert len(passed) >= MIN_COMPARED

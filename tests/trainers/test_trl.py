@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-vllm_generation = pytest.importorskip("trl.generation.vllm_generation", reason="TRL is there for make test-trainers")
+vllm_generation = pytest.importorskip("trl.generation.vllm_generation", reason="needs TRL: make test-trainers")
 
 from accelerate import Accelerator  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -48,15 +48,15 @@ class Server:
 
 
 class Transfer(WeightTransferClient):
-    """TRL's asynchronous client connected to the server. The metadata are TRL's attribute."""
+    """TRL's asynchronous client, connected to `Server`. TRL's attribute contains the metadata."""
 
     def __init__(self, model: nn.Module) -> None:
-        announced: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
+        metadata: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
         for name, parameter in _iter_vllm_named_params(model):  # as in the trainer's `__init__`
-            announced["names"].append(name)
-            announced["dtype_names"].append(str(parameter.dtype).removeprefix("torch."))
-            announced["shapes"].append(list(parameter.shape))
-        self._weight_update_info = announced
+            metadata["names"].append(name)
+            metadata["dtype_names"].append(str(parameter.dtype).removeprefix("torch."))
+            metadata["shapes"].append(list(parameter.shape))
+        self._weight_update_info = metadata
         self.server = Server()
 
     def send_weights(self, iterator: Iterator[Any]) -> None:
@@ -121,7 +121,7 @@ each_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 
 
 @each_architecture
-def test_every_path_sends_what_transformers_saves(name: str) -> None:
+def test_sent_weights_match_transformers_files(name: str) -> None:
     case = case_of(name)
     saved = saved_by_transformers(case.reference())
     model = case.model()
@@ -133,14 +133,14 @@ def test_every_path_sends_what_transformers_saves(name: str) -> None:
 
 
 @each_path
-def test_a_naming_error_is_found(path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_error_is_detected(path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(EXPERTS)
     saved = saved_by_transformers(case.reference())
-    right = trl.HubStream.__call__
+    original = trl.HubStream.__call__
 
-    def wrong(self: Any, *given: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def wrong(self: Any, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
-        for name, tensor in right(self, *given):
+        for name, tensor in original(self, *args):
             part = next((part for part in swapped if f".experts.1.{part}." in name), "-")
             yield name.replace(part, swapped.get(part, part)), tensor
 
@@ -151,14 +151,14 @@ def test_a_naming_error_is_found(path: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 @each_path
 @pytest.mark.parametrize("name", [EXPERTS, IMAGES, CORRECTED])
-def test_without_the_hook_names_are_not_the_hubs(path: Any, name: str) -> None:
+def test_names_without_hook_differ_from_hub(path: Any, name: str) -> None:
     case = case_of(name)
     sent = path(case.model(), lambda trainer: None)
     assert sent.keys() != saved_by_transformers(case.reference()).keys()
 
 
 @each_path
-def test_weights_as_they_are_when_sent(path: Any) -> None:
+def test_current_weights_are_sent(path: Any) -> None:
     """The model is trained between two updates, so the hook must not store tensors."""
     model = copy.deepcopy(case_of(EXPERTS).model())
     before = path(model)
@@ -170,7 +170,7 @@ def test_weights_as_they_are_when_sent(path: Any) -> None:
 
 
 @each_path
-def test_adapters_are_merged_and_taken_out_again(path: Any) -> None:
+def test_adapters_are_merged_and_unmerged(path: Any) -> None:
     model = copy.deepcopy(case_of(EXPERTS).model())
     before = model.state_dict_adapter.to_hf(copy.deepcopy(model.state_dict()))
     target = "model.layers.0.self_attn.q_proj"
@@ -199,14 +199,14 @@ def test_sharded_parameters_are_gathered(path: Any, name: str, one_process: None
 
 
 @pytest.mark.parametrize("path", [colocated_sync, server_sync])
-def test_frozen_parameters_are_sent_where_the_engine_may_have_dropped_them(path: Any) -> None:
+def test_frozen_parameters_are_sent(path: Any) -> None:
     case = case_of(IMAGES)
     model = copy.deepcopy(case.model())
     model.requires_grad_(False)
     assert_same_bytes(path(model), saved_by_transformers(case.reference()))
 
 
-def test_asynchronous_trainers_send_what_is_trained() -> None:
+def test_asynchronous_trainers_send_trainable_weights() -> None:
     model = copy.deepcopy(case_of(IMAGES).model())
     model.model.vision_tower.requires_grad_(False)
     sent = asynchronous_sync(model)
@@ -214,26 +214,26 @@ def test_asynchronous_trainers_send_what_is_trained() -> None:
     assert sent.keys() == {name for name in saved if "vision_tower" not in name} != saved.keys()
 
 
-def test_transformers_own_model_is_taken_too() -> None:
+def test_transformers_model() -> None:
     case = case_of(EXPERTS)
     reference: PreTrainedModel = case.reference()
     assert_same_bytes(colocated_sync(reference), saved_by_transformers(reference))
 
 
-def test_the_guides_hook() -> None:
+def test_documented_hook() -> None:
     case = case_of(EXPERTS)
     sent = colocated_sync(case.model(), lambda trainer: exec(hook_of("trl"), {"trainer": trainer}))
     assert_same_bytes(sent, saved_by_transformers(case.reference()))
 
 
-def test_a_trainer_without_vllm_is_refused() -> None:
+def test_trainer_without_vllm_raises() -> None:
     lora_only = SimpleNamespace(_streaming_iter=None, _lora_sync=True)
     for trainer in (SimpleNamespace(), SimpleNamespace(vllm_generation=None), lora_only):
         with pytest.raises(UnknownArgumentError, match="sends vLLM no weights: expected use_vllm=True"):
             trl.send_hub_tensors(trainer)
 
 
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_version_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl_models.registry.version", lambda name: "1.17.0")
     with pytest.raises(TrainerError, match=r"needs trl<1\.17,>=1\.16; 1\.17\.0 is installed"):
         trl.send_hub_tensors(synchronous(case_of(DENSE).model(), "server", Server()))

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-import_utils = pytest.importorskip("verl.utils.import_utils", reason="verl is there for make test-trainers")
+import_utils = pytest.importorskip("verl.utils.import_utils", reason="needs verl: make test-trainers")
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from verl.checkpoint_engine.base import ColocatedCheckpointEngine  # noqa: E402
@@ -30,7 +30,7 @@ from nrl_models.errors import NRLModelsError, UnknownArgumentError  # noqa: E402
 from nrl_models.testing.tiny import silent_transformers  # noqa: E402
 
 (EXTERNAL_LIB,) = re.findall(r"model\.external_lib=(\S+)", hook_of("verl"))
-import_utils.import_external_libs(EXTERNAL_LIB)  # as its model configuration does
+import_utils.import_external_libs(EXTERNAL_LIB)  # as verl's model configuration does
 
 EXPERTS, DENSE = "Qwen3MoeForCausalLM", "LlamaForCausalLM"
 CPU = torch.device("cpu")
@@ -51,9 +51,11 @@ def load(reference: PreTrainedModel, folder: Path) -> Any:
         reference.save_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)
         auto_class = get_hf_auto_model_class(config)
-        given = auto_class._model_mapping.get(type(config), ())
-        if type(reference).__name__ not in [c.__name__ for c in (given if isinstance(given, tuple) else (given,))]:
-            pytest.skip(f"verl asks {auto_class.__name__}, which has no such class for this configuration")
+        classes = auto_class._model_mapping.get(type(config), ())
+        if type(reference).__name__ not in [
+            c.__name__ for c in (classes if isinstance(classes, tuple) else (classes,))
+        ]:
+            pytest.skip(f"verl uses {auto_class.__name__}, which has no such class for this configuration")
         return auto_class.from_pretrained(
             pretrained_model_name_or_path=str(folder), torch_dtype=torch.float32, config=config, trust_remote_code=False
         )
@@ -81,7 +83,7 @@ def update_rollouts(engine: Any, **options: Any) -> dict[str, torch.Tensor]:
     return receiver.tensors
 
 
-def test_the_engine_is_ours() -> None:
+def test_registered_engine_classes() -> None:
     for backend in ("fsdp", "fsdp2"):
         kind = EngineRegistry.get_engine_cls("language_model", backend)
         assert kind.__module__ == "nrl_models.adapters.verl"
@@ -90,27 +92,27 @@ def test_the_engine_is_ours() -> None:
 
 
 @each_architecture
-def test_rollouts_get_what_transformers_saves(name: str, tmp_path: Path) -> None:
+def test_rollout_weights_match_transformers_files(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     model = load(case.reference(), tmp_path)
     assert type(model) is case.model_class
     assert_same_bytes(update_rollouts(engine_of(model)), saved_by_transformers(case.reference()))
 
 
-def test_a_naming_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_error_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(EXPERTS)
-    right = HubStream.__call__
+    original = HubStream.__call__
 
-    def wrong(self: Any, *given: Any) -> Any:
-        return ((name.replace(".experts.1.", ".experts.9."), tensor) for name, tensor in right(self, *given))
+    def wrong(self: Any, *args: Any) -> Any:
+        return ((name.replace(".experts.1.", ".experts.9."), tensor) for name, tensor in original(self, *args))
 
     monkeypatch.setattr(HubStream, "__call__", wrong)
     with pytest.raises(AssertionError, match=r"experts\.9\."):
         assert_same_bytes(update_rollouts(engine_of(case.model())), saved_by_transformers(case.reference()))
 
 
-def test_verls_own_engine_names_others() -> None:
-    """The hook is needed for these: experts whose names verl does not know, and prefixes."""
+def test_names_of_verl_engine_differ_from_hub() -> None:
+    """These models need the hook: verl does not convert the names of their experts, or their prefixes."""
     for name in ("MixtralForCausalLM", "Gemma3ForConditionalGeneration"):
         case = case_of(name)
         sent = update_rollouts(engine_of(case.model(), FSDPEngineWithLMHead))
@@ -118,7 +120,7 @@ def test_verls_own_engine_names_others() -> None:
 
 
 @pytest.mark.parametrize("name", [EXPERTS, DENSE])
-def test_shards_are_gathered(name: str, one_process: None) -> None:
+def test_sharded_parameters_are_gathered(name: str, one_process: None) -> None:
     case = case_of(name)
     model: Any = copy.deepcopy(case.model())
     engine = engine_of(model)  # verl wraps the model after loading
@@ -152,7 +154,7 @@ def test_adapters_are_merged(one_process: None) -> None:
     assert torch.equal(layer.base_layer.weight.full_tensor(), before[query])
 
 
-def test_what_cannot_be_named_is_refused() -> None:
+def test_unsupported_weight_sync_raises() -> None:
     engine, _ = with_adapters(EXPERTS)
     with pytest.raises(UnknownArgumentError, match=r"lora\.merge=False: expected True"):
         engine.get_per_tensor_param()
@@ -163,17 +165,17 @@ def test_what_cannot_be_named_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "qat", "refused"),
+    ("strategy", "qat", "message"),
     [("fsdp", False, "strategy=fsdp: expected fsdp2"), ("fsdp2", True, "qat: expected none")],
 )
-def test_settings_are_refused_before_anything_is_loaded(strategy: str, qat: bool, refused: str) -> None:
+def test_unsupported_settings_raise_before_loading(strategy: str, qat: bool, message: str) -> None:
     engine = engine_of(case_of(DENSE).model())
     engine.engine_config, engine._qat_enabled = SimpleNamespace(strategy=strategy), qat
-    with pytest.raises(UnknownArgumentError, match=refused):
+    with pytest.raises(UnknownArgumentError, match=message):
         engine._build_module()
 
 
-def test_an_adapters_folder_is_refused(tmp_path: Path) -> None:
+def test_adapter_directory_raises(tmp_path: Path) -> None:
     """transformers' auto classes would load the base model, and pass the adapter to it."""
     model = copy.deepcopy(case_of(DENSE).reference())
     with silent_transformers():

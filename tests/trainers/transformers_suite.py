@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parents[2] / ".upstream-tests"
 PACKAGE = "transformers_tests"
 LENGTH = 8
 
-NOT_IN_THE_SOURCES = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
+MISSING_MODULES = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
 """Modules missing from the source distribution, and the class that is imported from each."""
 
 
@@ -67,7 +67,7 @@ def model_tester_mixin() -> type:
     package = ModuleType(PACKAGE)
     package.__path__ = [str(FOLDER)]
     sys.modules[PACKAGE] = package
-    for module, name in NOT_IN_THE_SOURCES.items():
+    for module, name in MISSING_MODULES.items():
         folder, _, _ = module.partition(".")
         parent, missing = ModuleType(f"{PACKAGE}.{folder}"), ModuleType(f"{PACKAGE}.{module}")
         parent.__path__ = []
