@@ -15,7 +15,7 @@ SENTENCES = ("A man is eating food.", "Someone eats a meal.", "The stock market 
 
 
 def embedded(model: torch.nn.Module, folder: Path) -> torch.Tensor:
-    """Return sentence embeddings as users compute them, `(3, 384)`: the normalized mean over tokens."""
+    """Return sentence embeddings, `(3, 384)`: the normalized mean over tokens."""
     batch = AutoTokenizer.from_pretrained(folder)(list(SENTENCES), padding=True, return_tensors="pt")
     with torch.no_grad():
         states = model(**batch).last_hidden_state
@@ -23,7 +23,7 @@ def embedded(model: torch.nn.Module, folder: Path) -> torch.Tensor:
     return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def test_it_embeds_as_transformers_model_does_and_is_saved_as_it_was(minilm: Path, tmp_path: Path) -> None:
+def test_embeddings_match_transformers_and_round_trip(minilm: Path, tmp_path: Path) -> None:
     ours, theirs = AutoModel.from_pretrained(minilm), HFAutoModel.from_pretrained(minilm)
     vectors = embedded(ours, minilm)
     assert torch.equal(vectors, embedded(theirs, minilm))

@@ -31,7 +31,7 @@ def tokenizer(smollm2: Path) -> Any:
     return AutoTokenizer.from_pretrained(smollm2, padding_side="left")
 
 
-def test_the_gguf_is_bit_for_bit_what_transformers_dequantizes(smollm2: Path, smollm2_gguf: Path) -> None:
+def test_gguf_weights_match_transformers_dequantization(smollm2: Path, smollm2_gguf: Path) -> None:
     source, keywords = upstream_source(smollm2_gguf)
     expected = HFAutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **keywords).state_dict()
     assert_same(AutoModelForCausalLM.from_pretrained(smollm2_gguf).state_dict(), expected)
@@ -40,7 +40,7 @@ def test_the_gguf_is_bit_for_bit_what_transformers_dequantizes(smollm2: Path, sm
     assert len(in_bf16) == 272
 
 
-def test_the_demo_on_it(smollm2: Path, tmp_path: Path) -> None:
+def test_demo_with_real_model(smollm2: Path, tmp_path: Path) -> None:
     """`nrl-models demo --real` checks parity at every level, groups, completions, saving and log-probabilities."""
     result = CliRunner().invoke(app, ["demo", "--real", "--out", str(tmp_path), "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
@@ -52,20 +52,20 @@ def test_the_demo_on_it(smollm2: Path, tmp_path: Path) -> None:
     assert checks["generated text"]["measured"] == "3 of 3 equal"
 
 
-def test_batches_of_chats_are_answered_as_by_transformers_model(smollm2: Path, tokenizer: Any) -> None:
-    """Prompts of several lengths, padded on the left, sampled."""
+def test_batched_chat_generation_matches_transformers(smollm2: Path, tokenizer: Any) -> None:
+    """Sample completions of prompts with several lengths, padded on the left."""
     options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
     chats = tokenizer.apply_chat_template(MESSAGES, **options)
     assert chats["attention_mask"].min() == 0
-    answers = []
+    generated = []
     for load in (AutoModelForCausalLM, HFAutoModelForCausalLM):
         model: Any = load.from_pretrained(smollm2, dtype=torch.float32)
         torch.manual_seed(0)
-        answers.append(model.generate(**chats, max_new_tokens=8, do_sample=True, temperature=0.8))
-    assert torch.equal(*answers)
+        generated.append(model.generate(**chats, max_new_tokens=8, do_sample=True, temperature=0.8))
+    assert torch.equal(*generated)
 
 
-def test_lora_trains_merges_and_comes_back(smollm2: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_lora_training_merging_and_reloading(smollm2: Path, tokenizer: Any, tmp_path: Path) -> None:
     """Adapters trained on both models from the same start have the same losses and merged weights."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -88,14 +88,14 @@ def test_lora_trains_merges_and_comes_back(smollm2: Path, tokenizer: Any, tmp_pa
         trained.append(tuned.eval())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0] - 0.5
-    mine, upstream = trained
-    mine.save_pretrained(tmp_path)
+    nrl_adapter, upstream = trained
+    nrl_adapter.save_pretrained(tmp_path)
     with torch.no_grad():
-        expected = mine(**batch).logits
+        expected = nrl_adapter(**batch).logits
         again: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
         assert torch.equal(PeftModel.from_pretrained(again, tmp_path)(**batch).logits, expected)
     theirs: Any = PeftModel.from_pretrained(upstream.unload(), tmp_path).merge_and_unload()
-    merged = mine.merge_and_unload()
+    merged = nrl_adapter.merge_and_unload()
     assert_same(merged.state_dict(), theirs.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-3, atol=1e-3)
