@@ -26,13 +26,15 @@ def _at_full_size(case: FamilyCase) -> PreTrainedModel:
 
 
 @pytest.mark.timeout(600)
-def test_the_hub_layout_is_what_converting_every_layer_gives(family_case: FamilyCase) -> None:
+def test_hub_layout_matches_conversion_of_every_layer(family_case: FamilyCase) -> None:
     model = _at_full_size(family_case)
     conversions = hub_conversions(model)
     if conversions is None:
         pytest.skip("transformers converts nothing")
-    own = own_tensors(model)
-    tensors = {name: HFTensor(name, own[name].shape, (Piece(view),)) for name, view in transformers_views(model)}
-    shared = convert_layout(model, tensors, own, conversions)
-    full = layouts._traced(model, tensors, lambda name: own[name].dtype, hub_conversions(model))
+    tensors_by_name = own_tensors(model)
+    tensors = {
+        name: HFTensor(name, tensors_by_name[name].shape, (Piece(view),)) for name, view in transformers_views(model)
+    }
+    shared = convert_layout(model, tensors, tensors_by_name, conversions)
+    full = layouts._traced(model, tensors, lambda name: tensors_by_name[name].dtype, hub_conversions(model))
     assert list(shared.items()) == list(full.items())
