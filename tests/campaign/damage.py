@@ -105,24 +105,24 @@ def _edited(draw: Draw, content: Any, within: tuple[str, ...]) -> Any:
     inner = content
     for key in within:
         inner = inner.get(key) if isinstance(inner, dict) else None
-    places = list(_places(inner))
-    if not places:
+    containers_and_keys = list(_containers_and_keys(inner))
+    if not containers_and_keys:
         return content if within else draw(st.sampled_from(VALUES))
-    holder, key = draw(st.sampled_from(places))
-    how = draw(st.sampled_from(["replace", "replace", "replace", "near", "delete", "add", "move", "rename"]))
-    if how == "replace":
-        holder[key] = copy.deepcopy(draw(st.sampled_from(VALUES)))
-    elif how == "near":
-        holder[key] = _near(draw, holder[key])
-    elif how == "delete":
-        del holder[key]
-    elif how == "move":
-        other, where = draw(st.sampled_from(places))
-        holder[key] = copy.deepcopy(other[where])
-    elif isinstance(holder, dict):
-        others = [draw(st.sampled_from(KEYS)), draw(st.sampled_from([*holder])), f"{key}\x1b[1m\n"]
+    container, key = draw(st.sampled_from(containers_and_keys))
+    edit = draw(st.sampled_from(["replace", "replace", "replace", "near", "delete", "add", "move", "rename"]))
+    if edit == "replace":
+        container[key] = copy.deepcopy(draw(st.sampled_from(VALUES)))
+    elif edit == "near":
+        container[key] = _near(draw, container[key])
+    elif edit == "delete":
+        del container[key]
+    elif edit == "move":
+        other, other_key = draw(st.sampled_from(containers_and_keys))
+        container[key] = copy.deepcopy(other[other_key])
+    elif isinstance(container, dict):
+        others = [draw(st.sampled_from(KEYS)), draw(st.sampled_from([*container])), f"{key}\x1b[1m\n"]
         name = draw(st.sampled_from(others))
-        holder[name] = holder.pop(key) if how == "rename" else copy.deepcopy(draw(st.sampled_from(VALUES)))
+        container[name] = container.pop(key) if edit == "rename" else copy.deepcopy(draw(st.sampled_from(VALUES)))
     return content
 
 
@@ -141,33 +141,41 @@ def _near(draw: Draw, value: Any) -> Any:
     return [value]
 
 
-def _places(content: Any) -> Iterator[tuple[Any, Any]]:
+def _containers_and_keys(content: Any) -> Iterator[tuple[Any, Any]]:
     entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in list(entries):
         yield content, key
-        yield from _places(value)
+        yield from _containers_and_keys(value)
 
 
-def some_bytes(draw: Draw, data: bytes, most: int | None = None) -> bytes:
-    """Return `data` with some of its first `most` bytes changed, removed or inserted."""
-    most = min(most or len(data), len(data))
-    if most == 0:
+def some_bytes(draw: Draw, data: bytes, limit: int | None = None) -> bytes:
+    """Return `data` with some of its first `limit` bytes changed, removed or inserted."""
+    limit = min(limit or len(data), len(data))
+    if limit == 0:
         return b"\x00"
     for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, most - 1))
-        how = draw(st.sampled_from(["flip", "flip", "set", "insert", "cut", "end"]))
-        if how == "flip":
-            data = data[:at] + bytes([data[at % len(data)] ^ (1 << draw(st.integers(0, 7)))]) + data[at + 1 :]
-        elif how == "set":
-            data = data[:at] + draw(st.sampled_from([b"\x00", b"\xff", b'"', b"{", b"[", b"\x1b"])) + data[at + 1 :]
-        elif how == "insert":
-            data = data[:at] + draw(st.binary(min_size=1, max_size=9)) + data[at:]
-        elif how == "cut":
-            data = data[:at] + data[at + draw(st.integers(1, 9)) :]
+        position = draw(st.integers(0, limit - 1))
+        edit = draw(st.sampled_from(["flip", "flip", "set", "insert", "cut", "end"]))
+        if edit == "flip":
+            data = (
+                data[:position]
+                + bytes([data[position % len(data)] ^ (1 << draw(st.integers(0, 7)))])
+                + data[position + 1 :]
+            )
+        elif edit == "set":
+            data = (
+                data[:position]
+                + draw(st.sampled_from([b"\x00", b"\xff", b'"', b"{", b"[", b"\x1b"]))
+                + data[position + 1 :]
+            )
+        elif edit == "insert":
+            data = data[:position] + draw(st.binary(min_size=1, max_size=9)) + data[position:]
+        elif edit == "cut":
+            data = data[:position] + data[position + draw(st.integers(1, 9)) :]
         else:
-            return data[:at] or b"\x00"
-        most = min(most, len(data))
-        if most == 0:
+            return data[:position] or b"\x00"
+        limit = min(limit, len(data))
+        if limit == 0:
             return b"\x00"
     return data
 
@@ -178,9 +186,9 @@ def safetensors_bytes(draw: Draw, data: bytes) -> bytes:
     header, rest = data[8 : 8 + length], data[8 + length :]
     if draw(st.integers(0, 2)):
         header = json_bytes(draw, json.loads(header))
-        says = draw(st.sampled_from([len(header)] * 6 + [0, 1, len(header) + 8, 2**40, 2**63, 2**64 - 1]))
+        declared_length = draw(st.sampled_from([len(header)] * 6 + [0, 1, len(header) + 8, 2**40, 2**63, 2**64 - 1]))
         rest = draw(st.sampled_from([rest] * 4 + [rest[:-1], rest + b"\x00" * 8, b""]))
-        return says.to_bytes(8, "little") + header + rest
+        return declared_length.to_bytes(8, "little") + header + rest
     return some_bytes(draw, data[: 8 + length]) + rest
 
 
@@ -199,34 +207,34 @@ def gguf_bytes(draw: Draw, data: bytes) -> bytes:
     if draw(st.integers(0, 3)) == 0:
         return some_bytes(draw, data[:end]) + data[end:]
     for _ in range(draw(st.integers(1, 2))):
-        at, code, size = draw(st.sampled_from(fields))
+        position, code, size = draw(st.sampled_from(fields))
         if code in NUMBERS:
             new = struct.pack(f"<{code}", draw(st.sampled_from(NUMBERS[code])))
         else:
             new = draw(st.one_of(st.binary(min_size=size, max_size=size), st.just((b"\x1b[2J\n" * size)[:size])))
-        data = data[:at] + new + data[at + size :]
+        data = data[:position] + new + data[position + size :]
     return data
 
 
 def gguf_fields(data: bytes) -> Iterator[tuple[int, str, int]]:
     """Return the position, format (`s` for a string) and length of each number and string in a GGUF header."""
-    at = 4
+    position = 4
     sizes = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
     def number(code: str) -> tuple[tuple[int, str, int], Any]:
-        nonlocal at
-        (value,) = struct.unpack_from(f"<{code}", data, at)
-        field = at, code, struct.calcsize(code)
-        at += struct.calcsize(code)
+        nonlocal position
+        (value,) = struct.unpack_from(f"<{code}", data, position)
+        field = position, code, struct.calcsize(code)
+        position += struct.calcsize(code)
         return field, value
 
     def string() -> Iterator[tuple[int, str, int]]:
-        nonlocal at
+        nonlocal position
         field, length = number("Q")
         yield field
         if length:
-            yield at, "s", length
-        at += length
+            yield position, "s", length
+        position += length
 
     def value(kind: int) -> Iterator[tuple[int, str, int]]:
         if kind == 8:

@@ -16,15 +16,15 @@ from nrl_models.errors import NRLModelsError
 HANG_SECONDS = 10
 """Time limit of a case. On a busy machine it is up to six times as long, until half of it is used as CPU time."""
 
-MOST_MEMORY = 2**30
+MAX_MEMORY = 2**30
 """Limit in bytes of additional memory that a case may use. Few use a hundredth."""
 
-MOST_ADDRESSES = 12 * 2**30
+MAX_ADDRESS_SPACE = 12 * 2**30
 """Limit in bytes of memory that a case may allocate, used or not, to protect the machine."""
 
 
 class BugError(AssertionError):
-    """An outcome that no input may have."""
+    """An outcome that is a bug for any input."""
 
 
 class _HangError(BaseException):
@@ -37,7 +37,7 @@ def outcome(call: Callable[[], Any]) -> Any:
     Raises:
         BugError: Another error, a hang, an allocation controlled by damaged input, or a control character in a message.
     """
-    filled = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         with _limits():
             result = call()
@@ -48,8 +48,8 @@ def outcome(call: Callable[[], Any]) -> Any:
         raise BugError(f"took more than {HANG_SECONDS} s") from None
     except Exception as error:
         raise BugError(f"untyped: {type(error).__name__}: {str(error)[:300]}") from error
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - filled) * 1024
-    if grown > MOST_MEMORY:
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) * 1024
+    if grown > MAX_MEMORY:
         raise BugError(f"filled {grown:,} bytes of memory: {result!r:.300}")
     return result
 
@@ -64,10 +64,10 @@ def _check_message(error: NRLModelsError) -> None:
 def _limits() -> Iterator[None]:
     """Limit time and memory in the main thread. Do nothing in other threads."""
 
-    started, own = time.monotonic(), time.process_time()
+    started, cpu_started = time.monotonic(), time.process_time()
 
     def stop(_: int, frame: FrameType | None) -> None:
-        if time.process_time() - own < HANG_SECONDS / 2 and time.monotonic() - started < 6 * HANG_SECONDS:
+        if time.process_time() - cpu_started < HANG_SECONDS / 2 and time.monotonic() - started < 6 * HANG_SECONDS:
             signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS / 2)
         else:
             raise _HangError
@@ -77,8 +77,8 @@ def _limits() -> Iterator[None]:
         return
     before, (soft, hard) = signal.signal(signal.SIGALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as statm:
-        held = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + MOST_ADDRESSES, hard))
+        allocated = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (allocated + MAX_ADDRESS_SPACE, hard))
     signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
     try:
         yield

@@ -157,21 +157,21 @@ def read_by_name(target: Path, generations: Sequence[Generation]) -> int | None:
 def check_tokenizer(target: Path, generation: Generation) -> None:
     """Check that our readers find the tokenizer files of a generation."""
     folder = resolve_folder(target)
-    found = {name: (folder / name).read_text() for name in TOKENIZER_NAMES if (folder / name).exists()}
+    actual = {name: (folder / name).read_text() for name in TOKENIZER_NAMES if (folder / name).exists()}
     expected = {name: (generation.folder / name).read_text() for name in generation.files & TOKENIZER_NAMES}
-    if found != expected:
-        raise WrongError(f"generation {generation.number}, and a tokenizer of {found}")
+    if actual != expected:
+        raise WrongError(f"generation {generation.number}, and a tokenizer of {actual}")
 
 
 def check_saved(target: Path, generation: Generation, others: set[str]) -> None:
     """Check that a complete save left this generation, the unrelated files, and nothing else."""
-    found, expected = files_of(target.parent), {f"checkpoint/{name}" for name in generation.files | others}
+    actual, expected = files_of(target.parent), {f"checkpoint/{name}" for name in generation.files | others}
     # If the previous generation had no tokenizer, the new one's tokenizer is still there.
-    if found != expected:
-        raise WrongError(f"left {sorted(found - expected)}, lost {sorted(expected - found)}")
+    if actual != expected:
+        raise WrongError(f"unexpected {sorted(actual - expected)}, missing {sorted(expected - actual)}")
     for name in generation.files:
         if (target / name).read_bytes() != (generation.folder / name).read_bytes():
-            raise WrongError(f"{name} is another")
+            raise WrongError(f"{name} differs")
 
 
 # Calls
@@ -196,27 +196,27 @@ def calls(before: Callable[[str, bool], None], seed: int = 0) -> Iterator[None]:
 
         return call
 
-    places: list[tuple[Any, str]] = [(os, name) for name in ("open", *READING, *WRITING)]
-    places += [(builtins, "open"), (io, "open")]
-    originals = [getattr(*place) for place in places]
-    for (module, name), original in zip(places, originals, strict=True):
+    patched: list[tuple[Any, str]] = [(os, name) for name in ("open", *READING, *WRITING)]
+    patched += [(builtins, "open"), (io, "open")]
+    originals = [getattr(*module_and_name) for module_and_name in patched]
+    for (module, name), original in zip(patched, originals, strict=True):
         setattr(module, name, wrapped(name, original))
     try:
         yield
     finally:
-        for (module, name), original in zip(places, originals, strict=True):
+        for (module, name), original in zip(patched, originals, strict=True):
             setattr(module, name, original)
 
 
 def _writes(name: str, args: Sequence[Any], options: dict[str, Any]) -> bool:
     if name != "open":
         return name in WRITING
-    how = args[1] if len(args) > 1 else options.get("mode", "r")
-    return bool(how & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)) if isinstance(how, int) else how.strip("bt") != "r"
+    mode = args[1] if len(args) > 1 else options.get("mode", "r")
+    return bool(mode & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)) if isinstance(mode, int) else mode.strip("bt") != "r"
 
 
 class _Shuffled:
-    """An `os.scandir` iterator in another order."""
+    """An `os.scandir` iterator in random order."""
 
     def __init__(self, entries: Any, shuffle: Callable[[list[Any]], None]) -> None:
         with entries:
@@ -319,7 +319,7 @@ def after_kills(
     Writer(generations[following], target, lambda: None).save()
     check_saved(target, generations[following], set() if old is None else set(OTHERS))
     if read(target, generations) != following:
-        raise WrongError("the next save is not what is found")
+        raise WrongError("the reader does not find the generation of the next save")
     return found, all(killed)
 
 
@@ -329,16 +329,20 @@ def kill_at_every_call(root: Path, generations: Sequence[Generation], old: int |
     Returns:
         The number of calls.
     """
-    found, at = [], 0
+    generations_read, at = [], 0
     while True:
         at += 1
-        which, killed = after_kills(root, generations, old, [(new, at)], following)
-        found.append(which)
+        generation_read, killed = after_kills(root, generations, old, [(new, at)], following)
+        generations_read.append(generation_read)
         if not killed:
             break
     order = [old, new]
-    if found[0] != old or found[-1] != new or sorted(found, key=order.index) != found:
-        raise WrongError(f"found {found} in turn")
+    if (
+        generations_read[0] != old
+        or generations_read[-1] != new
+        or sorted(generations_read, key=order.index) != generations_read
+    ):
+        raise WrongError(f"read generations {generations_read} in turn")
     return at
 
 
@@ -379,7 +383,7 @@ class Overlap:
         self.done = True
         self._arrived.release()
 
-    def heard(self, name: str, writes: bool) -> bool:
+    def count_call(self, name: str, writes: bool) -> bool:
         """Count a file operation. Returns False if it is not from the save's thread."""
         if threading.current_thread() is not self._thread:
             return False
@@ -391,7 +395,7 @@ class Overlap:
         self._thread.start()
         self._arrived.acquire()
 
-    def go_on(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         """Allow this many calls, or fewer if the save ends."""
         for _ in range(count):
             if self.done:
@@ -403,7 +407,7 @@ class Overlap:
     def finish(self) -> None:
         """Run the save to its end."""
         while not self.done:
-            self.go_on(1)
+            self.advance(1)
         self._thread.join()
         if self.error is not None:
             raise self.error
@@ -454,18 +458,18 @@ def overlapped(
 
     def before(name: str, writes: bool) -> None:
         nonlocal step, reading
-        if overlap.heard(name, writes) or not reading or threading.current_thread() is not reader:
+        if overlap.count_call(name, writes) or not reading or threading.current_thread() is not reader:
             return
         step += 1
-        reading = False  # calls inside `go_on` do not belong to the reader
-        overlap.go_on(schedule(step))
+        reading = False  # calls inside `advance` do not belong to the reader
+        overlap.advance(schedule(step))
         reading = True
 
     reading = False
     with calls(before, seed):
         overlap.start()
         try:
-            overlap.go_on(schedule(0))
+            overlap.advance(schedule(0))
             published = overlap.done or (target / PUBLISHED).exists()
             reading = True
             found = read(target, generations)

@@ -153,8 +153,8 @@ def _theirs(path: Path, ours: PreTrainedModel | None = None) -> PreTrainedModel:
 @cache
 def _undamaged(path: Path) -> PreTrainedModel:
     model = _ours(path)
-    if path != fp8_checkpoint() and (found := difference(model, _theirs(path, model))):  # loading FP8 requires a GPU
-        raise BugError(f"the undamaged one loads otherwise: {found}")
+    if path != fp8_checkpoint() and (actual := difference(model, _theirs(path, model))):  # loading FP8 requires a GPU
+        raise BugError(f"the undamaged checkpoint loads differently: {actual}")
     return model
 
 
@@ -167,7 +167,7 @@ def difference(model: PreTrainedModel, other: PreTrainedModel) -> str:
     """Describe the difference between two models. Empty if they are equal."""
     if type(model).__name__ != type(other).__name__:
         return f"{type(model).__name__} and {type(other).__name__}"
-    return _other_values(_values(model.config), _values(other.config)) or _other_tensors(
+    return _different_values(_values(model.config), _values(other.config)) or _different_tensors(
         contents(model), contents(other)
     )
 
@@ -180,12 +180,12 @@ def _values(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _other_values(values: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+def _different_values(values: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     other = [key for key in values.keys() | others.keys() if repr(values.get(key)) != repr(others.get(key))]
     return f"other values: {sorted(map(repr, other))}" if other else ""
 
 
-def _other_tensors(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> str:
+def _different_tensors(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> str:
     if tensors.keys() != others.keys():
         return f"other tensors: {sorted(tensors.keys() ^ others.keys())}"
     for name, tensor in tensors.items():
@@ -210,9 +210,9 @@ def compare(path: Path, undamaged: Path) -> None:
             _rewrite(path / "config.json", json.dumps(with_declared_types(type(loaded.config), content, "")).encode())
             expected = _theirs(path, loaded)
     except Exception as error:
-        raise BugError(f"loads, and transformers refuses: {type(error).__name__}: {str(error)[:300]}") from error
-    if found := difference(loaded, expected):
-        raise BugError(f"loads otherwise than transformers: {found}")
+        raise BugError(f"loads, but transformers raises {type(error).__name__}: {str(error)[:300]}") from error
+    if actual := difference(loaded, expected):
+        raise BugError(f"loads differently than in transformers: {actual}")
 
 
 def _copy(source: Path, folder: Path) -> Path:
@@ -239,12 +239,12 @@ def quantized_config(draw: Draw, folder: Path) -> None:
     content = json.loads((valid / "config.json").read_text())
     _rewrite(damaged / "config.json", json_bytes(draw, content, ("quantization_config",)))
     loaded = outcome(lambda: _ours(damaged))
-    if isinstance(loaded, NRLModelsError) or not (found := difference(loaded, _undamaged(valid))):
+    if isinstance(loaded, NRLModelsError) or not (actual := difference(loaded, _undamaged(valid))):
         return
-    said = json.loads((damaged / "config.json").read_bytes())["quantization_config"]
+    quantization = json.loads((damaged / "config.json").read_bytes())["quantization_config"]
     # Two blocks of 17 rows also cover 32 rows, and the scales then apply to those blocks.
-    if said.get("weight_block_size") == [16, 16]:
-        raise BugError(f"loads otherwise: {found}")
+    if quantization.get("weight_block_size") == [16, 16]:
+        raise BugError(f"loads differently: {actual}")
 
 
 def generation(draw: Draw, folder: Path) -> None:
@@ -252,11 +252,11 @@ def generation(draw: Draw, folder: Path) -> None:
     values = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [1, 2], "max_length": 64}
     values |= {"bad_words_ids": [[1]], "watermarking_config": None, "cache_implementation": None}
     (folder / "generation_config.json").write_bytes(json_bytes(draw, values))
-    found = outcome(lambda: generation_config(LlamaForCausalLM, folder))
-    if isinstance(found, NRLModelsError):
+    actual = outcome(lambda: generation_config(LlamaForCausalLM, folder))
+    if isinstance(actual, NRLModelsError):
         return
-    if found.to_dict() != GenerationConfig.from_pretrained(folder).to_dict() and "nan" not in repr(found):
-        raise BugError("other settings than transformers reads")
+    if actual.to_dict() != GenerationConfig.from_pretrained(folder).to_dict() and "nan" not in repr(actual):
+        raise BugError("settings differ from those that transformers reads")
 
 
 def header(draw: Draw, folder: Path) -> None:
@@ -294,15 +294,17 @@ def files(draw: Draw, folder: Path) -> None:
         (damaged / "generation_config.json").write_text("{}")
     for _ in range(draw(st.integers(1, 3))):
         file = draw(st.sampled_from(sorted(path for path in damaged.iterdir() if path.is_file())))
-        how = draw(st.sampled_from(["bytes", "bytes", "structure", "structure", "remove", "directory", "other"]))
-        if how in ("remove", "directory"):
+        damage_kind = draw(
+            st.sampled_from(["bytes", "bytes", "structure", "structure", "remove", "directory", "other"])
+        )
+        if damage_kind in ("remove", "directory"):
             file.unlink()
-            if how == "directory":
+            if damage_kind == "directory":
                 file.mkdir()
-        elif how == "other":
+        elif damage_kind == "other":
             other = draw(st.sampled_from(sorted(path for path in damaged.iterdir() if path.is_file())))
             _rewrite(file, other.read_bytes())
-        elif how == "structure" and (content := _content(file)) is not None:
+        elif damage_kind == "structure" and (content := _content(file)) is not None:
             is_header = file.suffix == ".safetensors"
             _rewrite(file, safetensors_bytes(draw, file.read_bytes()) if is_header else json_bytes(draw, content))
         else:
@@ -345,8 +347,8 @@ def compressed_config(draw: Draw, folder: Path) -> None:
     loaded = outcome(lambda: _ours(damaged))
     if isinstance(loaded, NRLModelsError):
         return
-    found = {name: tensor.shape for name, tensor in loaded.state_dict().items()}
-    if found != {name: tensor.shape for name, tensor in _ours(valid).state_dict().items()}:
+    actual = {name: tensor.shape for name, tensor in loaded.state_dict().items()}
+    if actual != {name: tensor.shape for name, tensor in _ours(valid).state_dict().items()}:
         raise BugError("loads with other shapes")
 
 
@@ -412,8 +414,8 @@ def lora(draw: Draw, folder: Path) -> None:
     if isinstance(ours, Exception) or isinstance(theirs, Exception):
         if type(ours) is not type(theirs):
             raise BugError(f"ours: {ours!r:.300}; onto transformers' model: {theirs!r:.300}")
-    elif found := _other_tensors(ours, theirs):
-        raise BugError(found)
+    elif actual := _different_tensors(ours, theirs):
+        raise BugError(actual)
 
 
 @cache
@@ -471,20 +473,20 @@ def http_answers(draw: Draw, folder: Path) -> None:
         engine = scripted_engine(answers)
         return engine.generate(PROMPTS, Sampling(), max_new_tokens=2), engine.score(PROMPTS, Sampling())
 
-    found = outcome(ask)
-    if isinstance(found, NRLModelsError):
+    actual = outcome(ask)
+    if isinstance(actual, NRLModelsError):
         return
-    samples, scores = found
+    samples, scores = actual
     tokens = [token for sample in samples for token in sample.tokens]
     logprobs = [value for values in (*(sample.logprobs for sample in samples), *scores) for value in values]
     if not all(type(token) is int and 0 <= token < 64 for token in tokens):
-        raise BugError(f"tokens that the vocabulary lacks: {tokens}")
+        raise BugError(f"tokens outside the vocabulary: {tokens}")
     if not all(type(value) is float and not value > LARGEST_LOGPROB for value in logprobs):
-        raise BugError(f"no log-probabilities: {logprobs}")
+        raise BugError(f"invalid log-probabilities: {logprobs}")
     if list(map(len, scores)) != list(map(len, PROMPTS)) or any(
         len(sample.tokens) != len(sample.logprobs) for sample in samples
     ):
-        raise BugError(f"other lengths: {found}")
+        raise BugError(f"wrong lengths: {actual}")
 
 
 def manifest(draw: Draw, folder: Path) -> None:
@@ -508,12 +510,12 @@ def manifest(draw: Draw, folder: Path) -> None:
         except (ValueError, RecursionError):  # not JSON, so there is no hash to compute
             damaged = content
     (folder / MANIFEST).write_bytes(damaged)
-    found = outcome(lambda: read_manifest(folder))
-    if isinstance(found, NRLModelsError):
+    actual = outcome(lambda: read_manifest(folder))
+    if isinstance(actual, NRLModelsError):
         return
-    again, read = (json.loads(each)["manifest"] for each in (found.rendered(), damaged))
+    again, read = (json.loads(each)["manifest"] for each in (actual.rendered(), damaged))
     if again != read and "format" in read:  # the default is the current format
-        raise BugError(f"is another manifest when it is written: {found}")
+        raise BugError(f"changes when it is written again: {actual}")
 
 
 TARGETS: dict[str, Callable[[Draw, Path], None]] = {

@@ -31,7 +31,7 @@ def _quiet() -> Iterator[None]:
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TARGETS)
-def test_a_damaged_input_is_equal_or_a_typed_error(kind: str, request: pytest.FixtureRequest) -> None:
+def test_damaged_input_loads_correctly_or_raises_typed_error(kind: str, request: pytest.FixtureRequest) -> None:
     @seed(request.config.getoption("--fuzz-seed"))
     @settings(
         max_examples=request.config.getoption("--cases"),

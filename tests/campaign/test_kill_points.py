@@ -1,6 +1,6 @@
-"""Publishing, checked for every pair of generations and with thousands of schedules; see `tests.campaign.publishing`.
+"""Model checking of publishing: every pair of generations, thousands of schedules; see `tests.campaign.publishing`.
 
-`tests/unit/checkpoint/test_publishing.py` is the part that runs in `make test`.
+`make test` runs a subset, `tests/unit/checkpoint/test_publishing.py`.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def schedules(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.mark.parametrize(("old", "new"), [*PAIRS, *((None, new) for new in range(4)), (2, 2)])
-def test_a_save_killed_at_any_call(saved: list[Generation], old: int | None, new: int, tmp_path: Path) -> None:
+def test_save_killed_at_every_call(saved: list[Generation], old: int | None, new: int, tmp_path: Path) -> None:
     kill_at_every_call(tmp_path / "work", saved, old, new, following=(new + 1) % 4)
 
 
 @pytest.mark.parametrize(("old", "new"), [(0, 2), (1, 3)])
-def test_a_save_killed_at_any_call_without_hard_links(
+def test_save_killed_at_every_call_without_hard_links(
     saved: list[Generation], old: int, new: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
+    def raise_permission_error(*_: Any, **__: Any) -> None:
         raise PermissionError("operation not permitted")
 
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", raise_permission_error)
     kill_at_every_call(tmp_path / "work", saved, old, new, following=0)
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_saves_killed_one_after_the_other(saved: list[Generation], part: int, schedules: int, tmp_path: Path) -> None:
+def test_consecutive_killed_saves(saved: list[Generation], part: int, schedules: int, tmp_path: Path) -> None:
     for seed in range(part, schedules, 4):
         choose = random.Random(seed)
         writers = [(choose.randrange(4), choose.randrange(1, 50)) for _ in range(choose.randint(2, 4))]
@@ -68,7 +68,7 @@ def test_saves_killed_one_after_the_other(saved: list[Generation], part: int, sc
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
-def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], old: int, new: int, tmp_path: Path) -> None:
+def test_save_between_reader_calls(saved: list[Generation], old: int, new: int, tmp_path: Path) -> None:
     at, steps = 0, 0
     while at <= steps:
         found, steps, _ = overlapped(
@@ -78,7 +78,7 @@ def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], old: 
         at += 1
 
 
-def test_any_stretch_of_a_save_at_any_call_of_a_reader(saved: list[Generation], tmp_path: Path) -> None:
+def test_partial_save_between_reader_calls(saved: list[Generation], tmp_path: Path) -> None:
     """The writer makes `first` calls before the reader starts, and `more` before one call of the reader."""
     _, steps, calls = overlapped(tmp_path / "work", saved, (2, 1), lambda step: 0)
     for first, step, more in product(range(0, calls, 3), range(1, steps + 1, 2), (1, 2, 4, 8, 16)):
@@ -87,7 +87,7 @@ def test_any_stretch_of_a_save_at_any_call_of_a_reader(saved: list[Generation], 
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_readers_and_a_writer_in_any_order(saved: list[Generation], part: int, schedules: int, tmp_path: Path) -> None:
+def test_random_reader_writer_schedules(saved: list[Generation], part: int, schedules: int, tmp_path: Path) -> None:
     for seed in range(part, schedules, 4):
         choose = random.Random(seed)
         schedule = any_schedule(choose, often=[0.02, 0.05, 0.2, 0.6])
