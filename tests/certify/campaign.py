@@ -104,7 +104,7 @@ def of_engine(name: str, plant: engine_faults.Plant, options: dict[str, Any], en
 def of_model(architecture: str, mutant: str) -> Run:
     def run(folder: Path) -> Outcome:
         checkpoint, case = save_tiny(architecture, folder / "tiny"), case_of(architecture)
-        (bug,) = (found.bug for found in CATALOG if found.name == mutant)
+        (bug,) = (entry.bug for entry in CATALOG if entry.name == mutant)
         assert bug.is_possible(case), f"{architecture} cannot have: {mutant}"
         with bug.planted(case):
             return _faulty(f"{architecture}: {mutant}", Side.MODEL, checkpoint, folder)
@@ -116,9 +116,9 @@ def of_healthy(architecture: str) -> Run:
     def run(folder: Path) -> Outcome:
         checkpoint = save_tiny(architecture, folder / "tiny")
         if architecture == DRAFTED:
-            file_faults.drafted(lambda own: None)(checkpoint)
+            file_faults.drafted(lambda tensors: None)(checkpoint)
         certificate = certify(checkpoint, engine="hf-generate", out=folder / "out")
-        open_ones = [
+        unpassed = [
             result
             for status in (Status.FAILED, Status.NOT_DECIDED, Status.LEFT_OUT)
             for result in certificate.with_status(status)
@@ -127,20 +127,20 @@ def of_healthy(architecture: str) -> Run:
             name=architecture,
             kind="healthy",
             answer=certificate.answer,
-            check=", ".join(result.name for result in open_ones),
-            summary="; ".join(result.summary for result in open_ones),
+            check=", ".join(result.name for result in unpassed),
+            summary="; ".join(result.summary for result in unpassed),
         )
 
     return run
 
 
 def _faulty(name: str, side: Side, checkpoint: Path, folder: Path, **options: Any) -> Outcome:
-    found = first_failure(checkpoint, folder / "out", **options)
-    if isinstance(found, Certificate):
-        undecided = [f"{r.name}: {r.summary}" for r in found.with_status(Status.NOT_DECIDED)]
-        return Outcome(name=name, kind=side, answer=found.answer, summary="; ".join(undecided))
+    outcome = first_failure(checkpoint, folder / "out", **options)
+    if isinstance(outcome, Certificate):
+        undecided = [f"{r.name}: {r.summary}" for r in outcome.with_status(Status.NOT_DECIDED)]
+        return Outcome(name=name, kind=side, answer=outcome.answer, summary="; ".join(undecided))
     return Outcome(
-        name=name, kind=side, answer="not ready", check=found.name, side=found.side or "", summary=found.summary
+        name=name, kind=side, answer="not ready", check=outcome.name, side=outcome.side or "", summary=outcome.summary
     )
 
 
@@ -170,35 +170,37 @@ def run_one(name: str) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="certify-"))
     try:
         with small_settings():
-            found = ALL[name](folder)
+            outcome = ALL[name](folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(**asdict(found) | {"seconds": round(time.perf_counter() - started, 1)})
+    return Outcome(**asdict(outcome) | {"seconds": round(time.perf_counter() - started, 1)})
 
 
 def main() -> int:
-    """Run what has no outcome yet, and print a summary. Returns 1 if an outcome is wrong."""
+    """Run faults and models that have no outcome yet, and print a summary. Returns 1 if an outcome is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="faults and architectures; all without an outcome by default")
     parser.add_argument("--out", type=Path, default=Path("certify-campaign.jsonl"), help="file of outcomes")
     options = parser.parse_args()
     outcomes: dict[str, Outcome] = {}
     if options.out.is_file():
-        outcomes = {found["name"]: Outcome(**found) for found in map(json.loads, options.out.read_text().splitlines())}
+        outcomes = {
+            outcome["name"]: Outcome(**outcome) for outcome in map(json.loads, options.out.read_text().splitlines())
+        }
     for name in options.names or [name for name in ALL if name not in outcomes]:
-        outcomes[name] = found = run_one(name)
+        outcomes[name] = outcome = run_one(name)
         with options.out.open("a") as file:
-            file.write(json.dumps(asdict(found)) + "\n")
-        print(f"{found.name}: {found.answer}; {found.check} {found.side}; {found.seconds} s", flush=True)
-    faults = [found for name, found in outcomes.items() if name in FAULTS]
-    healthy = [found for name, found in outcomes.items() if name in HEALTHY]
-    wrong = [found for found in (*faults, *healthy) if not found.is_right]
-    print(f"faults: {sum(found.is_right for found in faults)} of {len(faults)} not ready, "
-          f"{sum(found.names_side for found in faults)} with the right source")  # fmt: skip
-    print(f"healthy: {sum(found.answer == 'ready' for found in healthy)} of {len(healthy)} ready, "
-          f"{sum(not found.is_right for found in healthy)} not ready")  # fmt: skip
-    for found in wrong:
-        print(f"wrong: {found}")
+            file.write(json.dumps(asdict(outcome)) + "\n")
+        print(f"{outcome.name}: {outcome.answer}; {outcome.check} {outcome.side}; {outcome.seconds} s", flush=True)
+    faults = [outcome for name, outcome in outcomes.items() if name in FAULTS]
+    healthy = [outcome for name, outcome in outcomes.items() if name in HEALTHY]
+    wrong = [outcome for outcome in (*faults, *healthy) if not outcome.is_right]
+    print(f"faults: {sum(outcome.is_right for outcome in faults)} of {len(faults)} not ready, "
+          f"{sum(outcome.names_side for outcome in faults)} with the right source")  # fmt: skip
+    print(f"healthy: {sum(outcome.answer == 'ready' for outcome in healthy)} of {len(healthy)} ready, "
+          f"{sum(not outcome.is_right for outcome in healthy)} not ready")  # fmt: skip
+    for outcome in wrong:
+        print(f"wrong: {outcome}")
     return 1 if wrong else 0
 
 

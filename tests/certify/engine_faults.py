@@ -28,12 +28,12 @@ def _wrapping(name: str, wrong: Callable[..., Any]) -> Plant:
     """Replace a method of the engine."""
 
     def plant_in(patch: pytest.MonkeyPatch, engine_class: type[Engine]) -> None:
-        right = getattr(engine_class, name)
+        original = getattr(engine_class, name)
 
         def method(self: Engine, *args: Any, **options: Any) -> Any:
             if self.name not in FAULTY:
-                return right(self, *args, **options)
-            return wrong(lambda *a, **o: right(self, *a, **o), *args, **options)
+                return original(self, *args, **options)
+            return wrong(lambda *a, **o: original(self, *a, **o), *args, **options)
 
         patch.setattr(engine_class, name, method)
 
@@ -60,14 +60,14 @@ def _written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Plant:
 
     def wrong(write: Any, sent: Any, digests: bool) -> Any:
         buckets = [list(bucket) for bucket in sent]
-        found = write(iter(buckets), digests)
+        report = write(iter(buckets), digests)
         write(iter([[(name, change(name, tensor)) for name, tensor in bucket] for bucket in buckets]), False)
-        return found
+        return report
 
     return _wrapping("_refit", wrong)
 
 
-def _exchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _with_flipped_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flip(0) if name.endswith("layers.1.mlp.gate_proj.weight") else tensor
 
 
@@ -76,16 +76,16 @@ def _second_refit_ignored(patch: pytest.MonkeyPatch) -> None:
     first: dict[int, list[list[tuple[str, torch.Tensor]]]] = {}
 
     def plant_in(engine_class: type[Engine]) -> None:
-        right = engine_class._refit
+        original = engine_class._refit
 
         def refit(self: Engine, sent: Any, digests: bool) -> Any:
             buckets = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in sent]
-            found = right(self, iter(buckets), digests)
+            report = original(self, iter(buckets), digests)
             if self.name in FAULTY and self.version == 0:
                 first[id(self)] = buckets
             elif self.name in FAULTY:
-                right(self, iter(first[id(self)]), False)
-            return found
+                original(self, iter(first[id(self)]), False)
+            return report
 
         patch.setattr(engine_class, "_refit", refit)
 
@@ -113,10 +113,10 @@ def _model(change: Callable[[Any], None]) -> Plant:
     """Change the engine's model when it starts."""
 
     def plant_in(patch: pytest.MonkeyPatch, engine_class: Any) -> None:
-        right = engine_class.start.__func__
+        original = engine_class.start.__func__
 
         def start(cls: type[Engine], *args: Any, **options: Any) -> Any:
-            engine = right(cls, *args, **options)
+            engine = original(cls, *args, **options)
             with torch.no_grad():
                 change(engine.model if isinstance(engine, HFEngine) else _model_of(engine))
             return engine
@@ -175,7 +175,7 @@ LLAMA: dict[str, tuple[Plant, dict[str, Any]]] = {
         _sent(lambda name, tensor: tensor * 1.5 if "o_proj" in name else tensor),
         {},
     ),
-    "a refit writes rows in another order": (_written(_exchanged), {}),
+    "a refit writes rows in another order": (_written(_with_flipped_rows), {}),
     "a second refit is ignored": (_second_refit_ignored, {}),
     "an adapter is dropped for one linear": (_sent(_adapter_ignored), {}),
     "a refit is rounded to float8": (

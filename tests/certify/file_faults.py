@@ -39,9 +39,9 @@ def content(name: str, change: Callable[[Any], object]) -> Edit:
     """Change a JSON file."""
 
     def edit(folder: Path) -> None:
-        found = json.loads((folder / name).read_text())
-        change(found)
-        (folder / name).write_text(json.dumps(found))
+        data = json.loads((folder / name).read_text())
+        change(data)
+        (folder / name).write_text(json.dumps(data))
 
     return edit
 
@@ -52,9 +52,9 @@ def truncate(folder: Path) -> None:
 
 
 def with_token(number: int) -> Edit:
-    def add(found: Any) -> None:
-        found["model"]["vocab"]["<|new|>"] = number
-        found["added_tokens"].append({**found["added_tokens"][0], "id": number, "content": "<|new|>"})
+    def add(data: Any) -> None:
+        data["model"]["vocab"]["<|new|>"] = number
+        data["added_tokens"].append({**data["added_tokens"][0], "id": number, "content": "<|new|>"})
 
     return content("tokenizer.json", add)
 
@@ -80,7 +80,7 @@ LLAMA: dict[str, tuple[Side, Edit]] = {
     "a file cut off": (Side.FILES, truncate),
     "a file of zeros": (Side.FILES, lambda folder: (folder / WEIGHTS).write_bytes(bytes(5000))),
     "a shard that is missing": (Side.FILES, index_to_a_missing_shard),
-    "config.json is no JSON": (Side.CONFIG, text("config.json", lambda found: found[:-20])),
+    "config.json is no JSON": (Side.CONFIG, text("config.json", lambda data: data[:-20])),
     "a misspelled key": (Side.CONFIG, config(rope_thet=5e5)),
     "a key of another model": (Side.CONFIG, config(final_logit_softcapping=30.0)),
     "an unknown activation": (Side.CONFIG, config(hidden_act="silly")),
@@ -125,7 +125,7 @@ LLAMA: dict[str, tuple[Side, Edit]] = {
     ),
     "more tokens than embedding rows": (Side.TOKENIZER, with_token(5000)),
     "two tokens with one id": (Side.TOKENIZER, with_token(40)),
-    "tokenizer.json is no JSON": (Side.TOKENIZER, text("tokenizer.json", lambda found: found[:-20])),
+    "tokenizer.json is no JSON": (Side.TOKENIZER, text("tokenizer.json", lambda data: data[:-20])),
     "a chat template that fails": (
         Side.TOKENIZER,
         lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] "),
@@ -146,7 +146,7 @@ LLAMA: dict[str, tuple[Side, Edit]] = {
     ),
     "a tokenizer without words": (
         Side.TOKENIZER,
-        content("tokenizer.json", lambda found: found["model"].update(vocab={"<pad>": 0, "<end>": 1})),
+        content("tokenizer.json", lambda data: data["model"].update(vocab={"<pad>": 0, "<end>": 1})),
     ),
 }
 """Faults of a Llama's checkpoint, with their source."""
@@ -156,15 +156,15 @@ def draft_tensors(tensors: Tensors, layers: int) -> Tensors:
     """Tensors of a draft layer for a Glm4Moe: those of the last decoder layer, norms and a projection."""
     parts = MTPParts.of(MTPForm.NUMBERED, layers)
     last = f"model.layers.{layers - 1}."
-    own = {parts.layer + name.removeprefix(last): tensor.clone() for name, tensor in tensors.items() if last in name}
+    drafts = {parts.layer + name.removeprefix(last): tensor.clone() for name, tensor in tensors.items() if last in name}
     norm = tensors["model.norm.weight"]
     generator = torch.Generator().manual_seed(0)
     width = len(norm)
-    own |= {f"{name}.weight": norm.clone() for name in (parts.embedding_norm, parts.hidden_norm, parts.norm)}
-    own[f"{parts.joint}.weight"] = torch.randn(width, 2 * width, generator=generator) / width
-    own[f"{parts.input}.weight"] = tensors["model.embed_tokens.weight"].clone()
-    own[f"{parts.output}.weight"] = tensors["lm_head.weight"].clone()
-    return own
+    drafts |= {f"{name}.weight": norm.clone() for name in (parts.embedding_norm, parts.hidden_norm, parts.norm)}
+    drafts[f"{parts.joint}.weight"] = torch.randn(width, 2 * width, generator=generator) / width
+    drafts[f"{parts.input}.weight"] = tensors["model.embed_tokens.weight"].clone()
+    drafts[f"{parts.output}.weight"] = tensors["lm_head.weight"].clone()
+    return drafts
 
 
 def drafted(change: Callable[[Tensors], object]) -> Edit:
@@ -175,30 +175,38 @@ def drafted(change: Callable[[Tensors], object]) -> Edit:
         edit_config(folder, num_nextn_predict_layers=1)
 
         def add(tensors: Tensors) -> None:
-            own = draft_tensors(tensors, layers)
-            change(own)
-            tensors.update(own)
+            drafts = draft_tensors(tensors, layers)
+            change(drafts)
+            tensors.update(drafts)
 
         edit_weights(folder, add)
 
     return edit
 
 
-def _of(own: Tensors, part: str) -> str:
-    return next(name for name in own if name.endswith(part))
+def _name_of(drafts: Tensors, part: str) -> str:
+    return next(name for name in drafts if name.endswith(part))
 
 
 DRAFTS: dict[str, tuple[Side, Edit]] = {
-    "a draft layer with NaN": (Side.FILES, drafted(lambda own: own[_of(own, "eh_proj.weight")][0].fill_(float("nan")))),
-    "a draft layer of zeros": (Side.FILES, drafted(lambda own: own[_of(own, "o_proj.weight")].zero_())),
-    "a draft layer that lacks a tensor": (Side.FILES, drafted(lambda own: own.pop(_of(own, "enorm.weight")))),
+    "a draft layer with NaN": (
+        Side.FILES,
+        drafted(lambda drafts: drafts[_name_of(drafts, "eh_proj.weight")][0].fill_(float("nan"))),
+    ),
+    "a draft layer of zeros": (Side.FILES, drafted(lambda drafts: drafts[_name_of(drafts, "o_proj.weight")].zero_())),
+    "a draft layer that lacks a tensor": (
+        Side.FILES,
+        drafted(lambda drafts: drafts.pop(_name_of(drafts, "enorm.weight"))),
+    ),
     "a draft layer with a transposed tensor": (
         Side.FILES,
-        drafted(lambda own: own.update({(name := _of(own, "eh_proj.weight")): own[name].T.contiguous()})),
+        drafted(
+            lambda drafts: drafts.update({(name := _name_of(drafts, "eh_proj.weight")): drafts[name].T.contiguous()})
+        ),
     ),
     "a draft layer with other embeddings": (
         Side.FILES,
-        drafted(lambda own: own[_of(own, "embed_tokens.weight")].mul_(2)),
+        drafted(lambda drafts: drafts[_name_of(drafts, "embed_tokens.weight")].mul_(2)),
     ),
 }
 """Faults of a Glm4Moe's draft layer."""

@@ -13,7 +13,7 @@ OTHER_SIDES: dict[str, str] = {}
 pytestmark = pytest.mark.long
 
 
-def test_the_campaign_is_large_enough() -> None:
+def test_campaign_size() -> None:
     assert len(FAULTS) >= 60
     assert len(set(HEALTHY)) == 30
     assert len(OTHER_SIDES) <= 0.05 * len(FAULTS)
@@ -23,22 +23,22 @@ def test_the_campaign_is_large_enough() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_not_ready(name: str) -> None:
-    found = run_one(name)
-    assert found.answer == "not ready", found
-    assert found.side == OTHER_SIDES.get(name, found.kind), found
+    outcome = run_one(name)
+    assert outcome.answer == "not ready", outcome
+    assert outcome.side == OTHER_SIDES.get(name, outcome.kind), outcome
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM: make engine")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", VLLM_FAULTS)
-def test_faults_of_vllm_are_not_ready(name: str) -> None:
-    found = run_one(name)
-    assert found.answer == "not ready", found
-    assert found.side == found.kind, found
+def test_vllm_faults_are_not_ready(name: str) -> None:
+    outcome = run_one(name)
+    assert outcome.answer == "not ready", outcome
+    assert outcome.side == outcome.kind, outcome
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("architecture", HEALTHY)
 def test_healthy_models_are_not_rejected(architecture: str) -> None:
-    found = run_one(architecture)
-    assert found.answer in ("ready", "not decided"), found
+    outcome = run_one(architecture)
+    assert outcome.answer in ("ready", "not decided"), outcome
