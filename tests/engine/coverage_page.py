@@ -43,10 +43,10 @@ ORDER = tuple(MEANINGS)
 MEASURED = {"refitted": "refitted", "stepped": "after a step", "loaded": "from files"}
 """The errors of an outcome, and their table headings."""
 
-MOST = 200
+MAX_ERROR_LENGTH = 200
 """Maximum length of a recorded error on an engine's page. The JSON file has the complete text."""
 
-SHORT = 160
+MAX_FACT_LENGTH = 160
 """Maximum length of a stated fact."""
 
 
@@ -86,8 +86,8 @@ def pages_with(
     """
     reasons = reasons_of(records, causes or {}, obstacles or {})
     lines = [*intro, "", *summary_lines(engine, records, everything, meanings, reasons)]
-    kept = dict(part.split("\n\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
-    sections = kept | {engine: "\n".join([*lines, ""])}
+    existing = dict(part.split("\n\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
+    sections = existing | {engine: "\n".join([*lines, ""])}
     summary = "\n".join([HEAD, *(f"## {name}\n\n{sections[name]}" for name in ENGINES if name in sections)])
     return {
         PAGE: summary,
@@ -183,7 +183,7 @@ def recorded_error(outcome: Mapping[str, Any]) -> str:
     """Return the recorded error as code. Empty if the installed packages do not meet a requirement."""
     if outcome.get("stage") == Stage.REQUIREMENT:
         return ""
-    text = cut(" ".join(outcome["reason"].split()), MOST).replace("`", "'").replace("|", "\\|")
+    text = shortened(" ".join(outcome["reason"].split()), MAX_ERROR_LENGTH).replace("`", "'").replace("|", "\\|")
     return f"`{text}`"
 
 
@@ -214,10 +214,10 @@ def short_reason(outcome: Mapping[str, Any], cause: str = "") -> str:
         outcome: The recorded outcome.
         cause: The known cause of the failure.
     """
-    facts = [cut(fact, SHORT) for fact in facts_of(outcome)]
+    facts = [shortened(fact, MAX_FACT_LENGTH) for fact in facts_of(outcome)]
     if not facts and not cause:
         note = Facts.from_json(content).note if (content := outcome.get("facts")) else ""
-        facts = [cut(note or " ".join(outcome["reason"].split()), SHORT)]
+        facts = [shortened(note or " ".join(outcome["reason"].split()), MAX_FACT_LENGTH)]
     text = ". ".join(sentence(fact) for fact in [*facts, cause] if fact)
     if (outcome.get("transformers") or {}).get("status") == "agrees":
         text += ". **Agrees with `model_impl=transformers`.**"
@@ -238,9 +238,9 @@ def sentence(text: str) -> str:
     return text if text.startswith(("vLLM", "mlx", "transformers")) else f"{text[0].upper()}{text[1:]}"
 
 
-def cut(text: str, most: int) -> str:
-    """Return a text, shortened at a space if it is longer than `most`."""
-    return text if len(text) <= most else f"{text[:most].rpartition(' ')[0]} …"
+def shortened(text: str, max_length: int) -> str:
+    """Return a text, shortened at a space if it is longer than `max_length`."""
+    return text if len(text) <= max_length else f"{text[:max_length].rpartition(' ')[0]} …"
 
 
 def shown(error: float | None) -> str:
@@ -258,9 +258,9 @@ def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
         yield f"In {dtype}."
     if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
         yield f"Bound after each refit: {', '.join(f'{bound:.4f}' for bound in bounds)}."
-    if found := outcome.get("transformers"):
-        numbers = [found[key] for key in (["loaded"] if found["loaded"] else MEASURED) if found[key]]
+    if backend := outcome.get("transformers"):
+        numbers = [backend[key] for key in (["loaded"] if backend["loaded"] else MEASURED) if backend[key]]
         number = f", {shown(max(numbers))}" if numbers else ""
-        yield f"With `model_impl=transformers`: {found['status']}{number}."
+        yield f"With `model_impl=transformers`: {backend['status']}{number}."
     if options := outcome.get("options"):
         yield f"With vLLM's {', '.join(f'`{name}={value}`' for name, value in options.items())}."

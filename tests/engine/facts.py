@@ -13,7 +13,7 @@ from nrl_models.consistency.verdict import CauseKind, VerdictCause
 from nrl_models.errors import listed
 from nrl_models.quirks import Pattern
 
-MOST_NAMES = 2
+MAX_NAMES = 2
 """Maximum number of parameters that a page lists."""
 
 
@@ -34,11 +34,11 @@ class FirstDifference:
     pattern: Pattern = Pattern.UNKNOWN
 
     @classmethod
-    def of(cls, found: Divergence) -> FirstDifference:
+    def of(cls, divergence: Divergence) -> FirstDifference:
         """Return the fields of a divergence that are recorded."""
-        if found.between:
-            return cls(found.module, after=found.after, pattern=found.pattern)
-        return cls(found.module, found.class_name, pattern=found.pattern)
+        if divergence.between:
+            return cls(divergence.module, after=divergence.after, pattern=divergence.pattern)
+        return cls(divergence.module, divergence.class_name, pattern=divergence.pattern)
 
     def __str__(self) -> str:
         return (
@@ -92,7 +92,7 @@ class Facts:
     def sentences(self) -> Iterator[str]:
         """State the facts for a page, without capital letters and periods. `note` is not a fact."""
         if self.unwritten:
-            yield f"the refit does not write {listed((f'`{name}`' for name in self.unwritten), MOST_NAMES)}"
+            yield f"the refit does not write {listed((f'`{name}`' for name in self.unwritten), MAX_NAMES)}"
         if self.cause:
             yield f"the engine computes as if {self.cause.message}"
         if self.difference:

@@ -39,7 +39,7 @@ from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES, PROC
 
 Start = Callable[..., Engine]
 
-Also = Callable[[Engine, HFEngine, Prompts, Settings], str]
+ExtraCheck = Callable[[Engine, HFEngine, Prompts, Settings], str]
 """An additional check of a refitted engine. Returns a description of the problem, or an empty string."""
 
 SETTINGS = Settings(lengths=(64,), data=("dummy",), modes=("sampling",), batches=(2,), new_tokens=24, threshold=BOUND)
@@ -122,10 +122,10 @@ def tiny_model(
     model_class = registry.model_class(architecture)
     reference = model_class.reference_class()
     default = reference.config_class()
-    words = default.get_text_config()
+    text_config = default.get_text_config()
     latent: dict[str, Any] = {}
-    if hasattr(words, "kv_lora_rank"):
-        part = next((key for key in default.sub_configs if getattr(default, key) is words), None)
+    if hasattr(text_config, "kv_lora_rank"):
+        part = next((key for key in default.sub_configs if getattr(default, key) is text_config), None)
         latent = {part: LATENT} if part else LATENT
     values = {**model_class.tiny, **variant, **latent, **OVERRIDES.get(architecture, {}), **(overrides or {})}
     config = tiny_config(reference.config_class, values, reference)
@@ -135,7 +135,7 @@ def tiny_model(
     return model
 
 
-def hold(name: str, start: Start, folder: Path, overrides: dict[str, Any] | None = None) -> Outcome:
+def compare_architecture(name: str, start: Start, folder: Path, overrides: dict[str, Any] | None = None) -> Outcome:
     """Refit an engine from random weights, and again after a training step. If that fails, load the weights from files.
 
     Args:
@@ -152,8 +152,8 @@ def hold(name: str, start: Start, folder: Path, overrides: dict[str, Any] | None
     except Exception as error:  # any exception of the model's code
         return without_model(name, error)
     settings = SETTINGS if dtype == torch.float32 else replace(SETTINGS, batches=BATCHES_ROUNDED)
-    found = compared(name, model, partial(start, dtype=dtype, **options), folder, settings)
-    return replace(found, dtype=dtype_name(dtype), options=options)
+    outcome = compared(name, model, partial(start, dtype=dtype, **options), folder, settings)
+    return replace(outcome, dtype=dtype_name(dtype), options=options)
 
 
 def without_model(name: str, error: Exception) -> Outcome:
@@ -168,24 +168,24 @@ def compared(
     start: Start,
     folder: Path,
     settings: Settings = SETTINGS,
-    also: Also = lambda *_: "",
+    extra_check: ExtraCheck = lambda *_: "",
 ) -> Outcome:
-    """Return the outcome of a model, see `hold`.
+    """Return the outcome of a model, see `compare_architecture`.
 
     Args:
         architecture: The architecture, or one of its variants.
         model: The trainer's model. It is trained.
-        start, folder: As for `hold`.
+        start, folder: As for `compare_architecture`.
         settings: The comparison settings, except for the temperature, which is determined here.
-        also: An additional check after both refits.
+        extra_check: An additional check after both refits.
     """
-    found = _compared(architecture, model, start, folder, settings, also)
+    outcome = _compared(architecture, model, start, folder, settings, extra_check)
     # Remove the temporary checkpoint's path from the reason.
-    return replace(found, reason=found.reason.replace(f"{folder}/", ""))
+    return replace(outcome, reason=outcome.reason.replace(f"{folder}/", ""))
 
 
 def _compared(
-    architecture: str, model: PreTrainedModel, start: Start, folder: Path, settings: Settings, also: Also
+    architecture: str, model: PreTrainedModel, start: Start, folder: Path, settings: Settings, extra_check: ExtraCheck
 ) -> Outcome:
     checkpoint = folder / "checkpoint"
     try:
@@ -212,8 +212,8 @@ def _compared(
         if steps[-1].passed:
             checker.train()
             steps.append(checker.refit("after a training step"))
-        problem = "; ".join(why(step) for step in steps if not step.passed)
-        problem = problem or also(engine, trainer, prompts, settings)
+        problem = "; ".join(problem_of(step) for step in steps if not step.passed)
+        problem = problem or extra_check(engine, trainer, prompts, settings)
     except Exception as error:  # any exception of the engine or the model
         problem = one_line(error)
     measured = [_error(step) for step in steps] + [None, None]
@@ -221,7 +221,7 @@ def _compared(
     numbers: dict[str, Any] = {"refitted": measured[0], "stepped": measured[1], "bounds": bounds}
     if not problem:
         return Outcome(architecture, AGREES, **numbers)
-    unfit = DISAGREES if steps else NOT_RUN  # without a measurement the status is "not run"
+    failed_status = DISAGREES if steps else NOT_RUN  # without a measurement the status is "not run"
     numbers["stage"] = "" if steps else Stage.RUN
     failed = steps[-1] if steps and not steps[-1].passed else None
     numbers["facts"] = Facts.of(failed.result, failed.report.unwritten) if failed else None
@@ -231,9 +231,9 @@ def _compared(
         meter = Meter(engine, HFEngine(untrained, "trainer"), prompts, settings, store)
         report = run_matrix(str(checkpoint), meter, References(checkpoint))
     except Exception as error:
-        return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {one_line(error)}")
+        return Outcome(architecture, failed_status, **numbers, reason=f"{problem}; from files: {one_line(error)}")
     if report.error:
-        return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {report.error}")
+        return Outcome(architecture, failed_status, **numbers, reason=f"{problem}; from files: {report.error}")
     result = report.results[0]
     loaded = max(comparison.token_mult_prob_error for several in result.comparisons.values() for comparison in several)
     numbers["stage"] = ""
@@ -249,15 +249,15 @@ def tokenizer(checkpoint: Path, vocabulary: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<0>").save_pretrained(checkpoint)
 
 
-def why(step: RefitStep) -> str:
+def problem_of(step: RefitStep) -> str:
     """Describe the problem of a refit, followed by the verdict."""
     verdict = step.result.verdict
     return "; ".join([*step.problems, *step.result.problems, *([verdict.summary] if verdict else [])])
 
 
 def _error(step: RefitStep) -> float | None:
-    found = [comparison for several in step.result.comparisons.values() for comparison in several]
-    worst = max(comparison.token_mult_prob_error for comparison in found)
+    comparisons = [comparison for several in step.result.comparisons.values() for comparison in several]
+    worst = max(comparison.token_mult_prob_error for comparison in comparisons)
     return worst if math.isfinite(worst) else None
 
 

@@ -102,7 +102,7 @@ class ImageOutcome:
         return asdict(self)
 
 
-def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
+def compare_image_architecture(architecture: str, start: Start, folder: Path) -> ImageOutcome:
     """Refit an engine with random weights, vision tower included, and compare prompts with images.
 
     Args:
@@ -132,19 +132,19 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
         with quirks_off("engine-dummy-buffers"):
             engine = start(checkpoint, dtype=dtype, load_format="dummy", seed=1, **options)
         stage = Stage.RUN
-        most = engine.llm.llm_engine.renderer.get_mm_processor().info.allowed_mm_limits["image"]
-        prompts = [prompt for prompt in prompts if len(prompt.images) <= most]
+        max_images = engine.llm.llm_engine.renderer.get_mm_processor().info.allowed_mm_limits["image"]
+        prompts = [prompt for prompt in prompts if len(prompt.images) <= max_images]
         engine.refit(model.state_dict_adapter.iter_export(model))
-        found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
+        comparisons = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
     except Exception as error:  # any exception of the engine or the model
         reason = one_line(error).replace(f"{folder}/", "")
         return ImageOutcome(architecture, NOT_RUN, stage=stage, reason=reason)
-    return replace(outcome_of(architecture, found), dtype=dtype_name(dtype))
+    return replace(outcome_of(architecture, comparisons), dtype=dtype_name(dtype))
 
 
 def _for_images(architecture: str) -> dict[str, Any]:
     """Merge the overrides for long sequences and images with all other overrides of the architecture."""
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for values in (
         registry.model_class(architecture).tiny,
         OVERRIDES.get(architecture, {}),
@@ -152,20 +152,20 @@ def _for_images(architecture: str) -> dict[str, Any]:
         {"text_config": {"max_position_embeddings": 2 * LENGTH}},
     ):
         for key, value in values.items():
-            found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
-    return found
+            overrides[key] = {**overrides.get(key, {}), **value} if isinstance(value, dict) else value
+    return overrides
 
 
-def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:
+def outcome_of(architecture: str, comparisons: list[ImageComparison]) -> ImageOutcome:
     """Return the outcome of the comparisons."""
-    faults = tuple(one.fault for one in found if one.fault is not None)
-    error = max(max(one.decode, one.prefill) for one in found)
+    faults = tuple(one.fault for one in comparisons if one.fault is not None)
+    error = max(max(one.decode, one.prefill) for one in comparisons)
     return ImageOutcome(
         architecture,
-        AGREES if all(one.passed for one in found) else DISAGREES,
+        AGREES if all(one.passed for one in comparisons) else DISAGREES,
         refitted=error if error < float("inf") else None,
-        bounds=(found[0].bound,),
+        bounds=(comparisons[0].bound,),
         reason=f"First difference: {', '.join(sorted(set(faults)))}." if faults else "",
         faults=faults,
-        prompts=tuple(one.prompt_tokens for one in found),
+        prompts=tuple(one.prompt_tokens for one in comparisons),
     )

@@ -17,7 +17,7 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 from nrl_models.inputs.image_geometry import Geometry
 from tests.engine.image_tokens import GEMMA4, MINICPM, tokenizer_of
 
-SAME = {"qwen3_vl_moe": "qwen3_vl", "glm4v_moe": "glm4v", "glm_ocr": "glm46v"}
+SHARED_PROCESSORS = {"qwen3_vl_moe": "qwen3_vl", "glm4v_moe": "glm4v", "glm_ocr": "glm46v"}
 """Model types that use the processor of another model type."""
 
 FEATURE_EXTRACTORS = {
@@ -72,16 +72,16 @@ def save_processor(config: PreTrainedConfig, folder: Path) -> Any:
     Raises:
         KeyError: transformers has none for this model.
     """
-    source = CONFIG_MAPPING[SAME.get(config.model_type, config.model_type)]
+    source = CONFIG_MAPPING[SHARED_PROCESSORS.get(config.model_type, config.model_type)]
     kind = PROCESSOR_MAPPING[source]
     geometry = Geometry(config, 1, 1)
     tokens = int((geometry.side // geometry.patch) ** 2 * getattr(config, "downsample_ratio", 1.0) ** 2)
     image = _image_processor(config, IMAGE_PROCESSOR_MAPPING[source], geometry, tokens)
-    wanted = inspect.signature(kind.__init__).parameters
+    parameters = inspect.signature(kind.__init__).parameters
     parts = {"image_processor": image, "tokenizer": tokenizer_of(config)}
-    if "video_processor" in wanted and source in VIDEO_PROCESSOR_MAPPING:
+    if "video_processor" in parameters and source in VIDEO_PROCESSOR_MAPPING:
         parts["video_processor"] = _video_processor(VIDEO_PROCESSOR_MAPPING[source])
-    if "feature_extractor" in wanted:
+    if "feature_extractor" in parameters:
         parts["feature_extractor"] = getattr(transformers, FEATURE_EXTRACTORS[config.model_type])()
     values = {
         "patch_size": geometry.patch,
@@ -98,7 +98,7 @@ def save_processor(config: PreTrainedConfig, folder: Path) -> Any:
             geometry.side: next(iter(getattr(config, "projector_patch_to_query_dict", {0: 0}).values()))
         },
     }
-    processor = kind(**parts, **{name: value for name, value in values.items() if name in wanted})
+    processor = kind(**parts, **{name: value for name, value in values.items() if name in parameters})
     processor.save_pretrained(folder)
     return processor
 
@@ -129,7 +129,7 @@ def _image_processor(config: PreTrainedConfig, kinds: Mapping[str, Any], geometr
         values["image_grid_pinpoints"] = config.image_grid_pinpoints
     if config.model_type in SETTINGS:
         values |= SETTINGS[config.model_type](config, geometry)
-    made = kind(**values)
+    processor = kind(**values)
     if config.model_type == "paligemma":
-        made.image_seq_length = tokens
-    return made
+        processor.image_seq_length = tokens
+    return processor

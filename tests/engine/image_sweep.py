@@ -20,7 +20,7 @@ from typing import Any
 from tests.engine.coverage_page import pages_with, write_pages
 from tests.engine.obstacles import IMAGES, Stage
 from tests.engine.published import BOUND
-from tests.engine.sweep import CHILD, MACHINE, ROOT, taken_down, versions, worsened
+from tests.engine.sweep import CHILD, MACHINE, ROOT, crash_reason, versions, worsened
 from tests.sweep import Outcomes, Sweep
 from tools.checkout import PAGES
 from tools.coverage_pages.results import Kind, Record, read_records, versions_summary
@@ -32,7 +32,7 @@ MEANINGS = {
 }
 """The possible outcomes, best first."""
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Timeout of one architecture in seconds."""
 
 
@@ -84,13 +84,13 @@ def in_child(name: str, file: Path) -> dict[str, object]:
     """Return the outcome of one architecture from a child process. A crash is also an outcome."""
     command = [sys.executable, "-m", "tests.engine.image_sweep", CHILD, name, str(file)]
     try:
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE)
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return {"status": "not run", "stage": Stage.RUN, "reason": f"it was not done within {PATIENCE:g} s"}
+        return {"status": "not run", "stage": Stage.RUN, "reason": f"it was not done within {TIMEOUT:g} s"}
     if file.exists():
-        found: dict[str, object] = json.loads(file.read_text())
-        return found
-    return {"status": "not run", "stage": Stage.RUN, "reason": taken_down(ended.returncode, ended.stderr)}
+        outcome: dict[str, object] = json.loads(file.read_text())
+        return outcome
+    return {"status": "not run", "stage": Stage.RUN, "reason": crash_reason(ended.returncode, ended.stderr)}
 
 
 def run_here(name: str, file: Path) -> None:
@@ -98,12 +98,12 @@ def run_here(name: str, file: Path) -> None:
     import transformers
 
     from tests.engine.certificates import write_certificate
-    from tests.engine.image_families import hold_images
+    from tests.engine.image_families import compare_image_architecture
     from tests.engine.one_engine import OneEngine
 
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, OneEngine() as start:
-        outcome = hold_images(name, start, Path(folder))
+        outcome = compare_image_architecture(name, start, Path(folder))
         write_certificate("vLLM with images", "vllm", outcome, Path(folder) / "checkpoint")
         file.write_text(json.dumps(outcome.to_json()))
 

@@ -43,7 +43,7 @@ TOKENS: dict[str, tuple[str, str, str, str]] = {
 
 PLAIN = ("<image>", "<video>", "<before>", "<after>")
 
-AROUND = frozenset({*QWEN, *GLM, "exaone4_5", "paddleocr_vl", "cohere_compass", "ernie4_5_vl_moe", "kimi_k25"})
+ADDED_AROUND = frozenset({*QWEN, *GLM, "exaone4_5", "paddleocr_vl", "cohere_compass", "ernie4_5_vl_moe", "kimi_k25"})
 """Families whose prompts have tokens before and after an image that processors do not add."""
 
 AUDIO = ("<|audio|>", "<|audio>", "<audio|>")
@@ -86,10 +86,10 @@ MORE_TOKENS: dict[str, tuple[str, ...]] = {
 SIZES = ((32, 32), (96, 40), (56, 112))
 """`(width, height)`: a small square, a wide image, a tall image."""
 
-OF_ONE_SIZE = frozenset({"minicpmv4_6"})
+SAME_SIZE_ONLY = frozenset({"minicpmv4_6"})
 """Families whose transformers tower supports several images per forward only if they have the same size."""
 
-IN_FRONT = frozenset({"paligemma"})
+IMAGES_FIRST = frozenset({"paligemma"})
 """Families whose processors put images before the text, without placeholders."""
 
 
@@ -104,12 +104,12 @@ def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
     words = {token: f"<{token}>" for token in range(size)}
     image, video, before, after = names_of(config)
     video_id = first_token(config, ("video_token_id", "video_token_index"))
-    places = {image: image_token(config), video: video_id}
-    places |= {before: first_token(config, BEFORE_IMAGE), after: first_token(config, AFTER_IMAGE)}
-    taken = {place for place in places.values() if place is not None}
-    spare = iter(number for number in range(size - 1, 0, -1) if number not in taken)
-    for name, place in places.items():
-        words[next(spare) if place is None else place] = name
+    token_ids = {image: image_token(config), video: video_id}
+    token_ids |= {before: first_token(config, BEFORE_IMAGE), after: first_token(config, AFTER_IMAGE)}
+    used = {token_id for token_id in token_ids.values() if token_id is not None}
+    spare = iter(number for number in range(size - 1, 0, -1) if number not in used)
+    for name, token_id in token_ids.items():
+        words[next(spare) if token_id is None else token_id] = name
     more = MORE_TOKENS.get(config.model_type, ())
     for name in more:
         words[next(spare)] = name
@@ -124,7 +124,7 @@ def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
     names |= dict(zip(("image_wrapper_token", "eof_token"), WRAPPERS, strict=True))
     slices = ("slice_start_token", "slice_end_token", "image_id_start_token", "image_id_end_token")
     names |= dict(zip(slices, SLICES, strict=True))
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=model,
         unk_token="<0>",
         pad_token="<1>",
@@ -133,22 +133,22 @@ def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
         extra_special_tokens={name: word for name, word in names.items() if word in vocabulary},
     )
     # Also recognized between other special tokens.
-    made.add_tokens([AddedToken(name, special=True, normalized=False) for name in (*places, *more)])
-    return made
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in (*token_ids, *more)])
+    return tokenizer
 
 
 def image_prompts(config: PreTrainedConfig, processor: Any) -> list[ImagePrompt]:
     """Create one prompt for each size, and one with two images."""
     image, _, before, after = names_of(config)
     placeholder = getattr(processor, "image_placeholder_token", getattr(processor, "image_token", image))
-    if config.model_type in AROUND:
+    if config.model_type in ADDED_AROUND:
         placeholder = f"{before}{placeholder}{after}"
-    if config.model_type in IN_FRONT:
+    if config.model_type in IMAGES_FIRST:
         placeholder = ""
-    second = SIZES[0] if config.model_type in OF_ONE_SIZE else SIZES[1]
+    second = SIZES[0] if config.model_type in SAME_SIZE_ONLY else SIZES[1]
     return [
         ImagePrompt(
-            " ".join(["<20> <31> <45>", *(f"{placeholder} <{50 + place}>" for place, _ in enumerate(sizes)), "<60>"]),
+            " ".join(["<20> <31> <45>", *(f"{placeholder} <{50 + index}>" for index, _ in enumerate(sizes)), "<60>"]),
             tuple(noise(*size) for size in sizes),
         )
         for sizes in [*([size] for size in SIZES), [SIZES[0], second]]

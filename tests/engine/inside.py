@@ -31,16 +31,16 @@ def model_of(engine: VLLMEngine) -> torch.nn.Module:
 @contextmanager
 def changed(tensor: torch.Tensor, value: torch.Tensor) -> Iterator[None]:
     """Change a tensor within a `with` block."""
-    kept = tensor.detach().clone()
+    original = tensor.detach().clone()
     with torch.no_grad():
         tensor.copy_(value)
     try:
         yield
     finally:
         with torch.no_grad():
-            tensor.copy_(kept)
+            tensor.copy_(original)
 
 
-def forget(engine: VLLMEngine) -> None:
-    """Clear vLLM's cache of earlier prompts."""
+def clear_prefix_cache(engine: VLLMEngine) -> None:
+    """Clear vLLM's prefix cache."""
     engine.llm.reset_prefix_cache()

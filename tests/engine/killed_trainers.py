@@ -32,8 +32,8 @@ def changed(model: PreTrainedModel, first: dict[str, torch.Tensor], seed: int) -
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.copy_(first[name])
-        where = torch.rand(parameter.shape, generator=generator) < 0.01
-        parameter[where] += 5 * parameter.std() * torch.randn(int(where.sum()), generator=generator)
+        mask = torch.rand(parameter.shape, generator=generator) < 0.01
+        parameter[mask] += 5 * parameter.std() * torch.randn(int(mask.sum()), generator=generator)
 
 
 def killed(address: str, model: PreTrainedModel, change: Callable[[], None], step: str, when: str, delta: bool) -> int:
@@ -45,32 +45,32 @@ def killed(address: str, model: PreTrainedModel, change: Callable[[], None], ste
         engine = HTTPEngine(address)
         if delta:
             engine.refit(model.state_dict_adapter.iter_export(model))
-        ask = getattr(ServerClient, step)
+        original = getattr(ServerClient, step)
         calls = 0
 
-        def dying(client: ServerClient, *args: object) -> object:
+        def killing_request(client: ServerClient, *args: object) -> object:
             nonlocal calls
             calls += 1
             if step == "weight_version" and calls == 1:  # the request before any weights are sent
-                return ask(client, *args)
+                return original(client, *args)
             if when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = ask(client, *args)
+            result = original(client, *args)
             os.kill(os.getpid(), signal.SIGKILL)
             return result
 
-        setattr(ServerClient, step, dying)
+        setattr(ServerClient, step, killing_request)
         change()
         engine.refit(model.state_dict_adapter.iter_export(model))
     finally:
         os._exit(0)
 
 
-def nearest(engine: HTTPEngine, expected: dict[str, list[float]]) -> str:
-    """Return which of the expected results the server gives, or an empty string."""
-    (found,) = engine.score(TOKENS, Sampling())
+def matching_weights(engine: HTTPEngine, expected: dict[str, list[float]]) -> str:
+    """Return the name of the expected scores that the server returns, or an empty string."""
+    (scores,) = engine.score(TOKENS, Sampling())
     for name, row in expected.items():
-        if max(abs(a - b) for a, b in zip(found[1:], row[1:], strict=True)) < 1e-4:
+        if max(abs(a - b) for a, b in zip(scores[1:], row[1:], strict=True)) < 1e-4:
             return name
     return ""
 
@@ -96,11 +96,11 @@ def main(address: str, checkpoint: str) -> None:
                 change()
                 expected["new"] = trainer.score(TOKENS, Sampling())[0]
                 watching._client.resume()
-                found = nearest(watching, expected)
+                found = matching_weights(watching, expected)
                 is_new = STEPS.index(step) > 3 or (step, when) == ("finish_weight_update", "after")
                 HTTPEngine(address).refit(model.state_dict_adapter.iter_export(model))
                 outcome = {"step": step, "when": when, "delta": delta, "signal": ended, "found": found}
-                outcome |= {"expected": "new" if is_new else "old", "next": nearest(watching, expected)}
+                outcome |= {"expected": "new" if is_new else "old", "next": matching_weights(watching, expected)}
                 print(json.dumps(outcome), flush=True)
 
 

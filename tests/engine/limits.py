@@ -33,10 +33,13 @@ class Limit:
 
     def explains(self, facts: Facts) -> bool:
         """Return True if an outcome has the facts of this limit."""
-        found = facts.difference
+        difference = facts.difference
         return (
-            (not self.module or (found is not None and found.module == self.module and found.pattern is self.pattern))
-            and (not self.after or (found is not None and found.after == self.after))
+            (
+                not self.module
+                or (difference is not None and difference.module == self.module and difference.pattern is self.pattern)
+            )
+            and (not self.after or (difference is not None and difference.after == self.after))
             and (not self.key or (facts.cause is not None and facts.cause.key == self.key))
             and (not self.unwritten or any(self.unwritten in name for name in facts.unwritten))
         )

@@ -90,7 +90,7 @@ def one_mlx() -> Iterator[Start]:
         yield start
 
 
-def hold_mlx(architecture: str, start: Start, folder: Path) -> Outcome:
+def compare_mlx_architecture(architecture: str, start: Start, folder: Path) -> Outcome:
     """Refit MLX from random weights and again after a training step, and load the trained weights from files.
 
     Args:
@@ -102,15 +102,19 @@ def hold_mlx(architecture: str, start: Start, folder: Path) -> Outcome:
         model = tiny_model(architecture, OVERRIDES.get(split_variant(architecture)[0]))
     except Exception as error:  # any exception of the model's code
         return without_model(architecture, error)
-    return compared(architecture, model, start, folder, replace(SETTINGS, threshold=BOUND), unlike_a_fresh_load)
+    return compared(architecture, model, start, folder, replace(SETTINGS, threshold=BOUND), difference_to_loaded_engine)
 
 
-def unlike_a_fresh_load(engine: Engine, trainer: HFEngine, prompts: Prompts, settings: Settings) -> str:
+def difference_to_loaded_engine(engine: Engine, trainer: HFEngine, prompts: Prompts, settings: Settings) -> str:
     """Compare scores of a refitted engine and one that loaded the same weights. Empty if they agree."""
     tokens = prompts.make(settings.cells()[0], settings.lengths[0], settings.seed)
     with tempfile.TemporaryDirectory() as folder:
         trainer.model.save_pretrained(folder)
         with start_engine("mlx", folder, dtype=torch.float32) as fresh:
             scores = [torch.tensor(each.score(tokens, settings.sampling))[:, 1:] for each in (engine, fresh)]
-    apart = (scores[0] - scores[1]).abs().max().item()
-    return "" if apart == 0 else f"after the refits it is {apart:.2g} off what it is with the same weights from files"
+    difference = (scores[0] - scores[1]).abs().max().item()
+    return (
+        ""
+        if difference == 0
+        else f"after the refits, scores differ by {difference:.2g} from an engine that loaded the same weights"
+    )

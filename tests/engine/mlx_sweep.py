@@ -19,7 +19,7 @@ import transformers
 
 from tests.engine.certificates import write_certificate
 from tests.engine.coverage_page import pages_with, write_pages
-from tests.engine.mlx_families import BOUND, LIMITS, hold_mlx, one_mlx, shared_architectures
+from tests.engine.mlx_families import BOUND, LIMITS, compare_mlx_architecture, one_mlx, shared_architectures
 from tests.engine.obstacles import MLX
 from tests.engine.sweep import MACHINE, worsened
 from tests.sweep import Outcomes, Sweep
@@ -46,9 +46,9 @@ def run(names: list[str]) -> Iterator[tuple[str, Outcomes]]:
     """Compare architectures one after another."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder, one_mlx() as start:
-            found = hold_mlx(name, start, Path(folder))
-            write_certificate("MLX", "mlx", found, Path(folder) / "checkpoint")
-        outcome = found.to_json()
+            result = compare_mlx_architecture(name, start, Path(folder))
+            write_certificate("MLX", "mlx", result, Path(folder) / "checkpoint")
+        outcome = result.to_json()
         print(f"{name}: {outcome['status']}", file=sys.stderr, flush=True)
         yield name, {Kind.MLX: {key: value for key, value in outcome.items() if key != "architecture"}}
 

@@ -18,17 +18,17 @@ class OneEngine:
     """
 
     def __init__(self) -> None:
-        self._asked, self._running = "", None
+        self._running_request, self._running = "", None
         # To protect GPU state, vLLM inspects each model class in a process that imports all of vLLM again.
         models._run_in_subprocess = lambda look: look()
 
     def __call__(self, path: Path, **options: Any) -> VLLMEngine:
         """Return a vLLM engine for `path`. Default `options`: fp32, 256 tokens, no images."""
         options = {"dtype": torch.float32, "max_length": 256, "language_model_only": True} | options
-        asked = f"{path} {sorted(options.items())}"
-        if self._running is None or asked != self._asked:
+        request = f"{path} {sorted(options.items())}"
+        if self._running is None or request != self._running_request:
             self.stop()
-            self._running, self._asked = VLLMEngine.start(path, **options), asked
+            self._running, self._running_request = VLLMEngine.start(path, **options), request
         return self._running
 
     def stop(self) -> None:

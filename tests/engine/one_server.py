@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE = 400.0
+TIMEOUT = 400.0
 """Timeout of a server start in seconds."""
 
 
@@ -57,24 +57,24 @@ def serving(checkpoint: Path, log: Path, *more: str, settings: Mapping[str, str]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "256", "--enforce-eager", "--logprobs-mode", "processed_logprobs", *more]
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(settings or {})}
-    with log.open("wb") as said:
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(settings or {})}
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | own, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
         )
-    found = Server(f"http://127.0.0.1:{port}", process, log)
+    server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         since = time.monotonic()
-        while not _answers(found.address):
+        while not _is_healthy(server.address):
             assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() - since < PATIENCE, log.read_text()[-3000:]
+            assert time.monotonic() - since < TIMEOUT, log.read_text()[-3000:]
             time.sleep(0.5)
-        yield found
+        yield server
     finally:
-        found.kill()
+        server.kill()
 
 
-def _answers(address: str) -> bool:
+def _is_healthy(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
             return answer.status == 200

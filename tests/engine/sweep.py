@@ -42,7 +42,7 @@ MACHINE = "2 cores, without a GPU, in November 2026"
 CHILD = "--child"
 """The first argument of a child process. Architectures and the file for their outcomes follow."""
 
-PATIENCE = 900.0
+TIMEOUT = 900.0
 """Timeout of one architecture in seconds."""
 
 
@@ -50,8 +50,8 @@ def main() -> int:
     """Run the requested architectures, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if CHILD in sys.argv:
-        *names, gathered = [argument for argument in sys.argv[1:] if argument != CHILD]
-        run_here(names, Path(gathered))
+        *names, outcome_file = [argument for argument in sys.argv[1:] if argument != CHILD]
+        run_here(names, Path(outcome_file))
         return 0
     from tests.engine.families import shared_architectures
 
@@ -78,54 +78,54 @@ def run_in_children(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run architectures in child processes, one after another. Yields the outcome of each architecture."""
     left = list(names)
     with tempfile.TemporaryDirectory() as folder:
-        gathered = Path(folder) / "outcomes.jsonl"
+        outcome_file = Path(folder) / "outcomes.jsonl"
         while left:
-            ended = yield from child(left, gathered)
-            left = [name for name in left if name not in outcomes(gathered)]
+            ended = yield from child(left, outcome_file)
+            left = [name for name in left if name not in outcomes(outcome_file)]
             if ended and left:  # the first architecture crashed or timed out
                 outcome = {"architecture": left[0], "status": "not run", "stage": Stage.RUN, "reason": ended}
-                note(gathered, outcome)
+                note(outcome_file, outcome)
                 yield left[0], outcome
                 left = left[1:]
 
 
-def child(names: list[str], gathered: Path) -> Generator[tuple[str, dict[str, Any]], None, str]:
+def child(names: list[str], outcome_file: Path) -> Generator[tuple[str, dict[str, Any]], None, str]:
     """Run architectures in a child process and yield their outcomes. Returns why it ended early, or an empty string.
 
     Args:
         names: The architectures.
         gathered: The file to which the child appends outcomes.
     """
-    command = [sys.executable, "-m", "tests.engine.sweep", CHILD, *names, str(gathered)]
-    seen = set(outcomes(gathered))
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-m", "tests.engine.sweep", CHILD, *names, str(outcome_file)]
+    seen = set(outcomes(outcome_file))
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         since, runs = time.monotonic(), True
         while runs:
             time.sleep(0.5)
             runs = process.poll() is None
-            for name, outcome in outcomes(gathered).items():
+            for name, outcome in outcomes(outcome_file).items():
                 if name not in seen:
                     seen.add(name)
                     since = time.monotonic()
                     yield name, outcome
-            if runs and time.monotonic() - since > PATIENCE:
+            if runs and time.monotonic() - since > TIMEOUT:
                 process.kill()
                 process.wait()
-                return f"it was not done within {PATIENCE:g} s"
+                return f"it was not done within {TIMEOUT:g} s"
         if process.returncode == 0:
             return ""
-        said.seek(0)
-        return taken_down(process.returncode, said.read())
+        output.seek(0)
+        return crash_reason(process.returncode, output.read())
 
 
-def taken_down(status: int, said: bytes) -> str:
+def crash_reason(status: int, output: bytes) -> str:
     """Format the reason for a crash: the exit status and the last line of output."""
-    last = said.decode(errors="replace").strip().splitlines()[-1:]
+    last = output.decode(errors="replace").strip().splitlines()[-1:]
     return f"it takes its process down (exit status {status}): {' '.join(last)[:300]}"
 
 
-def run_here(names: list[str], gathered: Path) -> None:
+def run_here(names: list[str], outcome_file: Path) -> None:
     """Compare architectures with vLLM in this process. Each outcome is saved before the next begins.
 
     Stops after the first disagreement. Its outcome is not saved if other architectures ran before it.
@@ -134,7 +134,7 @@ def run_here(names: list[str], gathered: Path) -> None:
 
     from nrl_models.engines.vllm.vllm_start import runs_transformers_classes
     from tests.engine.certificates import write_certificate
-    from tests.engine.families import AGREES, AS_LOADED, DISAGREES, hold
+    from tests.engine.families import AGREES, AS_LOADED, DISAGREES, compare_architecture
     from tests.engine.one_engine import OneEngine
 
     transformers.utils.logging.disable_progress_bar()
@@ -142,32 +142,32 @@ def run_here(names: list[str], gathered: Path) -> None:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, OneEngine() as start:
             checkpoint = Path(folder) / "own" / "checkpoint"
-            own = hold(name, start, checkpoint.parent)
-            outcome = own.to_json()
+            native = compare_architecture(name, start, checkpoint.parent)
+            outcome = native.to_json()
             agrees = outcome["status"] == AGREES
             if not agrees and name != names[0]:
                 return
-            write_certificate("vLLM", "vllm", own, checkpoint)
-            own_class = not runs_transformers_classes(checkpoint)
-            if outcome["status"] in (AS_LOADED, DISAGREES) and own_class:
+            write_certificate("vLLM", "vllm", native, checkpoint)
+            has_native_class = not runs_transformers_classes(checkpoint)
+            if outcome["status"] in (AS_LOADED, DISAGREES) and has_native_class:
                 other = partial(start, model_impl="transformers")
-                found = hold(name, other, Path(folder) / "transformers").to_json()
-                outcome["transformers"] = {key: found[key] for key in ("status", *MEASURED, "reason")}
-        note(gathered, outcome)
+                backend_outcome = compare_architecture(name, other, Path(folder) / "transformers").to_json()
+                outcome["transformers"] = {key: backend_outcome[key] for key in ("status", *MEASURED, "reason")}
+        note(outcome_file, outcome)
         os.write(2, f"{name}: {outcome['status']}, {time.perf_counter() - started:.0f} s\n".encode())
         if not agrees:
             return
 
 
-def note(gathered: Path, outcome: dict[str, Any]) -> None:
+def note(outcome_file: Path, outcome: dict[str, Any]) -> None:
     """Append an outcome to the file."""
-    with gathered.open("a") as file:
+    with outcome_file.open("a") as file:
         file.write(json.dumps(outcome) + "\n")
 
 
-def outcomes(gathered: Path) -> dict[str, Any]:
+def outcomes(outcome_file: Path) -> dict[str, Any]:
     """Read the outcomes in the file, by architecture."""
-    lines = gathered.read_text().splitlines() if gathered.exists() else []
+    lines = outcome_file.read_text().splitlines() if outcome_file.exists() else []
     return {outcome["architecture"]: outcome for outcome in map(json.loads, lines)}
 
 

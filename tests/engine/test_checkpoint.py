@@ -53,7 +53,7 @@ LONG = Settings(lengths=(1_000,), data=("real",), batches=(2,), new_tokens=32)
     [(torch.float32, 1.0001, (EVERY_KIND, LONG)), (torch.bfloat16, 1.01, (FEW,))],
     ids=["float32", "bfloat16"],
 )
-def test_every_cell_agrees(
+def test_matrix_passes(
     demo: Path,
     vllm: Vllm,
     demo_prompts: Prompts,
@@ -75,15 +75,15 @@ def test_every_cell_agrees(
             assert math.isfinite(result.noise)
 
 
-def test_refit_check_from_random_weights_and_after_a_step(demo: Path, vllm: Vllm, tmp_path: Path) -> None:
+def test_refit_check_command(demo: Path, vllm: Vllm, tmp_path: Path) -> None:
     vllm.stop()
     file = tmp_path / "refit.json"
     arguments = ["refit-check", str(demo), "--dtype", "float32", "--threshold", "1.0001", "--bucket-mb", "1"]
     result = CliRunner().invoke(app, [*arguments, "--json", str(file)])
     assert result.exit_code == 0, result.output
-    found = json.loads(file.read_text())
-    assert [refit["name"] for refit in found["refits"]] == ["from random weights", "after a training step"]
-    for refit in found["refits"]:
+    content = json.loads(file.read_text())
+    assert [refit["name"] for refit in content["refits"]] == ["from random weights", "after a training step"]
+    for refit in content["refits"]:
         assert refit["before"] > 1.01
         assert refit["token_mult_prob_error"] <= 1.0001
         assert refit["report"]["largest_bucket"] <= 4.3e6  # the embedding is larger than a bucket
@@ -91,7 +91,7 @@ def test_refit_check_from_random_weights_and_after_a_step(demo: Path, vllm: Vllm
         assert refit["report"]["unwritten"] == []
 
 
-def test_an_engine_in_a_process_of_its_own_is_refitted_too(demo: Path, vllm: Vllm, demo_trainer: HFEngine) -> None:
+def test_subprocess_engine_refit(demo: Path, vllm: Vllm, demo_trainer: HFEngine) -> None:
     vllm.stop()
     model = demo_trainer.model
     tokens = [list(range(50, 90)), list(range(300, 340))]
@@ -106,9 +106,7 @@ def test_an_engine_in_a_process_of_its_own_is_refitted_too(demo: Path, vllm: Vll
 
 
 @pytest.mark.parametrize("fault", ["a shape", "the trainer"])
-def test_a_refit_that_fails_half_way_leaves_an_engine_that_refuses_until_the_next(
-    vllm: Vllm, make_checkpoint: Callable[..., Path], fault: str
-) -> None:
+def test_failed_refit_raises_until_next_refit(vllm: Vllm, make_checkpoint: Callable[..., Path], fault: str) -> None:
     vllm.stop()
     checkpoint = make_checkpoint(LlamaConfig, LlamaForCausalLM)
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint), "trainer")
@@ -116,7 +114,7 @@ def test_a_refit_that_fails_half_way_leaves_an_engine_that_refuses_until_the_nex
     tokens = [list(range(50, 90)), list(range(300, 340))]
     weights = dict(model.state_dict_adapter.iter_export(model))
 
-    def half() -> Iterator[tuple[str, torch.Tensor]]:
+    def half_of_weights() -> Iterator[tuple[str, torch.Tensor]]:
         for number, (name, tensor) in enumerate(weights.items()):
             # In the middle of a layer, and of a fused tensor in vLLM.
             if name.endswith("layers.1.self_attn.v_proj.weight"):
@@ -137,22 +135,22 @@ def test_a_refit_that_fails_half_way_leaves_an_engine_that_refuses_until_the_nex
             engine.refit(chain(list(weights.items())[2:3], failing()), bucket_bytes=1)
         assert [row[1:] for row in engine.score(tokens, Sampling())] == before
         with pytest.raises(error, match=words):
-            engine.refit(half(), bucket_bytes=2**16)
+            engine.refit(half_of_weights(), bucket_bytes=2**16)
         parameters = dict(model_of(engine).named_parameters())
         assert not any(parameter.is_meta for parameter in parameters.values())
-        for ask in (
+        for call in (
             lambda: engine.score(tokens, Sampling()),
             lambda: engine.generate(tokens, Sampling(), max_new_tokens=2),
             lambda: engine.module_calls(tokens[0]),
         ):
             with pytest.raises(MixedWeightsError, match=r"parts of version 0 of the weights and parts of version 1"):
-                ask()
+                call()
         report = engine.refit(weights.items(), bucket_bytes=2**16)
         assert not report.unwritten
         assert (torch.tensor(engine.score(tokens, Sampling()))[:, 1:] - expected).abs().max() < 1e-4
 
 
-def test_vllm_moves_no_random_states(vllm: Vllm, make_checkpoint: Callable[..., Path]) -> None:
+def test_vllm_preserves_random_states(vllm: Vllm, make_checkpoint: Callable[..., Path]) -> None:
     vllm.stop()
     checkpoint = make_checkpoint(LlamaConfig, LlamaForCausalLM)
 
@@ -168,9 +166,7 @@ def test_vllm_moves_no_random_states(vllm: Vllm, make_checkpoint: Callable[..., 
     assert states() == before
 
 
-def test_seeds_decide_what_is_sampled_from_prompts_that_take_several_steps(
-    demo: Path, vllm: Vllm, demo_prompts: Prompts
-) -> None:
+def test_seed_determines_samples_with_chunked_prefill(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
     engine = vllm(demo, max_num_batched_tokens=32, enable_prefix_caching=False)
     prompts = [demo_prompts.counting(60)[:50], demo_prompts.counting(60)[9:59]]
     state = torch.random.get_rng_state()
@@ -184,7 +180,7 @@ def test_seeds_decide_what_is_sampled_from_prompts_that_take_several_steps(
 # Diagnostics
 
 
-def test_max_model_len_is_respected(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+def test_max_model_len_diagnostic_passes(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
     engine = vllm(demo, max_length=20)
     result = diagnose_max_model_len(engine, "demo", demo_prompts.counting(20))
     assert result.passed
@@ -192,33 +188,33 @@ def test_max_model_len_is_respected(demo: Path, vllm: Vllm, demo_prompts: Prompt
     assert result.lines == ["Prompt tokens: 8", "Generated tokens: 12", "Total tokens: 20", "PASS: max-model-len: demo"]
 
 
-def test_max_model_len_that_is_not_respected_fails(
+def test_max_model_len_diagnostic_fails_if_exceeded(
     demo: Path, vllm: Vllm, demo_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = vllm(demo)
-    known = engine.capabilities()
+    capabilities = engine.capabilities()
     # An engine that reports 20 and continues to 256.
-    monkeypatch.setattr(engine, "capabilities", lambda: replace(known, max_length=20))
+    monkeypatch.setattr(engine, "capabilities", lambda: replace(capabilities, max_length=20))
     result = diagnose_max_model_len(engine, "demo", demo_prompts.counting(20))
     assert not result.passed
     assert result.lines[-1] == "FAIL: max-model-len: demo: 28 tokens, and max_model_len is 20"
 
 
-def test_decode_and_prefill_agree(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+def test_decode_vs_prefill_diagnostic_passes(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
     prompts = [demo_prompts.counting(20)[:24], demo_prompts.counting(40)[30:60]]
     result = diagnose_decode_vs_prefill(vllm(demo), "demo", prompts, new_tokens=100, threshold=1.0001)
     assert result.passed, result.lines
     assert [sequence["tokens"] for sequence in result.measured["sequences"]] == [100, 100]
 
 
-def test_decoding_with_other_positions_fails(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+def test_decode_vs_prefill_diagnostic_fails_with_wrong_positions(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
     engine = vllm(demo)
 
-    def late(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def with_zero_positions(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         positions = kwargs["positions"]
         return (args, kwargs | {"positions": torch.zeros_like(positions)}) if len(positions) == 1 else None
 
-    handle = model_of(engine).register_forward_pre_hook(late, with_kwargs=True)
+    handle = model_of(engine).register_forward_pre_hook(with_zero_positions, with_kwargs=True)
     try:
         result = diagnose_decode_vs_prefill(engine, "demo", [demo_prompts.counting(20)[:24]], new_tokens=100)
     finally:
@@ -228,7 +224,7 @@ def test_decoding_with_other_positions_fails(demo: Path, vllm: Vllm, demo_prompt
     assert "decoding and prefill differ for prompts [0]" in result.lines[-1]
 
 
-def test_backend_eager_gives_eagers_logprobs(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+def test_backend_eager_matches_eager_logprobs(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
     vllm.stop()
 
     @contextmanager
@@ -243,31 +239,31 @@ def test_backend_eager_gives_eagers_logprobs(demo: Path, vllm: Vllm, demo_prompt
     assert [comparison["elements"] for comparison in result.measured["comparisons"]] == [23, 16]
 
 
-def test_a_mode_that_computes_otherwise_is_reported_and_no_failure(
+def test_precision_diagnostic_reports_differing_mode(
     demo: Path, vllm: Vllm, demo_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nrl_models.diagnostics import engine_checks
 
-    monkeypatch.setitem(engine_checks.MODES, "half as precise", {"dtype": torch.bfloat16})
+    monkeypatch.setitem(engine_checks.MODES, "bfloat16", {"dtype": torch.bfloat16})
 
     @contextmanager
     def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:
         yield vllm(demo, **({"max_length": 128} | {key: value for key, value in mode.items() if key == "dtype"}))
 
     prompt = demo_prompts.counting(20)[:24]
-    result = diagnose_precision(start, "demo", [prompt], new_tokens=16, modes=["half as precise"], tolerance=1e-5)
+    result = diagnose_precision(start, "demo", [prompt], new_tokens=16, modes=["bfloat16"], tolerance=1e-5)
     assert not result.passed
     assert any("FAILED - Arrays are different" in line for line in result.lines)
 
 
-def test_prefix_caching_gives_no_nan(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+def test_prefix_caching_diagnostic_passes(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
     engine = vllm(demo, max_length=1_001)
     result = diagnose_prefix_caching(engine, "demo", demo_prompts.counting(100), new_tokens=150)
     assert result.passed, result.lines
     assert result.measured["against_prefill"]["token_mult_prob_error"] < 1.0001
 
 
-def test_nan_after_a_cached_prefix_fails(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+def test_prefix_caching_diagnostic_fails_with_nan(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
     engine = vllm(demo, max_length=1_001)
     weight = model_of(engine).model.norm.weight
     prompt = demo_prompts.counting(100)
@@ -291,6 +287,6 @@ def test_nan_after_a_cached_prefix_fails(demo: Path, vllm: Vllm, demo_prompts: P
     assert any("token[0] id=" in line and "logprob=nan" in line for line in result.lines)
 
 
-def test_without_a_prefix_cache_there_is_nothing_to_check(demo_trainer: HFEngine) -> None:
+def test_prefix_caching_diagnostic_without_cache_raises(demo_trainer: HFEngine) -> None:
     with pytest.raises(EngineError, match="runs without prefix caching"):
         diagnose_prefix_caching(demo_trainer, "demo", [5, 6, 7])

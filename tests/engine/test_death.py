@@ -23,13 +23,13 @@ OPTIONS = {"dtype": torch.float32, "max_length": 256, "load_format": "dummy", "m
 
 
 @pytest.fixture
-def killed(demo: Path, vllm: OneEngine) -> Iterator[tuple[VLLMEngine, Callable[[], None]]]:
+def engine_and_kill(demo: Path, vllm: OneEngine) -> Iterator[tuple[VLLMEngine, Callable[[], None]]]:
     """Return an engine in a subprocess, and a function that stops it immediately and kills it two seconds later."""
     vllm.stop()
-    here = psutil.Process()
-    others = set(here.children(recursive=True))
+    current_process = psutil.Process()
+    others = set(current_process.children(recursive=True))
     with VLLMEngine.start(demo, **OPTIONS) as engine:
-        started = [child for child in here.children(recursive=True) if child not in others]
+        started = [child for child in current_process.children(recursive=True) if child not in others]
         processes = [child for child in started if "resource_tracker" not in " ".join(child.cmdline())]
         assert processes
 
@@ -42,8 +42,10 @@ def killed(demo: Path, vllm: OneEngine) -> Iterator[tuple[VLLMEngine, Callable[[
 
 
 @pytest.mark.timeout(300)
-def test_killed_in_a_refit(demo: Path, demo_trainer: HFEngine, killed: tuple[VLLMEngine, Callable[[], None]]) -> None:
-    engine, kill = killed
+def test_engine_killed_during_refit_raises(
+    demo: Path, demo_trainer: HFEngine, engine_and_kill: tuple[VLLMEngine, Callable[[], None]]
+) -> None:
+    engine, kill = engine_and_kill
     model = demo_trainer.model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = demo_trainer.score(TOKENS, Sampling())
@@ -62,13 +64,13 @@ def test_killed_in_a_refit(demo: Path, demo_trainer: HFEngine, killed: tuple[VLL
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     with VLLMEngine.start(demo, **OPTIONS) as other:
         assert other.refit(model.state_dict_adapter.iter_export(model)).unwritten == ()
-        (found,) = other.score(TOKENS, Sampling())
-    assert found[1:] == pytest.approx(expected[0][1:], abs=1e-4)
+        (scores,) = other.score(TOKENS, Sampling())
+    assert scores[1:] == pytest.approx(expected[0][1:], abs=1e-4)
 
 
 @pytest.mark.timeout(300)
-def test_killed_while_it_generates(killed: tuple[VLLMEngine, Callable[[], None]]) -> None:
-    engine, kill = killed
+def test_engine_killed_during_generation_raises(engine_and_kill: tuple[VLLMEngine, Callable[[], None]]) -> None:
+    engine, kill = engine_and_kill
     kill()
     with pytest.raises(EngineError, match="vLLM failed"):
         engine.generate(TOKENS, Sampling(), max_new_tokens=100, seed=0)

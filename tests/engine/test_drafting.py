@@ -19,8 +19,8 @@ from tests.engine.one_engine import OneEngine
 NEW_TOKENS = 16
 
 
-def published(folder: Path) -> Path:
-    """A GLM-4.5 with an MTP layer as published: the last layer's shapes, and a projection of two vectors."""
+def save_published(folder: Path) -> Path:
+    """Save a GLM-4.5 with an MTP layer as published: the last layer's shapes, and a projection of two vectors."""
     model = tiny_model("Glm4MoeForCausalLM")
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -42,15 +42,15 @@ def drafter_of(engine: Any) -> Any:
     return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter.model
 
 
-def test_it_drafts_with_what_was_saved_and_takes_a_refit(vllm: OneEngine, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(published(tmp_path / "published"), dtype=torch.float32)
+def test_drafting_with_saved_and_refitted_mtp_weights(vllm: OneEngine, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_published(tmp_path / "published"), dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
     drafting = {"method": "mtp", "num_speculative_tokens": 1}
     engine = vllm(tmp_path / "saved", speculative_config=drafting)
     layer = f"model.layers.{model.config.num_hidden_layers}"
-    drafter, kept = dict(drafter_of(engine).named_parameters()), kept_by(model)
+    drafter, mtp_tensors = dict(drafter_of(engine).named_parameters()), kept_by(model)
     for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"):
-        assert torch.equal(drafter[f"{layer}.{name}"], kept[f"{layer}.{name}"].read()), name
+        assert torch.equal(drafter[f"{layer}.{name}"], mtp_tensors[f"{layer}.{name}"].read()), name
 
     def mismatch() -> float:
         prompts = torch.randint(16, 200, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
@@ -66,7 +66,7 @@ def test_it_drafts_with_what_was_saved_and_takes_a_refit(vllm: OneEngine, tmp_pa
             parameter.mul_(1.1)
     assert mismatch() > 1.01
     sent = list(model.state_dict_adapter.iter_export(model))
-    assert kept.keys() <= {name for name, _ in sent}
+    assert mtp_tensors.keys() <= {name for name, _ in sent}
     report = engine.refit(sent)
     assert not report.unwritten
     assert mismatch() <= BOUND

@@ -29,16 +29,14 @@ def chat(demo: Path, tmp_path: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    ends = [tokenizer.eos_token_id, *tokenizer("\n", add_special_tokens=False)["input_ids"]]
+    end_token_ids = [tokenizer.eos_token_id, *tokenizer("\n", add_special_tokens=False)["input_ids"]]
     file = folder / "generation_config.json"
     settings = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
+    file.write_text(json.dumps(settings | {"eos_token_id": end_token_ids}))
     return folder
 
 
-def test_every_refit_arrives_and_completions_end(
-    chat: Path, vllm: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grpo_example(chat: Path, vllm: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vllm.stop()
     # No completion of the demo's model is a sum.
     monkeypatch.setattr(
@@ -52,11 +50,11 @@ def test_every_refit_arrives_and_completions_end(
     history = json.loads(file.read_text())
     steps, evaluations = history["steps"], history["evaluations"]
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
-    assert [found["step"] for found in evaluations] == [0, 2, 4]
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 2, 4]
     assert max(step["token_mult_prob_error"] for step in steps) <= grpo.BOUND
-    assert max(found["token_mult_prob_error"] for found in evaluations) <= grpo.BOUND
-    assert all(found["ended"] > 0 for found in evaluations)
-    assert all(found["tokens"] < 12 for found in evaluations)
+    assert max(evaluation["token_mult_prob_error"] for evaluation in evaluations) <= grpo.BOUND
+    assert all(evaluation["ended"] > 0 for evaluation in evaluations)
+    assert all(evaluation["tokens"] < 12 for evaluation in evaluations)
     assert any(step["ended"] > 0 and step["tokens"] < 12 for step in steps)  # one step has only 16 completions
     assert evaluations[0]["rewards"] != evaluations[-1]["rewards"]
     assert (tmp_path / "out" / "tokenizer.json").is_file()

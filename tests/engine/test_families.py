@@ -16,7 +16,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs import Sampling, token_mult_prob_error
 from nrl_models.testing.variants import split_variant
 from tests.engine import sweep
-from tests.engine.families import AGREES, hold, shared_architectures, tiny_model
+from tests.engine.families import AGREES, compare_architecture, shared_architectures, tiny_model
 from tests.engine.limits import LIMITS
 from tests.engine.one_engine import OneEngine
 from tests.engine.published import BF16, BOUND, OPTIONS, OVERRIDES
@@ -37,42 +37,40 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
-def test_what_was_published_is_of_families_that_both_have() -> None:
+def test_recorded_results_have_shared_architectures() -> None:
     assert len(shared_architectures()) > 100
     assert PUBLISHED.keys() <= set(shared_architectures())
     assert OVERRIDES.keys() | OPTIONS.keys() | BF16 | LIMITS.keys() <= set(shared_architectures())
 
 
-def test_the_page_says_what_was_found() -> None:
+def test_page_matches_recorded_results() -> None:
     for path, text in sweep.pages(PUBLISHED, shared_architectures()).items():
         assert path.read_text() == text
 
 
-def test_the_engine_gives_the_trainers_logprobs_after_each_refit(
-    architecture: str, vllm: OneEngine, tmp_path: Path
-) -> None:
-    found = hold(architecture, vllm, tmp_path)
+def test_engine_logprobs_match_trainer_after_refits(architecture: str, vllm: OneEngine, tmp_path: Path) -> None:
+    outcome = compare_architecture(architecture, vllm, tmp_path)
     if architecture in LIMITS:
         limit = LIMITS[architecture]
-        assert found.status == limit.status
-        assert found.facts is not None
-        assert limit.explains(found.facts), found.reason
+        assert outcome.status == limit.status
+        assert outcome.facts is not None
+        assert limit.explains(outcome.facts), outcome.reason
         pytest.xfail(limit.reason)
     before = PUBLISHED[architecture].outcome["status"] if architecture in PUBLISHED else AGREES
-    assert found.status == before, found.reason
-    if found.status != AGREES:
-        pytest.xfail(f"{found.status}: {found.reason}")
-    assert found.refitted <= found.bounds[0]
-    assert found.stepped <= found.bounds[1]
-    assert architecture in BF16 or max(found.bounds) == BOUND
+    assert outcome.status == before, outcome.reason
+    if outcome.status != AGREES:
+        pytest.xfail(f"{outcome.status}: {outcome.reason}")
+    assert outcome.refitted <= outcome.bounds[0]
+    assert outcome.stepped <= outcome.bounds[1]
+    assert architecture in BF16 or max(outcome.bounds) == BOUND
 
 
-def test_a_tied_output_embedding_is_refitted_too(vllm: OneEngine, tmp_path: Path) -> None:
-    found = hold("LlamaForCausalLM", vllm, tmp_path, {"tie_word_embeddings": True})
-    assert found.status == AGREES, found.reason
+def test_tied_output_embedding_refit(vllm: OneEngine, tmp_path: Path) -> None:
+    outcome = compare_architecture("LlamaForCausalLM", vllm, tmp_path, {"tie_word_embeddings": True})
+    assert outcome.status == AGREES, outcome.reason
 
 
-def test_what_cannot_be_refitted_agrees_as_loaded(vllm: OneEngine, tmp_path: Path) -> None:
+def test_gpt_oss_loaded_from_files_matches_trainer(vllm: OneEngine, tmp_path: Path) -> None:
     model = tiny_model("GptOssForCausalLM")
     model.save_pretrained(tmp_path)
     tokens = torch.randint(16, 200, (3, 40), generator=torch.Generator().manual_seed(0))
@@ -83,15 +81,15 @@ def test_what_cannot_be_refitted_agrees_as_loaded(vllm: OneEngine, tmp_path: Pat
     assert token_mult_prob_error(*scores) <= BOUND
 
 
-def test_a_reason_names_no_scratch_folder(vllm: OneEngine, tmp_path: Path) -> None:
-    found = hold("DeepseekV32ForCausalLM", vllm, tmp_path)
-    assert (found.status, found.stage) == ("not run", "start")
-    assert found.reason.startswith("vLLM does not start on checkpoint: NotImplementedError")
+def test_reason_omits_temporary_directory(vllm: OneEngine, tmp_path: Path) -> None:
+    outcome = compare_architecture("DeepseekV32ForCausalLM", vllm, tmp_path)
+    assert (outcome.status, outcome.stage) == ("not run", "start")
+    assert outcome.reason.startswith("vLLM does not start on checkpoint: NotImplementedError")
     assert not [name for name, record in PUBLISHED.items() if "/tmp/" in record.outcome["reason"]]
 
 
 @pytest.mark.parametrize(("name", "off"), [("LlamaForCausalLM", 0.01), ("Qwen3_5ForCausalLM", 0.5)])
-def test_what_is_wrong_is_not_taken_for_agreement(
+def test_shifted_trainer_scores_disagree(
     name: str, off: float, vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     score = HFEngine.score
@@ -100,7 +98,7 @@ def test_what_is_wrong_is_not_taken_for_agreement(
         return [[value - off * (self.name == "trainer") for value in row] for row in score(self, *args, **options)]
 
     monkeypatch.setattr(HFEngine, "score", shifted)
-    found = hold(name, vllm, tmp_path)
-    assert found.status == "disagrees"
-    assert "Wrong: trainer" in found.reason
-    assert (max(found.bounds) > BOUND) == (name in BF16)
+    outcome = compare_architecture(name, vllm, tmp_path)
+    assert outcome.status == "disagrees"
+    assert "Wrong: trainer" in outcome.reason
+    assert (max(outcome.bounds) > BOUND) == (name in BF16)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import SETTINGS, changed, forget, model_of
+from inside import SETTINGS, changed, clear_prefix_cache, model_of
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from nrl_models import AutoModelForCausalLM
@@ -34,11 +34,11 @@ class Bench:
 
     def verdict(self, settings: Settings = SETTINGS) -> Verdict | None:
         """Return the verdict of the only cell. None if it passes."""
-        forget(self.engine)
+        clear_prefix_cache(self.engine)
         store = Store(self.folder, asdict(settings), fresh=True)
         meter = Meter(self.engine, self.trainer, self.prompts, settings, store)
         report = run_matrix(str(self.path), meter, References(self.path))
-        forget(self.engine)
+        clear_prefix_cache(self.engine)
         assert not report.error
         verdict = report.results[0].verdict
         assert (report.verdict == "pass") == (verdict is None)
@@ -76,11 +76,11 @@ def layer(model: torch.nn.Module, index: int) -> Any:
 # Engine faults
 
 
-def test_nothing_planted_passes(llama: Bench) -> None:
+def test_correct_engine_passes(llama: Bench) -> None:
     assert llama.verdict() is None
 
 
-def test_a_wrong_rope_base_is_named(llama: Bench) -> None:
+def test_wrong_rope_base(llama: Bench) -> None:
     model = model_of(llama.engine)
     rotary = layer(model, 0).self_attn.rotary_emb
     cache = rotary.cos_sin_cache
@@ -94,7 +94,7 @@ def test_a_wrong_rope_base_is_named(llama: Bench) -> None:
     assert "between model.layers.0.self_attn.qkv_proj and" in str(verdict.divergence)
 
 
-def test_one_wrong_weight_is_named_with_its_factor(llama: Bench) -> None:
+def test_scaled_weight(llama: Bench) -> None:
     weight = layer(model_of(llama.engine), 1).post_attention_layernorm.weight
     with changed(weight, weight * 1.5):
         verdict = llama.verdict()
@@ -103,7 +103,7 @@ def test_one_wrong_weight_is_named_with_its_factor(llama: Bench) -> None:
     assert "the expected one times 1.5" in str(verdict.divergence)
 
 
-def test_a_temperature_that_is_not_applied_is_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temperature_not_applied(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM's default: log-probabilities before the temperature is applied.
     sampler = llama.engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
     monkeypatch.setattr(sampler, "logprobs_mode", "raw_logprobs")
@@ -113,7 +113,7 @@ def test_a_temperature_that_is_not_applied_is_named(llama: Bench, monkeypatch: p
     assert verdict.cause.message == "the temperature was not applied"
 
 
-def test_scores_off_by_a_token_are_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_shifted_by_one_token(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     score = llama.engine.score
 
     def shifted(*args: Any, **kwargs: Any) -> list[list[float]]:
@@ -125,15 +125,15 @@ def test_scores_off_by_a_token_are_named(llama: Bench, monkeypatch: pytest.Monke
     assert verdict.cause.message == "each token had the log-probability of the previous token"
 
 
-def test_decoding_that_is_off_by_a_position_is_told_from_prefill(llama: Bench) -> None:
+def test_decoding_shifted_by_one_position(llama: Bench) -> None:
     model = model_of(llama.engine)
     batch = SETTINGS.batches[0]
 
-    def late(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def with_shifted_positions(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         positions = kwargs["positions"]
         return (args, kwargs | {"positions": positions + 1}) if len(positions) <= batch else None
 
-    handle = model.register_forward_pre_hook(late, with_kwargs=True)
+    handle = model.register_forward_pre_hook(with_shifted_positions, with_kwargs=True)
     try:
         verdict = llama.verdict()
     finally:
@@ -143,7 +143,7 @@ def test_decoding_that_is_off_by_a_position_is_told_from_prefill(llama: Bench) -
     assert verdict.divergence.module.startswith("model.layers.0.self_attn")
 
 
-def test_nan_is_said_to_be_the_engines(llama: Bench) -> None:
+def test_nan_in_engine(llama: Bench) -> None:
     weight = layer(model_of(llama.engine), 3).input_layernorm.weight
     with changed(weight, torch.full_like(weight, torch.nan)):
         verdict = llama.verdict()
@@ -151,7 +151,7 @@ def test_nan_is_said_to_be_the_engines(llama: Bench) -> None:
     assert verdict.at_fault == ("engine decode", "engine prefill")
 
 
-def test_an_engine_in_bfloat16_is_no_ones_fault(
+def test_bfloat16_engine_is_precision(
     demo: Path, vllm: Callable[..., VLLMEngine], demo_trainer: HFEngine, demo_prompts: Prompts, tmp_path: Path
 ) -> None:
     bench = Bench(demo, vllm(demo, dtype=torch.bfloat16), demo_trainer, demo_prompts, tmp_path / "store")
@@ -168,17 +168,17 @@ def test_an_engine_in_bfloat16_is_no_ones_fault(
 def refitted(bench: Bench, change: Callable[[Any], Any], settings: Settings = SETTINGS) -> Iterator[RefitStep]:
     """Refit the engine, train a step, and refit it with a fault. Restores everything afterwards."""
     model = bench.trainer.model
-    kept = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    original = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     checker = RefitChecker(str(bench.path), Meter(bench.engine, bench.trainer, bench.prompts, settings))
     with ExitStack() as stack:
         stack.callback(lambda: bench.engine.refit(model.state_dict_adapter.iter_export(model)))
-        stack.callback(lambda: model.load_state_dict(kept))
+        stack.callback(lambda: model.load_state_dict(original))
         assert checker.refit("first").passed
         assert checker.train() > 1.01
         yield checker.refit("second", change=change)
 
 
-def test_a_layer_that_is_not_refitted_is_named(llama: Bench) -> None:
+def test_layer_not_refitted(llama: Bench) -> None:
     def without(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor in tensors if ".layers.2." not in name)
 
@@ -192,7 +192,7 @@ def test_a_layer_that_is_not_refitted_is_named(llama: Bench) -> None:
     assert "it was not refitted" in str(verdict.divergence)
 
 
-def test_a_stale_output_embedding_is_named(llama: Bench) -> None:
+def test_output_embedding_not_refitted(llama: Bench) -> None:
     with refitted(llama, lambda tensors: ((n, t) for n, t in tensors if n != "lm_head.weight")) as step:
         assert any("lm_head.weight" in problem for problem in step.problems)
         verdict = step.result.verdict
@@ -200,7 +200,7 @@ def test_a_stale_output_embedding_is_named(llama: Bench) -> None:
     assert "it was not refitted" in str(verdict.divergence)
 
 
-def test_gate_and_up_swapped_on_the_way_are_named(llama: Bench) -> None:
+def test_gate_and_up_swapped_during_refit(llama: Bench) -> None:
     swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
 
     def swapped(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,14 +219,14 @@ def test_gate_and_up_swapped_on_the_way_are_named(llama: Bench) -> None:
     assert "halves swapped" in str(verdict.divergence)
 
 
-def test_what_is_cached_from_before_a_refit_is_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_prefix_cache_after_refit(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.engine.llm, "reset_prefix_cache", lambda: True)
     # The measurement before the second refit leaves keys and values of its prompts in the cache, in blocks of 128.
     with refitted(llama, lambda tensors: tensors, replace(SETTINGS, lengths=(200,))) as step:
         assert not step.problems
         verdict = step.result.verdict
     monkeypatch.undo()
-    forget(llama.engine)
+    clear_prefix_cache(llama.engine)
     assert verdict is not None
     assert verdict.kind == "engine decode"
     assert "before the last refit" in verdict.summary
@@ -235,7 +235,7 @@ def test_what_is_cached_from_before_a_refit_is_named(llama: Bench, monkeypatch: 
 # Trainer faults
 
 
-def test_a_wrong_weight_of_the_trainer_is_named(llama: Bench) -> None:
+def test_wrong_trainer_weight(llama: Bench) -> None:
     attention = layer(llama.trainer.model, 1).self_attn
     weight = attention.k_proj.weight
     with changed(weight, layer(llama.trainer.model, 2).self_attn.k_proj.weight.clone()):
@@ -248,7 +248,7 @@ def test_a_wrong_weight_of_the_trainer_is_named(llama: Bench) -> None:
 # Faults that require a model with more features
 
 
-def test_a_dropped_soft_cap_is_named(gemma2: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_soft_cap(gemma2: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gemma2.verdict() is None
     monkeypatch.setattr(model_of(gemma2.engine).logits_processor, "soft_cap", None)
     verdict = gemma2.verdict()
@@ -257,7 +257,7 @@ def test_a_dropped_soft_cap_is_named(gemma2: Bench, monkeypatch: pytest.MonkeyPa
     assert verdict.divergence.module == "logits"
 
 
-def test_a_stale_buffer_is_named(gemma2: Bench) -> None:
+def test_stale_buffer(gemma2: Bench) -> None:
     normalizer = model_of(gemma2.engine).model.normalizer
     with changed(normalizer, torch.ones_like(normalizer)):
         verdict = gemma2.verdict()
@@ -265,11 +265,11 @@ def test_a_stale_buffer_is_named(gemma2: Bench) -> None:
     assert "the expected one times 0.0625" in str(verdict.divergence)
 
 
-def test_a_wrong_scale_of_attention_is_named(gemma2: Bench) -> None:
+def test_wrong_attention_scale(gemma2: Bench) -> None:
     with ExitStack() as stack:
         for layer in model_of(gemma2.engine).model.layers:
-            kept = layer.self_attn.attn.impl.scale
-            stack.callback(setattr, layer.self_attn.attn.impl, "scale", kept)
+            original = layer.self_attn.attn.impl.scale
+            stack.callback(setattr, layer.self_attn.attn.impl, "scale", original)
             layer.self_attn.attn.impl.scale = gemma2.trainer.model.config.head_dim**-0.5
         verdict = gemma2.verdict()
     assert verdict.kind == "engine"

@@ -20,7 +20,7 @@ from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
 from tests.engine import image_sweep
 from tests.engine.families import AGREES, DISAGREES, NOT_RUN, spreading_temperature, tiny_model
-from tests.engine.image_families import CAUSES, hold_images
+from tests.engine.image_families import CAUSES, compare_image_architecture
 from tests.engine.image_processors import save_processor
 from tests.engine.image_tokens import image_prompts, noise
 from tests.engine.one_engine import OneEngine
@@ -32,26 +32,26 @@ Plant = Callable[[VLLMEngine, Any], None]
 
 
 @pytest.mark.parametrize("name", ["Qwen2VL", "InternVL", "Llava", "Gemma4"])
-def test_the_engine_gives_the_trainers_logprobs_with_images(name: str, vllm: OneEngine, tmp_path: Path) -> None:
-    found = hold_images(f"{name}ForConditionalGeneration", vllm, tmp_path)
-    assert found.status == AGREES, (found.faults, found.reason)
-    assert found.refitted is not None
-    assert found.refitted <= BOUND
-    assert len(found.prompts) == 4
+def test_engine_logprobs_match_trainer_with_images(name: str, vllm: OneEngine, tmp_path: Path) -> None:
+    outcome = compare_image_architecture(f"{name}ForConditionalGeneration", vllm, tmp_path)
+    assert outcome.status == AGREES, (outcome.faults, outcome.reason)
+    assert outcome.refitted is not None
+    assert outcome.refitted <= BOUND
+    assert len(outcome.prompts) == 4
 
 
-def test_a_checkpoint_is_checked(vllm: OneEngine, tmp_path: Path) -> None:
+def test_check_images(vllm: OneEngine, tmp_path: Path) -> None:
     model = tiny_model("Qwen2VLForConditionalGeneration")
     model.save_pretrained(tmp_path)
     prompts = image_prompts(model.config, save_processor(model.config, tmp_path))
     vllm.stop()  # the check starts its own engine
     sampling = Sampling(spreading_temperature(model))
-    found = check_images(tmp_path, prompts, sampling=sampling, engine_options={"max_length": 256})
-    assert [one.fault for one in found] == [None] * len(prompts)
-    assert all(one.passed for one in found)
+    comparisons = check_images(tmp_path, prompts, sampling=sampling, engine_options={"max_length": 256})
+    assert [one.fault for one in comparisons] == [None] * len(prompts)
+    assert all(one.passed for one in comparisons)
 
 
-def test_the_command_checks_image_files(vllm: OneEngine, tmp_path: Path) -> None:
+def test_consistency_command_with_image_files(vllm: OneEngine, tmp_path: Path) -> None:
     folder, report = tmp_path / "checkpoint", tmp_path / "report.json"
     model = tiny_model("Qwen2VLForConditionalGeneration")
     model.save_pretrained(folder)
@@ -69,7 +69,7 @@ def test_the_command_checks_image_files(vllm: OneEngine, tmp_path: Path) -> None
     assert all(image["new_tokens"] and image["decode"] < 1.001 for image in images)
 
 
-def test_the_page_says_what_was_found() -> None:
+def test_page_matches_recorded_results() -> None:
     published = read_records(PAGES)[Kind.IMAGES]
     assert published
     for path, text in image_sweep.pages(published, image_sweep.image_architectures()).items():
@@ -77,7 +77,7 @@ def test_the_page_says_what_was_found() -> None:
 
 
 def _refit(engine: VLLMEngine, model: Any, part: str) -> None:
-    """Give the engine one weight that differs from the model's."""
+    """Refit the engine with one weight that differs from the model's."""
 
     def changed() -> Iterator[NamedTensor]:
         left = True
@@ -91,17 +91,17 @@ def _refit(engine: VLLMEngine, model: Any, part: str) -> None:
 
 def _shift_positions(engine: VLLMEngine, model: Any) -> None:
     served = engine.llm.collective_rpc("nrl_model")[0]
-    right = served.get_mrope_input_positions
+    original = served.get_mrope_input_positions
 
     def shifted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, int]:
-        positions, delta = right(*args, **kwargs)
+        positions, delta = original(*args, **kwargs)
         positions[1:, 5:] += 3
         return positions, delta
 
     served.__dict__["get_mrope_input_positions"] = shifted
 
 
-def _darken(folder: Path) -> None:
+def _change_pixel_mean(folder: Path) -> None:
     """Change the pixel mean of the engine's processor, which is read at startup."""
     file = folder / "processor_config.json"
     content = json.loads(file.read_text())
@@ -118,39 +118,39 @@ FAULTS: dict[ImageFault, Plant | None] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_at_fault_is_found(fault: ImageFault, vllm: OneEngine, tmp_path: Path) -> None:
+def test_first_difference_is_located(fault: ImageFault, vllm: OneEngine, tmp_path: Path) -> None:
     model = tiny_model("Qwen2VLForConditionalGeneration")
     model.save_pretrained(tmp_path)
     processor = save_processor(model.config, tmp_path)
     if (plant := FAULTS[fault]) is None:
-        _darken(tmp_path)
+        _change_pixel_mean(tmp_path)
     engine = vllm(tmp_path, language_model_only=False)
     if plant is not None:
         plant(engine, model)
     prompts, sampling = image_prompts(model.config, processor), Sampling(spreading_temperature(model))
-    found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
-    assert [one.fault for one in found] == [fault] * len(prompts)
-    assert not any(one.passed for one in found)
+    comparisons = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
+    assert [one.fault for one in comparisons] == [fault] * len(prompts)
+    assert not any(one.passed for one in comparisons)
 
 
-def test_a_mask_that_the_engine_lacks_is_found(vllm: OneEngine, tmp_path: Path) -> None:
-    found = hold_images("Gemma3ForConditionalGeneration", vllm, tmp_path)
-    assert found.status == DISAGREES, found.reason
-    assert set(found.faults) == {ImageFault.ATTENTION}
+def test_missing_bidirectional_mask_is_located(vllm: OneEngine, tmp_path: Path) -> None:
+    outcome = compare_image_architecture("Gemma3ForConditionalGeneration", vllm, tmp_path)
+    assert outcome.status == DISAGREES, outcome.reason
+    assert set(outcome.faults) == {ImageFault.ATTENTION}
 
 
-def test_given_tokens_that_a_processor_adds_to_cannot_be_scored(vllm: OneEngine, tmp_path: Path) -> None:
-    found = hold_images("PaliGemmaForConditionalGeneration", vllm, tmp_path)
-    assert found.status == NOT_RUN
-    assert "appends token" in found.reason
+def test_processor_appending_token_is_not_run(vllm: OneEngine, tmp_path: Path) -> None:
+    outcome = compare_image_architecture("PaliGemmaForConditionalGeneration", vllm, tmp_path)
+    assert outcome.status == NOT_RUN
+    assert "appends token" in outcome.reason
 
 
-def test_causes_are_known_of_those_that_disagree() -> None:
+def test_known_causes_refer_to_disagreements() -> None:
     published = read_records(PAGES)[Kind.IMAGES]
     assert {name for name in CAUSES if published[name].outcome["status"] != DISAGREES} == set()
 
 
-def test_an_engine_without_a_vision_tower_refuses_images(vllm: OneEngine, tmp_path: Path) -> None:
+def test_images_without_vision_tower_raise(vllm: OneEngine, tmp_path: Path) -> None:
     model = tiny_model("Qwen2VLForConditionalGeneration")
     model.save_pretrained(tmp_path)
     prompt = image_prompts(model.config, save_processor(model.config, tmp_path))[0]

@@ -1,4 +1,4 @@
-"""Refits that are incomplete or hold unsupported values or dtypes, and calls that an exception interrupts."""
+"""Refits that are incomplete or have unsupported values or dtypes, and calls interrupted by an exception."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Pair:
     def weights(self, factor: float = 1.0) -> list[NamedTensor]:
         return [(name, tensor * factor) for name, tensor in self.model.state_dict_adapter.iter_export(self.model)]
 
-    def off(self) -> float:
-        """Return the largest difference between the log-probabilities of both."""
+    def max_difference(self) -> float:
+        """Return the largest difference between log-probabilities of trainer and engine."""
         sides = HFEngine(self.model, "trainer"), self.engine
         ours, theirs = (torch.tensor([row[1:] for row in side.score(PROMPTS, Sampling())]) for side in sides)
         return float((ours - theirs).abs().max())
@@ -64,7 +64,7 @@ def pair_of(vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.mark.parametrize(("architecture", "part"), CASES)
-def test_refit_without_a_part_of_a_fused_tensor_raises(
+def test_refit_with_incomplete_fused_tensor_raises(
     pair_of: Callable[[str], Pair], architecture: str, part: str
 ) -> None:
     pair = pair_of(architecture)
@@ -73,7 +73,7 @@ def test_refit_without_a_part_of_a_fused_tensor_raises(
         name for name, _ in pair.weights() if f"layers.1.{'mlp' if 'exp' in part else ''}" in name and part in name
     ]
     assert missing
-    held = {name: tensor.clone() for name, tensor in model_of(engine).state_dict().items()}
+    previous_weights = {name: tensor.clone() for name, tensor in model_of(engine).state_dict().items()}
     with pytest.raises(MixedWeightsError, match=r"left \d tensors unwritten: model.layers.1.*not sent") as raised:
         engine.refit((name, tensor) for name, tensor in pair.weights(1.01) if name not in missing)
     if "experts" not in part:
@@ -81,14 +81,14 @@ def test_refit_without_a_part_of_a_fused_tensor_raises(
     # The module keeps its previous weights, not uninitialized memory.
     after = model_of(engine).state_dict()
     fused = next(name for name in after if "layers.1" in name and name in str(raised.value))
-    torch.testing.assert_close(after[fused], held[fused], rtol=0, atol=0)
+    torch.testing.assert_close(after[fused], previous_weights[fused], rtol=0, atol=0)
     with pytest.raises(MixedWeightsError):
         engine.score(PROMPTS, Sampling())
     engine.refit(pair.weights())
-    assert pair.off() < 1e-4
+    assert pair.max_difference() < 1e-4
 
 
-def test_weights_that_cannot_be_used_raise(pair_of: Callable[[str], Pair]) -> None:
+def test_refit_with_invalid_values_or_dtype_raises(pair_of: Callable[[str], Pair]) -> None:
     pair = pair_of("LlamaForCausalLM")
     name = "model.layers.1.mlp.down_proj.weight"
     for change, message in (
@@ -97,37 +97,39 @@ def test_weights_that_cannot_be_used_raise(pair_of: Callable[[str], Pair]) -> No
         (lambda tensor: tensor.to(torch.float8_e4m3fn), f"{name} was sent as float8_e4m3fn"),
     ):
         with pytest.raises(EngineError, match=message):
-            pair.engine.refit((own, change(tensor) if own == name else tensor) for own, tensor in pair.weights())
+            pair.engine.refit((key, change(tensor) if key == name else tensor) for key, tensor in pair.weights())
         pair.engine.refit(pair.weights())
-        assert pair.off() < 1e-4
+        assert pair.max_difference() < 1e-4
 
 
-def test_cache_memory_is_clean_after_weights_that_overflow(pair_of: Callable[[str], Pair]) -> None:
+def test_cache_is_finite_after_overflow(pair_of: Callable[[str], Pair]) -> None:
     """The weights are finite, but their outputs are not."""
     pair = pair_of("LlamaForCausalLM")
     name = "model.layers.0.self_attn.v_proj.weight"
-    pair.engine.refit((own, torch.full_like(t, 3e38) if own == name else t) for own, t in pair.weights())
+    pair.engine.refit((key, torch.full_like(t, 3e38) if key == name else t) for key, t in pair.weights())
     assert not torch.tensor(pair.engine.score(PROMPTS, Sampling())[0][1:]).isfinite().all()
     pair.engine.refit(pair.weights())
     samples = pair.engine.generate([row[:5] for row in PROMPTS] * 8, Sampling(), max_new_tokens=20)
     assert all(torch.tensor(sample.logprobs).isfinite().all() for sample in samples)
 
 
-class Cut(BaseException):
+class Interruption(BaseException):
     """An exception like those raised by a timeout or Ctrl-C."""
 
 
-@pytest.mark.parametrize("error", [Cut, RuntimeError])
+@pytest.mark.parametrize("error", [Interruption, RuntimeError])
 @pytest.mark.parametrize(
     ("method", "step"),
     [
         *product(("execute_model", "sample_tokens", "update_from_output"), (1, 3)),
-        *product(("add_request", "condense", "refresh_metadata"), (1, 3)),  # of vLLM's batch, which is changed in part
+        *product(
+            ("add_request", "condense", "refresh_metadata"), (1, 3)
+        ),  # methods of vLLM's batch, which is then partially changed
         ("remove_request", 2),
-        ("_enqueue_waiting_request", 2),  # of the scheduler, which then lists the request
+        ("_enqueue_waiting_request", 2),  # a method of the scheduler, which then lists the request
     ],
 )
-def test_call_after_an_exception_works(
+def test_call_after_exception(
     pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, method: str, step: int, error: type[BaseException]
 ) -> None:
     pair = pair_of("LlamaForCausalLM")
@@ -146,25 +148,25 @@ def test_call_after_an_exception_works(
 
     expected = pair.engine.generate(PROMPTS, Sampling(0.0), max_new_tokens=8)
     monkeypatch.setattr(owner, method, fails)
-    with pytest.raises(Cut if error is Cut else EngineError):
+    with pytest.raises(Interruption if error is Interruption else EngineError):
         pair.engine.generate([[7, 8, 9]] * 3, Sampling(), max_new_tokens=8)
     monkeypatch.undo()
     assert pair.engine.generate(PROMPTS, Sampling(0.0), max_new_tokens=8) == expected
-    assert pair.off() < 1e-4
+    assert pair.max_difference() < 1e-4
 
 
-def test_interrupts_at_any_time_leave_the_engine_working(pair_of: Callable[[str], Pair]) -> None:
+def test_call_after_interrupt_at_any_time(pair_of: Callable[[str], Pair]) -> None:
     pair = pair_of("LlamaForCausalLM")
     expected = pair.engine.generate(PROMPTS, Sampling(0.0), max_new_tokens=8)
 
-    def cut(*_: object) -> None:
-        raise Cut
+    def interrupt(*_: object) -> None:
+        raise Interruption
 
-    before = signal.signal(signal.SIGALRM, cut)
+    before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for after in (0.003, 0.01, 0.02, 0.04, 0.08, 0.15):
             signal.setitimer(signal.ITIMER_REAL, after)
-            with pytest.raises(Cut):
+            with pytest.raises(Interruption):
                 pair.engine.generate(PROMPTS * 4, Sampling(), max_new_tokens=200)
             assert pair.engine.generate(PROMPTS, Sampling(0.0), max_new_tokens=8) == expected
     finally:
@@ -172,7 +174,7 @@ def test_interrupts_at_any_time_leave_the_engine_working(pair_of: Callable[[str]
         signal.signal(signal.SIGALRM, before)
 
 
-def test_sampling_that_the_engine_would_change_raises(pair_of: Callable[[str], Pair]) -> None:
+def test_unsupported_sampling_raises(pair_of: Callable[[str], Pair]) -> None:
     engine = pair_of("LlamaForCausalLM").engine
     for temperature in (0.005, 2.5):
         with pytest.raises(
@@ -186,7 +188,9 @@ def test_sampling_that_the_engine_would_change_raises(pair_of: Callable[[str], P
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 @pytest.mark.parametrize("first", [True, False])
-def test_head_of_an_engine_that_ties_it_raises(architecture: str, first: bool, vllm: OneEngine, tmp_path: Path) -> None:
+def test_refit_of_tied_head_must_equal_embeddings(
+    architecture: str, first: bool, vllm: OneEngine, tmp_path: Path
+) -> None:
     pair = Pair(architecture, vllm, tmp_path, tie_word_embeddings=True)
     embeddings = dict(pair.weights())["model.embed_tokens.weight"]
 
@@ -198,4 +202,4 @@ def test_head_of_an_engine_that_ties_it_raises(architecture: str, first: bool, v
     with pytest.raises(EngineError, match=r"lm_head.weight differs from model.embed_tokens.weight.*ties them"):
         pair.engine.refit(with_head(embeddings * 2))
     pair.engine.refit(with_head(embeddings.clone()))
-    assert pair.off() < 1e-4
+    assert pair.max_difference() < 1e-4

@@ -59,7 +59,7 @@ def mismatch(model: Any, engine: VLLMEngine, *, adapted: bool = True) -> float:
         return token_mult_prob_error(final_scores(trainer, tokens, NEW_TOKENS, Sampling()), sampled)
 
 
-def test_a_refit_sends_the_adapter_merged(adapted: Any, vllm: OneEngine, tmp_path: Path) -> None:
+def test_refit_merges_adapter(adapted: Any, vllm: OneEngine, tmp_path: Path) -> None:
     engine = vllm(tmp_path / "base")
     assert mismatch(adapted, engine, adapted=False) <= BOUND
     assert mismatch(adapted, engine) > 1.5
@@ -75,7 +75,7 @@ def test_a_refit_sends_the_adapter_merged(adapted: Any, vllm: OneEngine, tmp_pat
         assert mismatch(adapted, engine) > 1.01
 
 
-def test_an_adapter_at_run_time(vllm: OneEngine, tmp_path: Path) -> None:
+def test_use_adapter(vllm: OneEngine, tmp_path: Path) -> None:
     model = with_adapter(DENSE, tmp_path)
     engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
     assert mismatch(model, engine, adapted=False) <= BOUND
@@ -93,7 +93,7 @@ def test_an_adapter_at_run_time(vllm: OneEngine, tmp_path: Path) -> None:
     assert mismatch(model, engine, adapted=False) <= BOUND
 
 
-def test_what_the_engine_does_not_take_leaves_it_as_it_was(vllm: OneEngine, tmp_path: Path) -> None:
+def test_invalid_adapter_raises_and_keeps_engine_state(vllm: OneEngine, tmp_path: Path) -> None:
     model = with_adapter(DENSE, tmp_path)
     engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
     engine.use_adapter(tmp_path / "adapter")
@@ -157,7 +157,7 @@ def of_a_smaller_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         (lambda tensors: {}, "vLLM does not support the adapter|found no module"),
     ],
 )
-def test_adapter_that_vllm_would_not_apply_in_full_raises(
+def test_partially_applicable_adapter_raises(
     vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory, change: Any, message: str
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "partial-adapters"
@@ -174,7 +174,7 @@ def test_adapter_that_vllm_would_not_apply_in_full_raises(
     engine.use_adapter(None)
 
 
-def test_adapter_of_some_layers_applies(vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_adapter_with_layers_to_transform(vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "partial-adapters"
     with_adapter(DENSE, folder)
     config = peft.LoraConfig(r=8, init_lora_weights=False, target_modules=["q_proj"], layers_to_transform=[1])
@@ -190,14 +190,14 @@ def test_adapter_of_some_layers_applies(vllm: OneEngine, tmp_path_factory: pytes
     engine.use_adapter(None)
 
 
-def test_an_engine_without_lora_says_how_to_start_it(vllm: OneEngine, tmp_path: Path) -> None:
+def test_use_adapter_without_enable_lora_raises(vllm: OneEngine, tmp_path: Path) -> None:
     with_adapter(DENSE, tmp_path)
     with pytest.raises(EngineError, match=r"start it with enable_lora=True, and max_lora_rank"):
         vllm(tmp_path / "base").use_adapter(tmp_path / "adapter")
 
 
-def test_vllms_own_lora_of_experts_needs_a_gpu(vllm: OneEngine, tmp_path: Path) -> None:
-    """Its kernel requires Triton. If a vLLM for CPUs supports it, this test fails: move it to the test above."""
+def test_vllm_lora_for_experts_requires_gpu(vllm: OneEngine, tmp_path: Path) -> None:
+    """vLLM's kernel requires Triton. This test fails if a vLLM for CPUs supports it: then extend `test_use_adapter`."""
     model = with_adapter(MIXTURE, tmp_path)
     engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
     with pytest.raises(EngineError, match=r"module 'triton\.language' has no attribute"):

@@ -64,11 +64,11 @@ class Pair:
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.model.named_parameters():
             if only in name:
-                where = torch.rand(parameter.shape, generator=generator) < share
+                mask = torch.rand(parameter.shape, generator=generator) < share
                 size = parameter.float().std().nan_to_num() + 1e-3
-                parameter[where] += size * torch.randn(int(where.sum()), generator=generator)
+                parameter[mask] += size * torch.randn(int(mask.sum()), generator=generator)
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def engine_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights that the engine uses."""
         return {name: tensor.clone() for name, tensor in model_of(self.engine).state_dict().items()}
 
@@ -103,14 +103,14 @@ def start(kind: str, vllm: OneEngine, folder: Path, **options: object) -> Pair:
     return Pair(model, engine)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def are_identical(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Return True if all tensors are bit-identical."""
     assert one.keys() == other.keys()
     return all(tensor_digest(one[name]) == tensor_digest(other[name]) for name in one)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_updates_and_deltas_arrive_as_dense_updates_do(kind: str, vllm: OneEngine, tmp_path: Path) -> None:
+def test_deltas_match_dense_updates(kind: str, vllm: OneEngine, tmp_path: Path) -> None:
     pair = start(kind, vllm, tmp_path)
     client = LLMClient(pair.engine.llm)
     trainer = WeightTransferTrainerFactory.trainer_init(
@@ -127,19 +127,17 @@ def test_updates_and_deltas_arrive_as_dense_updates_do(kind: str, vllm: OneEngin
         if not only:
             assert trainer.sent.nbytes <= max(0.05, 2 * share) * trainer.sent.dense_nbytes
         assert pair.engine.llm.get_weight_version() == trainer.sent.version
-        by_delta = pair.held()
+        by_delta = pair.engine_weights()
         if share:
             assert pair.error() <= BOUND
         # Load the same weights from scratch with our worker.
         assert pair.engine.refit(pair.source).unwritten == ()
-        assert same(by_delta, pair.held())
+        assert are_identical(by_delta, pair.engine_weights())
     assert dense.send(pair.source).kind is UpdateKind.DENSE
-    assert same(by_delta, pair.held())
+    assert are_identical(by_delta, pair.engine_weights())
 
 
-def test_layers_that_share_a_module_of_the_engine_are_loaded_together(
-    vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_layers_are_loaded_together(vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that each tensor is a separate layer: vLLM fuses queries, keys and values into one parameter."""
     pair = start("dense", vllm, tmp_path)
     sender = Sender(LLMClient(pair.engine.llm))
@@ -147,14 +145,14 @@ def test_layers_that_share_a_module_of_the_engine_are_loaded_together(
     monkeypatch.setattr(vllm_engines, "layerwise_groups", lambda names: [[name] for name in names])
     pair.train(0.1, 0, "layers.1.self_attn.q_proj")
     assert sender.send(pair.source).changed == ("model.layers.1.self_attn.q_proj.weight",)
-    by_delta = pair.held()
+    by_delta = pair.engine_weights()
     assert pair.error() <= BOUND
     pair.engine.refit(pair.source)
-    assert same(by_delta, pair.held())
+    assert are_identical(by_delta, pair.engine_weights())
 
 
-def test_the_source_says_what_it_yields(vllm: OneEngine, tmp_path: Path) -> None:
-    """Also for vLLM's own engines: `metadata` and iteration agree, and the tensors of a layer are adjacent."""
+def test_source_metadata_matches_tensors(vllm: OneEngine, tmp_path: Path) -> None:
+    """`metadata` and iteration agree, and tensors of a layer are adjacent, as vLLM's own transfer engines require."""
     for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "NemotronHForCausalLM"):
         source = AdapterSource(tiny_model(architecture))
         planned = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
@@ -169,7 +167,7 @@ def renamed(source: AdapterSource, old: str, new: str) -> Iterator[tuple[str, to
         yield name.replace(old, new), tensor
 
 
-def test_a_wrong_name_in_the_first_update_leaves_an_engine_that_refuses(vllm: OneEngine, tmp_path: Path) -> None:
+def test_wrong_name_in_first_update_raises_until_refit(vllm: OneEngine, tmp_path: Path) -> None:
     vllm.stop()
     pair = start("dense", vllm, tmp_path)
     sender = Sender(LLMClient(pair.engine.llm))
@@ -180,9 +178,7 @@ def test_a_wrong_name_in_the_first_update_leaves_an_engine_that_refuses(vllm: On
     vllm.stop()  # after an error in a step, vLLM's scheduler waits for it
 
 
-def test_a_tensor_that_is_missing_leaves_an_engine_that_refuses_until_all_are_there(
-    vllm: OneEngine, tmp_path: Path
-) -> None:
+def test_missing_tensor_raises_until_complete_update(vllm: OneEngine, tmp_path: Path) -> None:
     vllm.stop()
     pair = start("mixture", vllm, tmp_path)
     sender = Sender(LLMClient(pair.engine.llm))
@@ -195,18 +191,18 @@ def test_a_tensor_that_is_missing_leaves_an_engine_that_refuses_until_all_are_th
     assert pair.error() <= BOUND
 
 
-def test_another_model_is_refused_and_the_version_stays(vllm: OneEngine, tmp_path: Path) -> None:
+def test_update_of_another_model_raises_and_keeps_version(vllm: OneEngine, tmp_path: Path) -> None:
     pair = start("dense", vllm, tmp_path)
     sender = Sender(LLMClient(pair.engine.llm))
     sender.send(pair.source)
-    before = pair.held()
+    before = pair.engine_weights()
     other = Pair(copy.deepcopy(pair.model), pair.engine)
     other.train(0.1, 0)
-    for spoilt, said in (
+    for invalid_weights, message in (
         (renamed(other.source, "layers.1.input_layernorm", "layers.1.inputlayernorm"), "is not one of them"),
         ([(name, tensor[:-1] if "norm" in name else tensor) for name, tensor in other.source], "and was float32"),
     ):
-        with pytest.raises(Exception, match=said):
-            Sender(LLMClient(pair.engine.llm)).send(spoilt)
-        assert same(pair.held(), before)
+        with pytest.raises(Exception, match=message):
+            Sender(LLMClient(pair.engine.llm)).send(invalid_weights)
+        assert are_identical(pair.engine_weights(), before)
         assert pair.error() <= BOUND

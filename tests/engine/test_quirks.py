@@ -12,7 +12,7 @@ import pytest
 import quirk_probes as probes
 import torch
 import transformers
-from inside import SETTINGS, changed, forget, model_of
+from inside import SETTINGS, changed, clear_prefix_cache, model_of
 from quirk_tripwires import tripwire
 from safetensors.torch import load_file
 from torch import nn
@@ -54,7 +54,7 @@ def with_experts(make_checkpoint: Callable[..., Path]) -> Path:
 
 def refit(path: Path, engine: VLLMEngine, times: int = 1) -> RefitStep:
     """Refit an engine that started with random weights, and compare."""
-    forget(engine)
+    clear_prefix_cache(engine)
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
     settings = replace(SETTINGS, threshold=1.0005)
     prompts = Prompts(None, trainer.capabilities().vocabulary or 0)
@@ -85,10 +85,10 @@ def persistent(model: nn.Module) -> None:
 def test_symptom_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None:
     engine = dummy(vllm, with_constant)
     model = model_of(engine)
-    right = model.model.normalizer.clone()
+    original = model.model.normalizer.clone()
     persistent(model)
     assert probes.dummy_loading_touches_buffers(model)
-    assert not torch.equal(model.model.normalizer, right)
+    assert not torch.equal(model.model.normalizer, original)
     model.model.normalizer.fill_(2.0)  # large enough to be visible: the dummy loader's value is almost zero
     step = refit(with_constant, engine)
     assert any("buffers of the engine were not written: model.normalizer" in problem for problem in step.problems)
@@ -143,7 +143,7 @@ def test_cure_of_engine_tied_head(tied: Path, vllm: Any) -> None:
     assert refit(tied, dummy(vllm, tied), times=2).passed
 
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's kernels for CPUs")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests vLLM's kernels for CPUs")
 
 
 @on_cpu
@@ -162,17 +162,17 @@ def test_cure_of_engine_experts_on_cpu(with_experts: Path, vllm: Any) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def vllm_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Record the arguments for vLLM, without starting it."""
     import vllm
 
     keywords: dict[str, Any] = {}
 
-    def refuse(*args: Any, **given: Any) -> Any:
-        keywords.update(given)
+    def record(*args: Any, **options: Any) -> Any:
+        keywords.update(options)
         raise RuntimeError("not in this test")
 
-    monkeypatch.setattr(vllm, "LLM", refuse)
+    monkeypatch.setattr(vllm, "LLM", record)
     return keywords
 
 
@@ -184,39 +184,41 @@ def with_images(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_symptom_of_engine_tokenizer(with_images: Path, asked: dict[str, Any]) -> None:
+def test_symptom_of_engine_tokenizer(with_images: Path, vllm_arguments: dict[str, Any]) -> None:
     assert probes.processors_need_a_tokenizer()
     with quirks_off("engine-tokenizer"), pytest.raises(EngineError, match="not in this test"):
         start_engine("vllm", with_images)
-    assert asked["skip_tokenizer_init"] is True
+    assert vllm_arguments["skip_tokenizer_init"] is True
 
 
-def test_cure_of_engine_tokenizer(with_images: Path, tied: Path, asked: dict[str, Any]) -> None:
+def test_cure_of_engine_tokenizer(with_images: Path, tied: Path, vllm_arguments: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="not in this test"):
         start_engine("vllm", with_images)
-    assert asked["skip_tokenizer_init"] is False
+    assert vllm_arguments["skip_tokenizer_init"] is False
     with pytest.raises(EngineError, match="not in this test"):
         start_engine("vllm", tied)
-    assert asked["skip_tokenizer_init"] is True  # text only
+    assert vllm_arguments["skip_tokenizer_init"] is True  # text only
 
 
-def test_symptom_of_engine_v0_runtime(tied: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symptom_of_engine_v0_runtime(
+    tied: Path, vllm_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NRL_VLLM_USE_V1", "0")
     with quirks_off("engine-v0-runtime"), pytest.raises(EngineError, match="not in this test"):
         start_engine("vllm", tied)  # would start another engine
 
 
-def test_cure_of_engine_v0_runtime(tied: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cure_of_engine_v0_runtime(tied: Path, vllm_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_VLLM_USE_V1", "0")
     with pytest.raises(EngineError, match="NRL_VLLM_USE_V1=0 selects vLLM's first runtime"):
         start_engine("vllm", tied)
-    assert not asked
+    assert not vllm_arguments
     monkeypatch.setenv("NRL_VLLM_USE_V1", "1")
     with pytest.raises(EngineError, match="not in this test"):
         start_engine("vllm", tied)
 
 
 @pytest.mark.parametrize("name", [*probes.OF_VLLM, *probes.OF_RUNNING_VLLM])
-def test_vllm_still_has_it(name: str) -> None:
+def test_vllm_quirk_still_exists(name: str) -> None:
     """Quirks that a function can check. The tests above check those that require a running engine."""
     tripwire(QUIRKS[name], probes.OF_VLLM[name]() if name in probes.OF_VLLM else None, "vLLM")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import changed, forget, model_of
+from inside import changed, clear_prefix_cache, model_of
 from typer.testing import CliRunner
 
 from nrl_models import AutoModelForCausalLM
@@ -38,7 +38,7 @@ SINGLE = Settings(
 BATCH = replace(SINGLE, data=("real",), modes=("sampling",), batches=(4,))
 LONG = replace(BATCH, lengths=(1_000,), batches=(1,))
 HALF = replace(BATCH, lengths=(48,), batches=(2,), threshold=1.01, noise_factor=NOISE_FACTOR)
-LONGEST = 1_001
+MAX_LENGTH = 1_001
 """Positions of the engine: the longest sequence, and one sampled token for scoring."""
 
 Check = Callable[..., ConsistencyReport]
@@ -55,106 +55,104 @@ def check(smollm2: Path, prompts: Prompts, tmp_path: Path) -> Check:
     """Return a function that runs the matrix with a running engine, and a trainer in any precision."""
 
     def check(engine: VLLMEngine, dtype: torch.dtype, settings: Settings) -> ConsistencyReport:
-        forget(engine)
+        clear_prefix_cache(engine)
         trainer = HFEngine(AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype), "trainer")
         references = References(smollm2)
-        meter = Meter(engine, trainer, prompts, settings, Store(tmp_path / "kept", {}, fresh=True), references)
+        meter = Meter(engine, trainer, prompts, settings, Store(tmp_path / "store", {}, fresh=True), references)
         return run_matrix(str(smollm2), meter, references)
 
     return check
 
 
-def full(vllm: OneEngine, path: Path) -> VLLMEngine:
+def fp32_engine(vllm: OneEngine, path: Path) -> VLLMEngine:
     """The engine in fp32."""
-    return vllm(path, max_length=LONGEST)
+    return vllm(path, max_length=MAX_LENGTH)
 
 
 @pytest.mark.parametrize("settings", [SINGLE, BATCH, LONG], ids=["single", "batch", "long"])
-def test_every_cell_agrees_in_float32(smollm2: Path, vllm: OneEngine, check: Check, settings: Settings) -> None:
-    report = check(full(vllm, smollm2), torch.float32, settings)
+def test_float32_matrix_passes(smollm2: Path, vllm: OneEngine, check: Check, settings: Settings) -> None:
+    report = check(fp32_engine(vllm, smollm2), torch.float32, settings)
     assert report.passed, report.markdown()
     assert len(report.results) == len(settings.cells())
     assert max(result.worst[1] for result in report.results) <= 1.0001
 
 
-def test_decoding_gives_the_logprobs_of_a_prefill(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
+def test_decode_vs_prefill_diagnostic_passes(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
     """Diagnostic 2."""
-    made = prompts.make(BATCH.cells()[0], 32, seed=0)[:2]
-    result = diagnose_decode_vs_prefill(full(vllm, smollm2), "SmolLM2", made, new_tokens=64, threshold=1.0001)
+    batch = prompts.make(BATCH.cells()[0], 32, seed=0)[:2]
+    result = diagnose_decode_vs_prefill(fp32_engine(vllm, smollm2), "SmolLM2", batch, new_tokens=64, threshold=1.0001)
     assert result.passed, result.lines
 
 
-def test_prefix_caching_counts_on_without_nan(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
+def test_prefix_caching_diagnostic_passes(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
     """Diagnostic 5. A pretrained model continues counting. The random models of other tests do not."""
     result = diagnose_prefix_caching(
-        full(vllm, smollm2), "SmolLM2", prompts.counting(100), new_tokens=24, decode=prompts.text
+        fp32_engine(vllm, smollm2), "SmolLM2", prompts.counting(100), new_tokens=24, decode=prompts.text
     )
     assert result.passed, result.lines
     assert any("101 102 103" in line for line in result.lines), result.lines
     assert result.measured["against_prefill"]["token_mult_prob_error"] < 1.0001
 
 
-def test_backend_eager_gives_eagers_logprobs(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
+def test_backend_eager_matches_eager_logprobs(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
     """Diagnostic 4."""
 
     @contextmanager
     def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:
         options = {name: value for name, value in mode.items() if name != "enforce_eager" or not value}
-        yield vllm(smollm2, max_length=LONGEST, **options)
+        yield vllm(smollm2, max_length=MAX_LENGTH, **options)
 
     mode = "cuda graph mode lps with backend=eager"
     result = diagnose_precision(start, "SmolLM2", [prompts.counting(20)[:24]], new_tokens=8, modes=[mode])
     assert result.passed, result.lines
 
 
-def test_bfloat16_stays_within_its_noise_floor_and_a_small_defect_does_not(
-    smollm2: Path, vllm: OneEngine, prompts: Prompts
-) -> None:
+def test_bfloat16_noise_floor_detects_small_defect(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
     engine = vllm(smollm2, max_length=128, dtype=torch.bfloat16)
 
     def result(dtype: torch.dtype) -> CellResult:
-        forget(engine)
+        clear_prefix_cache(engine)
         trainer = HFEngine(AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype), "trainer")
         meter = Meter(engine, trainer, prompts, HALF, references=References(smollm2))
         cell = HALF.cells()[0]
-        found = meter.measure(cell)
-        return CellResult.of(cell, (found,), HALF)
+        measurement = meter.measure(cell)
+        return CellResult.of(cell, (measurement,), HALF)
 
     for dtype in (torch.bfloat16, torch.float32):
-        found = result(dtype)
-        assert found.passed, found.problems
-        assert found.repeats[0].noise_dtype == torch.bfloat16
-        assert found.notes
+        cell_result = result(dtype)
+        assert cell_result.passed, cell_result.problems
+        assert cell_result.repeats[0].noise_dtype == torch.bfloat16
+        assert cell_result.notes
     norm = model_of(engine).model.layers[5].input_layernorm.weight
     with changed(norm, norm * 1.2):
-        found = result(torch.bfloat16)
-    assert "what the noise floor of" in found.problems[0], found.to_json()
-    forget(engine)
+        cell_result = result(torch.bfloat16)
+    assert "what the noise floor of" in cell_result.problems[0], cell_result.to_json()
+    clear_prefix_cache(engine)
 
 
 def command(*arguments: str, file: Path) -> Any:
-    """Return a function that runs a command that starts its own engine, and returns its JSON."""
+    """Run a command, which starts an engine, and return its JSON."""
     result = CliRunner().invoke(app, [*arguments, "--dtype", "float32", "--json", str(file)])
     assert result.exit_code == 0, result.output
     return json.loads(file.read_text())
 
 
-def test_new_weights_arrive(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
+def test_refit_check_command(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
     vllm.stop()
     arguments = ["refit-check", str(smollm2), "--threshold", "1.0001", "--length", "64", "--batch", "2"]
-    found = command(*arguments, file=tmp_path / "found.json")
-    assert [refit["token_mult_prob_error"] <= 1.0001 for refit in found["refits"]] == [True, True]
-    assert found["refits"][1]["before"] > 1.01
+    content = command(*arguments, file=tmp_path / "found.json")
+    assert [refit["token_mult_prob_error"] <= 1.0001 for refit in content["refits"]] == [True, True]
+    assert content["refits"][1]["before"] > 1.01
 
 
-def test_max_model_len_is_respected(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
+def test_max_model_len_diagnostic_passes(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
     """Diagnostic 1."""
     vllm.stop()
-    found = command("diagnose", "max-model-len", str(smollm2), file=tmp_path / "found.json")
-    assert found["total_tokens"] == 20
+    content = command("diagnose", "max-model-len", str(smollm2), file=tmp_path / "found.json")
+    assert content["total_tokens"] == 20
 
 
-def test_prefix_caching_in_another_environment(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
+def test_prefix_caching_diagnostic_in_external_environment(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
     """The environment is this one, through another path. Its vLLM runs in a subprocess all the same."""
     vllm.stop()
     environment = tmp_path / "another"
@@ -162,7 +160,7 @@ def test_prefix_caching_in_another_environment(smollm2: Path, vllm: OneEngine, t
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "here.pth").write_text(sysconfig.get_path("purelib"))
     arguments = ["diagnose", "prefix-caching", str(smollm2), "--count", "100", "--new-tokens", "8"]
-    found = command(*arguments, "--engine-python", str(environment), file=tmp_path / "found.json")
-    (version,) = found["environments"]
+    content = command(*arguments, "--engine-python", str(environment), file=tmp_path / "found.json")
+    (version,) = content["environments"]
     assert version["engine"].startswith("vllm 0.")
     assert version["against_prefill"]["token_mult_prob_error"] < 1.0001

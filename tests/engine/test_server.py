@@ -26,12 +26,12 @@ from tests.engine.one_server import Server, serving
 def server(demo: Path, vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """vLLM's server with the demo's checkpoint."""
     vllm.stop()
-    with serving(demo, tmp_path_factory.mktemp("server") / "log") as found:
-        yield found
+    with serving(demo, tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
 
 
 @pytest.mark.timeout(900)
-def test_the_server_gives_the_trainers_logprobs(demo: Path, server: Server, tmp_path: Path) -> None:
+def test_server_logprobs_match_trainer(demo: Path, server: Server, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     arguments = ["--engine", server.address, "--trainer-dtype", "float32", "--threshold", "1.0001"]
     arguments += ["--length", "100", "--batch", "4", "--new-tokens", "24", "--out", str(tmp_path / "out")]
@@ -44,30 +44,28 @@ def test_the_server_gives_the_trainers_logprobs(demo: Path, server: Server, tmp_
         assert (cell["repeats"][0]["prefill"] is not None) == (cell["mode"] == "greedy")  # at temperature 1
 
 
-def test_the_server_scores_given_tokens(demo: Path, server: Server, demo_trainer: HFEngine) -> None:
+def test_server_scores(demo: Path, server: Server, demo_trainer: HFEngine) -> None:
     tokens = [list(range(50, 90)), list(range(300, 320))]
     with start_engine(server.address, demo) as engine:
         assert engine.capabilities().max_length == 256
-        for found, expected in zip(
+        for scores, expected in zip(
             engine.score(tokens, Sampling()), demo_trainer.score(tokens, Sampling()), strict=True
         ):
-            torch.testing.assert_close(torch.tensor(found[1:]), torch.tensor(expected[1:]), atol=1e-4, rtol=0)
+            torch.testing.assert_close(torch.tensor(scores[1:]), torch.tensor(expected[1:]), atol=1e-4, rtol=0)
         with pytest.raises(
             EngineError, match=r"has 250 tokens and 10 more are requested, and the engine's limit is 256"
         ):
             engine.generate([[20] * 250], Sampling(), max_new_tokens=10)
 
 
-def test_the_server_that_takes_too_long_is_named(demo: Path, server: Server) -> None:
+def test_server_timeout_raises(demo: Path, server: Server) -> None:
     with start_engine(server.address, demo) as engine:
         engine.timeout = 0.05
         with pytest.raises(EngineError, match=r"did not answer within 0.05 s"):
             engine.generate([[20] * 30], Sampling(), max_new_tokens=200)
 
 
-def test_the_server_that_dies_in_the_middle_leaves_what_was_measured(
-    demo: Path, server: Server, tmp_path: Path
-) -> None:
+def test_measurements_survive_server_crash(demo: Path, server: Server, tmp_path: Path) -> None:
     def kill(report: ConsistencyReport) -> None:
         if len(report.results) == 1:
             server.kill()
@@ -82,6 +80,6 @@ def test_the_server_that_dies_in_the_middle_leaves_what_was_measured(
         progress=kill,
     )
     assert f"{server.address} cannot be reached, or has died" in report.error
-    kept = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [cell["batch"] for cell in kept["cells"]] == [1]
-    assert kept["verdict"] == "incomplete"
+    saved_report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [cell["batch"] for cell in saved_report["cells"]] == [1]
+    assert saved_report["verdict"] == "incomplete"

@@ -29,8 +29,8 @@ def server(demo: Path, vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory
     """A server with random weights."""
     vllm.stop()
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(demo, log, "--load-format", "dummy", *BACKEND, settings={"VLLM_SERVER_DEV_MODE": "1"}) as found:
-        yield found
+    with serving(demo, log, "--load-format", "dummy", *BACKEND, settings={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+        yield running
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def model(demo: Path) -> PreTrainedModel:
 def train(model: PreTrainedModel, share: float = 0.01) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        where = torch.rand(parameter.shape, generator=generator) < share
-        parameter[where] += 5 * parameter.std() * torch.randn(int(where.sum()), generator=generator)
+        mask = torch.rand(parameter.shape, generator=generator) < share
+        parameter[mask] += 5 * parameter.std() * torch.randn(int(mask.sum()), generator=generator)
 
 
-def off(engine: HTTPEngine, model: PreTrainedModel) -> float:
+def max_difference(engine: HTTPEngine, model: PreTrainedModel) -> float:
     """Return the largest difference between the server's log-probabilities and the trainer's."""
     ours, theirs = HFEngine(model, "trainer").score(TOKENS, Sampling()), engine.score(TOKENS, Sampling())
     pairs = zip(ours, theirs, strict=True)
@@ -54,8 +54,8 @@ def off(engine: HTTPEngine, model: PreTrainedModel) -> float:
 
 
 @pytest.mark.timeout(300)
-def test_refit_without_a_part_of_a_fused_tensor_raises(server: Server, model: PreTrainedModel) -> None:
-    """In the first update, when no earlier version defines the list of tensors, and in a later one."""
+def test_refit_with_incomplete_fused_tensor_raises(server: Server, model: PreTrainedModel) -> None:
+    """Test the first update, when no earlier version defines the list of tensors, and a later one."""
     engine = HTTPEngine(server.address)
     for part in ("v_proj", "up_proj"):
         weights = dict(model.state_dict_adapter.iter_export(model))
@@ -63,64 +63,64 @@ def test_refit_without_a_part_of_a_fused_tensor_raises(server: Server, model: Pr
         assert len(missing) == 1
         with pytest.raises(EngineError, match=rf"layers\.1\..*{part}") as raised:
             HTTPEngine(server.address).refit((name, weights[name]) for name in weights if name not in missing)
-        # The later one raises before anything is written.
+        # The later update raises before anything is written.
         assert isinstance(raised.value, MixedWeightsError) is (part == "v_proj")
         engine.refit(weights.items())
-        assert off(engine, model) < 1e-4
+        assert max_difference(engine, model) < 1e-4
         train(model)
 
 
 @pytest.mark.timeout(900)
-def test_a_server_is_refitted_and_then_sent_what_changed(server: Server, model: PreTrainedModel) -> None:
+def test_refit_sends_changes_after_first_update(server: Server, model: PreTrainedModel) -> None:
     engine = HTTPEngine(server.address)
     train(model, 0.1)
-    assert off(engine, model) > 0.1
+    assert max_difference(engine, model) > 0.1
     report = engine.refit(model.state_dict_adapter.iter_export(model))
     assert (report.unwritten, report.version) == ((), 1)
     assert list(report.digests) == [name for name, _, _ in model.state_dict_adapter.export_plan()]
-    assert off(engine, model) < 1e-4
+    assert max_difference(engine, model) < 1e-4
     for number in (2, 3):
         train(model)
-        assert off(engine, model) > 0.01  # also for prompts it has computed before
+        assert max_difference(engine, model) > 0.01  # also for prompts it has computed before
         engine.refit(model.state_dict_adapter.iter_export(model))
         assert engine._sender.last_version == engine._client.weight_version()
         assert engine._client.weight_version().startswith(f"{number}-")
-        assert off(engine, model) < 1e-4
+        assert max_difference(engine, model) < 1e-4
     # Another trainer, whose first update contains all weights.
     other = HTTPEngine(server.address, deltas=False)
     train(model)
     other.refit(model.state_dict_adapter.iter_export(model))
-    assert off(other, model) < 1e-4
+    assert max_difference(other, model) < 1e-4
     train(model)
     engine.refit(model.state_dict_adapter.iter_export(model))  # the sender detects it and sends all weights
-    assert off(engine, model) < 1e-4
+    assert max_difference(engine, model) < 1e-4
 
 
 @pytest.mark.timeout(300)
-def test_what_does_not_fit_is_refused_and_the_server_goes_on(server: Server, model: PreTrainedModel) -> None:
+def test_unknown_tensor_raises_and_server_keeps_working(server: Server, model: PreTrainedModel) -> None:
     engine = HTTPEngine(server.address)
     engine.refit(model.state_dict_adapter.iter_export(model))
     weights = dict(model.state_dict_adapter.iter_export(model))
     train(model)
-    spoilt = {name.replace("layers.1.input_layernorm", "layers.1.inputlayernorm"): t for name, t in weights.items()}
+    renamed = {name.replace("layers.1.input_layernorm", "layers.1.inputlayernorm"): t for name, t in weights.items()}
     with pytest.raises(EngineError, match=r"model\.layers\.1\.inputlayernorm\.weight is not one of them") as caught:
-        HTTPEngine(server.address).refit(spoilt.items())
+        HTTPEngine(server.address).refit(renamed.items())
     assert not isinstance(caught.value, MixedWeightsError)
     assert engine.generate(TOKENS, Sampling(), max_new_tokens=4)
     train(model)
     engine.refit(model.state_dict_adapter.iter_export(model))
-    assert off(engine, model) < 1e-4
+    assert max_difference(engine, model) < 1e-4
 
 
 @pytest.mark.timeout(600)
-def test_trainers_that_are_killed_leave_one_version_or_the_next(server: Server, demo: Path) -> None:
-    """SIGKILL before and after each request of a refit, for refits of all weights and of changed weights."""
+def test_killed_trainers_leave_consistent_weights(server: Server, demo: Path) -> None:
+    """Send SIGKILL before and after each request of a refit, for dense refits and for deltas."""
     script = Path(__file__).with_name("killed_trainers.py")
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script), server.address, str(demo)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    outcomes = [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]
     assert len(outcomes) == 22
     for outcome in outcomes:
         assert outcome["signal"] == 9

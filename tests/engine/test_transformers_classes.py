@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inside import SETTINGS, changed, forget, model_of
+from inside import SETTINGS, changed, clear_prefix_cache, model_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nrl_models import AutoModelForCausalLM
@@ -25,7 +25,7 @@ from nrl_models.quirks import VerdictKind
 from tests.engine.families import tiny_model
 from tests.engine.one_engine import OneEngine
 
-ANY = (Sampling(), Sampling(0.7, top_p=0.9), Sampling(1.3, top_k=20))
+SAMPLINGS = (Sampling(), Sampling(0.7, top_p=0.9), Sampling(1.3, top_k=20))
 
 
 @pytest.fixture(scope="module")
@@ -33,48 +33,48 @@ def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
     return make_checkpoint(LlamaConfig, LlamaForCausalLM)
 
 
-def far(first: list[list[float]], second: list[list[float]]) -> float:
+def max_difference(first: list[list[float]], second: list[list[float]]) -> float:
     """Return the largest difference. Tokens that both sides exclude do not count."""
     one, other = torch.tensor(first)[:, 1:], torch.tensor(second)[:, 1:]
     return torch.where(one == other, 0.0, (one - other).abs()).max().item()
 
 
-def test_it_agrees_under_any_sampling_takes_weights_and_leaves_the_other_vllm_alone(
-    vllm: OneEngine, checkpoint: Path
-) -> None:
+def test_transformers_backend_scores_and_refits(vllm: OneEngine, checkpoint: Path) -> None:
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
     native = vllm(checkpoint)
     tokens = [list(range(50, 90)), list(range(60, 100))]
-    own = native.score(tokens, Sampling())
+    native_scores = native.score(tokens, Sampling())
     with start_engine(TRANSFORMERS_BACKEND, checkpoint, dtype=torch.float32, max_length=64) as engine:
         assert engine.describe()["model_impl"] == "transformers"
         assert not engine.capabilities().modules  # the model is in another process
-        for sampling in ANY:
-            assert far(engine.score(tokens, sampling), trainer.score(tokens, sampling)) < 1e-4
-        assert far(own, engine.score(tokens, Sampling())) < 1e-4
+        for sampling in SAMPLINGS:
+            assert max_difference(engine.score(tokens, sampling), trainer.score(tokens, sampling)) < 1e-4
+        assert max_difference(native_scores, engine.score(tokens, Sampling())) < 1e-4
         export = dict(trainer.model.state_dict_adapter.iter_export(trainer.model))
         weights = {name: 1.1 * tensor for name, tensor in export.items()}
         report = engine.refit(weights.items(), bucket_bytes=2**16)
         assert not report.unwritten
         trainer.refit(weights.items())
-        new = trainer.score(tokens, Sampling())
-        assert far(own, new) > 1e-2
-        assert far(engine.score(tokens, Sampling()), new) < 1e-4
+        new_scores = trainer.score(tokens, Sampling())
+        assert max_difference(native_scores, new_scores) > 1e-2
+        assert max_difference(engine.score(tokens, Sampling()), new_scores) < 1e-4
         assert not engine.capabilities().transformers_classes
     assert native.capabilities().transformers_classes
-    forget(native)
-    assert native.score(tokens, Sampling()) == own  # the engine is unaffected by the end of the other one
+    clear_prefix_cache(native)
+    assert native.score(tokens, Sampling()) == native_scores  # the engine is unaffected by the end of the other one
 
 
-def test_it_is_advised_where_vllms_own_class_alone_is_wrong(vllm: OneEngine, checkpoint: Path, tmp_path: Path) -> None:
+def test_transformers_backend_is_advised_if_native_class_is_wrong(
+    vllm: OneEngine, checkpoint: Path, tmp_path: Path
+) -> None:
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
     native = vllm(checkpoint)
     meter = Meter(native, trainer, Prompts(None, 200), SETTINGS, Store(tmp_path, {}))
-    asked = References(checkpoint, witness=TRANSFORMERS_BACKEND, witness_options={"max_length": 128})
+    references = References(checkpoint, witness=TRANSFORMERS_BACKEND, witness_options={"max_length": 128})
     weight = model_of(native).model.layers[0].post_attention_layernorm.weight
     with changed(weight, 2 * weight):
-        result = run_matrix(str(checkpoint), meter, asked).results[0]
-    forget(native)
+        result = run_matrix(str(checkpoint), meter, references).results[0]
+    clear_prefix_cache(native)
     verdict = result.verdict
     assert verdict is not None
     assert verdict.kind == VerdictKind.ENGINE
@@ -83,12 +83,12 @@ def test_it_is_advised_where_vllms_own_class_alone_is_wrong(vllm: OneEngine, che
     assert verdict.advice is Advice.TRANSFORMERS_BACKEND
 
 
-def test_a_bias_of_the_output_embedding_that_comes_before_its_weight_is_kept(tmp_path: Path) -> None:
-    model = tiny_model("PhiForCausalLM")  # vLLM has no own class for it
+def test_output_embedding_bias_before_weight(tmp_path: Path) -> None:
+    model = tiny_model("PhiForCausalLM")  # vLLM has no native class for it
     model.save_pretrained(tmp_path)
     trainer, tokens = HFEngine(model, "trainer"), [list(range(50, 90))]
     weights = list(model.state_dict_adapter.iter_export(model))
     with start_engine("vllm", tmp_path, dtype=torch.float32, max_length=64, load_format="dummy") as engine:
         for _ in range(2):  # in the second run the engine has a bias
             assert not engine.refit(reversed(weights), bucket_bytes=1).unwritten
-            assert far(engine.score(tokens, Sampling()), trainer.score(tokens, Sampling())) < 1e-4
+            assert max_difference(engine.score(tokens, Sampling()), trainer.score(tokens, Sampling())) < 1e-4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import changed, forget, model_of
+from inside import changed, clear_prefix_cache, model_of
 
 from nrl_models import AutoModelForCausalLM, Sampling, rollout_logprobs
 from nrl_models.engines.hf import HFEngine
@@ -36,14 +36,14 @@ class Loop:
         self.steps += 1
         samples = self.engine.generate(PROMPTS, sampling or self.sampling, max_new_tokens=24, seed=self.steps)
         self.optimizer.zero_grad()
-        found = rollout_logprobs(
+        scores = rollout_logprobs(
             self.model,
             [sample.sequence for sample in samples],
             score=[[False] * len(sample.prompt) + [True] * len(sample.tokens) for sample in samples],
             temperature=self.sampling.temperature,
             loss=lambda result: -(result.logprobs * result.mask).sum() / 50,
         )
-        self.watch.before_update(samples, found.logprobs)
+        self.watch.before_update(samples, scores.logprobs)
         self.optimizer.step()
         self.watch.refit()
 
@@ -52,7 +52,7 @@ class Loop:
 def loop(demo: Path, vllm: Callable[..., VLLMEngine], demo_trainer: HFEngine) -> Iterator[Loop]:
     engine = vllm(demo)
     yield Loop(demo, engine)
-    forget(engine)
+    clear_prefix_cache(engine)
     engine.refit(demo_trainer.model.state_dict_adapter.iter_export(demo_trainer.model))
 
 
@@ -63,34 +63,34 @@ def cause_of(run: Callable[[], Any]) -> tuple[Cause, tuple[str, ...]]:
     return finding.cause, finding.names
 
 
-def test_healthy_steps_find_nothing(loop: Loop) -> None:
+def test_healthy_steps_have_no_findings(loop: Loop) -> None:
     for _ in range(4):
         loop.step()
     assert (loop.watch.version, loop.watch.findings) == (5, [])
 
 
-def test_weights_that_change_in_the_engine(loop: Loop) -> None:
+def test_weights_changed_in_engine(loop: Loop) -> None:
     loop.step()
     weight = model_of(loop.engine).model.layers[1].input_layernorm.weight
     with changed(weight, torch.zeros_like(weight)):
-        forget(loop.engine)
+        clear_prefix_cache(loop.engine)
         cause, names = cause_of(loop.step)
     assert cause is Cause.LOST_WEIGHTS
     assert names == ("model.layers.1.input_layernorm",)
 
 
-def test_a_layer_that_vllm_does_not_write(loop: Loop) -> None:
+def test_layer_skipped_by_refit(loop: Loop) -> None:
     loop.step()
     weight = model_of(loop.engine).model.layers[1].post_attention_layernorm.weight
     old = weight.detach().clone()
     refit = loop.engine._refit
 
-    def partly(*args: Any) -> dict[str, Any]:
-        found = refit(*args)
+    def refit_except_layer(*args: Any) -> dict[str, Any]:
+        report = refit(*args)
         weight.data.copy_(old)
-        return found
+        return report
 
-    loop.engine._refit = partly
+    loop.engine._refit = refit_except_layer
     with torch.no_grad():
         loop.model.model.layers[1].post_attention_layernorm.weight.mul_(1.1)
     try:
@@ -101,14 +101,14 @@ def test_a_layer_that_vllm_does_not_write(loop: Loop) -> None:
     assert names == ("model.layers.1.post_attention_layernorm",)
 
 
-def test_a_prefix_cache_that_is_kept(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_cache_kept_across_refit(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     loop.step()
     monkeypatch.setattr(type(loop.engine.llm), "reset_prefix_cache", lambda *args, **options: True)
     cause, _ = cause_of(lambda: [loop.step() for _ in range(3)])
     assert cause is Cause.CACHE
 
 
-def test_another_temperature(loop: Loop) -> None:
+def test_engine_temperature_mismatch(loop: Loop) -> None:
     loop.step()
     cause, _ = cause_of(lambda: loop.step(Sampling(temperature=0.6)))
     assert cause is Cause.SAMPLING

@@ -19,7 +19,7 @@ pytest.importorskip("mlx_lm", reason="needs the extra `mlx`")
 
 from tests.engine import mlx_sweep
 from tests.engine.families import AGREES, DISAGREES
-from tests.engine.mlx_families import BOUND, LIMITS, OVERRIDES, hold_mlx, one_mlx, shared_architectures
+from tests.engine.mlx_families import BOUND, LIMITS, OVERRIDES, compare_mlx_architecture, one_mlx, shared_architectures
 
 pytestmark = pytest.mark.integrations
 
@@ -43,7 +43,7 @@ def test_recorded_results_match_known_limits() -> None:
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"])
 def test_mlx_logprobs_match_trainer_after_refits(architecture: str, tmp_path: Path) -> None:
     with one_mlx() as start:
-        outcome = hold_mlx(architecture, start, tmp_path)
+        outcome = compare_mlx_architecture(architecture, start, tmp_path)
     if architecture in LIMITS:
         assert outcome.status == DISAGREES
         assert outcome.facts is not None
@@ -65,7 +65,7 @@ def test_stale_weight_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(MLXEngine, "_refit", refit_with_stale_weight)
     with one_mlx() as start:
-        outcome = hold_mlx("LlamaForCausalLM", start, tmp_path)
+        outcome = compare_mlx_architecture("LlamaForCausalLM", start, tmp_path)
     assert len(first) == 2
     assert not torch.equal(*first)
     assert outcome.status != AGREES
