@@ -44,7 +44,7 @@ from tools.mutants.campaign import architectures_in_order
 PATIENCE = 300.0
 """Timeout in seconds of one architecture with one layout. A hanging collective ends after two minutes."""
 
-MOST = 2000
+MAX_REASON_LENGTH = 2000
 """Maximum length of a recorded reason."""
 
 REFUSALS = {ProblemKind.PLAN, ProblemKind.DIVIDE}
@@ -109,17 +109,17 @@ class Ranks:
         for dimension in prepared[0]:
             job = {Kind.PP: jobs.holds_over_stages, Kind.COMPILED: jobs.holds_compiled}.get(dimension, jobs.holds)
             arguments = (folder, dimension) if job is jobs.holds else (folder,) if job is jobs.holds_compiled else ()
-            found = self.run(job, architecture, *arguments)
-            if not isinstance(found, ShardingOutcome):
-                difference = next(filter(None, found), "")[:MOST]
-                found = ShardingOutcome(Status.DISAGREES if difference else Status.AGREES, difference)
-            outcomes[Kind(dimension)] = found
+            outcome = self.run(job, architecture, *arguments)
+            if not isinstance(outcome, ShardingOutcome):
+                difference = next(filter(None, outcome), "")[:MAX_REASON_LENGTH]
+                outcome = ShardingOutcome(Status.DISAGREES if difference else Status.AGREES, difference)
+            outcomes[Kind(dimension)] = outcome
         if Kind.QLORA in versions():
-            found = self.run(jobs.qlora, architecture, folder)
-            if not isinstance(found, ShardingOutcome):
-                status, reason = found[0]
-                found = ShardingOutcome(Status(status), reason[:MOST])
-            outcomes[Kind.QLORA] = found
+            outcome = self.run(jobs.qlora, architecture, folder)
+            if not isinstance(outcome, ShardingOutcome):
+                status, reason = outcome[0]
+                outcome = ShardingOutcome(Status(status), reason[:MAX_REASON_LENGTH])
+            outcomes[Kind.QLORA] = outcome
         return outcomes
 
     def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any] | ShardingOutcome:
@@ -129,17 +129,17 @@ class Ranks:
         try:
             return self.world.run(job, *arguments, patience=PATIENCE)
         except RanksFailedError as error:
-            refusing = [{problem.kind for problem in problems} for problems in error.problems.values()]
-            if len(refusing) == 2 and all(kinds and kinds <= REFUSALS for kinds in refusing):
+            problem_kinds = [{problem.kind for problem in problems} for problems in error.problems.values()]
+            if len(problem_kinds) == 2 and all(kinds and kinds <= REFUSALS for kinds in problem_kinds):
                 return ShardingOutcome(Status.REFUSED, reason_of(error.problems[0]))
             (text, *_) = [text for _, text in error.errors.values()]
             # The error of a rank that only waits for the other has little information.
-            said = sorted(f"{kind}: {text}" for kind, text in error.errors.values() if kind != "ShardingError")
-            failed = ShardingOutcome(Status.ERROR, (said or [text])[0][:MOST])
+            messages = sorted(f"{kind}: {text}" for kind, text in error.errors.values() if kind != "ShardingError")
+            failed = ShardingOutcome(Status.ERROR, (messages or [text])[0][:MAX_REASON_LENGTH])
             if len(error.errors) < 2 and job is jobs.qlora:  # the other rank does not report this error
                 return failed
         except RanksLostError as error:
-            failed = ShardingOutcome(Status.ERROR, str(error)[:MOST])
+            failed = ShardingOutcome(Status.ERROR, str(error)[:MAX_REASON_LENGTH])
         self.close()
         return failed
 
@@ -152,7 +152,7 @@ class Ranks:
 
 def reason_of(problems: Iterable[Problem]) -> str:
     """Return the reason in a validation error."""
-    return "; ".join(map(str, problems))[:MOST]
+    return "; ".join(map(str, problems))[:MAX_REASON_LENGTH]
 
 
 if __name__ == "__main__":

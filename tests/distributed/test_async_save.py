@@ -26,7 +26,7 @@ TIED: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": True}
     ids=["fsdp-tied", "tp-tied", "ep"],
 )
 @pytest.mark.parametrize("optimizer", async_save.OPTIMIZERS)
-def test_training_during_an_asynchronous_save_does_not_change_it(
+def test_training_during_async_save_does_not_change_files(
     two: World, tmp_path: Path, optimizer: str, sizes: dict[str, int], architecture: str, config: dict[str, Any]
 ) -> None:
     job = partial(async_save.saves_both_ways, **sizes)
@@ -35,7 +35,7 @@ def test_training_during_an_asynchronous_save_does_not_change_it(
         assert len(equal) >= 4
 
 
-def test_asynchronous_save_copies_the_state_once_and_frees_the_copy(two: World, tmp_path: Path) -> None:
+def test_async_save_copies_state_once(two: World, tmp_path: Path) -> None:
     for state, copied, left in two.run(partial(async_save.frees_the_copy, fsdp=2), str(tmp_path)):
         assert 0.9 * state <= copied <= state
         assert left == 0
@@ -45,61 +45,61 @@ def test_hashes_are_computed_while_writing(two: World, tmp_path: Path) -> None:
     assert two.run(partial(async_save.opened_for_reading, fsdp=2), str(tmp_path)) == [[], []]
 
 
-@pytest.mark.parametrize("how", ["wait", "next save", "wait on one rank"])
-def test_failed_asynchronous_save_raises_once_and_keeps_the_last_version(two: World, tmp_path: Path, how: str) -> None:
-    first, second = two.run(partial(async_save.fails, fsdp=2), str(tmp_path), how)
-    if how == "wait on one rank":
-        # Rank 1 has handled its error, rank 0 has not. Both raise in the next save, so that none waits for the other.
+@pytest.mark.parametrize("raised_by", ["wait", "next save", "wait on one rank"])
+def test_failed_async_save_raises_once(two: World, tmp_path: Path, raised_by: str) -> None:
+    first, second = two.run(partial(async_save.fails, fsdp=2), str(tmp_path), raised_by)
+    if raised_by == "wait on one rank":
+        # Rank 1 has handled its error, rank 0 has not. Both raise in the next save, so neither waits for the other.
         (raised,) = first
         assert raised.startswith("save 3: ShardingError")
         assert [text.partition(":")[0] for text in second] == ["wait", "save 3"]
         assert second[1].startswith("save 3: ShardingError")
         return
-    place = "wait" if how == "wait" else "save 3"
-    assert first[0].startswith(f"{place}: ShardingError")
+    source = "wait" if raised_by == "wait" else "save 3"
+    assert first[0].startswith(f"{source}: ShardingError")
     assert "rank 1: is SaveError" in first[0] or "SaveError: cannot save into" in first[0]
-    assert second[0].startswith(f"{place}: SaveError: cannot save into")
+    assert second[0].startswith(f"{source}: SaveError: cannot save into")
     assert "No space left on device" in second[0]
     assert len(first) == len(second) == 1
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_rank_that_dies_in_an_asynchronous_save_leaves_the_last_version(two: World, tmp_path: Path, dying: int) -> None:
+def test_rank_crash_during_async_save_keeps_last_version(two: World, tmp_path: Path, dying: int) -> None:
     world = World(2)
     try:
         world.run(partial(checkpoint.saves_values, fsdp=2), str(tmp_path), 1)
         job = partial(checkpoint.dies_while_saving, fsdp=2, wait=False)
-        (found,) = world.run_dying(dying, job, str(tmp_path), "write_blocks").values()
+        (error,) = world.run_dying(dying, job, str(tmp_path), "write_blocks").values()
     finally:
         world.close()
-    assert found[0] == "ShardingError"
-    assert "is gone" in found[1]
+    assert error[0] == "ShardingError"
+    assert "is gone" in error[1]
     assert two.run(partial(checkpoint.loaded_values, fsdp=2), str(tmp_path)) == [[1]] * 2
 
 
-def alone(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
+def run_script(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
     """Run the script for one process."""
     command = [sys.executable, str(Path(__file__).parent / "jobs" / "async_save_alone.py"), str(folder), end]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.parametrize("end", ["exits", pytest.param("forks", marks=pytest.mark.long)])
-def test_interpreter_exit_waits_for_an_asynchronous_save(tmp_path: Path, end: str) -> None:
-    done = alone(tmp_path, end)
-    assert (done.returncode, done.stdout) == (0, "not done\n"), done.stderr
+def test_interpreter_exit_waits_for_async_save(tmp_path: Path, end: str) -> None:
+    completed = run_script(tmp_path, end)
+    assert (completed.returncode, completed.stdout) == (0, "not done\n"), completed.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["version-2"]
-    assert "was not saved" not in done.stderr
-    assert alone(tmp_path, "loads").stdout == "2 [2.0]\n"
+    assert "was not saved" not in completed.stderr
+    assert run_script(tmp_path, "loads").stdout == "2 [2.0]\n"
 
 
-def test_failed_asynchronous_save_is_reported_at_exit(tmp_path: Path) -> None:
-    done = alone(tmp_path, "fails")
-    assert f"nrl_models: the last checkpoint was not saved into {tmp_path}\nSaveError: cannot save" in done.stderr
-    assert "No space left on device" in done.stderr
-    assert alone(tmp_path, "loads").stdout == "1 [1.0]\n"
+def test_failed_async_save_is_reported_at_exit(tmp_path: Path) -> None:
+    completed = run_script(tmp_path, "fails")
+    assert f"nrl_models: the last checkpoint was not saved into {tmp_path}\nSaveError: cannot save" in completed.stderr
+    assert "No space left on device" in completed.stderr
+    assert run_script(tmp_path, "loads").stdout == "1 [1.0]\n"
 
 
-def test_killed_asynchronous_save_leaves_the_last_version(tmp_path: Path) -> None:
+def test_killed_async_save_keeps_last_version(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).parent / "jobs" / "async_save_alone.py"), str(tmp_path), "stalls"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -108,5 +108,5 @@ def test_killed_asynchronous_save_leaves_the_last_version(tmp_path: Path) -> Non
         process.send_signal(signal.SIGKILL)
     (partial_file,) = tmp_path.glob(".version-2*/weights-*")
     assert partial_file.stat().st_size > 0
-    assert alone(tmp_path, "loads").stdout == "1 [1.0]\n"
+    assert run_script(tmp_path, "loads").stdout == "1 [1.0]\n"
     assert [path.name for path in tmp_path.iterdir()] == ["version-2"], "the next save removes partial files"

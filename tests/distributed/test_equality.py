@@ -44,40 +44,40 @@ def check(world: World, architecture: str, **sizes: int) -> None:
     if unmet := registry.unmet_requirement(architecture):
         pytest.skip(f"{architecture} needs {unmet}")
     try:
-        found = world.run(partial(equality.equals_one_process, **sizes), architecture)
+        results = world.run(partial(equality.equals_one_process, **sizes), architecture)
     except RanksFailedError as error:
         if {kind for kind, _ in error.errors.values()} == {"ShardingError"} and len(error.errors) == world.size:
             pytest.skip(error.errors[0][1])
         raise
-    assert_equal(found)
+    assert_equal(results)
 
 
-def assert_equal(found: list[dict[str, float]]) -> None:
-    for rank in found:
+def assert_equal(results: list[dict[str, float]]) -> None:
+    for rank in results:
         assert rank["loss"] <= LOSS
         assert rank["gradients"] <= GRADIENTS
-        assert rank["scale"] > 0.05, "gradients too small for a mistake to show"
+        assert rank["scale"] > 0.05, "gradients are too small to reveal errors"
 
 
 @pytest.mark.parametrize("architecture", [*ONE_EACH, *HEADS])
 @pytest.mark.parametrize("dimension", ["fsdp", "tp"])
-def test_two_ranks_equal_one(two: World, architecture: str, dimension: str) -> None:
+def test_two_ranks_match_one_process(two: World, architecture: str, dimension: str) -> None:
     check(two, architecture, **{dimension: 2})
 
 
 @pytest.mark.parametrize("architecture", ONE_EACH)
-def test_four_ranks_equal_one(four: World, architecture: str) -> None:
+def test_four_ranks_match_one_process(four: World, architecture: str) -> None:
     check(four, architecture, fsdp=2, tp=2)
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_two_ranks_that_share_the_experts_equal_one(two: World, architecture: str) -> None:
+def test_expert_parallelism_over_two_ranks(two: World, architecture: str) -> None:
     check(two, architecture, ep=2)
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
 @pytest.mark.parametrize("other", ["fsdp", "tp"])
-def test_four_ranks_that_share_the_experts_equal_one(four: World, architecture: str, other: str) -> None:
+def test_expert_parallelism_with_fsdp_or_tp(four: World, architecture: str, other: str) -> None:
     check(four, architecture, **({"fsdp": 2, "ep": 2} if other == "fsdp" else {"ep": 2, "tp": 2}))
 
 
@@ -93,69 +93,69 @@ def test_four_ranks_that_share_the_experts_equal_one(four: World, architecture: 
         *[("MuseSparkForConditionalGeneration", {}, dimension) for dimension in ("tp", "ep")],
     ],
 )
-def test_what_plans_say_beside_the_usual_is_done(
-    two: World, architecture: str, config: dict[str, Any], dimension: str
-) -> None:
+def test_architecture_specific_plans(two: World, architecture: str, config: dict[str, Any], dimension: str) -> None:
     if unmet := registry.unmet_requirement(architecture):
         pytest.skip(f"{architecture} needs {unmet}")
-    found = two.run(partial(equality.equals_one_process, config=config, **{dimension: 2}), architecture)
-    assert_equal(found)
+    results = two.run(partial(equality.equals_one_process, config=config, **{dimension: 2}), architecture)
+    assert_equal(results)
 
 
 # Norms of heads, and a norm in the experts: each rank computes its share of their gradients.
 @pytest.mark.parametrize(
     ("architecture", "dimension"), [("Qwen3ForCausalLM", "tp"), ("MuseSparkForConditionalGeneration", "ep")]
 )
-def test_deep_copy_trains_as_one_process(two: World, architecture: str, dimension: str) -> None:
+def test_deep_copy_matches_one_process(two: World, architecture: str, dimension: str) -> None:
     if unmet := registry.unmet_requirement(architecture):
         pytest.skip(f"{architecture} needs {unmet}")
     assert_equal(two.run(partial(equality.equals_one_process, copied=True, **{dimension: 2}), architecture))
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"])
-def test_four_ranks_of_tensor_parallelism_equal_one(four: World, architecture: str) -> None:
+def test_tensor_parallelism_over_four_ranks(four: World, architecture: str) -> None:
     check(four, architecture, tp=4)
 
 
-def test_the_foundation_is_refused_nothing_but_experts_it_lacks(two: World, four: World) -> None:
+def test_every_pattern_has_a_plan(two: World, four: World) -> None:
     for world, sizes in ((two, {"fsdp": 2}), (two, {"tp": 2}), (four, {"fsdp": 2, "tp": 2})):
         world.run(partial(equality.accepts, **sizes), ONE_EACH)
     two.run(partial(equality.accepts, ep=2), ["MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"fsdp": 2}, {"fsdp": 2, "tp": 2}], ids=["tp", "fsdp", "fsdp-tp"])
-def test_each_projection_is_sharded_by_its_own_rule(two: World, four: World, sizes: dict[str, int]) -> None:
+def test_each_projection_is_sharded_separately(two: World, four: World, sizes: dict[str, int]) -> None:
     world = four if len(sizes) == 2 else two
-    for groups in world.run(partial(equality.parts_are_dtensors, **sizes), {"attention_bias": True, "mlp_bias": True}):
+    for groups in world.run(
+        partial(equality.projections_are_dtensors, **sizes), {"attention_bias": True, "mlp_bias": True}
+    ):
         assert len(groups) == 4
-        for _, joined, reason in groups:
-            assert joined == ("fsdp" not in sizes)
+        for _, fused, reason in groups:
+            assert fused == ("fsdp" not in sizes)
             assert (
-                reason == ("" if joined else "the weight of q_proj is a DTensor") or "gate_proj is a DTensor" in reason
+                reason == ("" if fused else "the weight of q_proj is a DTensor") or "gate_proj is a DTensor" in reason
             )
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_key_value_heads_that_ranks_do_not_divide_are_right_under_fsdp(four: World, heads: int) -> None:
-    (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), {"num_key_value_heads": heads})
-    assert found["loss"] <= LOSS
-    assert found["gradients"] <= GRADIENTS
+def test_fsdp_with_indivisible_key_value_heads(four: World, heads: int) -> None:
+    (results, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), {"num_key_value_heads": heads})
+    assert results["loss"] <= LOSS
+    assert results["gradients"] <= GRADIENTS
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "ep": 2}], ids=["fsdp", "fsdp-ep"])
-def test_experts_that_ranks_do_not_divide_are_right_under_fsdp(four: World, sizes: dict[str, int]) -> None:
+def test_fsdp_with_indivisible_expert_count(four: World, sizes: dict[str, int]) -> None:
     job = partial(equality.equals_one_process, config={"num_local_experts": 6}, **sizes)
     assert_equal(four.run(job, "MixtralForCausalLM"))
 
 
-def test_rows_that_ranks_do_not_divide_are_right_under_both(four: World) -> None:
+def test_fsdp_and_tp_with_indivisible_rows(four: World) -> None:
     uneven = {"intermediate_size": 258, "vocab_size": 514}  # 129 and 257 rows per tp rank, which fsdp does not divide
-    for found in four.run(partial(equality.llama_equals_one_process, fsdp=2, tp=2), uneven):
-        assert found["loss"] <= LOSS
-        assert found["gradients"] <= GRADIENTS
+    for results in four.run(partial(equality.llama_equals_one_process, fsdp=2, tp=2), uneven):
+        assert results["loss"] <= LOSS
+        assert results["gradients"] <= GRADIENTS
 
 
-def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: World) -> None:
+def test_tp_with_indivisible_key_value_heads_raises(four: World) -> None:
     with pytest.raises(RanksFailedError) as caught:
         four.run(partial(equality.llama_equals_one_process, tp=4), {"num_key_value_heads": 2})
     for rank in range(4):
@@ -166,7 +166,7 @@ def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: Wor
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"fsdp": 2, "tp": 2}], ids=["fsdp", "tp", "fsdp-tp"])
-def test_biases_train_as_in_one_process(two: World, four: World, sizes: dict[str, int]) -> None:
+def test_biases_train_as_one_process(two: World, four: World, sizes: dict[str, int]) -> None:
     world = four if len(sizes) == 2 else two
     for difference in world.run(
         partial(equality.trains_as_one_process, **sizes), {"attention_bias": True, "mlp_bias": True}
@@ -174,24 +174,24 @@ def test_biases_train_as_in_one_process(two: World, four: World, sizes: dict[str
         assert difference <= 1e-5
 
 
-def test_a_vocabulary_that_ranks_do_not_divide_stays_whole(two: World) -> None:
-    for found in two.run(
+def test_tp_with_indivisible_vocabulary(two: World) -> None:
+    for results in two.run(
         partial(equality.llama_equals_one_process, tp=2), {"vocab_size": 513, "tie_word_embeddings": True}
     ):
-        assert found["loss"] <= LOSS
-        assert found["gradients"] <= GRADIENTS
+        assert results["loss"] <= LOSS
+        assert results["gradients"] <= GRADIENTS
 
 
-def test_features_that_ranks_do_not_divide_are_right_under_fsdp(four: World) -> None:
+def test_fsdp_with_indivisible_hidden_size(four: World) -> None:
     uneven = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}
-    (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), uneven)
-    assert found["loss"] <= LOSS
-    assert found["gradients"] <= GRADIENTS
+    (results, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), uneven)
+    assert results["loss"] <= LOSS
+    assert results["gradients"] <= GRADIENTS
 
 
-def test_mixed_precision_computes_in_one_dtype_and_keeps_another(two: World) -> None:
-    for found in two.run(equality.mixed_precision):
-        assert found == {"kept": "torch.float32", "gradients": "torch.float32", "computed": "torch.bfloat16"}
+def test_mixed_precision_dtypes(two: World) -> None:
+    for results in two.run(equality.mixed_precision):
+        assert results == {"kept": "torch.float32", "gradients": "torch.float32", "computed": "torch.bfloat16"}
 
 
 KEEP_FP32 = ("DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM", "BailingHybridForCausalLM", "HYV4ForCausalLM")
@@ -199,43 +199,43 @@ KEEP_FP32 = ("DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM", "BailingHybridFor
 
 
 @pytest.mark.parametrize("architecture", KEEP_FP32)
-def test_fsdp_in_bf16_keeps_what_transformers_keeps_in_fp32(two: World, architecture: str, tmp_path: Path) -> None:
-    for found in two.run(equality.computes_in_kept_dtypes, architecture, str(tmp_path)):
-        assert found.pop("kept") > 0
-        assert found.pop("bf16 loss") <= 1e-3
-        assert found.pop("masters loss") <= 1e-3
-        assert found == {"bf16": {}, "masters": {}}
+def test_bf16_fsdp_keeps_fp32_modules(two: World, architecture: str, tmp_path: Path) -> None:
+    for results in two.run(equality.computes_in_kept_dtypes, architecture, str(tmp_path)):
+        assert results.pop("kept") > 0
+        assert results.pop("bf16 loss") <= 1e-3
+        assert results.pop("masters loss") <= 1e-3
+        assert results == {"bf16": {}, "masters": {}}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_fsdp_in_bf16_of_every_class_that_keeps_parameters(two: World, tmp_path: Path) -> None:
+def test_bf16_fsdp_keeps_fp32_modules_of_every_class(two: World, tmp_path: Path) -> None:
     names = [name for name in registry.MODEL_ARCH_MAPPING if not registry.unmet_requirement(name)]
     keep = [name for name in names if registry.model_class(name)._keep_in_fp32_modules_strict]
     assert len(keep) > 30
     wrong, fails = {}, set()
     for name in keep:
-        for found in two.run(equality.computes_in_kept_dtypes, name, str(tmp_path / name)):
-            if "one process" in found:  # transformers' code does not run in bf16
+        for results in two.run(equality.computes_in_kept_dtypes, name, str(tmp_path / name)):
+            if "one process" in results:  # transformers' code does not run in bf16
                 fails.add(name)
                 continue
-            losses = found.pop("bf16 loss"), found.pop("masters loss")
-            if found.pop("kept") == 0 or max(losses) > 1e-2 or any(found.values()):
-                wrong[name] = (losses, found)
+            losses = results.pop("bf16 loss"), results.pop("masters loss")
+            if results.pop("kept") == 0 or max(losses) > 1e-2 or any(results.values()):
+                wrong[name] = (losses, results)
     assert not wrong
     assert len(fails) < 5, fails
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"fsdp": 2, "tp": 2}], ids=["fsdp", "tp", "fsdp-tp"])
-def test_activation_checkpointing_changes_no_gradient(two: World, four: World, sizes: dict[str, int]) -> None:
+def test_activation_checkpointing_gradients(two: World, four: World, sizes: dict[str, int]) -> None:
     world = four if len(sizes) == 2 else two
     for architecture in ("Qwen3ForCausalLM", "GptOssForCausalLM"):
-        for found in world.run(partial(equality.equals_one_process, checkpointing=True, **sizes), architecture):
-            assert found["loss"] <= LOSS
-            assert found["gradients"] <= GRADIENTS
+        for results in world.run(partial(equality.equals_one_process, checkpointing=True, **sizes), architecture):
+            assert results["loss"] <= LOSS
+            assert results["gradients"] <= GRADIENTS
 
 
-def test_generation_is_the_same(two: World) -> None:
+def test_generation_matches_one_process(two: World) -> None:
     for sizes in ({"fsdp": 2}, {"tp": 2}):
         two.run(partial(equality.generates_as_one_process, **sizes), "Gemma3ForCausalLM")
 
@@ -244,12 +244,12 @@ def test_generation_is_the_same(two: World) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Gemma3ForCausalLM"])
-def test_torchs_own_fully_shard_gives_what_transformers_gives(two: World, architecture: str) -> None:
+def test_fully_shard_matches_transformers(two: World, architecture: str) -> None:
     """Loss, gradients, and names in the full state dicts of the model and its optimizer."""
     two.run(equality.plain_fully_shard, architecture)
 
 
-def test_data_parallel_gradients_are_those_of_one_process(two: World) -> None:
+def test_data_parallel_gradients_match_one_process(two: World) -> None:
     two.run(equality.data_parallel, "Qwen2ForCausalLM")
 
 
@@ -258,7 +258,7 @@ def test_data_parallel_gradients_are_those_of_one_process(two: World) -> None:
 
 @pytest.mark.parametrize("combine", [True, "auto"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
-def test_a_groups_input_enters_once_and_is_multiplied_once(two: World, architecture: str, combine: Any) -> None:
+def test_tp_group_runs_one_matmul_and_one_all_reduce(two: World, architecture: str, combine: Any) -> None:
     for groups in two.run(partial(equality.collectives, tp=2), architecture, combine):
         assert len(groups) == 2
         for group in groups:
@@ -266,7 +266,7 @@ def test_a_groups_input_enters_once_and_is_multiplied_once(two: World, architect
             assert group["backward"] == {"matmuls": 2, "all_reduce": 1}  # the input's and all weights' gradients
 
 
-def test_a_groups_input_enters_once_where_fsdp_has_the_weights(four: World) -> None:
+def test_tp_group_reduces_input_gradient_once_under_fsdp(four: World) -> None:
     """The linears then run separately, and the input's gradient is still reduced only once."""
     for groups in four.run(partial(equality.collectives, fsdp=2, tp=2), "LlamaForCausalLM"):
         for group, parts in zip(groups, (3, 2), strict=True):
@@ -275,13 +275,13 @@ def test_a_groups_input_enters_once_where_fsdp_has_the_weights(four: World) -> N
             assert group["backward"]["all_reduce"] == 1
 
 
-def test_a_step_exchanges_what_megatron_does(two: World) -> None:
-    for forward, backward in two.run(partial(equality.whole_step_collectives, tp=2), "LlamaForCausalLM"):
+def test_tp_step_collectives_match_megatron(two: World) -> None:
+    for forward, backward in two.run(partial(equality.step_collectives, tp=2), "LlamaForCausalLM"):
         # One collective each on entering and leaving a layer's attention and MLP, after the embedding and before the
         # head. Then the logits, and the sums by which ranks compare their batches.
         assert forward == {"all_reduce": 2 * 2 + 1, "all_gather_into_tensor": 1, "allgather_": 1}
         assert backward == {"all_reduce": 2 * 2 + 1}
 
 
-def test_an_update_of_a_part_is_seen_by_the_joined_matmul_and_not_by_that_of_a_copy(two: World) -> None:
-    two.run(partial(equality.rows_are_the_parts_own, tp=2))
+def test_fused_matmul_uses_updated_weights(two: World) -> None:
+    two.run(partial(equality.fused_matmul_uses_updated_weights, tp=2))

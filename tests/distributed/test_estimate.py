@@ -45,13 +45,13 @@ def planned(architecture: str, sizes: dict[str, int], folder: Path) -> dict[str,
     mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
     # Long enough to reveal attention scores, which are not saved on any device.
     options = ["--seq-len", "512", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
-    done = plan(config_folder(architecture, folder), mesh, *options, "--json", str(folder / "out.json"))
-    assert done.exit_code == 0, done.stderr
+    completed = plan(config_folder(architecture, folder), mesh, *options, "--json", str(folder / "out.json"))
+    assert completed.exit_code == 0, completed.stderr
     return json.loads((folder / "out.json").read_text())["figures"]
 
 
 @pytest.mark.parametrize(("architecture", "sizes"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_bytes_are_those_that_ranks_hold(
+def test_estimated_bytes_match_ranks(
     two: World, four: World, tmp_path: Path, architecture: str, sizes: dict[str, int]
 ) -> None:
     figures = planned(architecture, sizes, tmp_path)
@@ -77,7 +77,7 @@ def test_bytes_are_those_that_ranks_hold(
     ],
     ids=lambda value: str(value).replace("'", ""),
 )
-def test_under_pp_bytes_are_those_of_the_fullest_rank(
+def test_estimated_bytes_match_fullest_pp_rank(
     two: World, four: World, tmp_path: Path, architecture: str, sizes: dict[str, int]
 ) -> None:
     figures = planned(architecture, sizes, tmp_path)
@@ -92,12 +92,12 @@ def test_under_pp_bytes_are_those_of_the_fullest_rank(
     assert figures["traffic"] == pytest.approx(fullest["traffic"], rel=0.02)
 
 
-def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
+def test_plan_suggests_changes_if_model_does_not_fit(tmp_path: Path) -> None:
     folder = config_folder("LlamaForCausalLM", tmp_path)
-    done = plan(folder, "fsdp=2", "--seq-len", "512", "--no-checkpointing", "--memory", "0.022")
-    assert done.exit_code == 1
-    assert "does not fit" in done.stdout
-    assert "fits with --checkpointing: " in done.stdout
+    completed = plan(folder, "fsdp=2", "--seq-len", "512", "--no-checkpointing", "--memory", "0.022")
+    assert completed.exit_code == 1
+    assert "does not fit" in completed.stdout
+    assert "fits with --checkpointing: " in completed.stdout
 
 
 @pytest.mark.parametrize(
@@ -108,15 +108,17 @@ def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
         ("fsdp=2", ("--seq-len", "4096", "--micro-batch", "4"), "0.2"),
     ],
 )
-def test_every_suggested_change_fits(tmp_path: Path, mesh: str, options: tuple[str, ...], memory: str) -> None:
+def test_suggested_changes_fit(tmp_path: Path, mesh: str, options: tuple[str, ...], memory: str) -> None:
     folder = config_folder("LlamaForCausalLM", tmp_path)
-    done = plan(folder, mesh, *options, "--memory", memory)
-    assert done.exit_code == 1, done.stdout + done.stderr
-    changes = re.findall(r"fits with (--.+): ", done.stdout)
-    assert changes, done.stdout
+    completed = plan(folder, mesh, *options, "--memory", memory)
+    assert completed.exit_code == 1, completed.stdout + completed.stderr
+    changes = re.findall(r"fits with (--.+): ", completed.stdout)
+    assert changes, completed.stdout
     for change in changes:
-        given, words = ("--mesh", mesh, *options), change.split()
-        changed = dict(zip(given[::2], given[1::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
+        arguments, words = ("--mesh", mesh, *options), change.split()
+        changed = dict(zip(arguments[::2], arguments[1::2], strict=True)) | dict(
+            zip(words[::2], words[1::2], strict=True)
+        )
         again = plan(folder, changed.pop("--mesh"), *chain(*changed.items()), "--memory", memory)
         assert again.exit_code == 0, again.stdout
         assert "fits: " in again.stdout
@@ -132,8 +134,8 @@ def test_every_suggested_change_fits(tmp_path: Path, mesh: str, options: tuple[s
         ("ep=2", "no experts"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_an_error(tmp_path: Path, mesh: str, message: str) -> None:
-    done = plan(config_folder("LlamaForCausalLM", tmp_path), mesh)
-    assert done.exit_code == 2
-    assert message in unframed(done.stderr)
-    assert "Traceback" not in done.stderr
+def test_unsupported_mesh_fails(tmp_path: Path, mesh: str, message: str) -> None:
+    completed = plan(config_folder("LlamaForCausalLM", tmp_path), mesh)
+    assert completed.exit_code == 2
+    assert message in unframed(completed.stderr)
+    assert "Traceback" not in completed.stderr

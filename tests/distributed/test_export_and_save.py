@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import export_and_save, setting
 from safetensors.torch import load_file, save_file
-from test_loading import CASES, LAYOUTS, refused, world_for
+from test_loading import CASES, LAYOUTS, errors_on_every_rank, world_for
 from world import World
 
 from nrl_models import registry
@@ -21,7 +21,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("architecture", "layout"), CASES, ids=["-".join(case) for case in CASES])
-def test_exports_and_files_are_those_of_one_process(
+def test_exports_and_files_match_one_process(
     two: World, four: World, tmp_path: Path, architecture: str, layout: str
 ) -> None:
     world = world_for(layout, two, four)
@@ -30,18 +30,18 @@ def test_exports_and_files_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
-def test_tied_embeddings_stay_one_parameter_when_they_are_loaded(two: World, sizes: dict[str, int]) -> None:
+def test_loaded_embeddings_stay_tied(two: World, sizes: dict[str, int]) -> None:
     two.run(partial(export_and_save.assigned_tensors_stay_tied, **sizes))
 
 
 # Gathering DTensors with torch
 
 
-@pytest.mark.parametrize(("step", "least"), [(16, 1), pytest.param(1, 60, marks=pytest.mark.long)])
-def test_packed_placements_are_true(two: World, step: int, least: int) -> None:
+@pytest.mark.parametrize(("step", "min_count"), [(16, 1), pytest.param(1, 60, marks=pytest.mark.long)])
+def test_packed_placements(two: World, step: int, min_count: int) -> None:
     """`full_tensor`, `get_model_state_dict` and `set_model_state_dict` for mixtures with packed gate and up."""
-    for count, wrong in two.run(partial(export_and_save.packed_placements_are_true, step, tp=2), patience=1200):
-        assert count >= least
+    for count, wrong in two.run(partial(export_and_save.packed_placements_are_correct, step, tp=2), patience=1200):
+        assert count >= min_count
         assert wrong == {}
 
 
@@ -55,32 +55,32 @@ def test_torch_reshards_packed_parameters(two: World, tmp_path: Path, layouts: t
 
 
 def test_torch_reshards_packed_parameters_over_two_dimensions(four: World, tmp_path: Path) -> None:
-    four.run(partial(export_and_save.placements_are_true, fsdp=2, tp=2), "MixtralForCausalLM")
+    four.run(partial(export_and_save.placements_are_correct, fsdp=2, tp=2), "MixtralForCausalLM")
     layouts = {"fsdp": 2, "tp": 2}, {"ep": 2, "tp": 2}
     four.run(export_and_save.reshards_by_torch, "MixtralForCausalLM", str(tmp_path / "dcp"), *layouts)
     assert files_in(tmp_path / "dcp-plain") == files_in(tmp_path / "dcp-whole")
 
 
-REST = sorted(
+OTHER_ARCHITECTURES = sorted(
     {registry.FAMILIES[family][0] for family in ONE_OF_EACH_PATTERN} - {architecture for architecture, _ in CASES}
 )
 
 
-@pytest.mark.parametrize("architecture", REST)
-def test_every_other_family_exports_what_one_process_does(two: World, tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("architecture", OTHER_ARCHITECTURES)
+def test_exports_of_other_families_match_one_process(two: World, tmp_path: Path, architecture: str) -> None:
     if unmet := registry.unmet_requirement(architecture):
         pytest.skip(f"{architecture} needs {unmet}")
     two.run(partial(export_and_save.exports_and_saves, fsdp=2), architecture, str(tmp_path / "sharded"))
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
-def test_a_few_buckets_are_held_of_a_model_of_many(two: World) -> None:
+def test_export_peak_memory_is_a_few_buckets(two: World) -> None:
     for peak, bucket in two.run(partial(export_and_save.peak_of_export, fsdp=2)):
         # The current bucket, the previous one that the caller still uses, and memory of gloo and malloc.
         assert peak <= 8 * bucket, f"{peak / bucket:.1f} buckets"
 
 
-def test_what_was_loaded_saves_in_the_layout_it_came_in(two: World, tmp_path: Path) -> None:
+def test_loaded_checkpoint_is_saved_in_its_layout(two: World, tmp_path: Path) -> None:
     reference = setting.case_of("MixtralForCausalLM").reference()
     reference.save_pretrained(tmp_path / "hub")
     two.run(partial(export_and_save.loads_and_saves, tp=2), str(tmp_path / "hub"), str(tmp_path / "again"))
@@ -88,7 +88,7 @@ def test_what_was_loaded_saves_in_the_layout_it_came_in(two: World, tmp_path: Pa
     assert first["model.safetensors"] == again["model.safetensors"]
 
 
-def test_both_formats_are_those_of_one_process(two: World, tmp_path: Path) -> None:
+def test_both_save_formats_match_one_process(two: World, tmp_path: Path) -> None:
     setting.case_of("MixtralForCausalLM").reference().save_pretrained(tmp_path / "hub")
     two.run(partial(export_and_save.saves_as_one_process, fsdp=2), str(tmp_path / "hub"), str(tmp_path))
     for original in (True, False):
@@ -98,7 +98,7 @@ def test_both_formats_are_those_of_one_process(two: World, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dimension", ["fsdp", "tp"])
-def test_the_code_of_a_registered_class_is_saved(two: World, tmp_path: Path, dimension: str) -> None:
+def test_code_of_registered_class_is_saved(two: World, tmp_path: Path, dimension: str) -> None:
     imported = "from nrl_models.families.llama.model import LlamaForCausalLM\n"
     (tmp_path / "modeling_own.py").write_text(f"{imported}class OwnForCausalLM(LlamaForCausalLM):\n    pass\n")
     two.run(partial(export_and_save.saves_code_as_one_process, **{dimension: 2}), str(tmp_path), str(tmp_path))
@@ -107,7 +107,7 @@ def test_the_code_of_a_registered_class_is_saved(two: World, tmp_path: Path, dim
     assert files_in(tmp_path / "sharded") == expected
 
 
-def test_a_sharded_model_exports_and_saves_under_its_checkpoints_names(two: World, tmp_path: Path) -> None:
+def test_exports_use_checkpoint_names(two: World, tmp_path: Path) -> None:
     """Kimi-K2.5 as published. transformers would save other names."""
     setting.case_of("Kimi_K25ForConditionalGeneration").reference().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -117,7 +117,7 @@ def test_a_sharded_model_exports_and_saves_under_its_checkpoints_names(two: Worl
     two.run(partial(export_and_save.exports_the_checkpoint, fsdp=2), str(tmp_path))
 
 
-def test_what_a_model_keeps_unused_is_saved_by_a_sharded_one(two: World, tmp_path: Path) -> None:
+def test_unused_checkpoint_tensors_are_saved(two: World, tmp_path: Path) -> None:
     """Published Gemma 3n and 4 checkpoints have unused keys and values for layers that share earlier ones."""
     published = tmp_path / "published"
     case = setting.case_of("Gemma3nForCausalLM")
@@ -135,7 +135,7 @@ def test_what_a_model_keeps_unused_is_saved_by_a_sharded_one(two: World, tmp_pat
     assert files_in(tmp_path / "sharded-True") == expected
 
 
-def test_changes_after_sharding_are_errors(two: World, tmp_path: Path) -> None:
+def test_changes_after_sharding_raise(two: World, tmp_path: Path) -> None:
     """Otherwise, removed tensors are exported and saved as zeros."""
     expected = {
         "head": "missing: lm_head.weight: is no longer in the model",
@@ -153,7 +153,7 @@ def test_changes_after_sharding_are_errors(two: World, tmp_path: Path) -> None:
         assert not (tmp_path / change / "saved").exists()
 
 
-def test_changes_of_one_stage_are_errors_on_every_rank(two: World, tmp_path: Path) -> None:
+def test_change_of_one_stage_raises_on_every_rank(two: World, tmp_path: Path) -> None:
     first, second = two.run(partial(export_and_save.changed_after_sharding, pp=2), str(tmp_path), "head")
     assert all("missing: lm_head.weight: is no longer in the model" in error for error in second)
     assert all("ranks failed or disagree" in error and "lm_head.weight" in error for error in first)
@@ -165,7 +165,7 @@ def test_load_state_dict_reports_removed_tensors(two: World) -> None:
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("before", [torch.bfloat16, torch.float32])
-def test_casts_after_sharding_are_exported_and_saved(
+def test_cast_after_sharding_is_exported_and_saved(
     two: World, tmp_path: Path, before: torch.dtype, sizes: dict[str, int]
 ) -> None:
     after = torch.float32 if before == torch.bfloat16 else torch.bfloat16
@@ -174,11 +174,11 @@ def test_casts_after_sharding_are_exported_and_saved(
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
-def test_a_save_that_fails_on_the_writer_fails_on_all_and_leaves_the_old_one(two: World, tmp_path: Path) -> None:
+def test_failed_save_raises_on_every_rank(two: World, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     two.run(partial(export_and_save.saves, fsdp=2), str(folder), False)
     before = files_in(folder)
-    first, second = refused(two, partial(export_and_save.saves, fsdp=2), str(folder), True)
+    first, second = errors_on_every_rank(two, partial(export_and_save.saves, fsdp=2), str(folder), True)
     assert first == ("OSError", "disk full")
     assert second[0] == "ShardingError"
     assert "rank 0: OSError: disk full" in second[1]
@@ -186,7 +186,7 @@ def test_a_save_that_fails_on_the_writer_fails_on_all_and_leaves_the_old_one(two
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint_and_no_other_waiting(tmp_path: Path) -> None:
+def test_rank_crash_during_save_keeps_old_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     world = World(2)
     try:
@@ -201,7 +201,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint_and_no_other_waiti
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_rank_that_dies_in_a_refit_leaves_no_other_waiting() -> None:
+def test_rank_crash_during_export_does_not_hang() -> None:
     world = World(2)
     try:
         (kind, text) = world.run_dying(1, partial(export_and_save.dies_while_exporting, fsdp=2))[0]
@@ -211,7 +211,7 @@ def test_a_rank_that_dies_in_a_refit_leaves_no_other_waiting() -> None:
     assert "cannot gather the model's tensors" in text
 
 
-def test_keywords_that_need_the_whole_model_are_refused(two: World, tmp_path: Path) -> None:
-    for kind, text in refused(two, partial(export_and_save.pushes, fsdp=2), str(tmp_path / "out")):
+def test_unsupported_save_options_raise(two: World, tmp_path: Path) -> None:
+    for kind, text in errors_on_every_rank(two, partial(export_and_save.pushes, fsdp=2), str(tmp_path / "out")):
         assert kind == "UnknownArgumentError"
         assert "push_to_hub" in text

@@ -63,8 +63,8 @@ def launch(policy: list[str], script: str, *arguments: str, **environment: str) 
     command += [str(SCRIPTS / script), *arguments]
     paths = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
-    done = subprocess.run(command, env=os.environ | environment, timeout=580, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-6000:]
+    completed = subprocess.run(command, env=os.environ | environment, timeout=580, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-6000:]
 
 
 def trained(out: Path, checkpoint: Path, policy: list[str], *arguments: str) -> list[list[float]]:
@@ -91,7 +91,7 @@ def test_accelerate_launch_with_fsdp2(tmp_path: Path) -> None:
 # transformers
 
 
-def test_trainer_trains_saves_and_resumes_as_with_transformers_own_model(checkpoint: Path, tmp_path: Path) -> None:
+def test_trainer_matches_transformers_model(checkpoint: Path, tmp_path: Path) -> None:
     import trainer
     import transformers
 
@@ -118,9 +118,7 @@ def test_trainer_trains_saves_and_resumes_as_with_transformers_own_model(checkpo
 # PEFT
 
 
-def test_lora_trains_under_fsdp_and_is_an_adapter_of_the_hugging_face_model(
-    two: World, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_lora_under_fsdp_loads_on_transformers_model(two: World, checkpoint: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     import transformers
 
@@ -134,10 +132,10 @@ def test_lora_trains_under_fsdp_and_is_an_adapter_of_the_hugging_face_model(
     with torch.no_grad():
         expected, actual = reference(**inputs).logits, ours(**inputs).logits
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-        assert (actual - base(**inputs).logits).abs().max() > 1e-3, "the adapter does nothing"
+        assert (actual - base(**inputs).logits).abs().max() > 1e-3, "the adapter has no effect"
 
 
-def test_peft_models_save_and_resume_under_fsdp(two: World, checkpoint: Path, tmp_path: Path) -> None:
+def test_peft_model_saves_and_resumes_under_fsdp(two: World, checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     folders = [str(tmp_path / name) for name in ("training", "adapter")]
     assert two.run(partial(integrations.peft_model_resumes, fsdp=2), str(checkpoint), *folders) == [[], []]
@@ -145,10 +143,12 @@ def test_peft_models_save_and_resume_under_fsdp(two: World, checkpoint: Path, tm
     assert not (tmp_path / "other").exists()
 
 
-def test_lora_under_tensor_parallelism_is_refused(two: World, checkpoint: Path, tmp_path: Path) -> None:
-    from test_loading import refused
+def test_lora_under_tensor_parallelism_raises(two: World, checkpoint: Path, tmp_path: Path) -> None:
+    from test_loading import errors_on_every_rank
 
-    for kind, text in refused(two, partial(integrations.trains_lora, tp=2), str(checkpoint), str(tmp_path / "adapter")):
+    for kind, text in errors_on_every_rank(
+        two, partial(integrations.trains_lora, tp=2), str(checkpoint), str(tmp_path / "adapter")
+    ):
         assert kind == "ShardingError"
         assert "LoRA adapters, which tp does not divide" in text
 
@@ -224,7 +224,7 @@ def test_trl_sft(checkpoint: Path, tmp_path: Path, tokenizer: Any, lora: bool) -
     assert len(losses[0]) == 3
 
 
-def test_the_example_of_sft_with_qlora_leaves_an_adapter(with_tokenizer: Path, tmp_path: Path) -> None:
+def test_sft_example_with_qlora_saves_adapter(with_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("bitsandbytes")
     import sft
@@ -235,7 +235,7 @@ def test_the_example_of_sft_with_qlora_leaves_an_adapter(with_tokenizer: Path, t
     assert not any("qkv_proj" in name for name in names)
 
 
-def test_the_example_of_grpo_evaluates_and_saves_a_model_of_transformers(with_tokenizer: Path, tmp_path: Path) -> None:
+def test_grpo_example_evaluates_and_saves(with_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     import grpo_trl
     import transformers
@@ -245,13 +245,13 @@ def test_the_example_of_grpo_evaluates_and_saves_a_model_of_transformers(with_to
     tokenizer.save_pretrained(with_tokenizer)
     options = ["--steps=1", "--questions=1", "--group=2", "--new-tokens=4"]
     history = grpo_trl.main([str(with_tokenizer), str(tmp_path / "out"), *options])
-    assert [found["step"] for found in history["evaluations"]] == [0, 1]
+    assert [evaluation["step"] for evaluation in history["evaluations"]] == [0, 1]
     assert len(history["steps"]) == 1
     _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
 
 
-def test_the_reward_of_the_example_of_grpo_asks_for_an_end(tokenizer: Any) -> None:
+def test_grpo_example_reward_requires_eos_token(tokenizer: Any) -> None:
     pytest.importorskip("trl")
     import grpo_trl
 
@@ -294,7 +294,7 @@ def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ShardedRun:
     """A run sharded over two processes: its output folder, and both ranks' log of each step."""
 
     out: Path
@@ -315,7 +315,7 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ran(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+def sharded_runs(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShardedRun]:
     """`Trainer`, SFT and GRPO of transformers' model and of ours. `Trainer` also resumes from its second step."""
     pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("sharded")
@@ -332,10 +332,10 @@ def ran(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     launch(WRAP, "trainers_on_cpu.py", str(folder / "runs.json"))
     first, second = (json.loads((folder / f"runs.json.{rank}").read_text()) for rank in range(2))
     assert first == second
-    return {name: Ran(Path(run["out"]), logged) for (name, run), logged in zip(runs.items(), first, strict=True)}
+    return {name: ShardedRun(Path(run["out"]), logged) for (name, run), logged in zip(runs.items(), first, strict=True)}
 
 
-def assert_alike(folder: Path, other: Path) -> None:
+def assert_close_checkpoints(folder: Path, other: Path) -> None:
     """Check that names are equal, and values agree within the rounding of four Adam steps."""
     first, second = stored(folder), stored(other)
     assert sorted(first) == sorted(second)
@@ -344,39 +344,39 @@ def assert_alike(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("sharded_by", ["accelerate", "us"])
-def test_trainer_on_a_sharded_model_trains_as_one_process(
-    ran: dict[str, Ran], plain_checkpoint: Path, tmp_path: Path, sharded_by: str
+def test_trainer_with_sharded_model_matches_one_process(
+    sharded_runs: dict[str, ShardedRun], plain_checkpoint: Path, tmp_path: Path, sharded_by: str
 ) -> None:
     import trainer
 
     options = {"use_cpu": True, "seed": 0, "learning_rate": 1e-3, "per_device_train_batch_size": 4}
     model = AutoModelForCausalLM.from_pretrained(plain_checkpoint)
     losses = trainer.train(model, str(tmp_path), steps=4, **options)
-    sharded = ran[f"trainer-{sharded_by}"]
+    sharded = sharded_runs[f"trainer-{sharded_by}"]
     assert sharded.of("loss") == pytest.approx(losses, abs=1e-5)
     assert abs(losses[0] - losses[-1]) > 0.1
     for step in ("checkpoint-2", "checkpoint-4"):
-        assert_alike(tmp_path / step, sharded.out / step)
+        assert_close_checkpoints(tmp_path / step, sharded.out / step)
 
 
 @pytest.mark.parametrize("run", ["trainer-accelerate", "trainer-us", "sft-us"])
-def test_a_sharded_run_goes_on_from_its_checkpoint(ran: dict[str, Ran], run: str) -> None:
-    again = ran[f"{run}-again"]
+def test_sharded_run_resumes(sharded_runs: dict[str, ShardedRun], run: str) -> None:
+    again = sharded_runs[f"{run}-again"]
     assert len(again.logged) == 4  # the two steps logged in the checkpoint, and two more
-    assert again.of("loss") == pytest.approx(ran[run].of("loss"), abs=1e-6)
+    assert again.of("loss") == pytest.approx(sharded_runs[run].of("loss"), abs=1e-6)
 
 
 @pytest.mark.parametrize("sharded_by", ["accelerate", "us"])
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
-def test_trl_on_a_sharded_model_trains_as_on_transformers_own(
-    ran: dict[str, Ran], plain_checkpoint: Path, kind: str, sharded_by: str
+def test_trl_with_sharded_model_matches_transformers_model(
+    sharded_runs: dict[str, ShardedRun], plain_checkpoint: Path, kind: str, sharded_by: str
 ) -> None:
-    theirs, ours = ran[f"{kind}-transformers"], ran[f"{kind}-{sharded_by}"]
+    theirs, ours = sharded_runs[f"{kind}-transformers"], sharded_runs[f"{kind}-{sharded_by}"]
     key = "loss" if kind == "sft" else "reward"  # GRPO's reward, because its loss is almost zero
     assert len(theirs.logged) == 4
     assert ours.of(key) == pytest.approx(theirs.of(key), abs=1e-4)
     assert len(set(theirs.of(key))) > 1
-    assert_alike(theirs.out, ours.out)
+    assert_close_checkpoints(theirs.out, ours.out)
     before = stored(plain_checkpoint)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in stored(ours.out).items())
 
@@ -385,11 +385,11 @@ def test_trl_on_a_sharded_model_trains_as_on_transformers_own(
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
-def test_layers_compiled_one_by_one_compute_the_same(two: World, sizes: dict[str, int]) -> None:
-    for found in two.run(partial(integrations.compiled_layers_equal_one_process, **sizes), "LlamaForCausalLM"):
-        assert found["loss"] <= 1e-5
-        assert found["gradients"] <= 1e-5
-        assert found["graphs"] > 0
+def test_compiled_layers_match_one_process(two: World, sizes: dict[str, int]) -> None:
+    for results in two.run(partial(integrations.compiled_layers_equal_one_process, **sizes), "LlamaForCausalLM"):
+        assert results["loss"] <= 1e-5
+        assert results["gradients"] <= 1e-5
+        assert results["graphs"] > 0
 
 
 # Errors that prevent different values on each rank
@@ -408,7 +408,7 @@ def test_layers_compiled_one_by_one_compute_the_same(two: World, sizes: dict[str
 def test_parameters_added_after_sharding_raise(
     two: World, tmp_path: Path, kind: str, parameter: str, sizes: dict[str, int]
 ) -> None:
-    job = partial(integrations.later_parameters_are_refused, **sizes)
+    job = partial(integrations.later_parameters_raise, **sizes)
     for named in two.run(job, str(tmp_path / "saved"), kind):
         assert all(any(name.endswith(parameter) for name in names) for names in named), named
     assert not (tmp_path / "saved").exists()
@@ -433,7 +433,7 @@ def test_different_floats_in_one_group_raise(two: World, dimension: str) -> None
     assert run("mask") == [("attention_mask",)] * 2
 
 
-def test_different_batches_over_fsdp_are_as_they_should_be(two: World, four: World) -> None:
+def test_different_batches_over_fsdp_are_allowed(two: World, four: World) -> None:
     assert two.run(partial(integrations.batches_must_be_equal, fsdp=2), "fsdp") == [()] * 2
     run = partial(four.run, partial(integrations.batches_must_be_equal, fsdp=2, tp=2))
     assert run("fsdp") == [()] * 4
@@ -459,38 +459,36 @@ QUICK = ("DeepseekV3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM")
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in MIXTURES]
 )
-def test_compiled_mixtures_have_uncompiled_gradients(two: World, architecture: str, sizes: dict[str, int]) -> None:
+def test_compiled_moe_gradients_match_uncompiled(two: World, architecture: str, sizes: dict[str, int]) -> None:
     check_compiled(two, architecture, **sizes)
 
 
-def test_compiled_mixture_has_uncompiled_gradients_over_two_dimensions(four: World) -> None:
+def test_compiled_moe_gradients_over_two_dimensions(four: World) -> None:
     check_compiled(four, "MixtralForCausalLM", fsdp=2, ep=2)
     check_compiled(four, "MixtralForCausalLM", ep=2, tp=2)
 
 
 def check_compiled(world: World, architecture: str, **sizes: int) -> None:
-    for found in world.run(partial(integrations.compiled_equals_uncompiled, **sizes), architecture):
-        assert found.pop("loss") <= 1e-5
-        assert found == {"wrong": {}, "replicas differ": 0}
+    for results in world.run(partial(integrations.compiled_equals_uncompiled, **sizes), architecture):
+        assert results.pop("loss") <= 1e-5
+        assert results == {"wrong": {}, "replicas differ": 0}
 
 
-def test_the_example_on_torch_alone_goes_on_over_another_mesh(
-    two: World, four: World, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_sharded_example_resumes_on_another_mesh(two: World, four: World, checkpoint: Path, tmp_path: Path) -> None:
     run = [str(checkpoint), str(tmp_path / "at-once"), "--length", "16"]
-    (at_once, *_) = two.run(integrations.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "4")
+    (uninterrupted, *_) = two.run(integrations.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "4")
     run[1] = str(tmp_path / "in-two")
     (first, *_) = two.run(integrations.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2")
     for second in four.run(integrations.sharded_example, *run, "--mesh", "fsdp=2,tp=2", "--steps", "4"):
-        assert first + second == pytest.approx(at_once, abs=1e-5)
-    assert at_once[0] != at_once[-1]
+        assert first + second == pytest.approx(uninterrupted, abs=1e-5)
+    assert uninterrupted[0] != uninterrupted[-1]
     one, other = stored(tmp_path / "at-once" / "model"), stored(tmp_path / "in-two" / "model")
     assert one.keys() == stored(checkpoint).keys()
     # The gradient of a key bias is only rounding, which Adam amplifies to a full step.
     assert all(torch.allclose(other[name], one[name], atol=1e-5) for name in one if "k_proj.bias" not in name)
 
 
-def test_the_example_on_torch_alone_in_bf16(two: World, checkpoint: Path, tmp_path: Path) -> None:
+def test_sharded_example_in_bf16(two: World, checkpoint: Path, tmp_path: Path) -> None:
     run = [str(checkpoint), str(tmp_path / "out"), "--length", "16", "--bf16"]
     for losses in two.run(integrations.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2"):
         assert all(torch.isfinite(torch.tensor(losses)))
@@ -524,7 +522,7 @@ def test_device_map_with_weights_on_disk(checkpoint: Path, tmp_path: Path) -> No
     assert "forward" in str(last.reason)
 
 
-def test_one_model_goes_to_one_place(checkpoint: Path) -> None:
+def test_device_and_device_map_raise(checkpoint: Path) -> None:
     from nrl_models.errors import UnknownArgumentError
 
     with pytest.raises(UnknownArgumentError, match="device and device_map"):

@@ -62,24 +62,24 @@ def world_for(layout: str, two: World, four: World) -> World:
 
 
 @pytest.mark.parametrize(("architecture", "layout"), CASES, ids=["-".join(case) for case in CASES])
-def test_it_holds_what_one_process_loads(
+def test_sharded_loading_matches_one_process(
     two: World, four: World, checkpoints: dict[str, Path], architecture: str, layout: str
 ) -> None:
     world = world_for(layout, two, four)
-    for found in world.run(partial(loading.loads, **LAYOUTS[layout]), str(checkpoints[architecture]), architecture):
-        assert found["logits"] <= 1e-5
+    for results in world.run(partial(loading.loads, **LAYOUTS[layout]), str(checkpoints[architecture]), architecture):
+        assert results["logits"] <= 1e-5
         if "ep" not in layout and (layout, architecture) != ("tp", "Gemma3ForConditionalGeneration"):
             # ep does not shard other modules than experts, and tp does not shard the vision tower
-            norms_and_such = 0.04
-            assert found["read"] <= 1 / world.size + norms_and_such
+            replicated_share = 0.04
+            assert results["read"] <= 1 / world.size + replicated_share
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 @pytest.mark.parametrize("form", ["base model", "GGUF", "compressed-tensors"])
-def test_what_is_no_plain_checkpoint_of_the_class(
+def test_other_checkpoint_formats_match_one_process(
     two: World, llama: Path, tmp_path: Path, layout: str, form: str
 ) -> None:
-    """A base model from a head's checkpoint; a GGUF file, dequantized and permuted; INT4."""
+    """A base model from a checkpoint with a head; a dequantized and permuted GGUF file; INT4."""
     path, auto = llama, "AutoModel"
     model = setting.case_of("LlamaForCausalLM").reference(torch.float32)
     if form == "GGUF":
@@ -92,8 +92,8 @@ def test_what_is_no_plain_checkpoint_of_the_class(
         assert difference <= bound < 1e-4
 
 
-def test_a_rank_copies_only_shards_that_are_divided_along_columns(two: World, four: World, tmp_path: Path) -> None:
-    """Other shards are mapped pages of the files. Writing copies them, and no rank exceeds its share and a tensor."""
+def test_only_column_shards_are_copied(two: World, four: World, tmp_path: Path) -> None:
+    """Other shards are memory-mapped. Writing copies them. No rank needs more than its share plus one tensor."""
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=5, num_attention_heads=16, num_key_value_heads=8,
         vocab_size=8192, head_dim=64,
@@ -112,24 +112,22 @@ def test_a_rank_copies_only_shards_that_are_divided_along_columns(two: World, fo
 
 @pytest.mark.parametrize("keywords", [{"strict": False}, {"new_head": True}], ids=str)
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_a_missing_head_is_initialized_alike_on_all_ranks(
-    two: World, llama: Path, layout: str, keywords: dict[str, bool]
-) -> None:
-    for found in two.run(partial(loading.loads_classifier, **LAYOUTS[layout]), str(llama), keywords):
-        assert found["std"] > 0.01
-        assert found["same"]
-        assert found["body"]
+def test_new_head_is_equal_on_all_ranks(two: World, llama: Path, layout: str, keywords: dict[str, bool]) -> None:
+    for results in two.run(partial(loading.loads_classifier, **LAYOUTS[layout]), str(llama), keywords):
+        assert results["std"] > 0.01
+        assert results["same"]
+        assert results["body"]
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_a_state_dict_is_loaded_over_a_mesh(two: World, llama: Path, layout: str) -> None:
+def test_load_state_dict_over_mesh(two: World, llama: Path, layout: str) -> None:
     two.run(partial(loading.loads_state_dict, **LAYOUTS[layout]), str(llama))
 
 
 # Errors
 
 
-def refused(world: World, job: object, *arguments: object) -> list[tuple[str, str]]:
+def errors_on_every_rank(world: World, job: object, *arguments: object) -> list[tuple[str, str]]:
     """Return the errors of a job that must fail on every rank."""
     with pytest.raises(RanksFailedError) as caught:
         world.run(job, *arguments)  # type: ignore[arg-type]
@@ -147,58 +145,56 @@ def refused(world: World, job: object, *arguments: object) -> list[tuple[str, st
     ],
     ids=["unnamed", "unknown", "order"],
 )
-def test_a_mesh_of_other_dimensions_is_refused(
+def test_invalid_mesh_dimensions_raise(
     two: World, llama: Path, sizes: tuple[int, ...], names: tuple[str, ...] | None, message: str
 ) -> None:
-    for kind, text in refused(two, loading.loads_over, str(llama), sizes, names):
+    for kind, text in errors_on_every_rank(two, loading.loads_over, str(llama), sizes, names):
         assert kind == "ShardingError"
         assert message in text
         assert "mesh_dim_names=" in text or "order" in text
 
 
-def test_a_mesh_that_does_not_divide_the_model_is_refused(two: World, tmp_path: Path) -> None:
+def test_indivisible_model_raises(two: World, tmp_path: Path) -> None:
     folder = tmp_path / "odd"
     LlamaForCausalLM(LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, vocab_size=64,
                                  intermediate_size=33, num_hidden_layers=1)).save_pretrained(folder)  # fmt: skip
-    for kind, text in refused(two, partial(loading.loads_plainly, tp=2), str(folder)):
+    for kind, text in errors_on_every_rank(two, partial(loading.loads_plainly, tp=2), str(folder)):
         assert kind == "ShardingError"
         assert "model.layers.0.self_attn.k_proj: has 3 heads of 16 (num_key_value_heads)" in text
         assert "model.layers.0.self_attn.v_proj" in text
 
 
-def test_a_plan_that_names_no_module_is_refused(two: World, llama: Path) -> None:
+def test_plan_with_unknown_module_or_style_raises(two: World, llama: Path) -> None:
     plan = {"model.layers.*.self_attn.query": "colwise", "model.layers.*.mlp.up_proj": "sideways"}
-    for kind, text in refused(two, partial(loading.loads_plainly, plan=plan, tp=2), str(llama)):
+    for kind, text in errors_on_every_rank(two, partial(loading.loads_plainly, plan=plan, tp=2), str(llama)):
         assert kind == "ShardingError"
         assert "model.layers.*.self_attn.query: names no module or parameter" in text
         assert "has the style 'sideways'; known are " in text
         assert "colwise" in text
 
 
-def test_a_checkpoint_of_another_architecture_is_refused(two: World, llama: Path, checkpoints: dict[str, Path]) -> None:
+def test_checkpoint_of_another_architecture_raises(two: World, llama: Path, checkpoints: dict[str, Path]) -> None:
     shutil.copy(checkpoints["GptOssForCausalLM"] / "config.json", llama)
-    for kind, text in refused(two, partial(loading.loads_plainly, tp=2), str(llama)):
+    for kind, text in errors_on_every_rank(two, partial(loading.loads_plainly, tp=2), str(llama)):
         assert kind == "CheckpointError"
         assert "missing: model.layers.0.self_attn.sinks" in text
 
 
-def test_ranks_that_disagree_on_the_configuration_are_told(two: World, llama: Path, tmp_path: Path) -> None:
+def test_different_config_per_rank_raises(two: World, llama: Path, tmp_path: Path) -> None:
     other = shutil.copytree(llama, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(
         json.dumps(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}})
     )
-    for kind, text in refused(two, partial(loading.loads_differently, tp=2), [str(llama), str(other)]):
+    for kind, text in errors_on_every_rank(two, partial(loading.loads_differently, tp=2), [str(llama), str(other)]):
         assert kind == "ShardingError"
         assert "config of rank 1" in text
 
 
-def test_ranks_that_see_other_files_are_told_and_the_rank_with_the_fault_says_which(
-    two: World, llama: Path, tmp_path: Path
-) -> None:
+def test_missing_file_on_one_rank_raises(two: World, llama: Path, tmp_path: Path) -> None:
     other = shutil.copytree(llama, tmp_path / "other")
     next(other.glob("model-00002-*.safetensors")).unlink()
-    (first, second) = refused(two, partial(loading.loads_differently, fsdp=2), [str(llama), str(other)])
+    (first, second) = errors_on_every_rank(two, partial(loading.loads_differently, fsdp=2), [str(llama), str(other)])
     assert second[0] == "CheckpointError"
     assert first[0] == "ShardingError"
     assert "rank 1: CheckpointError" in first[1]
@@ -206,31 +202,29 @@ def test_ranks_that_see_other_files_are_told_and_the_rank_with_the_fault_says_wh
     assert "model-00002-of" in second[1]
 
 
-def test_ranks_with_other_weights_are_told(two: World) -> None:
-    for kind, text in refused(two, partial(loading.shards_what_differs, fsdp=2)):
+def test_different_weights_per_rank_raise(two: World) -> None:
+    for kind, text in errors_on_every_rank(two, partial(loading.shards_what_differs, fsdp=2)):
         assert kind == "ShardingError"
         assert "values of rank 1" in text
 
 
-def test_tensors_stored_twice_must_be_equal_in_every_share(
-    two: World, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_different_tied_tensors_in_one_shard_raise(two: World, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoints["Gemma3ForCausalLM"], tmp_path / "gemma")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     file = index["weight_map"]["model.norm.weight"]
     tensors = load_file(folder / file)
-    words = load_file(folder / index["weight_map"]["model.embed_tokens.weight"])["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = words.clone()
+    embeddings = load_file(folder / index["weight_map"]["model.embed_tokens.weight"])["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embeddings.clone()
     tensors["lm_head.weight"][-1] += 1  # in the second rank's shard
     save_file(tensors, folder / file, metadata={"format": "pt"})
     index["weight_map"]["lm_head.weight"] = file
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    errors = refused(two, partial(loading.loads_plainly, tp=2), str(folder))
+    errors = errors_on_every_rank(two, partial(loading.loads_plainly, tp=2), str(folder))
     assert "lm_head.weight" in errors[1][1]
     assert "differs from model.embed_tokens.weight" in errors[0][1]
 
 
-def test_transformers_own_sharding_is_refused_with_a_pointer_to_ours(llama: Path) -> None:
+def test_transformers_sharding_options_raise(llama: Path) -> None:
     from nrl_models import AutoModelForCausalLM
     from nrl_models.errors import UnknownArgumentError
 
@@ -241,7 +235,7 @@ def test_transformers_own_sharding_is_refused_with_a_pointer_to_ours(llama: Path
         AutoModelForCausalLM.from_pretrained(llama, plan="auto")
 
 
-def test_a_rank_that_dies_while_loading_leaves_no_other_waiting(llama: Path) -> None:
+def test_rank_crash_during_loading_does_not_hang(llama: Path) -> None:
     world = World(2)
     try:
         (kind, text) = world.run_dying(1, partial(loading.dies_while_loading, tp=2), str(llama))[0]

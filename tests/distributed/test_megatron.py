@@ -47,7 +47,7 @@ EQUAL = (
 )
 """Architectures that Megatron's GPT model supports, found by trying all decoders."""
 
-REFUSED = {
+UNSUPPORTED = {
     "Gemma2ForCausalLM": "pre_feedforward_layernorm",  # a tensor without a counterpart
     "GemmaForCausalLM": "has other logits",
     "GraniteForCausalLM": "has other logits",
@@ -64,7 +64,7 @@ def _megatron() -> None:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[World]:
+def one_process() -> Iterator[World]:
     """A world of one process, because Megatron keeps its state in globals."""
     world = World(1)
     yield world
@@ -72,7 +72,7 @@ def alone() -> Iterator[World]:
 
 
 @pytest.fixture(params=[{"tp": 2}, {"pp": 2}], ids=["tp=2", "pp=2"], scope="module")
-def divided(request: pytest.FixtureRequest) -> Iterator[tuple[World, dict[str, int]]]:
+def two_processes(request: pytest.FixtureRequest) -> Iterator[tuple[World, dict[str, int]]]:
     """Two processes, and Megatron's parallelism over them."""
     world = World(2)
     yield world, request.param
@@ -80,14 +80,14 @@ def divided(request: pytest.FixtureRequest) -> Iterator[tuple[World, dict[str, i
 
 
 @pytest.mark.parametrize("architecture", EQUAL)
-def test_every_level_of_parity_passes(alone: World, architecture: str) -> None:
-    (rows,) = alone.run(megatron.levels, architecture)
+def test_parity_passes(one_process: World, architecture: str) -> None:
+    (rows,) = one_process.run(megatron.levels, architecture)
     assert [row.level for row in rows] == list(Level)
     assert [row for row in rows if not row.passed] == []
 
 
 @pytest.mark.parametrize(
-    ("fault", "level", "named"),
+    ("fault", "level", "module"),
     [
         ("another epsilon", Level.COMPONENTS, "model.layers.1"),
         ("a layer's weight stale", Level.WEIGHTS, "decoder.layers.1.mlp.linear_fc2.weight"),
@@ -95,18 +95,18 @@ def test_every_level_of_parity_passes(alone: World, architecture: str) -> None:
         ("an untrained head", Level.GRADIENTS, "output_layer.weight"),
     ],
 )
-def test_a_difference_is_named_where_it_is(alone: World, fault: str, level: Level, named: str) -> None:
-    (rows,) = alone.run(megatron.levels, "LlamaForCausalLM", fault)
+def test_parity_names_location_of_fault(one_process: World, fault: str, level: Level, module: str) -> None:
+    (rows,) = one_process.run(megatron.levels, "LlamaForCausalLM", fault)
     failed = {row.level: f"{row.measured} {row.detail}" for row in rows if not row.passed}
-    assert named in failed[level]
-    assert "and" not in failed[level].split("differ: ")[-1]  # no other one
+    assert module in failed[level]
+    assert "and" not in failed[level].split("differ: ")[-1]  # only one module
     if fault == "an untrained head":
         assert list(failed) == [Level.GRADIENTS]
     if fault == "another epsilon":
         assert Level.WEIGHTS not in failed
 
 
-def test_the_command_shows_both_trainers(tmp_path: Path) -> None:
+def test_parity_command_with_second_trainer(tmp_path: Path) -> None:
     case_of("LlamaForCausalLM").model().save_pretrained(tmp_path / "llama")
     case_of("GemmaForCausalLM").model().save_pretrained(tmp_path / "gemma")
     command = [sys.executable, "-m", "nrl_models", "parity", "--second-trainer", "megatron", "--length", "16"]
@@ -115,9 +115,9 @@ def test_the_command_shows_both_trainers(tmp_path: Path) -> None:
     checks = [row["check"] for row in json.loads(report.read_text())["checks"]]
     assert "level 3: logits, float32" in checks
     assert "level 3: Megatron's logits" in checks
-    refused = subprocess.run([*command, str(tmp_path / "gemma")], capture_output=True, text=True, timeout=300)
-    assert refused.returncode != 0
-    assert "has other logits" in " ".join(refused.stderr.split())
+    completed = subprocess.run([*command, str(tmp_path / "gemma")], capture_output=True, text=True, timeout=300)
+    assert completed.returncode != 0
+    assert "has other logits" in " ".join(completed.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -130,22 +130,22 @@ def test_the_command_shows_both_trainers(tmp_path: Path) -> None:
         ("Starcoder2ForCausalLM", {}),
     ],
 )
-def test_each_rank_gets_its_share(
-    divided: tuple[World, dict[str, int]], architecture: str, choices: dict[str, Any]
+def test_parallel_logits_match(
+    two_processes: tuple[World, dict[str, int]], architecture: str, choices: dict[str, Any]
 ) -> None:
-    world, sizes = divided
+    world, sizes = two_processes
     # Megatron supports experts with TP only under sequence parallelism, which its CPU norms do not support.
     computes = "tp" not in sizes or "Moe" not in architecture
     assert max(world.run(partial(megatron.share_equals_ours, **sizes), architecture, choices, computes)) < 1e-5
 
 
-@pytest.mark.parametrize("architecture", REFUSED)
-def test_what_megatron_does_not_compute_is_refused(alone: World, architecture: str) -> None:
-    (said,) = alone.run(megatron.refusal, architecture)
-    assert REFUSED[architecture] in said
+@pytest.mark.parametrize("architecture", UNSUPPORTED)
+def test_unsupported_architectures_raise(one_process: World, architecture: str) -> None:
+    (message,) = one_process.run(megatron.error_for, architecture)
+    assert UNSUPPORTED[architecture] in message
 
 
 @pytest.mark.parametrize("fault", ["gate and up exchanged", "q, k, v not by group", "keys and values exchanged"])
-def test_a_wrong_layout_is_found(alone: World, fault: str) -> None:
-    (said,) = alone.run(megatron.planted, fault)
-    assert "has other logits" in said
+def test_wrong_layout_raises(one_process: World, fault: str) -> None:
+    (message,) = one_process.run(megatron.error_for_fault, fault)
+    assert "has other logits" in message

@@ -16,37 +16,37 @@ UNEVEN = (30, 12, 25, 7, 18, 9), (5, 1)
 @pytest.mark.parametrize("together", [False, True], ids=["by-token", "together"])
 def test_ranks_with_different_numbers_of_sequences(two: World, normalize: Normalize, together: bool) -> None:
     """If a loss depends on all sequences of a rank, the numbers of second passes are also equal on all ranks."""
-    found = two.run(rollout_ranks.equals_one_process, "LlamaForCausalLM", UNEVEN, normalize, together, 32)
-    for rank in found:
+    results = two.run(rollout_ranks.equals_one_process, "LlamaForCausalLM", UNEVEN, normalize, together, 32)
+    for rank in results:
         assert rank["loss"] < 1e-5
         assert rank["gradients"] < 3e-5
-    assert {rank["passes"] for rank in found} == {7 if together else 4}, "of the last row everything is known"
+    assert {rank["passes"] for rank in results} == {7 if together else 4}, "the last row needs no second pass"
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "ElectraForCausalLM"], ids=["packed", "padded"])
-def test_a_rank_without_sequences(two: World, architecture: str) -> None:
+def test_rank_without_sequences(two: World, architecture: str) -> None:
     lengths = (30, 12, 25, 7), ()
-    found = two.run(rollout_ranks.equals_one_process, architecture, lengths, Normalize.TOKEN, False, 32)
-    for rank in found:
+    results = two.run(rollout_ranks.equals_one_process, architecture, lengths, Normalize.TOKEN, False, 32)
+    for rank in results:
         assert rank["loss"] < 1e-5
         assert rank["gradients"] < 3e-5
-    assert len({rank["passes"] for rank in found}) == 1
+    assert len({rank["passes"] for rank in results}) == 1
 
 
-def test_values_alone(two: World) -> None:
-    assert two.run(rollout_ranks.values_alone, "LlamaForCausalLM", UNEVEN) == [4, 4]
+def test_logprobs_without_loss(two: World) -> None:
+    assert two.run(rollout_ranks.compares_logprobs, "LlamaForCausalLM", UNEVEN) == [4, 4]
 
 
-@pytest.mark.parametrize("frees", [False, True])
-def test_gradients_where_the_whole_model_is_gathered_at_once(two: World, frees: bool) -> None:
+@pytest.mark.parametrize("reshards", [False, True])
+def test_gradients_with_single_fsdp_unit(two: World, reshards: bool) -> None:
     """No inner layer starts FSDP's part of the backward, which would never reduce the gradients."""
-    assert max(two.run(rollout_ranks.root_alone, frees)) < 3e-5
+    assert max(two.run(rollout_ranks.single_fsdp_unit, reshards)) < 3e-5
 
 
-def test_an_error_of_a_rank_is_told_to_all(two: World) -> None:
-    """No rank waits for another."""
+def test_rank_error_raises_on_every_rank(two: World) -> None:
+    """No rank hangs."""
     with pytest.raises(RanksFailedError) as raised:
-        two.run(rollout_ranks.refused, ((3, 4), (0, 5, 33)))
+        two.run(rollout_ranks.runs_invalid_sequences, ((3, 4), (0, 5, 33)))
     kinds, texts = zip(*(raised.value.errors[rank] for rank in range(2)), strict=True)
     assert kinds == ("ValueError", "ValueError")
     assert texts[0] == "another rank has sequences with 2 problems: see its error"

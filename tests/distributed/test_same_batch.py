@@ -33,8 +33,8 @@ def test_generate_compares_ranks_once(two: World, architecture: str) -> None:
 
 
 def test_sampling_with_different_seeds_raises(two: World) -> None:
-    found = two.run(partial(same_batch.generates, do_sample=True), "LlamaForCausalLM", (0, 1))
-    assert found == [((f"{STATE} tp",), 1)] * 2
+    outcomes = two.run(partial(same_batch.generates, do_sample=True), "LlamaForCausalLM", (0, 1))
+    assert outcomes == [((f"{STATE} tp",), 1)] * 2
 
 
 DROPOUT = {"hidden_dropout": 0.5, "attention_dropout": 0.0}
@@ -49,7 +49,7 @@ RANDOM: list[Any] = [
 
 
 @pytest.mark.parametrize(("architecture", "config", "dimension"), RANDOM)
-def test_random_numbers_must_be_equal(two: World, architecture: str, config: dict[str, Any], dimension: str) -> None:
+def test_different_random_states_raise(two: World, architecture: str, config: dict[str, Any], dimension: str) -> None:
     job = partial(same_batch.trains, architecture, config, **{dimension: 2})
     assert two.run(job, [0, 1]) == [(f"{STATE} {dimension}",)] * 2
     assert two.run(job, [1, 1]) == [()] * 2
@@ -64,18 +64,16 @@ def test_random_numbers_must_be_equal(two: World, architecture: str, config: dic
         ("DeepseekV3ForCausalLM", {"attention_dropout": 0.5}),
     ],
 )
-def test_ranks_may_drop_different_attention_of_their_own_heads(
-    two: World, architecture: str, config: dict[str, Any]
-) -> None:
+def test_attention_dropout_of_local_heads_may_differ(two: World, architecture: str, config: dict[str, Any]) -> None:
     assert two.run(partial(same_batch.trains, architecture, config, tp=2), [0, 1]) == [()] * 2
 
 
-def test_different_random_states_work_if_nothing_is_drawn(two: World) -> None:
+def test_different_random_states_without_dropout(two: World) -> None:
     for dimension in ("ep", "tp"):
         assert two.run(partial(same_batch.trains, "MixtralForCausalLM", {}, **{dimension: 2}), [0, 1]) == [()] * 2
 
 
-def test_random_numbers_of_a_pipeline_must_be_equal_in_its_stages(four: World) -> None:
+def test_different_random_states_in_one_stage_raise(four: World) -> None:
     job = partial(same_batch.trains, "GPTNeoXForCausalLM", DROPOUT, pp=2, tp=2)
     assert four.run(job, [0, 0, 1, 1]) == [()] * 4  # the stages of pp draw for other layers
     assert four.run(job, [0, 1, 0, 1]) == [(f"{STATE} tp",)] * 4
@@ -85,6 +83,6 @@ def test_random_numbers_of_a_pipeline_must_be_equal_in_its_stages(four: World) -
         assert [problem.split(" ShardingError")[0] for problem in other] == ["rank 2", "rank 3"]
 
 
-def test_ranks_of_a_stage_may_drop_different_attention_of_their_own_heads(four: World) -> None:
+def test_attention_dropout_of_local_heads_in_stages_may_differ(four: World) -> None:
     job = partial(same_batch.trains, "GPTNeoXForCausalLM", ATTENTION_DROPOUT, pp=2, tp=2)
     assert four.run(job, [0, 1, 2, 3]) == [()] * 4

@@ -13,7 +13,7 @@ from nrl_models.watch.drift_capsule import replay_watch
 STEPS = 4
 
 
-def test_watch_is_silent_while_all_ranks_agree(two: World) -> None:
+def test_no_findings_while_ranks_agree(two: World) -> None:
     for rank in two.run(watch_ranks.watched, STEPS, None):
         assert rank["error"] == ""
         assert rank["findings"] == []
@@ -21,8 +21,8 @@ def test_watch_is_silent_while_all_ranks_agree(two: World) -> None:
         assert max(rank["errors"]) < 1.0001
 
 
-def test_all_ranks_stop_before_the_update_if_the_engine_of_one_drifts(two: World) -> None:
-    """The engine of rank 1 does not write a tensor, and reports that it did."""
+def test_drift_on_one_rank_stops_all_before_update(two: World) -> None:
+    """The engine of rank 1 does not write a tensor, but reports that it did."""
     first, second = two.run(watch_ranks.watched, STEPS, 1)
     assert first["updates"] == second["updates"] == 1
     assert first["findings"] == []
@@ -33,7 +33,7 @@ def test_all_ranks_stop_before_the_update_if_the_engine_of_one_drifts(two: World
     assert "at step 2, version 1 of the weights" in second["error"]
 
 
-def test_all_ranks_stop_if_the_sync_of_one_fails(two: World) -> None:
+def test_failed_sync_on_one_rank_stops_all(two: World) -> None:
     """Digests show the fault of rank 1 right after the sync. No rank waits for another."""
     first, second = two.run(watch_ranks.watched, STEPS, 1, True, patience=60)
     assert first["updates"] == second["updates"] == 1
@@ -44,7 +44,7 @@ def test_all_ranks_stop_if_the_sync_of_one_fails(two: World) -> None:
     assert "1 tensors arrived changed" in second["error"]
 
 
-def test_capsule_of_one_rank_does_not_wait_for_the_others(two: World, tmp_path: Path) -> None:
+def test_capsule_on_one_rank_does_not_hang(two: World, tmp_path: Path) -> None:
     first, second = two.run(watch_ranks.failing_on_one_rank, tmp_path, 1, patience=40)
     assert "another rank" in first["error"]
     assert "at step 1, version 1 of the weights" in second["error"]

@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.long
-def test_ranks_end_after_their_parent_is_killed() -> None:
+def test_ranks_exit_after_parent_is_killed() -> None:
     script = Path(__file__).parent / "jobs" / "killed_parent.py"
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -96,9 +96,9 @@ class World:
                 if not dead and time.monotonic() < deadline:
                     continue
                 self.close()
-                what = f"ranks ended, with exit status: {dead}" if dead else f"ranks {sorted(waiting)} hang"
+                reason = f"ranks ended, with exit status: {dead}" if dead else f"ranks {sorted(waiting)} hang"
                 others = {rank: f"{kind}: {text}" for rank, (kind, text, *_) in errors.items()}
-                raise RanksLostError(f"{what}; others: {others or 'nothing'}") from None
+                raise RanksLostError(f"{reason}; others: {others or 'nothing'}") from None
             (errors if failed else results)[rank] = value
         if errors:
             raise RanksFailedError(errors)
@@ -118,7 +118,7 @@ class World:
                 rank, failed, value = self._results.get(timeout=JOB_SECONDS)
             except queue.Empty:
                 raise AssertionError(f"others than rank {dying} hang") from None
-            assert failed, f"rank {rank} went on as if rank {dying} were there"
+            assert failed, f"rank {rank} returned although rank {dying} exited"
             errors[rank] = value[:2]
         return errors
 

@@ -95,13 +95,13 @@ def frees_the_copy(folder: str, **sizes: int) -> tuple[int, int, int]:
     sizes_of_copies: list[int] = []
     copied = resuming.copied
 
-    def noted(blocks: Any) -> Any:
-        found = copied(blocks)
-        copies.extend(weakref.ref(block.tensor) for _, block in found)
-        sizes_of_copies.extend(block.tensor.untyped_storage().nbytes() for _, block in found)
-        return found
+    def recording_copy(blocks: Any) -> Any:
+        blocks_copied = copied(blocks)
+        copies.extend(weakref.ref(block.tensor) for _, block in blocks_copied)
+        sizes_of_copies.extend(block.tensor.untyped_storage().nbytes() for _, block in blocks_copied)
+        return blocks_copied
 
-    resuming.copied = noted
+    resuming.copied = recording_copy
     try:
         save = save_checkpoint(folder, model, optimizer, wait=False)
         save.wait()
@@ -115,7 +115,7 @@ def frees_the_copy(folder: str, **sizes: int) -> tuple[int, int, int]:
     return state, sum(sizes_of_copies), sum(copy() is not None for copy in copies)
 
 
-def fails(folder: str, how: str, **sizes: int) -> list[str]:
+def fails(folder: str, raised_by: str, **sizes: int) -> list[str]:
     """Fail to write on rank 1 in the background. Returns what is raised by `wait()` or the next save, in turn."""
     model, optimizer = new(1.0, **sizes)
     write = version_writing.write_blocks
@@ -129,7 +129,7 @@ def fails(folder: str, how: str, **sizes: int) -> list[str]:
         version_writing.write_blocks = full
     try:
         save = save_checkpoint(folder, model, optimizer, {"step": 2}, wait=False)
-        if how == "wait" or (how == "wait on one rank" and dist.get_rank() == 1):
+        if raised_by == "wait" or (raised_by == "wait on one rank" and dist.get_rank() == 1):
             with pytest.raises((SaveError, ShardingError)) as caught:
                 save.wait()
             raised.append(f"wait: {type(caught.value).__name__}: {caught.value}")
@@ -153,12 +153,12 @@ def opened_for_reading(folder: str, **sizes: int) -> list[str]:
     model, optimizer = new(1.0, **sizes)
     opened: list[str] = []
 
-    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+    def record_open(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and recording and str(arguments[0]).endswith(".safetensors") and arguments[1] == "r":
             opened.append(str(arguments[0]))
 
     recording = True
-    sys.addaudithook(heard)
+    sys.addaudithook(record_open)
     version = save_checkpoint(folder, model, optimizer).wait()
     recording = False
     files = read_manifest(version).files

@@ -74,16 +74,16 @@ def saves_quantized_state(folder: str, **sizes: int) -> list[str]:
 
 def keeps_mtp(published: str, folder: str, **sizes: int) -> None:
     """Export weights of multi-token prediction from a model loaded in shards, and from one that resumes."""
-    whole = AutoModelForCausalLM.from_pretrained(published)
-    expected = dict(whole.state_dict_adapter.iter_export(whole))
-    mtp = kept_by(whole, mtp_only=True)
+    unsharded = AutoModelForCausalLM.from_pretrained(published)
+    expected = dict(unsharded.state_dict_adapter.iter_export(unsharded))
+    mtp = kept_by(unsharded, mtp_only=True)
     assert mtp
     loaded = AutoModelForCausalLM.from_pretrained(published, mesh=mesh_of(**sizes))
     optimizer = new_optimizer(loaded)
     save_checkpoint(folder, loaded, optimizer)
     dist.barrier()
     torch.manual_seed(7)
-    new = parallelize(type(whole).from_config(whole.config, dtype=torch.bfloat16), mesh_of(**sizes))
+    new = parallelize(type(unsharded).from_config(unsharded.config, dtype=torch.bfloat16), mesh_of(**sizes))
     assert not kept_by(new)
     load_checkpoint(folder, new)
     without = AutoModelForCausalLM.from_pretrained(published, mesh=mesh_of(**sizes), mtp="drop")
@@ -184,10 +184,10 @@ def saves_values(folder: str, value: float, **sizes: int) -> None:
 def loaded_values(folder: str, **sizes: int) -> list[float]:
     """Return the distinct values in a checkpoint, sorted."""
     model, optimizer = new(-1, **sizes)
-    found = {float(load_checkpoint(folder, model, optimizer)["step"])}
+    values = {float(load_checkpoint(folder, model, optimizer)["step"])}
     for tensor in values_of(model, optimizer).values():
-        found |= set(local(tensor).flatten().tolist())
-    return sorted(found)
+        values |= set(local(tensor).flatten().tolist())
+    return sorted(values)
 
 
 def saves_progress(folder: str, progress: dict[str, Any], **sizes: int) -> None:
@@ -212,18 +212,18 @@ def opened_while_loading(folder: str, **sizes: int) -> list[str]:
     model, optimizer = new(**sizes)
     opened: list[str] = []
 
-    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+    def record_open(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and recording:
             opened.append(str(arguments[0]))
 
     recording = True
-    sys.addaudithook(heard)
+    sys.addaudithook(record_open)
     load_checkpoint(folder, model, optimizer)
     recording = False
     return opened
 
 
-def accepted(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> str | None:
+def problem_of_damaged_checkpoint(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> str | None:
     """Load a damaged checkpoint. Returns None if that raises a typed error and changes nothing, else the problem."""
     before = {name: full(tensor).clone() for name, tensor in values_of(model, optimizer).items()}
     options = [dict(group, params=()) for group in optimizer.param_groups]
@@ -242,16 +242,16 @@ def accepted(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> str |
 
 
 def accepts_flipped_bits(version: str, flips: int, **sizes: int) -> list[str]:
-    """Flip bits at the ends and at random places of each file, and load. Returns the damage that loading accepts."""
-    random_places = random.Random(0)
+    """Flip bits at the ends and at random positions of each file, and load. Returns the damage that loading accepts."""
+    generator = random.Random(0)
     model, optimizer = new(**sizes)
     wrong = []
     for file in sorted(Path(version).iterdir()):
         bits = 8 * file.stat().st_size
-        for bit in (0, bits - 1, *random_places.sample(range(bits), flips)):
+        for bit in (0, bits - 1, *generator.sample(range(bits), flips)):
             flip(file, bit)
-            if (why := accepted(str(file.parent.parent), model, optimizer)) is not None:
-                wrong.append(f"{file.name}, bit {bit}: {why}")
+            if (problem := problem_of_damaged_checkpoint(str(file.parent.parent), model, optimizer)) is not None:
+                wrong.append(f"{file.name}, bit {bit}: {problem}")
             flip(file, bit)
     load_checkpoint(Path(version).parent, model, optimizer)
     return wrong
@@ -282,8 +282,8 @@ def accepts_changed_manifests(version: str, **sizes: int) -> dict[str, str]:
         if dist.get_rank() == 0:
             file.write_bytes(data if isinstance(data, bytes) else manifest._rendered(other))
         dist.barrier()
-        if (why := accepted(str(file.parent.parent), model, optimizer)) is not None:
-            wrong[name] = why
+        if (problem := problem_of_damaged_checkpoint(str(file.parent.parent), model, optimizer)) is not None:
+            wrong[name] = problem
         dist.barrier()
     return wrong
 
@@ -326,11 +326,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def dies_while_saving(folder: str, where: str, dying: int, *, wait: bool = True, **sizes: int) -> None:
+def dies_while_saving(folder: str, function_name: str, dying: int, *, wait: bool = True, **sizes: int) -> None:
     """One rank exits when it calls a function."""
     model, optimizer = new(2, **sizes)
     if dist.get_rank() == dying:
-        setattr(version_writing, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(version_writing, function_name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     save_checkpoint(folder, model, optimizer, {"step": 2}, wait=wait).wait()
 
 

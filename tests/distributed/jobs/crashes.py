@@ -32,7 +32,7 @@ MODEL = FamilyCase(registry.model_class("LlamaForCausalLM"), torch.device("cpu")
 _hooks: list[Callable[[str], None]] = []
 
 
-def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+def _record_step(event: str, arguments: tuple[Any, ...]) -> None:
     if (
         _hooks
         and event.split(".")[0] in ("open", "os", "shutil")
@@ -67,7 +67,7 @@ class Stopped(BaseException):
 
 
 def values(number: int) -> tuple[Any, torch.optim.Optimizer]:
-    """Create a model and an optimizer in which every value is `number`, configuration included."""
+    """Create a model, its configuration and an optimizer in which every value is `number`."""
     model = parallelize(copy.deepcopy(MODEL), init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
     model.config.bos_token_id = number
     optimizer = torch.optim.AdamW(model.parameters(), lr=number)
@@ -89,12 +89,12 @@ def save(folder: Path, number: int) -> None:
 def load(folder: Path) -> set[float]:
     """Return the distinct values in a checkpoint."""
     model, optimizer = values(99)
-    found = {load_checkpoint(folder, model, optimizer)["step"], optimizer.param_groups[0]["lr"]}
-    found |= {value for tensor in model.state_dict().values() for value in tensor.full_tensor().flatten().tolist()}
+    distinct = {load_checkpoint(folder, model, optimizer)["step"], optimizer.param_groups[0]["lr"]}
+    distinct |= {value for tensor in model.state_dict().values() for value in tensor.full_tensor().flatten().tolist()}
     for state in optimizer.state.values():
         for tensor in state.values():
-            found |= set(getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().flatten().tolist())
-    return found
+            distinct |= set(getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().flatten().tolist())
+    return distinct
 
 
 def forked(job: Callable[[], None]) -> int:
@@ -139,10 +139,10 @@ def check(folder: Path, count: int) -> None:
     seen = set()
     for number in range(1, count + 1):
         case = folder / f"{number}" / "steps"
-        found = load(case)
-        seen |= found
-        if found not in ({1}, {2}):
-            print(f"killed before step {number}: values of {found}")
+        loaded = load(case)
+        seen |= loaded
+        if loaded not in ({1}, {2}):
+            print(f"killed before step {number}: values of {loaded}")
         save(case, 3)
         (version, *others) = case.iterdir()
         expected = {
@@ -153,8 +153,8 @@ def check(folder: Path, count: int) -> None:
         }
         if others or {path.name for path in version.iterdir()} != expected:
             print(f"killed before step {number}: the next save leaves {sorted(map(str, case.rglob('*')))}")
-        if (found := load(case)) != {3}:
-            print(f"killed before step {number}: the next save has {found}")
+        if (loaded := load(case)) != {3}:
+            print(f"killed before step {number}: the next save has {loaded}")
     if seen != {1, 2}:
         print(f"killed writers left only {seen}")
 
@@ -188,9 +188,9 @@ def overlap(folder: Path) -> None:
 
             try:
                 with at_step(reader, write):
-                    found = load(base)
-                outcome = str(sorted(found))
-                if found not in ({1}, {2}):
+                    loaded = load(base)
+                outcome = str(sorted(loaded))
+                if loaded not in ({1}, {2}):
                     print(f"read {outcome}: a writer took {writer} steps before the reader's {reader}")
             except CheckpointError as error:
                 outcome = type(error).__name__
@@ -202,7 +202,7 @@ def overlap(folder: Path) -> None:
 
 def main(folder: Path) -> None:
     logging.disable()
-    sys.addaudithook(_heard)
+    sys.addaudithook(_record_step)
     count = kill_at_every_step(folder / "kills")
     print(f"# killed at {count} steps")
     begin()

@@ -48,12 +48,12 @@ def step(model: PreTrainedModel, case: FamilyCase) -> float:
     return float(total) / dist.get_world_size()
 
 
-def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def full_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the complete gradients of a sharded model, by hub name."""
-    own = {
+    gradients = {
         name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
-    return model.state_dict_adapter.to_hf(own)
+    return model.state_dict_adapter.to_hf(gradients)
 
 
 def equals_one_process(
@@ -83,9 +83,9 @@ def _differences(
     if copied:
         model = copy.deepcopy(model)
     actual = step(model, case)
-    found = whole_gradients(model)
-    assert sorted(found) == sorted(gradients)
-    worst = max(float((found[name] - gradients[name]).abs().max()) for name in gradients)
+    actual_gradients = full_gradients(model)
+    assert sorted(actual_gradients) == sorted(gradients)
+    worst = max(float((actual_gradients[name] - gradients[name]).abs().max()) for name in gradients)
     scale = max(float(gradient.abs().max()) for gradient in gradients.values())
     # Rounding errors grow with the largest gradient.
     return {"loss": abs(actual - loss), "gradients": worst / max(1.0, scale), "scale": scale}
@@ -98,25 +98,25 @@ def accepts(architectures: list[str], **sizes: int) -> None:
         plan_for(case_of(architecture).model(), mesh)
 
 
-def parts_are_dtensors(config: dict[str, Any], **sizes: int) -> list[tuple[str, bool, str]]:
+def projections_are_dtensors(config: dict[str, Any], **sizes: int) -> list[tuple[str, bool, str]]:
     """Check that each weight and bias is a separate DTensor with its own placement. Returns how groups run."""
     case = llama_case(config)
-    whole, mesh = case.model(), mesh_of(**sizes)
-    model = parallelize(copy.deepcopy(whole), mesh)
+    unsharded, mesh = case.model(), mesh_of(**sizes)
+    model = parallelize(copy.deepcopy(unsharded), mesh)
     assert list(model.state_dict()) == list(case.reference().state_dict())
-    for name, linear in whole.named_modules():
+    for name, linear in unsharded.named_modules():
         if type(linear) is not nn.Linear or name == "lm_head":
             continue
         by_rows = not name.endswith(("o_proj", "down_proj"))
         weight, bias = model.get_submodule(name).weight, model.get_submodule(name).bias
-        placed = {dim: placement.dim for dim, placement in zip(sizes, weight.placements, strict=True)}
-        assert placed == {dim: 0 if dim == "fsdp" or by_rows else 1 for dim in sizes}, name
+        shard_dims = {dim: placement.dim for dim, placement in zip(sizes, weight.placements, strict=True)}
+        assert shard_dims == {dim: 0 if dim == "fsdp" or by_rows else 1 for dim in sizes}, name
         assert torch.equal(weight.full_tensor(), linear.weight)
         assert torch.equal(bias.full_tensor(), linear.bias)
     return [(group.name, group.joined, "" if group.joined else str(group.reason)) for group in report(model)]
 
 
-def rows_are_the_parts_own(**sizes: int) -> None:
+def fused_matmul_uses_updated_weights(**sizes: int) -> None:
     """Check that an optimizer step changes the weights of the fused matmul."""
     case, mesh = case_of("Qwen2ForCausalLM"), mesh_of(**sizes)
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
@@ -146,7 +146,7 @@ def collectives(architecture: str, combine: Combine = True, **sizes: int) -> lis
     layer = model.model.layers[0]
     if isinstance(layer, FSDPModule):
         layer.unshard()
-    found = []
+    counts = []
     for owner, name in ((layer.self_attn, "qkv_proj"), (layer.mlp, "gate_up_proj")):
         group = owner.__dict__[name]
         input = torch.randn(2, LENGTH, model.config.hidden_size, requires_grad=True)
@@ -156,8 +156,8 @@ def collectives(architecture: str, combine: Combine = True, **sizes: int) -> lis
             group.end(run, complete=True)
         with Counts() as backward:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        found.append({"forward": forward.seen, "backward": backward.seen})
-    return found
+        counts.append({"forward": forward.seen, "backward": backward.seen})
+    return counts
 
 
 class Counts(TorchDispatchMode):
@@ -175,7 +175,7 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def whole_step_collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
+def step_collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
     """Count the collectives in the forward and the backward of a training step."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
@@ -190,13 +190,13 @@ def whole_step_collectives(architecture: str, **sizes: int) -> list[dict[str, in
 def trains_as_one_process(config: dict[str, Any], **sizes: int) -> float:
     """Return the largest difference of any weight after a few steps with gradient clipping."""
     case = llama_case(config)
-    whole = copy.deepcopy(case.model()).train()
-    model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+    unsharded = copy.deepcopy(case.model()).train()
+    model = parallelize(copy.deepcopy(unsharded), mesh_of(**sizes))
     losses = [
-        train(trained, torch.optim.SGD(trained.parameters(), lr=0.3), case, range(4)) for trained in (whole, model)
+        train(trained, torch.optim.SGD(trained.parameters(), lr=0.3), case, range(4)) for trained in (unsharded, model)
     ]
     assert losses[0][-1] != losses[0][0]
-    expected = dict(whole.state_dict_adapter.iter_export(whole))
+    expected = dict(unsharded.state_dict_adapter.iter_export(unsharded))
     moved = expected["model.layers.0.self_attn.k_proj.bias"] - case.model().model.layers[0].self_attn.k_proj.bias
     assert float(moved.detach().abs().max()) > 1e-6  # biases of keys have tiny gradients
     return max(
@@ -229,16 +229,16 @@ def computes_in_kept_dtypes(architecture: str, folder: str) -> dict[str, Any]:
     if dist.get_rank() == 0:
         case.reference().save_pretrained(folder)
     dist.barrier()
-    alone = case.model_class.from_pretrained(folder, dtype=bf16).train()
-    dtypes = {name: parameter.dtype for name, parameter in alone.named_parameters(remove_duplicate=False)}
+    unsharded = case.model_class.from_pretrained(folder, dtype=bf16).train()
+    dtypes = {name: parameter.dtype for name, parameter in unsharded.named_parameters(remove_duplicate=False)}
     expected_loss = 0.0
     for seed, batch in enumerate(batches(case, 2)):
         torch.manual_seed(seed)
         try:
-            expected_loss += alone(**batch, use_cache=False).loss.item() / 2
+            expected_loss += unsharded(**batch, use_cache=False).loss.item() / 2
         except RuntimeError as error:
             return {"one process": str(error)}
-    found: dict[str, Any] = {"kept": sum(dtype == torch.float32 for dtype in dtypes.values())}
+    results: dict[str, Any] = {"kept": sum(dtype == torch.float32 for dtype in dtypes.values())}
     for label, dtype, param_dtype in (("bf16", bf16, None), ("masters", torch.float32, bf16)):
         plan = ParallelPlan(param_dtype=param_dtype, reduce_dtype=torch.float32)
         model = case.model_class.from_pretrained(folder, dtype=dtype, mesh=mesh, plan=plan).train()
@@ -253,9 +253,9 @@ def computes_in_kept_dtypes(architecture: str, folder: str) -> dict[str, Any]:
         loss = step(model, case)
         trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
         assert all(parameter.grad.dtype == parameter.dtype for parameter in trained)
-        found[label] = {name: str(seen) for name, seen in computed.items() if seen != dtypes[name]}
-        found[f"{label} loss"] = abs(loss - expected_loss)
-    return found
+        results[label] = {name: str(seen) for name, seen in computed.items() if seen != dtypes[name]}
+        results[f"{label} loss"] = abs(loss - expected_loss)
+    return results
 
 
 def generates_as_one_process(architecture: str, **sizes: int) -> None:
@@ -271,7 +271,7 @@ def generates_as_one_process(architecture: str, **sizes: int) -> None:
 def plain_fully_shard(architecture: str) -> None:
     """Shard with torch only: loss, gradients and names equal transformers', also the names of optimizer states."""
     case = case_of(architecture)
-    found = {}
+    results = {}
     for kind, source in (("ours", case.model()), ("theirs", case.reference())):
         model = copy.deepcopy(source).train()
         for layer in model.model.layers:
@@ -288,13 +288,15 @@ def plain_fully_shard(architecture: str) -> None:
         }
         optimizer.step()
         options = StateDictOptions(full_state_dict=True)
-        found[kind] = float(loss), gradients, get_state_dict(model, optimizer, options=options)
+        results[kind] = float(loss), gradients, get_state_dict(model, optimizer, options=options)
         if kind == "ours":
             groups = report(model)
             assert groups
             assert not any(group.joined for group in groups)
             assert all("is a DTensor" in str(group.reason) for group in groups)
-    (loss, gradients, (weights, states)), (their_loss, their_gradients, (their_weights, their_states)) = found.values()
+    (loss, gradients, (weights, states)), (their_loss, their_gradients, (their_weights, their_states)) = (
+        results.values()
+    )
     assert abs(loss - their_loss) <= 1e-6
     assert sorted(gradients) == sorted(their_gradients)
     assert max(float((gradients[name] - gradient).abs().max()) for name, gradient in their_gradients.items()) <= 1e-6
@@ -312,11 +314,11 @@ def data_parallel(architecture: str) -> None:
     loss, gradients = expected(case, 2)
     model = copy.deepcopy(case.model()).train()
     model = nn.parallel.DistributedDataParallel(model)
-    own = model(**batches(case, 2)[dist.get_rank()], use_cache=False).loss
-    own.backward()
-    dist.all_reduce(total := own.detach().clone())
+    local_loss = model(**batches(case, 2)[dist.get_rank()], use_cache=False).loss
+    local_loss.backward()
+    dist.all_reduce(total := local_loss.detach().clone())
     assert abs(float(total) / 2 - loss) <= 1e-6
-    found = {name.removeprefix("module."): parameter.grad for name, parameter in model.named_parameters()}
-    assert sorted(found) == sorted(gradients)
-    assert max(float((found[name] - gradients[name]).abs().max()) for name in gradients) <= 1e-5
+    results = {name.removeprefix("module."): parameter.grad for name, parameter in model.named_parameters()}
+    assert sorted(results) == sorted(gradients)
+    assert max(float((results[name] - gradients[name]).abs().max()) for name in gradients) <= 1e-5
     assert all(group.joined for group in report(model))

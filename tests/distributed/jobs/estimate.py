@@ -21,13 +21,13 @@ def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[s
     model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = case.inputs(batch=batch, length=length)["input_ids"]
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
     parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = local(tensor).untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with Sent(model.sharding.mesh) as sent:
@@ -36,10 +36,10 @@ def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[s
             loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
         loss.backward()
     optimizer.step()
-    return held(model, optimizer) | {"activations": sum(kept.values()), "traffic": sent.nbytes}
+    return state_bytes(model, optimizer) | {"activations": sum(saved_bytes.values()), "traffic": sent.nbytes}
 
 
-def held(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def state_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes this rank holds after a step."""
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim > 0]
     return {
@@ -57,7 +57,7 @@ def measures_stages(architecture: str, batch: int, length: int, **sizes: int) ->
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = case.inputs(batch=batch * ranks, length=length)["input_ids"]
     parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: Counter[int] = Counter()
+    saved_bytes: Counter[int] = Counter()
     nbytes: dict[int, int] = {}
     peak, sent = 0, 0
 
@@ -66,12 +66,12 @@ def measures_stages(architecture: str, batch: int, length: int, **sizes: int) ->
             nonlocal peak
             self.tensor, self.place = tensor, local(tensor).untyped_storage().data_ptr()
             if self.place not in parameters:
-                kept[self.place] += 1
+                saved_bytes[self.place] += 1
                 nbytes[self.place] = local(tensor).untyped_storage().nbytes()
-                peak = max(peak, sum(nbytes[place] for place, count in kept.items() if count))
+                peak = max(peak, sum(nbytes[place] for place, count in saved_bytes.items() if count))
 
         def __del__(self) -> None:
-            kept[self.place] -= self.place not in parameters
+            saved_bytes[self.place] -= self.place not in parameters
 
     class Sending(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,4 +91,4 @@ def measures_stages(architecture: str, batch: int, length: int, **sizes: int) ->
         Pipeline(model, ranks).step({"input_ids": tokens}, loss_of, {"tokens": tokens})
     optimizer.step()
     traffic = {name: nbytes / ranks for name, nbytes in (others.nbytes | {"pp": sent}).items()}  # per microbatch
-    return held(model, optimizer) | {"activations": peak, "traffic": traffic}
+    return state_bytes(model, optimizer) | {"activations": peak, "traffic": traffic}

@@ -39,12 +39,12 @@ from nrl_models.testing.tiny import tiny_config
 def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
     """Check that a sharded model exports, shows and saves the same as one process, and loads it back."""
     case = case_of(architecture)
-    whole = copy.deepcopy(case.model())
-    adapter = whole.state_dict_adapter
-    reference = dict(adapter.iter_export(whole))
-    model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+    unsharded = copy.deepcopy(case.model())
+    adapter = unsharded.state_dict_adapter
+    reference = dict(adapter.iter_export(unsharded))
+    model = parallelize(copy.deepcopy(unsharded), mesh_of(**sizes))
     for layout in ("hub", "transformers"):
-        reference = dict(adapter.iter_export(whole, layout=layout))
+        reference = dict(adapter.iter_export(unsharded, layout=layout))
         exported = list(model.state_dict_adapter.iter_export(model, max_bytes=300_000, layout=layout))
         assert [name for name, _ in exported] == list(reference)
         assert_same(dict(exported), reference)
@@ -52,9 +52,10 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
         assert_same({name: full(view) for name, view in views.items()}, {name: reference[name] for name in views})
         gathered = {name: full(tensor) for name, tensor in model.state_dict().items()}
         assert_same(
-            model.state_dict_adapter.to_hf(gathered, layout=layout), adapter.to_hf(whole.state_dict(), layout=layout)
+            model.state_dict_adapter.to_hf(gathered, layout=layout),
+            adapter.to_hf(unsharded.state_dict(), layout=layout),
         )
-    assert list(gathered) == list(whole.state_dict())
+    assert list(gathered) == list(unsharded.state_dict())
     separate = list(model.state_dict_adapter.iter_export(model, max_bytes=0))
     assert len({tensor.untyped_storage().data_ptr() for _, tensor in separate}) == len(separate)
     del separate
@@ -62,54 +63,54 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
         assert torch.equal(share_of(parameter, gathered[name]), local(parameter)), name
     model.save_pretrained(folder, max_shard_size="700KB")
     if dist.get_rank() == 0:
-        whole.save_pretrained(folder + "-whole", max_shard_size="700KB")
+        unsharded.save_pretrained(folder + "-whole", max_shard_size="700KB")
     dist.barrier()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.zero_()
-    loaded = model.load_state_dict(whole.state_dict())  # complete tensors; every rank takes its shards
+    loaded = model.load_state_dict(unsharded.state_dict())  # complete tensors; every rank takes its shards
     assert not loaded.missing_keys
     assert not loaded.unexpected_keys
-    assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(adapter.iter_export(whole)))
+    assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(adapter.iter_export(unsharded)))
 
 
 def assigned_tensors_stay_tied(**sizes: int) -> None:
     """Check that a loaded sharded model has one tied parameter, from complete tensors and from shards."""
     case = case_of("LlamaForCausalLM", {"tie_word_embeddings": True})
-    whole = copy.deepcopy(case.model())
-    sharded = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
-    exported = dict(whole.state_dict_adapter.iter_export(whole))
-    for given in (exported, whole.state_dict(), sharded.state_dict()):
+    unsharded = copy.deepcopy(case.model())
+    sharded = parallelize(copy.deepcopy(unsharded), mesh_of(**sizes))
+    exported = dict(unsharded.state_dict_adapter.iter_export(unsharded))
+    for state_dict in (exported, unsharded.state_dict(), sharded.state_dict()):
         for assign in (False, True):
-            model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+            model = parallelize(copy.deepcopy(unsharded), mesh_of(**sizes))
             with torch.no_grad():
                 for tensor in model.state_dict().values():
                     tensor.zero_()
-            model.load_state_dict(given, assign=assign)
+            model.load_state_dict(state_dict, assign=assign)
             assert model.lm_head.weight is model.model.embed_tokens.weight
             assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
 
 
-def whole_by_torch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def full_state_dict_by_torch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Gather the model's tensors with torch only."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def placements_are_true(architecture: str, **sizes: int) -> None:
+def placements_are_correct(architecture: str, **sizes: int) -> None:
     """Check that torch gathers and shards every tensor as its placements declare."""
     case = case_of(architecture)
-    whole = case.model().state_dict()
+    unsharded = case.model().state_dict()
     model = parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))
-    assert_same({name: full(tensor) for name, tensor in model.state_dict().items()}, whole)
-    assert_same(whole_by_torch(model), whole)
+    assert_same({name: full(tensor) for name, tensor in model.state_dict().items()}, unsharded)
+    assert_same(full_state_dict_by_torch(model), unsharded)
     for broadcast in (False, True):
-        others = {name: tensor + 1 + broadcast for name, tensor in whole.items()}
+        others = {name: tensor + 1 + broadcast for name, tensor in unsharded.items()}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(model, dict(others), options=options)
         assert_same({name: full(tensor) for name, tensor in model.state_dict().items()}, others)
 
 
-def packed_placements_are_true(step: int, **sizes: int) -> tuple[int, dict[str, str]]:
+def packed_placements_are_correct(step: int, **sizes: int) -> tuple[int, dict[str, str]]:
     """Check every `step`-th architecture. Returns how many have packed placements, and the wrong ones."""
     mesh = mesh_of(**sizes)
     count, wrong = 0, {}
@@ -127,7 +128,7 @@ def packed_placements_are_true(step: int, **sizes: int) -> tuple[int, dict[str, 
             continue
         count += 1
         try:
-            placements_are_true(architecture, **sizes)
+            placements_are_correct(architecture, **sizes)
         except Exception as error:  # the same on each rank, because complete tensors are compared
             wrong[architecture] = str(error)
     return count, wrong
@@ -136,7 +137,7 @@ def packed_placements_are_true(step: int, **sizes: int) -> tuple[int, dict[str, 
 def reshards_by_torch(architecture: str, folder: str, before: dict[str, int], after: dict[str, int]) -> None:
     """Save model and optimizer with DCP, load them on another mesh, and save the full state dict."""
     case = case_of(architecture)
-    whole = case.model().state_dict()
+    unsharded = case.model().state_dict()
     model = parallelize(copy.deepcopy(case.model()), mesh_of(**before))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for parameter in model.parameters():
@@ -147,7 +148,7 @@ def reshards_by_torch(architecture: str, folder: str, before: dict[str, int], af
     optimizer.step()
     options = StateDictOptions(full_state_dict=True)
     moments = get_optimizer_state_dict(model, optimizer, options=options)["state"]
-    trained = whole_by_torch(model)
+    trained = full_state_dict_by_torch(model)
     dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
     model.save_pretrained(folder + "-plain", state_dict=trained)
 
@@ -156,10 +157,10 @@ def reshards_by_torch(architecture: str, folder: str, before: dict[str, int], af
     target = dict(zip(("model", "optimizer"), get_state_dict(other, states), strict=True))
     dcp.load(target, checkpoint_id=folder)
     set_state_dict(other, states, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
-    assert_same(whole_by_torch(other), trained)
+    assert_same(full_state_dict_by_torch(other), trained)
     loaded = get_optimizer_state_dict(other, states, options=options)["state"]
     for name, state in moments.items():
-        torch.testing.assert_close(state["exp_avg"], 0.1 * whole[name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(state["exp_avg"], 0.1 * unsharded[name], rtol=1e-5, atol=1e-7)
         assert torch.equal(loaded[name]["exp_avg"], state["exp_avg"]), name
     set_optimizer_state_dict(
         other, states, {"state": moments, "param_groups": target["optimizer"]["param_groups"]}, options=options
@@ -195,7 +196,7 @@ def loads_and_saves(folder: str, again: str, **sizes: int) -> None:
 
 def saves_as_one_process(folder: str, out: str, **sizes: int) -> None:
     """Load in shards, or completely and then shard. Save each in both formats, also from one process."""
-    whole = AutoModelForCausalLM.from_pretrained(folder)
+    unsharded = AutoModelForCausalLM.from_pretrained(folder)
     models = {
         "loaded": AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes)),
         "sharded": parallelize(AutoModelForCausalLM.from_pretrained(folder), mesh_of(**sizes)),
@@ -205,7 +206,7 @@ def saves_as_one_process(folder: str, out: str, **sizes: int) -> None:
         for name, model in models.items():
             model.save_pretrained(f"{out}/{name}-{original}", **options)
         if dist.get_rank() == 0:
-            whole.save_pretrained(f"{out}/whole-{original}", **options)
+            unsharded.save_pretrained(f"{out}/whole-{original}", **options)
         dist.barrier()
 
 
@@ -218,10 +219,10 @@ def saves_code_as_one_process(modules: str, out: str, **sizes: int) -> None:
         sys.path.remove(modules)
     model_class.register_for_auto_class("AutoModelForCausalLM")
     torch.manual_seed(0)
-    whole = model_class.from_config(tiny_config(LlamaConfig), dtype=torch.float32)
-    parallelize(copy.deepcopy(whole), mesh_of(**sizes)).save_pretrained(f"{out}/sharded")
+    unsharded = model_class.from_config(tiny_config(LlamaConfig), dtype=torch.float32)
+    parallelize(copy.deepcopy(unsharded), mesh_of(**sizes)).save_pretrained(f"{out}/sharded")
     if dist.get_rank() == 0:
-        whole.save_pretrained(f"{out}/whole")
+        unsharded.save_pretrained(f"{out}/whole")
     dist.barrier()
 
 
@@ -296,21 +297,21 @@ def loads_without_head(**sizes: int) -> None:
 
 def exports_and_saves_after_cast(folder: str, before: torch.dtype, after: torch.dtype, **sizes: int) -> None:
     """Cast a sharded model. Compare exports and files with those of a model that is not sharded."""
-    whole = copy.deepcopy(case_of("LlamaForCausalLM").model()).to(before)
-    model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+    unsharded = copy.deepcopy(case_of("LlamaForCausalLM").model()).to(before)
+    model = parallelize(copy.deepcopy(unsharded), mesh_of(**sizes))
     adapter = model.state_dict_adapter
-    for each in (whole, model):
+    for each in (unsharded, model):
         each.to(after)
         with torch.no_grad():
             for parameter in each.parameters():
                 parameter.add_(2**-12)
-    expected = dict(whole.state_dict_adapter.iter_export(whole))
+    expected = dict(unsharded.state_dict_adapter.iter_export(unsharded))
     for each in (adapter, model.state_dict_adapter):
         assert_same(dict(each.iter_export(model)), expected)
-    assert model.state_dict_adapter.export_plan() == whole.state_dict_adapter.export_plan()
+    assert model.state_dict_adapter.export_plan() == unsharded.state_dict_adapter.export_plan()
     model.save_pretrained(folder)
     if dist.get_rank() == 0:
-        whole.save_pretrained(folder + "-whole")
+        unsharded.save_pretrained(folder + "-whole")
     dist.barrier()
 
 

@@ -25,28 +25,30 @@ def differs() -> list[object]:
     case, mesh = case_of("LlamaForCausalLM"), mesh_of(tp=2)
     _, model = case.new_pair()
     weights = dict(model.state_dict_adapter.iter_export(model))
-    found: list[object] = [
+    messages: list[object] = [
         sweep.different_tensors(weights | {"lm_head.weight": weights["lm_head.weight"] + 1e-7}, weights),
         sweep.different_tensors({name: tensor for name, tensor in weights.items() if "head" not in name}, weights),
     ]
     parallelize(model.train(), mesh)
-    right = sweep.whole_gradients
+    original = sweep.full_gradients
     small = "model.layers.0.self_attn.k_proj.weight"
 
-    def seen(change: object) -> str:
+    def message_for(change: object) -> str:
         model.zero_grad()
-        with mock.patch.object(sweep, "whole_gradients", lambda model: change(right(model))):
+        with mock.patch.object(sweep, "full_gradients", lambda model: change(original(model))):
             return ", ".join(line.split()[0] for line in sweep.different_step(case, model, mesh))
 
-    assert seen(lambda own: own) == ""
-    found.append(seen(lambda own: own | {small: own[small] * 2}))  # as if every rank held the complete sum
+    assert message_for(lambda gradients: gradients) == ""
+    messages.append(
+        message_for(lambda gradients: gradients | {small: gradients[small] * 2})
+    )  # as if every rank held the complete sum
     with torch.no_grad():
         model.model.norm.weight.mul_(1.001)
-    found.append(seen(lambda own: own))
+    messages.append(message_for(lambda gradients: gradients))
     with torch.no_grad():
         model.model.norm.weight.div_(1.001)
-    found.append(seen(lambda own: {name: value for name, value in own.items() if name != small}))
-    return found
+    messages.append(message_for(lambda gradients: {name: value for name, value in gradients.items() if name != small}))
+    return messages
 
 
 def ends() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from jobs.equality import expected, step, whole_gradients
+from jobs.equality import expected, full_gradients, step
 from jobs.setting import batches, case_of, full, mesh_of, train
 from nrl_models import AutoModelForCausalLM
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
@@ -66,8 +66,8 @@ def peft_model_resumes(checkpoint: str, folder: str, adapter: str, **sizes: int)
     if dist.get_rank() == 0:
         first.save_pretrained(adapter, state_dict=state)
     dist.barrier()
-    whole = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
-    others = zip(second[0].parameters(), whole.parameters(), strict=True)
+    unsharded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
+    others = zip(second[0].parameters(), unsharded.parameters(), strict=True)
     return [
         name
         for (name, parameter), both in zip(first.named_parameters(), others, strict=True)
@@ -94,7 +94,7 @@ def checkpoints_need_a_sharded_model(folder: str) -> None:
         load_checkpoint(folder, averaged)
 
 
-def later_parameters_are_refused(folder: str, kind: str, **sizes: int) -> list[tuple[str, ...]]:
+def later_parameters_raise(folder: str, kind: str, **sizes: int) -> list[tuple[str, ...]]:
     """Add parameters to a sharded model. Returns the parameters named in the error of each later use."""
     import peft
 
@@ -130,13 +130,13 @@ def copied_head_trains(**sizes: int) -> float:
     """Return the gradient difference of a sharded head copied by PEFT (`modules_to_save`), relative to one process."""
     case = case_of("LlamaForCausalLM")
     (batch,) = batches(case, 1)
-    found = []
+    head_gradients = []
     for model in (copy.deepcopy(case.model()), parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))):
         trained = copy.deepcopy(model.lm_head)
         model.lm_head = trained
         model.train()(**batch, use_cache=False).loss.backward()
-        found.append(full(trained.weight.grad))
-    return float((found[0] - found[1]).abs().max())
+        head_gradients.append(full(trained.weight.grad))
+    return float((head_gradients[0] - head_gradients[1]).abs().max())
 
 
 def batches_must_be_equal(differ: str, **sizes: int) -> tuple[str, ...]:
@@ -189,9 +189,9 @@ def compiled_layers_equal_one_process(architecture: str, **sizes: int) -> dict[s
     for layer in model.model.layers:
         layer.compile(backend=count)
     actual = step(model, case)
-    found = whole_gradients(model)
+    actual_gradients = full_gradients(model)
     torch.compiler.reset()
-    worst = max(float((found[name] - gradients[name]).abs().max()) for name in gradients)
+    worst = max(float((actual_gradients[name] - gradients[name]).abs().max()) for name in gradients)
     return {"loss": abs(actual - loss), "gradients": worst, "graphs": len(graphs)}
 
 
@@ -204,15 +204,19 @@ def compiled_equals_uncompiled(architecture: str, **sizes: int) -> dict[str, Any
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
     actual = step(model, case)
-    own = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    replicas = [_is_same_on_replicas(gradient) for gradient in own.values()]
-    found = model.state_dict_adapter.to_hf({name: gradient.full_tensor() for name, gradient in own.items()})
+    sharded_gradients = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    replicas = [_is_same_on_replicas(gradient) for gradient in sharded_gradients.values()]
+    actual_gradients = model.state_dict_adapter.to_hf(
+        {name: gradient.full_tensor() for name, gradient in sharded_gradients.items()}
+    )
     torch.compiler.reset()
     scale = max(float(gradient.abs().max()) for gradient in gradients.values())
     wrong = {
-        name: float((found[name] - gradient).abs().max()) / scale
+        name: float((actual_gradients[name] - gradient).abs().max()) / scale
         for name, gradient in gradients.items()
-        if not float((found[name] - gradient).abs().max()) <= 1e-5 * scale
+        if not float((actual_gradients[name] - gradient).abs().max()) <= 1e-5 * scale
     }
     return {"loss": abs(actual - loss), "wrong": wrong, "replicas differ": replicas.count(False)}
 

@@ -29,27 +29,27 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
     """Load a checkpoint sharded. Its tensors and outputs equal those of one process."""
     case = case_of(architecture)
     mesh = mesh_of(**sizes)
-    whole = case.model_class.from_pretrained(folder, combine=True)
+    unsharded = case.model_class.from_pretrained(folder, combine=True)
     model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto", combine=True)
     assert not model.training
     for layout in ("hub", "transformers"):
-        expected = dict(whole.state_dict_adapter.iter_export(whole, layout=layout))
+        expected = dict(unsharded.state_dict_adapter.iter_export(unsharded, layout=layout))
         assert_same(dict(model.state_dict_adapter.iter_export(model, layout=layout)), expected)
-    assert_same(dict(model.named_buffers()), dict(whole.named_buffers()))
+    assert_same(dict(model.named_buffers()), dict(unsharded.named_buffers()))
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == {
-        name: parameter.dtype for name, parameter in whole.named_parameters()
+        name: parameter.dtype for name, parameter in unsharded.named_parameters()
     }
-    assert list(model.state_dict()) == list(whole.state_dict())
+    assert list(model.state_dict()) == list(unsharded.state_dict())
     groups = report(model)
     assert ["fsdp" not in sizes] * len(groups) == [group.joined for group in groups], groups
-    head, words = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None:
-        tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
-        assert (head.weight is words.weight) is tied
+        tied = unsharded.get_output_embeddings().weight is unsharded.get_input_embeddings().weight
+        assert (head.weight is embeddings.weight) is tied
     inputs = case.inputs()
     with torch.no_grad():
-        difference = (model(**inputs).logits - whole(**inputs).logits).abs().max().item()
-    nbytes = sum(tensor.nbytes for tensor in whole.state_dict_adapter.to_hf(whole.state_dict()).values())
+        difference = (model(**inputs).logits - unsharded(**inputs).logits).abs().max().item()
+    nbytes = sum(tensor.nbytes for tensor in unsharded.state_dict_adapter.to_hf(unsharded.state_dict()).values())
     return {"logits": difference, "read": model.sharding.loaded_bytes / nbytes}
 
 
@@ -60,20 +60,22 @@ def loads_alike(path: str, auto: str, **sizes: int) -> tuple[float, float]:
     changes outputs of random weights of 4 bits by more than 1e-5.
     """
     auto_class = getattr(nrl_models, auto)
-    whole, model = auto_class.from_pretrained(path), auto_class.from_pretrained(path, mesh=mesh_of(**sizes))
-    assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(whole.state_dict_adapter.iter_export(whole)))
-    inputs = inputs_for(whole, length=12)
+    unsharded, model = auto_class.from_pretrained(path), auto_class.from_pretrained(path, mesh=mesh_of(**sizes))
+    assert_same(
+        dict(model.state_dict_adapter.iter_export(model)), dict(unsharded.state_dict_adapter.iter_export(unsharded))
+    )
+    inputs = inputs_for(unsharded, length=12)
     with torch.no_grad():
-        difference = (model(**inputs)[0] - whole(**inputs)[0]).abs().max().item()
-    return difference, 2 * limit(logits_noise(whole, inputs), torch.float32)
+        difference = (model(**inputs)[0] - unsharded(**inputs)[0]).abs().max().item()
+    return difference, 2 * limit(logits_noise(unsharded, inputs), torch.float32)
 
 
 def loads_state_dict(folder: str, **sizes: int) -> None:
     """Load a state dict over a mesh, without a directory."""
-    whole = AutoModelForCausalLM.from_pretrained(folder)
-    tensors = dict(whole.state_dict_adapter.iter_export(whole))
+    unsharded = AutoModelForCausalLM.from_pretrained(folder)
+    tensors = dict(unsharded.state_dict_adapter.iter_export(unsharded))
     model = AutoModelForCausalLM.from_pretrained(
-        None, config=whole.config, state_dict=tensors, mesh=mesh_of(**sizes), dtype=whole.dtype
+        None, config=unsharded.config, state_dict=tensors, mesh=mesh_of(**sizes), dtype=unsharded.dtype
     )
     assert_same(dict(model.state_dict_adapter.iter_export(model)), tensors)
 
@@ -89,7 +91,7 @@ def loads_plainly(folder: str, plan: Any = "auto", **sizes: int) -> None:
         try:
             AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes), plan=plan)
         except NRLModelsError:
-            assert not fill.called, "memory was spent first"
+            assert not fill.called, "the rank allocated memory before the error"
             raise
 
 
@@ -140,12 +142,12 @@ def loads_classifier(folder: str, keywords: dict[str, Any], **sizes: int) -> dic
     torch.manual_seed(dist.get_rank())
     model = AutoModelForSequenceClassification.from_pretrained(folder, mesh=mesh_of(**sizes), num_labels=6, **keywords)
     weights = dict(model.state_dict_adapter.iter_export(model))
-    whole = AutoModelForCausalLM.from_pretrained(folder)
-    expected = whole.state_dict_adapter.to_hf(whole.state_dict())
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, weights["score.weight"])
+    unsharded = AutoModelForCausalLM.from_pretrained(folder)
+    expected = unsharded.state_dict_adapter.to_hf(unsharded.state_dict())
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, weights["score.weight"])
     return {
         "std": float(weights["score.weight"].std()),
-        "same": all(torch.equal(value, seen[0]) for value in seen),
+        "same": all(torch.equal(value, gathered[0]) for value in gathered),
         "body": all(torch.equal(tensor, expected[name]) for name, tensor in weights.items() if name != "score.weight"),
     }

@@ -21,9 +21,9 @@ from nrl_models.parity.parity_report import ParityRow
 from nrl_models.testing.case import FamilyCase
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest value."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 def levels(architecture: str, fault: str = "") -> list[ParityRow]:
@@ -61,56 +61,56 @@ def share_equals_ours(
     case = case_of(architecture, {"num_hidden_layers": 2, "tie_word_embeddings": False})
     model = case.model()
     rank = dist.get_rank()
-    held = MegatronRank(
+    megatron_rank = MegatronRank(
         tp=Share(rank % tp, tp), pp=Share(rank // tp, pp), transformer_engine=False, grouped_experts=False
     )
     settings, _ = gpt_settings(model.config, model.state_dict_adapter.layout(LOCAL), torch.float32)
     megatron = build(settings.reading(dict(choices)))
-    assert load(megatron, model.state_dict_adapter, model.state_dict(), held) == []
+    assert load(megatron, model.state_dict_adapter, model.state_dict(), megatron_rank) == []
     if not computes:
         return 0.0
     input_ids = case.inputs(images=False)["input_ids"]
     with torch.no_grad():
-        if held.pp.index > 0:
+        if megatron_rank.pp.index > 0:
             received = torch.empty(input_ids.shape[1], len(input_ids), model.config.hidden_size)
             dist.recv(received, src=rank - tp)
             megatron.set_input_tensor(received)
-        found = logits(megatron, input_ids)
-        if held.pp.index < pp - 1:
-            dist.send(found.contiguous(), dst=rank + tp)
+        actual = logits(megatron, input_ids)
+        if megatron_rank.pp.index < pp - 1:
+            dist.send(actual.contiguous(), dst=rank + tp)
             return 0.0
-        return relative(found, model(input_ids=input_ids, use_cache=False).logits)
+        return relative(actual, model(input_ids=input_ids, use_cache=False).logits)
 
 
-def refusal(architecture: str) -> str:
+def error_for(architecture: str) -> str:
     """Return the message for an unsupported model. Empty if it is supported."""
     start_megatron()
-    return _said_of(case_of(architecture).model())
+    return _error_message(case_of(architecture).model())
 
 
-def planted(fault: str) -> str:
+def error_for_fault(fault: str) -> str:
     """Return the message for a layout with a fault."""
     start_megatron()
-    joined = torch.cat
+    original = torch.cat
 
     def wrong(parts: Any, *args: Any, **options: Any) -> torch.Tensor:
         if args or options:
-            return joined(parts, *args, **options)  # not called by the layout
+            return original(parts, *args, **options)  # not called by the layout
         by_group = len(parts) > 2
         if fault == "gate and up exchanged" and not by_group:
             parts = parts[::-1]
         if fault == "q, k, v not by group" and by_group:
             parts = [part for which in range(3) for part in parts[which::3]]
         if fault == "keys and values exchanged" and by_group:
-            parts = [parts[place + (0, 1, -1)[place % 3]] for place in range(len(parts))]
-        return joined(parts)
+            parts = [parts[index + (0, 1, -1)[index % 3]] for index in range(len(parts))]
+        return original(parts)
 
     model = FamilyCase(case_of("LlamaForCausalLM").model_class, torch.device("cpu")).model()
     with mock.patch.object(layout.torch, "cat", wrong):
-        return _said_of(model)
+        return _error_message(model)
 
 
-def _said_of(model: FamilyModel) -> str:
+def _error_message(model: FamilyModel) -> str:
     try:
         megatron_of(model)
     except StateDictError as error:

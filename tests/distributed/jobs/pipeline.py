@@ -80,7 +80,7 @@ def expected(
 ) -> Expected:
     """Compute the loss of one process on this rank's batch, and gradients averaged over ranks of `fsdp`."""
     model = without_gradients(copy.deepcopy(case.model(dtype)).train(), frozen)
-    replicas, own = (1, 0) if mesh is None else (size_of(mesh, "fsdp"), rank_in(mesh, "fsdp"))
+    replicas, replica_index = (1, 0) if mesh is None else (size_of(mesh, "fsdp"), rank_in(mesh, "fsdp"))
     losses = [0.0] * replicas
     for replica in range(replicas):
         inputs, targets = batch(case, packed, replica)
@@ -89,16 +89,21 @@ def expected(
             loss = loss_of(logits, {name: value[rows] for name, value in targets.items()})
             (loss / replicas).backward()
             losses[replica] += loss.item()
-    return losses[own], {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return losses[replica_index], {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def differences(model: PreTrainedModel, loss: float, wanted: Expected) -> dict[str, Any]:
     """Return the differences of loss and gradients between this rank's stages and one process, with their names."""
     scale = max(float(gradient.abs().max()) for gradient in wanted[1].values())
     packed = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    own = model.state_dict_adapter.to_hf(packed, layout="transformers")
-    off = [float((gradient - wanted[1][name]).abs().max()) / scale for name, gradient in own.items()]
-    return {"loss": abs(loss - wanted[0]), "gradients": max(off, default=0.0), "names": sorted(own), "scale": scale}
+    gradients = model.state_dict_adapter.to_hf(packed, layout="transformers")
+    errors = [float((gradient - wanted[1][name]).abs().max()) / scale for name, gradient in gradients.items()]
+    return {
+        "loss": abs(loss - wanted[0]),
+        "gradients": max(errors, default=0.0),
+        "names": sorted(gradients),
+        "scale": scale,
+    }
 
 
 def equals_one_process(
@@ -119,38 +124,38 @@ def equals_one_process(
         if recompute:
             model.gradient_checkpointing_enable()
         pipeline = Pipeline(model, MICROBATCHES)
-        found = compared(case, wanted, pipeline)
+        result = compared(case, wanted, pipeline)
         twice = wanted[0], {name: 2 * gradient for name, gradient in wanted[1].items()}
         again = compared(case, twice, pipeline)
-    return found | {"again": again["gradients"], "rank": rank_in(pipeline.mesh, "pp")}
+    return result | {"again": again["gradients"], "rank": rank_in(pipeline.mesh, "pp")}
 
 
 def compared(case: FamilyCase, wanted: Expected, pipeline: Pipeline, packed: bool = True) -> dict[str, Any]:
     """Return the differences of a step to one process, and the parameters that have gradients on no rank."""
     inputs, targets = batch(case, packed, rank_in(pipeline.mesh, "fsdp"))
-    found = differences(pipeline.model, float(pipeline.step(inputs, loss_of, targets)), wanted)
-    return found | {"missing": sorted(set(wanted[1]).difference(*all_gathered(found["names"])))}
+    result = differences(pipeline.model, float(pipeline.step(inputs, loss_of, targets)), wanted)
+    return result | {"missing": sorted(set(wanted[1]).difference(*all_gathered(result["names"])))}
 
 
 def evaluates(schedule: str, config: dict[str, Any], **sizes: int) -> list[float]:
     """Return the differences of log-probabilities to one process: before a step, after it, and for another length."""
     case = case_of("LlamaForCausalLM", config)
     pipeline = Pipeline(sharded(case, schedule, **sizes), MICROBATCHES)
-    whole = copy.deepcopy(case.model(torch.float64))
+    unsharded = copy.deepcopy(case.model(torch.float64))
     inputs, targets = batch(case, replica=rank_in(pipeline.mesh, "fsdp"))
-    off = []
+    errors = []
     for length in (LENGTH, LENGTH, LENGTH - 3):
-        given = {name: value[:, :length] for name, value in inputs.items()}
+        shortened = {name: value[:, :length] for name, value in inputs.items()}
         with torch.no_grad():
-            wanted = logprobs_of(whole(**given, use_cache=False).logits, {"tokens": given["input_ids"]})
-        actual = pipeline.evaluate(given, logprobs_of, {"tokens": given["input_ids"]})
+            wanted = logprobs_of(unsharded(**shortened, use_cache=False).logits, {"tokens": shortened["input_ids"]})
+        actual = pipeline.evaluate(shortened, logprobs_of, {"tokens": shortened["input_ids"]})
         assert actual.shape == wanted.shape
         assert not actual.requires_grad
         assert all(parameter.grad is None for parameter in pipeline.model.parameters())
-        off.append(float((actual - wanted).abs().max()))
+        errors.append(float((actual - wanted).abs().max()))
         pipeline.step(inputs, loss_of, targets)
         pipeline.model.zero_grad()
-    return off
+    return errors
 
 
 def logprobs_of(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -158,7 +163,7 @@ def logprobs_of(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> to
     return logits.log_softmax(-1).gather(-1, targets["tokens"][..., None])[..., 0]
 
 
-def called_outside_of_a_step() -> None:
+def calls_outside_step() -> None:
     """Calls that run the model outside of a step raise an error with advice."""
     case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
     model, tokens = sharded(case, "1F1B", torch.float32, pp=2), case.inputs()["input_ids"]
@@ -173,7 +178,7 @@ def called_outside_of_a_step() -> None:
             call()
 
 
-def fails_in_the_loss(where: str, **sizes: int) -> str:
+def fails_in_the_loss(method: str, **sizes: int) -> str:
     """Return every rank's error for a loss that fails on the last rank, and for a nonscalar loss."""
     case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
     pipeline, (inputs, targets) = Pipeline(sharded(case, "1F1B", torch.float32, **sizes), MICROBATCHES), batch(case)
@@ -181,22 +186,22 @@ def fails_in_the_loss(where: str, **sizes: int) -> str:
     def fails(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if dist.get_rank() == dist.get_world_size() - 1:
             raise ValueError("no such loss")
-        return loss_of(logits, targets) if where == "step" else logprobs_of(logits, targets)
+        return loss_of(logits, targets) if method == "step" else logprobs_of(logits, targets)
 
     with pytest.raises((ShardingError, ValueError)) as caught:
-        getattr(pipeline, where)(inputs, fails, targets)
+        getattr(pipeline, method)(inputs, fails, targets)
     with pytest.raises(ShardingError, match="a scalar"):
         pipeline.step(inputs, logprobs_of, targets)
     pipeline.step(inputs, loss_of, targets)  # a batch that is valid on all ranks
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def refused_batches() -> list[str]:
+def errors_of_invalid_batches() -> list[str]:
     """Return a step's errors for invalid batches, the same on every rank."""
     case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
     model = sharded(case, "1F1B", torch.float32, pp=2)
     pipeline, (inputs, targets) = Pipeline(model, MICROBATCHES), batch(case)
-    said = []
+    messages = []
     batches: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, targets),
         ({name: value[:6] for name, value in inputs.items()}, {name: value[:6] for name, value in targets.items()}),
@@ -204,24 +209,24 @@ def refused_batches() -> list[str]:
         (inputs | {"labels": inputs["input_ids"]}, targets),
         ({"input_ids": inputs["input_ids"][:, : LENGTH - dist.get_rank()]}, targets),
     ]
-    for given, beside in batches:
+    for inputs, targets in batches:
         with pytest.raises(ShardingError) as caught:
-            pipeline.step(given, loss_of, beside)
-        said.append(str(caught.value))
+            pipeline.step(inputs, loss_of, targets)
+        messages.append(str(caught.value))
     with pytest.raises(ShardingError) as caught:
         Pipeline(model, 1)
-    said.append(str(caught.value))
+    messages.append(str(caught.value))
     case = case_of("BartForCausalLM", {"num_hidden_layers": 2})
     model = sharded(case, "1F1B", torch.float32, pp=2)
     with pytest.raises(ShardingError) as caught:
         Pipeline(model, MICROBATCHES).step(*batch(case)[:1], loss_of, batch(case)[1])
-    return [*said, str(caught.value)]
+    return [*messages, str(caught.value)]
 
 
 def _wrong_layers(self: Stages, stage: int) -> dict[str, Any]:
     layers = LAYERS_OF(self, stage)
-    own = [str(index) for index in self.cut.layers(stage)]
-    return layers | dict(zip(own, [layers[name] for name in reversed(own)], strict=True))
+    names = [str(index) for index in self.cut.layers(stage)]
+    return layers | dict(zip(names, [layers[name] for name in reversed(names)], strict=True))
 
 
 LAYERS_OF = Stages._layers_of
@@ -251,39 +256,39 @@ def loads_saves_and_exports(
 ) -> dict[str, Any]:
     """Load a one-process checkpoint over stages. Each rank reads its shares; all export complete tensors."""
     case = case_of(architecture, config)
-    place = Path(folder)
+    root = Path(folder)
     if dist.get_rank() == 0:
-        case.model().save_pretrained(place / "given")
+        case.model().save_pretrained(root / "given")
     dist.barrier()
-    whole = case.model_class.from_pretrained(place / "given")
+    unsharded = case.model_class.from_pretrained(root / "given")
     plan = ParallelPlan(schedule=schedule)
-    model = case.model_class.from_pretrained(place / "given", mesh=_mesh(**sizes), plan=plan)
-    adapter = whole.state_dict_adapter
+    model = case.model_class.from_pretrained(root / "given", mesh=_mesh(**sizes), plan=plan)
+    adapter = unsharded.state_dict_adapter
     for layout in ("hub", "transformers"):
-        wanted = dict(adapter.iter_export(whole, layout=layout))
+        wanted = dict(adapter.iter_export(unsharded, layout=layout))
         exported = dict(model.state_dict_adapter.iter_export(model, 2**16, layout=layout))
         assert_same(exported, wanted)
         assert list(exported) == list(wanted)
         assert model.state_dict_adapter.export_plan(layout=layout) == adapter.export_plan(layout=layout)
         views = model.state_dict_adapter.hf_views(model, layout=layout)
-        assert_same(_whole(views), {name: wanted[name] for name in views})
-    model.save_pretrained(place / "stages", max_shard_size="100KB")
+        assert_same(_full(views), {name: wanted[name] for name in views})
+    model.save_pretrained(root / "stages", max_shard_size="100KB")
     if dist.get_rank() == 0:
-        whole.save_pretrained(place / "one", max_shard_size="100KB")
+        unsharded.save_pretrained(root / "one", max_shard_size="100KB")
     dist.barrier()
-    for file in sorted((place / "one").iterdir()):
-        assert (place / "stages" / file.name).read_bytes() == file.read_bytes(), file.name
-    held = model.state_dict()
-    whole_state = whole.state_dict()
-    assert_same(_whole(held), {name: whole_state[name] for name in held})
+    for file in sorted((root / "one").iterdir()):
+        assert (root / "stages" / file.name).read_bytes() == file.read_bytes(), file.name
+    stage_state = model.state_dict()
+    whole_state = unsharded.state_dict()
+    assert_same(_full(stage_state), {name: whole_state[name] for name in stage_state})
     assert model.sharding.loaded_bytes == sum(local(parameter).nbytes for parameter in model.parameters())
     stored = sum(tensor.nbytes for tensor in wanted.values())
     model.load_state_dict({name: 2 * tensor for name, tensor in whole_state.items()})
-    assert_same(_whole(model.state_dict()), {name: 2 * whole_state[name] for name in held})
-    return {"read": model.sharding.loaded_bytes / stored, "held": sorted(held), "all": sorted(whole_state)}
+    assert_same(_full(model.state_dict()), {name: 2 * whole_state[name] for name in stage_state})
+    return {"read": model.sharding.loaded_bytes / stored, "held": sorted(stage_state), "all": sorted(whole_state)}
 
 
-def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _full(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: full(tensor) for name, tensor in tensors.items()}
 
 
@@ -297,14 +302,14 @@ def resumes(
     """Return losses and norms of steps that resume on another mesh each time, and those of one process."""
     case = case_of(architecture, config)
     inputs, targets = batch(case)
-    whole = copy.deepcopy(case.model(dtype)).train()
-    optimizer = new_optimizer(whole)
+    unsharded = copy.deepcopy(case.model(dtype)).train()
+    optimizer = new_optimizer(unsharded)
     losses: list[list[float]] = [[], []]
     for number, (sizes, schedule) in enumerate(layouts):
         optimizer.zero_grad()
-        loss = loss_of(whole(**inputs, use_cache=False).logits, targets)
+        loss = loss_of(unsharded(**inputs, use_cache=False).logits, targets)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        norm = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.1)
         optimizer.step()
         losses[0] += [loss.item(), norm.item()]
         model = sharded(case, schedule, dtype, **sizes)

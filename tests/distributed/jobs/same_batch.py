@@ -42,18 +42,18 @@ def generates(architecture: str, seeds: tuple[int, int], **options: Any) -> tupl
     Without an error, the tokens are those of one process with the same seed.
     """
     case = case_of(architecture)
-    whole = case.model().eval()
-    model = parallelize(copy.deepcopy(whole), mesh_of(tp=2))
+    unsharded = case.model().eval()
+    model = parallelize(copy.deepcopy(unsharded), mesh_of(tp=2))
     tokens = batches(case, 1)[0]["input_ids"]
-    own = forward_checks._states_differ_in
-    with mock.patch.object(forward_checks, "_states_differ_in", side_effect=own) as compared:
+    original = forward_checks._states_differ_in
+    with mock.patch.object(forward_checks, "_states_differ_in", side_effect=original) as compared:
         torch.manual_seed(seeds[dist.get_rank()])
         try:
-            found = model.generate(tokens, max_new_tokens=8, min_new_tokens=8, **options)
+            generated = model.generate(tokens, max_new_tokens=8, min_new_tokens=8, **options)
         except ShardingError as error:
             return _outcome(error), compared.call_count
     torch.manual_seed(seeds[0])
-    assert torch.equal(found, whole.generate(tokens, max_new_tokens=8, min_new_tokens=8, **options))
+    assert torch.equal(generated, unsharded.generate(tokens, max_new_tokens=8, min_new_tokens=8, **options))
     return (), compared.call_count
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from jobs import pipeline
-from jobs.equality import expected, step, whole_gradients
+from jobs.equality import expected, full_gradients, step
 from jobs.setting import batches, case_of, mesh_of
 from nrl_models.distributed import Pipeline
 from nrl_models.distributed.mesh import size_of
@@ -24,7 +24,7 @@ from nrl_models.testing.suite.conditions import generates, reads_what_it_writes
 LOSS, GRADIENTS = 1e-6, 1e-5
 """Bounds on differences from sharding: of the loss, relative to it; of gradients, relative to the largest of all."""
 
-OF_ITS_OWN, ROUNDING = 1e-2, 1e-6
+SMALL_GRADIENTS, ROUNDING = 1e-2, 1e-6
 """Bounds on a tensor's gradients if they are small compared with others: relative to its own, and to the largest.
 
 Gradients that are zero in exact arithmetic (a bias before a batch norm) are 5e-7 to 2e-6 of the largest due to
@@ -50,10 +50,10 @@ def holds(architecture: str, folder: str, dimension: str) -> str:
     """Load the checkpoint over all ranks along a dimension. Returns the difference to one process, or nothing."""
     case, mesh = _case(architecture), _mesh(**{dimension: dist.get_world_size()})
     model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
-    whole = case.model()
+    unsharded = case.model()
     exported = dict(model.state_dict_adapter.iter_export(model))
-    differ = [*different_tensors(exported, dict(whole.state_dict_adapter.iter_export(whole)))]
-    return "; ".join([*differ, *different_step(case, model.train(), mesh)])
+    tensor_differences = [*different_tensors(exported, dict(unsharded.state_dict_adapter.iter_export(unsharded)))]
+    return "; ".join([*tensor_differences, *different_step(case, model.train(), mesh)])
 
 
 def holds_compiled(architecture: str, folder: str) -> str:
@@ -82,14 +82,14 @@ def holds_over_stages(architecture: str) -> str:
     case = _case(architecture)
     model = pipeline.sharded(case, "1F1B", torch.float32, pp=2)
     wanted = pipeline.expected(case, torch.float32, packed=False)
-    found = pipeline.compared(case, wanted, Pipeline(model, pipeline.MICROBATCHES), packed=False)
+    differences = pipeline.compared(case, wanted, Pipeline(model, pipeline.MICROBATCHES), packed=False)
     lines = []
-    if not found["loss"] <= LOSS * abs(wanted[0]):
-        lines.append(f"loss differs, by {found['loss']:.1e}, from {wanted[0]:.7f} in one process")
-    if not found["gradients"] <= GRADIENTS:
-        lines.append(f"gradients differ, by {found['gradients']:.1e} of the largest")
-    if found["missing"]:
-        lines.append(f"no stage has gradients of {_some(found['missing'])}")
+    if not differences["loss"] <= LOSS * abs(wanted[0]):
+        lines.append(f"loss differs, by {differences['loss']:.1e}, from {wanted[0]:.7f} in one process")
+    if not differences["gradients"] <= GRADIENTS:
+        lines.append(f"gradients differ, by {differences['gradients']:.1e} of the largest")
+    if differences["missing"]:
+        lines.append(f"no stage has gradients of {_some(differences['missing'])}")
     return "; ".join(lines)
 
 
@@ -104,17 +104,17 @@ def different_tensors(exported: dict[str, torch.Tensor], wanted: dict[str, torch
 def different_step(case: FamilyCase, model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     """Describe wrong loss or gradients of a training step."""
     loss, wanted = expected(case, size_of(mesh, "fsdp"))
-    actual, found = step(model, case), whole_gradients(model)
+    actual, gradients = step(model, case), full_gradients(model)
     lines = []
     if not abs(actual - loss) <= LOSS * abs(loss):
         lines.append(f"loss is {actual:.7f}, and {loss:.7f} in one process")
     scale = max(float(tensor.abs().max()) for tensor in wanted.values())
     wrong: dict[str, float] = {}
-    for name in {**wanted, **found}:  # a missing gradient counts as zeros
-        one, other = wanted.get(name), found.get(name)
+    for name in {**wanted, **gradients}:  # a missing gradient counts as zeros
+        one, other = wanted.get(name), gradients.get(name)
         difference = (0 if other is None else other) - (0 if one is None else one)
-        worst, own = float(difference.abs().max()), 0.0 if one is None else float(one.abs().max())
-        if not (worst <= GRADIENTS * scale and worst <= max(OF_ITS_OWN * own, ROUNDING * scale)):
+        worst, largest = float(difference.abs().max()), 0.0 if one is None else float(one.abs().max())
+        if not (worst <= GRADIENTS * scale and worst <= max(SMALL_GRADIENTS * largest, ROUNDING * scale)):
             wrong[name] = worst / scale
     if wrong:
         names = sorted(wrong, key=lambda name: -wrong[name])
@@ -122,9 +122,9 @@ def different_step(case: FamilyCase, model: PreTrainedModel, mesh: DeviceMesh) -
     return lines
 
 
-def _some(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _some(names: list[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def qlora(architecture: str, folder: str) -> tuple[str, str]:
@@ -147,8 +147,10 @@ def qlora(architecture: str, folder: str) -> tuple[str, str]:
         return "disagrees", f"other linears are quantized: {_some(sorted(set(quantized) ^ set(reference)))}"
     if wanted[-1] == wanted[0]:
         return "limited", "adapters change nothing in transformers' own class either"
-    off = max(abs(loss - other) for loss, other in zip(losses, wanted, strict=True))
-    return ("agrees", "") if off <= 1e-5 * wanted[0] else ("disagrees", f"losses are {losses}, and {wanted} there")
+    difference = max(abs(loss - other) for loss, other in zip(losses, wanted, strict=True))
+    return (
+        ("agrees", "") if difference <= 1e-5 * wanted[0] else ("disagrees", f"losses are {losses}, and {wanted} there")
+    )
 
 
 def _train_quantized(

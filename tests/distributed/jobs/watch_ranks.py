@@ -63,13 +63,13 @@ def watched(steps: int, faulty_rank: int | None, admits: bool = False) -> dict[s
             samples = engine.generate(prompts, Sampling(), max_new_tokens=NEW_TOKENS, seed=10 * step + rank)
             score = [[False] * len(sample.prompt) + [True] * len(sample.tokens) for sample in samples]
             optimizer.zero_grad()
-            found = rollout_logprobs(
+            scores = rollout_logprobs(
                 model,
                 [sample.sequence for sample in samples],
                 score=score,
                 loss=lambda result: -(result.logprobs * result.mask).sum() / 50,
             )
-            watch.before_update(samples, found.logprobs)
+            watch.before_update(samples, scores.logprobs)
             optimizer.step()
             updates += 1
             watch.refit()

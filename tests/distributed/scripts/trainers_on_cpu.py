@@ -56,19 +56,19 @@ class Run:
             shutil.rmtree(Path(self.out) / self.forget)
         dist.barrier()
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP" if self.sharded_by == "us" else "TRANSFORMER_BASED_WRAP"
-        where = {}
+        options = {}
         if self.sharded_by == "us":
-            where["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+            options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
         auto = (
             transformers.AutoModelForCausalLM if self.sharded_by == "transformers" else nrl_models.AutoModelForCausalLM
         )
-        made = self._trainer(auto.from_pretrained(self.checkpoint, dtype=torch.float32, **where))
-        made.add_callback(EveryParameterIsShared())
-        made.train(resume_from_checkpoint=self.forget is not None)
-        made.save_model(self.out)
+        trainer_with_model = self._trainer(auto.from_pretrained(self.checkpoint, dtype=torch.float32, **options))
+        trainer_with_model.add_callback(CheckParametersAreSharded())
+        trainer_with_model.train(resume_from_checkpoint=self.forget is not None)
+        trainer_with_model.save_model(self.out)
         return [
             {key: entry[key] for key in ("loss", "reward") if key in entry}
-            for entry in made.state.log_history
+            for entry in trainer_with_model.state.log_history
             if "loss" in entry
         ]
 
@@ -86,7 +86,7 @@ class Run:
         )
 
 
-class EveryParameterIsShared(TrainerCallback):
+class CheckParametersAreSharded(TrainerCallback):
     """Check that every parameter is sharded. Otherwise the run would test nothing."""
 
     def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
@@ -104,8 +104,8 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 if __name__ == "__main__":
     PartialState(cpu=True)  # initializes the process group
-    given = Path(sys.argv[1])
-    logged = [Run(**run)() for run in json.loads(given.read_text())]
-    given.with_suffix(f".json.{dist.get_rank()}").write_text(json.dumps(logged))
+    runs_file = Path(sys.argv[1])
+    logged = [Run(**run)() for run in json.loads(runs_file.read_text())]
+    runs_file.with_suffix(f".json.{dist.get_rank()}").write_text(json.dumps(logged))
     dist.barrier()
     dist.destroy_process_group()
