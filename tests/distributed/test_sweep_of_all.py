@@ -28,7 +28,7 @@ def test_moe_architecture_runs_every_kind(ranks: sweep.Ranks, tmp_path: Path) ->
     assert set(outcomes.values()) == {ShardingOutcome(Status.AGREES)}
 
 
-def test_indivisible_model_is_refused_with_reason(ranks: sweep.Ranks) -> None:
+def test_indivisible_model_status_and_reason(ranks: sweep.Ranks) -> None:
     outcome = ranks.run(faults.refuses)
     assert outcome.status == Status.REFUSED
     assert "has 3 heads" in outcome.reason

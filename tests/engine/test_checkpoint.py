@@ -244,14 +244,14 @@ def test_precision_diagnostic_reports_differing_mode(
 ) -> None:
     from nrl_models.diagnostics import engine_checks
 
-    monkeypatch.setitem(engine_checks.MODES, "bfloat16", {"dtype": torch.bfloat16})
+    monkeypatch.setitem(engine_checks.MODES, "half as precise", {"dtype": torch.bfloat16})
 
     @contextmanager
     def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:
         yield vllm(demo, **({"max_length": 128} | {key: value for key, value in mode.items() if key == "dtype"}))
 
     prompt = demo_prompts.counting(20)[:24]
-    result = diagnose_precision(start, "demo", [prompt], new_tokens=16, modes=["bfloat16"], tolerance=1e-5)
+    result = diagnose_precision(start, "demo", [prompt], new_tokens=16, modes=["half as precise"], tolerance=1e-5)
     assert not result.passed
     assert any("FAILED - Arrays are different" in line for line in result.lines)
 

@@ -64,9 +64,7 @@ def test_transformers_backend_scores_and_refits(vllm: OneEngine, checkpoint: Pat
     assert native.score(tokens, Sampling()) == native_scores  # the engine is unaffected by the end of the other one
 
 
-def test_transformers_backend_is_advised_if_native_class_is_wrong(
-    vllm: OneEngine, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_transformers_backend_is_advised(vllm: OneEngine, checkpoint: Path, tmp_path: Path) -> None:
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
     native = vllm(checkpoint)
     meter = Meter(native, trainer, Prompts(None, 200), SETTINGS, Store(tmp_path, {}))

@@ -83,7 +83,7 @@ def test_tokenizer_is_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS + 1])
-def test_all_layers_raise(layers: int, tmp_path: Path) -> None:
+def test_too_many_layers_raise(layers: int, tmp_path: Path) -> None:
     folder = saved("LlamaForCausalLM", tmp_path / "complete")
     with pytest.raises(ConfigurationError, match=f"the model has {LAYERS} layers"):
         write_first_layers(folder, layers, tmp_path / "truncated")

@@ -185,12 +185,11 @@ def checks(replay: dict[str, Any]) -> dict[str, str]:
 
 
 def test_replay_recomputes_module_and_block(replays: dict[str, dict[str, Any]]) -> None:
-    check_details = checks(replays["norm-epsilon"])
+    details = checks(replays["norm-epsilon"])
     assert (
-        "model.layers.1 of the trainer, rebuilt from configuration and weights, is off by 0.0e+00"
-        in check_details["block"]
+        "model.layers.1 of the trainer, rebuilt from configuration and weights, is off by 0.0e+00" in details["block"]
     )
-    assert "modules" in check_details
+    assert "modules" in details
     assert replays["norm-epsilon"]["verdict"]["findings"][0]["names"] == ["model.layers.1.input_layernorm"]
     assert "other experts for" in checks(replays["router-in-bf16"])["routes"]
 
