@@ -97,9 +97,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Upper limit of both bounds on token_mult_prob_error, the mean factor between the probabilities that "
-            "trainer and engine give to a token. The bound of the first refit depends on the dtype, and that of the "
-            "second refit on the error after the first refit.",
+            "Largest allowed bound. After each of two refits, token_mult_prob_error, the mean factor between the "
+            "probabilities that trainer and engine give to a token, is compared with a bound. The first bound "
+            "depends on the dtype, and the second on the error after the first refit.",
             panel=BOUNDS,
         ),
     ] = 1.05,

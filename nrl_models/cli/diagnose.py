@@ -268,7 +268,9 @@ def prefix_caching(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check log-probabilities with prefix caching when a completion becomes a prompt (NeMo RL's diagnostic 5).
+    """Check log-probabilities of a second turn with prefix caching (NeMo RL's diagnostic 5).
+
+    The prompt of the second turn is the first prompt and its completion.
 
     Fails if a log-probability is NaN. Also compares the second completion with a single prefill without the cache, and
     fails if token_mult_prob_error, the mean factor between their probabilities, exceeds --threshold.
