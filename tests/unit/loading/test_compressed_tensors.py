@@ -47,7 +47,7 @@ REQUEST: dict[str, Any] = (
 """Keywords that request unquantized weights. The second is the former name."""
 
 
-def require_plain(model: Any, expected: Parts, folder: Path, form: str) -> None:
+def require_unquantized(model: Any, expected: Parts, folder: Path, form: str) -> None:
     """Check a loaded model, its export and its saved checkpoint."""
     exported = dict(model.state_dict_adapter.iter_export(model))
     model.save_pretrained(folder)
@@ -63,16 +63,16 @@ def require_plain(model: Any, expected: Parts, folder: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_loaded_saved_and_exported_as_plain_weights(kind: str, form: str, tmp_path: Path) -> None:
+def test_load_save_and_export_unquantized_weights(kind: str, form: str, tmp_path: Path) -> None:
     expected = write(tmp_path / "in", CONFIGS[kind], form)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
-    require_plain(model, expected, tmp_path / "out", form)
+    require_unquantized(model, expected, tmp_path / "out", form)
 
 
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=since("5.23")) if form in ("int8", "int8-zeros") else form for form in FORMS]
 )
-def test_dense_weights_are_those_of_transformers(form: str, tmp_path: Path) -> None:
+def test_dense_weights_match_transformers(form: str, tmp_path: Path) -> None:
     if form == "fp8-block" and Version(version("compressed-tensors")) < Version("0.19"):
         pytest.skip("the package dequantizes uneven blocks incorrectly")
     write(tmp_path, CONFIGS["dense"], form)
@@ -85,7 +85,7 @@ def test_dense_weights_are_those_of_transformers(form: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("kind", "form"), [("dense", "int4"), ("experts", "int8"), ("experts", "nvfp4")])
-def test_references_have_the_plain_weights(kind: str, form: str, tmp_path: Path) -> None:
+def test_reference_models_have_unquantized_weights(kind: str, form: str, tmp_path: Path) -> None:
     expected = write(tmp_path, CONFIGS[kind], form)
     assert check_parity(tmp_path, checks=["1", "3"]).passed
     with start_engine("hf-generate", tmp_path) as engine:
@@ -96,10 +96,10 @@ def test_references_have_the_plain_weights(kind: str, form: str, tmp_path: Path)
         torch.testing.assert_close(saved[name], tensor, rtol=2**-7 if form == "nvfp4" else 2e-7, atol=1e-7)
 
 
-def test_groups_are_found_by_the_names_of_layers(tmp_path: Path) -> None:
+def test_config_groups_match_layer_names(tmp_path: Path) -> None:
     expected = write(tmp_path / "in", CONFIGS["experts"], "fp8", experts="int4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
-    require_plain(model, expected, tmp_path / "out", "int4")
+    require_unquantized(model, expected, tmp_path / "out", "int4")
 
 
 def test_bfloat16_scales(tmp_path: Path) -> None:
@@ -119,27 +119,27 @@ def test_bfloat16_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "requested",
+    "quantization_config",
     [CompressedTensorsConfig(**REQUEST), {"quant_method": "compressed-tensors", "dequantize": True}, None],
     ids=["object", "mapping", "none"],
 )
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_dequantization_may_be_requested(
-    kind: str, requested: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_explicit_dequantization_config(
+    kind: str, quantization_config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = write(tmp_path / "in", CONFIGS[kind], "int8")
     hf_logging.enable_propagation()
     try:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=requested)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=quantization_config)
     finally:
         hf_logging.disable_propagation()
     assert "run_compressed" not in caplog.text
-    require_plain(model, expected, tmp_path / "out", "int8")
+    require_unquantized(model, expected, tmp_path / "out", "int8")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize(
-    "requested",
+    "quantization_config",
     [
         CompressedTensorsConfig(run_compressed=True),
         CompressedTensorsConfig(),
@@ -148,17 +148,17 @@ def test_dequantization_may_be_requested(
     ],
     ids=["run_compressed", "default", "mapping", "other method"],
 )
-def test_weights_are_not_kept_quantized(kind: str, requested: Any, tmp_path: Path) -> None:
+def test_keeping_quantized_weights_raises(kind: str, quantization_config: Any, tmp_path: Path) -> None:
     write(tmp_path, CONFIGS[kind], "fp8")
     with pytest.raises(CheckpointError, match=r"(?s)dequantized on load.*CompressedTensorsConfig\(dequantize=True\)"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=requested)
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization_config)
 
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("form", "part", "value", "said"),
+    ("form", "part", "value", "message"),
     [
         ("int4", "_packed", torch.zeros(64, 9, dtype=torch.int32), r"has shape \(64, 9\), expected \(64, 8\)"),
         ("int4", "_packed", torch.zeros(64, 8), r"is torch\.float32, expected torch\.int32"),
@@ -176,7 +176,9 @@ WEIGHT = "model.layers.0.self_attn.q_proj.weight"
         ("int8", "_scale", torch.ones(64), r"has shape \(64,\), expected \(64, 1\)"),
     ],
 )
-def test_damaged_parts(form: str, part: str, value: torch.Tensor | None, said: str, tmp_path: Path) -> None:
+def test_invalid_quantized_tensors_raise(
+    form: str, part: str, value: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
     write(tmp_path, CONFIGS["dense"], form)
 
     def edit(tensors: Parts) -> None:
@@ -185,12 +187,12 @@ def test_damaged_parts(form: str, part: str, value: torch.Tensor | None, said: s
             tensors[WEIGHT + part] = value
 
     edit_weights(tmp_path, edit)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["int4-zeros", "int8-zeros"])
-def test_zero_points_of_weights_that_are_stated_to_be_symmetric(form: str, tmp_path: Path) -> None:
+def test_nonzero_zero_points_with_symmetric_config_raise(form: str, tmp_path: Path) -> None:
     write(tmp_path, CONFIGS["dense"], form)
     settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     edit_config(tmp_path, quantization_config=settings | {"config_groups": {"a": group(form.removesuffix("-zeros"))}})
@@ -199,7 +201,7 @@ def test_zero_points_of_weights_that_are_stated_to_be_symmetric(form: str, tmp_p
 
 
 @pytest.mark.parametrize("form", ["int4", "int8"])
-def test_zero_points_of_zero_as_older_packages_store_them(form: str, tmp_path: Path) -> None:
+def test_all_zero_zero_points_load(form: str, tmp_path: Path) -> None:
     expected = write(tmp_path, CONFIGS["dense"], form)
 
     def edit(tensors: Parts) -> None:
@@ -212,7 +214,7 @@ def test_zero_points_of_zero_as_older_packages_store_them(form: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"format": "marlin-24"}, "is stored in format 'marlin-24'"),
         ({"format": "nonsense"}, "is stored in format 'nonsense'"),
@@ -225,22 +227,22 @@ def test_zero_points_of_zero_as_older_packages_store_them(form: str, tmp_path: P
     ],
     ids=str,
 )
-def test_settings_that_are_not_read(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unsupported_quantization_config_raises(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path, CONFIGS["dense"], "fp8")
     settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     edit_config(tmp_path, quantization_config=settings | values)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, CONFIGS["dense"], "fp8")
     monkeypatch.setattr(compressed_files, "find_spec", lambda name: None)
     with pytest.raises(UnmetRequirementError, match=r"not installed.*pip install compressed-tensors"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_an_old_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_package_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, CONFIGS["dense"], "fp8")
     monkeypatch.setattr(compressed_files, "version", lambda name: "0.15.0")
     with pytest.raises(UnmetRequirementError, match=r"needs compressed-tensors>=0\.16; 0\.15\.0 is installed"):

@@ -65,7 +65,7 @@ def damage(choose: random.Random, file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", WEIGHTS, INDEX, "model-00001-of-*"])
-def test_a_damaged_file_loads_or_raises_a_typed_error(
+def test_damaged_file_loads_or_raises_typed_error(
     name: str, llama_checkpoint: Path, llama_shards: Path, tmp_path: Path
 ) -> None:
     source = llama_shards if name in (INDEX, "model-00001-of-*") else llama_checkpoint
@@ -85,7 +85,7 @@ def test_a_damaged_file_loads_or_raises_a_typed_error(
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", WEIGHTS, INDEX, "model-00001-of-*"])
 @pytest.mark.parametrize("kind", ["removed", "empty", "directory"])
-def test_a_file_that_is_not_there(
+def test_missing_or_empty_file_raises(
     name: str, kind: str, llama_checkpoint: Path, llama_shards: Path, tmp_path: Path
 ) -> None:
     source = llama_shards if name in (INDEX, "model-00001-of-*") else llama_checkpoint

@@ -19,16 +19,16 @@ from nrl_models.errors import CheckpointError, ConfigurationError, NRLModelsErro
 
 
 @pytest.fixture(autouse=True)
-def _no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+def fail_on_weight_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(CheckpointFiles, "read", refuse)
-    monkeypatch.setattr(CheckpointFiles, "read_joined", refuse)
+    monkeypatch.setattr(CheckpointFiles, "read", fail)
+    monkeypatch.setattr(CheckpointFiles, "read_joined", fail)
 
 
 @pytest.mark.parametrize(
-    ("values", "subjects", "said"),
+    ("values", "subjects", "message"),
     [
         ({"num_attention_heads": 0}, "config.json", "num_attention_heads is 0: ZeroDivisionError"),
         ({"hidden_size": -256}, "hidden_size", "negative"),
@@ -52,16 +52,16 @@ def _no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_a_value_that_nothing_can_be_built_of(folder: Path, values: dict[str, Any], subjects: str, said: str) -> None:
+def test_invalid_config_value_raises(folder: Path, values: dict[str, Any], subjects: str, message: str) -> None:
     edit_config(folder, **values)
-    with pytest.raises((CheckpointError, ConfigurationError), match=said) as caught:
+    with pytest.raises((CheckpointError, ConfigurationError), match=message) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     if subjects:
         assert [problem.subject for problem in caught.value.problems] == [subjects]
 
 
 @pytest.mark.parametrize(
-    ("passed", "subject", "advice"),
+    ("keywords", "subject", "advice"),
     [
         ({"id2label": None}, "id2label", "pass a different value for id2label, or leave it out"),
         ({"id2label": 5}, "id2label", "pass a different value for id2label, or leave it out"),
@@ -75,18 +75,16 @@ def test_a_value_that_nothing_can_be_built_of(folder: Path, values: dict[str, An
     ],
     ids=str,
 )
-def test_error_names_the_keyword_that_caused_it(
-    folder: Path, passed: dict[str, Any], subject: str, advice: str
-) -> None:
+def test_error_names_invalid_keyword(folder: Path, keywords: dict[str, Any], subject: str, advice: str) -> None:
     # Before 5.18, transformers rejects some of these values before the configuration is built.
     expected = rf"{subject}(: was passed as |=).*\n  What to do: {advice}"
     with pytest.raises((ConfigurationError, UnknownArgumentError), match=expected) as caught:
-        AutoModelForSequenceClassification.from_pretrained(folder, **passed)
+        AutoModelForSequenceClassification.from_pretrained(folder, **keywords)
     if isinstance(caught.value, ConfigurationError):
         assert [problem.subject for problem in caught.value.problems] == [subject]
 
 
-def test_key_of_the_file_is_named_next_to_valid_keywords(folder: Path) -> None:
+def test_error_names_config_key_despite_valid_keywords(folder: Path) -> None:
     edit_config(folder, hidden_act="silly")
     with pytest.raises(ConfigurationError, match=r"hidden_act: is 'silly': .*\n.*correct num_labels or the configur"):
         AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
@@ -96,27 +94,27 @@ SIZES = (3, "16", [], [16], [16, 16, 16], [16, 0], [16, -16], [16.0, 16], [16, N
 
 
 @pytest.mark.parametrize("size", SIZES, ids=repr)
-def test_a_block_size_of_fp8_that_is_none(folder: Path, size: Any) -> None:
+def test_invalid_fp8_block_size_raises(folder: Path, size: Any) -> None:
     edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": size})
     with pytest.raises(CheckpointError, match=r"weight_block_size: is .*expected the rows and columns of a block"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", "[" * 10**5, '{"watermarking_config": 3}'])
-def test_broken_generation_settings(folder: Path, content: str) -> None:
+def test_invalid_generation_config_raises(folder: Path, content: str) -> None:
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert [problem.subject for problem in caught.value.problems] == ["generation_config.json"]
 
 
-def test_a_deep_configuration(folder: Path) -> None:
+def test_deeply_nested_config_raises(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 10**5 + "]" * 10**5 + "}")
     with pytest.raises(CheckpointError, match="nested deeper than 64 levels"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_no_published_value_is_beyond_the_limits() -> None:
+def test_published_configs_are_within_limits() -> None:
     for file in Path(__file__).parents[1].glob("config/published/*.json"):
         check_limits(json.loads(file.read_text()), file)
     for config_class in set(CONFIG_MAPPING.values()):
@@ -137,11 +135,11 @@ def test_no_published_value_is_beyond_the_limits() -> None:
         lambda: torch.full((10**5, 10**5), 1.0),
     ],
 )
-def test_a_table_that_fills_memory(table: Callable[[], torch.Tensor]) -> None:
+def test_oversized_buffer_raises(table: Callable[[], torch.Tensor]) -> None:
     with pytest.raises(ConfigurationError, match="needs a table of"), limited_build(0):
         table()
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_check_limits_lists_all_problems() -> None:
     with pytest.raises(NRLModelsError, match=r"(?s)2 problems.*a\.num_layers.*vocab_size"):
         check_limits({"a": {"num_layers": 10**6}, "vision": {"hidden_size": 8}, "vocab_size": 1e20}, "x")

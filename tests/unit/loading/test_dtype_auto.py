@@ -25,7 +25,7 @@ from nrl_models.testing.tiny import tiny_config
 INDEX = "model.safetensors.index.json"
 
 
-def _one_fp32_norm(folder: Path) -> None:
+def cast_all_but_norm_to_bf16(folder: Path) -> None:
     """Cast everything but a norm to bf16. safetensors then writes the norm first."""
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)
@@ -39,16 +39,16 @@ def _one_fp32_norm(folder: Path) -> None:
         )
 
 
-def _first_tensor_in_fp32(folder: Path) -> None:
-    _one_fp32_norm(folder)
+def store_first_tensor_in_fp32(folder: Path) -> None:
+    cast_all_but_norm_to_bf16(folder)
     file = min(folder.glob("*.safetensors"))
     tensors = load_file(file)
     tensors[min(tensors)] = tensors[min(tensors)].float()
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _dtype_in_the_index(folder: Path) -> None:
-    _first_tensor_in_fp32(folder)
+def store_dtype_in_index(folder: Path) -> None:
+    store_first_tensor_in_fp32(folder)
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())
         index["metadata"]["dtype"] = "float16"
@@ -56,8 +56,8 @@ def _dtype_in_the_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("edit", [_one_fp32_norm, _first_tensor_in_fp32, _dtype_in_the_index])
-def test_dtype_without_one_in_the_configuration(
+@pytest.mark.parametrize("edit", [cast_all_but_norm_to_bf16, store_first_tensor_in_fp32, store_dtype_in_index])
+def test_auto_dtype_without_config_dtype(
     edit: Callable[[Path], None], sharded: bool, llama_checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
@@ -77,21 +77,21 @@ def test_dtype_without_one_in_the_configuration(
 
 
 @pytest.mark.parametrize("half", ["lm_head.weight", "model.norm.weight"])
-def test_dtype_of_a_state_dict_is_that_of_its_first_tensor(half: str, llama: PreTrainedModel) -> None:
+def test_state_dict_dtype_is_that_of_first_tensor(half: str, llama: PreTrainedModel) -> None:
     config = copy.deepcopy(llama.config)
     config.dtype = None
     tensors = llama.state_dict()
     tensors = {half: tensors[half].half(), **{name: each for name, each in tensors.items() if name != half}}
-    for given in (tensors, dict(reversed(tensors.items()))):
-        expected = HFLlama.from_pretrained(None, config=config, state_dict=dict(given))
-        model = AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=given)
+    for state_dict in (tensors, dict(reversed(tensors.items()))):
+        expected = HFLlama.from_pretrained(None, config=config, state_dict=dict(state_dict))
+        model = AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=state_dict)
         assert model.dtype == expected.dtype
 
 
 @needs("Qwen3_5ForConditionalGeneration")
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("auto", ["AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel"])
-def test_dtype_in_a_part_of_the_configuration(auto: str, name: str, tmp_path: Path) -> None:
+def test_dtype_in_text_config(auto: str, name: str, tmp_path: Path) -> None:
     new_model(tiny_config(Qwen3_5Config, {}), "ForConditionalGeneration").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     text = {key: value for key, value in content["text_config"].items() if key != "dtype"}
@@ -102,12 +102,12 @@ def test_dtype_in_a_part_of_the_configuration(auto: str, name: str, tmp_path: Pa
     assert model.dtype == (torch.bfloat16 if auto == "AutoModelForCausalLM" else torch.float32)
 
 
-def test_training_in_a_default_16_bit_dtype_warns_once(
+def test_training_in_auto_16_bit_dtype_warns_once(
     llama_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16).save_pretrained(tmp_path)
 
-    def warnings_of(**options: Any) -> list[str]:
+    def dtype_warnings(**options: Any) -> list[str]:
         caplog.clear()
         model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
         model.train()
@@ -115,10 +115,10 @@ def test_training_in_a_default_16_bit_dtype_warns_once(
         model.train()
         return [record.getMessage() for record in caplog.records if "round away" in record.getMessage()]
 
-    (message,) = warnings_of()
+    (message,) = dtype_warnings()
     assert message.startswith("LlamaForCausalLM is trained in bfloat16, the dtype of its checkpoint.")
-    assert not warnings_of(dtype=torch.bfloat16)
-    assert not warnings_of(dtype=torch.float32)
+    assert not dtype_warnings(dtype=torch.bfloat16)
+    assert not dtype_warnings(dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     model.requires_grad_(False)  # as adapters do
     caplog.clear()

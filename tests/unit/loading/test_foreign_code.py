@@ -21,37 +21,35 @@ from nrl_models.engines import start_engine
 from nrl_models.errors import RemoteCodeError
 from nrl_models.loading.read_config import read_config
 
-NAMED: dict[str, dict[str, Any]] = {
+KERNELS: dict[str, dict[str, Any]] = {
     "attn_implementation": {"attn_implementation": "someone/kernel"},
-    "of the verified organization": {"attn_implementation": "kernels-community/flash-attn2"},
-    "with a revision and a function": {"attn_implementation": "someone/kernel@v1:run"},
+    "verified organization": {"attn_implementation": "kernels-community/flash-attn2"},
+    "revision and function": {"attn_implementation": "someone/kernel@v1:run"},
     "paged": {"attn_implementation": "paged|someone/kernel"},
-    "by part": {"attn_implementation": {"": "sdpa", "text_config": "someone/kernel"}},
+    "attn_implementation per part": {"attn_implementation": {"": "sdpa", "text_config": "someone/kernel"}},
     "_attn_implementation": {"_attn_implementation": "someone/kernel"},
     "experts_implementation": {"experts_implementation": "someone/kernel"},
-    "in a part": {"text_config": {"attn_implementation": "someone/kernel"}},
-    "in a list": {"parts": [{"attn_implementation": "someone/kernel"}]},
+    "text_config": {"text_config": {"attn_implementation": "someone/kernel"}},
+    "list of configs": {"parts": [{"attn_implementation": "someone/kernel"}]},
 }
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def fetched_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the repositories from which transformers would fetch kernels."""
-    found: list[str] = []
+    repositories: list[str] = []
 
     def fetch(name: str, *args: Any, **kwargs: Any) -> None:
-        found.append(name)
+        repositories.append(name)
         raise ImportError("not in this test")
 
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch)
-    return found
+    return repositories
 
 
-@pytest.mark.parametrize("named", NAMED.values(), ids=NAMED)
-def test_a_kernel_that_a_configuration_names_is_not_fetched(
-    folder: Path, named: dict[str, Any], asked: list[str]
-) -> None:
+@pytest.mark.parametrize("named", KERNELS.values(), ids=KERNELS)
+def test_kernel_in_config_is_not_fetched(folder: Path, named: dict[str, Any], fetched_kernels: list[str]) -> None:
     edit_config(folder, **named)
     loads: list[Callable[[], Any]] = [
         lambda: read_config(folder),
@@ -61,20 +59,20 @@ def test_a_kernel_that_a_configuration_names_is_not_fetched(
     for load in loads:
         with pytest.raises(RemoteCodeError, match=r"(someone|kernels-community)/.*trust_remote_code=True"):
             load()
-    assert not asked
+    assert not fetched_kernels
 
 
 @since("5.13")
-def test_a_kernel_that_is_trusted_or_asked_for_is_transformers_business(folder: Path, asked: list[str]) -> None:
+def test_requested_or_trusted_kernel_is_fetched(folder: Path, fetched_kernels: list[str]) -> None:
     with pytest.raises((ImportError, ValueError)):
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation="someone/kernel")
     edit_config(folder, attn_implementation="someone/other")
     with pytest.raises((ImportError, ValueError)):
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert asked == ["someone/kernel", "someone/other"]
+    assert fetched_kernels == ["someone/kernel", "someone/other"]
 
 
-def test_other_values_with_slashes_are_no_kernels(folder: Path) -> None:
+def test_unrelated_values_with_slashes_load(folder: Path) -> None:
     edit_config(folder, attn_implementation="eager", _name_or_path="someone/model", implementation_notes="a/b")
     assert read_config(folder)._attn_implementation == "eager"
 
@@ -82,14 +80,14 @@ def test_other_values_with_slashes_are_no_kernels(folder: Path) -> None:
 class Payload:
     """An object that runs code when it is unpickled."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
+        return os.mkdir, (str(self.marker),)
 
 
-def test_pickled_weights_are_never_opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_weights_are_not_opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / WEIGHTS).unlink()
     torch.save({"model.norm.weight": Payload(tmp_path / "was-run")}, folder / "pytorch_model.bin")
     opened = []
@@ -109,7 +107,7 @@ def test_pickled_weights_are_never_opened(folder: Path, tmp_path: Path, monkeypa
     assert not (tmp_path / "was-run").exists()
 
 
-def test_a_model_loads_where_a_pickle_lies_beside_its_weights(folder: Path, llama: PreTrainedModel) -> None:
+def test_pickle_next_to_safetensors_is_ignored(folder: Path, llama: PreTrainedModel) -> None:
     torch.save({"model.norm.weight": Payload(folder / "was-run")}, folder / "pytorch_model.bin")
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(model.lm_head.weight, llama.lm_head.weight)
@@ -138,7 +136,7 @@ class OwnConfig(PreTrainedConfig):
     ],
     ids=ascii,
 )
-def test_own_code_that_fails(configuration: str, modeling: str, named: str, tmp_path: Path) -> None:
+def test_remote_code_failure_raises(configuration: str, modeling: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "configuration_own.py").write_text(configuration)
     (tmp_path / "modeling_own.py").write_text(modeling)
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": named}
@@ -148,13 +146,13 @@ def test_own_code_that_fails(configuration: str, modeling: str, named: str, tmp_
 
 
 @pytest.mark.parametrize("auto_map", ["x", [1], {"AutoConfig": 5}], ids=ascii)
-def test_an_auto_map_that_is_none(auto_map: Any, tmp_path: Path) -> None:
+def test_invalid_auto_map_raises(auto_map: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own-code", "auto_map": auto_map}))
     with pytest.raises(CheckpointError, match=r"auto_map: is .*expected an object"):
         AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
 
 
-def test_own_code_for_a_known_model_type(folder: Path) -> None:
+def test_remote_code_for_known_model_type(folder: Path) -> None:
     code = "from transformers import LlamaModel\n\nclass LlamaForRewardModel(LlamaModel): ..."
     (folder / "modeling_own.py").write_text(code)
     auto_map = {"AutoModel": "modeling_own.LlamaForRewardModel"}
@@ -164,8 +162,8 @@ def test_own_code_for_a_known_model_type(folder: Path) -> None:
     assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LlamaForRewardModel"
 
 
-def write_own_code(folder: Path) -> None:
-    """Give a Llama checkpoint another model type, which is defined by code in three files of the checkpoint."""
+def write_remote_code(folder: Path) -> None:
+    """Change the model type of a Llama checkpoint to one that is defined by three Python files in it."""
     files = {
         "configuration_own.py": "from transformers import LlamaConfig\n\nclass OwnConfig(LlamaConfig):\n"
         "    model_type = 'own'",
@@ -179,10 +177,10 @@ def write_own_code(folder: Path) -> None:
     edit_config(folder, model_type="own", architectures=["OwnForCausalLM"], auto_map=auto_map)
 
 
-@pytest.mark.parametrize("way", ["from_pretrained", "from_config"])
-def test_own_code_is_saved_with_the_model(way: str, folder: Path, tmp_path: Path) -> None:
-    write_own_code(folder)
-    if way == "from_pretrained":
+@pytest.mark.parametrize("method", ["from_pretrained", "from_config"])
+def test_remote_code_is_saved_with_model(method: str, folder: Path, tmp_path: Path) -> None:
+    write_remote_code(folder)
+    if method == "from_pretrained":
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     else:
         config = read_config(folder, trust_remote_code=True)

@@ -38,7 +38,7 @@ def olmo() -> PreTrainedModel:
     return new_model(tiny_config(transformers.OlmoHybridConfig)).eval()
 
 
-def as_published(folder: Path) -> dict[str, torch.Tensor]:
+def write_published_shapes(folder: Path) -> dict[str, torch.Tensor]:
     """Rewrite the convolutions of a saved checkpoint with the shapes of the published ones."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
@@ -49,9 +49,9 @@ def as_published(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @since("5.15")
-def test_published_parts_load_and_are_exported(olmo: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path) -> None:
+def test_published_part_sizes_load_and_export(olmo: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path) -> None:
     olmo.save_pretrained(tmp_path)
-    published = as_published(tmp_path)
+    published = write_published_shapes(tmp_path)
     model = nrl_models.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(model(input_ids).logits, olmo(input_ids).logits, rtol=0, atol=1e-5)
     assert_same(model.state_dict_adapter.to_hf(model.state_dict()), published)
@@ -60,9 +60,9 @@ def test_published_parts_load_and_are_exported(olmo: PreTrainedModel, input_ids:
 
 
 @since("5.15")
-def test_equal_parts_load(olmo: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path) -> None:
+def test_equal_part_sizes_load(olmo: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path) -> None:
     olmo.save_pretrained(tmp_path)
-    published = as_published(tmp_path)
+    published = write_published_shapes(tmp_path)
     equal = torch.cat([published[name] for name in PARTS]).chunk(3)
     tensors = published | {name: part.clone() for name, part in zip(PARTS, equal, strict=True)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -72,9 +72,9 @@ def test_equal_parts_load(olmo: PreTrainedModel, input_ids: torch.Tensor, tmp_pa
 
 
 @since("5.15")
-def test_other_sizes_do_not_load(olmo: PreTrainedModel, tmp_path: Path) -> None:
+def test_unexpected_part_sizes_raise(olmo: PreTrainedModel, tmp_path: Path) -> None:
     olmo.save_pretrained(tmp_path)
-    published = as_published(tmp_path)
+    published = write_published_shapes(tmp_path)
     others = torch.cat([published[name] for name in PARTS]).split([256, 128, 128])
     tensors = published | {name: part.clone() for name, part in zip(PARTS, others, strict=True)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -83,7 +83,7 @@ def test_other_sizes_do_not_load(olmo: PreTrainedModel, tmp_path: Path) -> None:
 
 
 @since("5.23")
-def test_new_tokens_are_a_separate_part() -> None:
+def test_new_embedding_is_exported_separately() -> None:
     config = tiny_config(transformers.Molmo2Config)
     model = nrl_models.AutoModelForImageTextToText.from_config(config)
     exported = model.state_dict_adapter.to_hf(model.state_dict())
@@ -92,7 +92,7 @@ def test_new_tokens_are_a_separate_part() -> None:
         assert exported[f"model.transformer.wte.{name}"].shape == (rows, text.hidden_size)
 
 
-def test_every_concatenation_has_declared_or_equal_parts() -> None:
+def test_every_concatenation_has_declared_or_equal_part_sizes() -> None:
     """A new concatenation in transformers fails here, until its sizes are declared or it is added to the equal ones."""
     declared = {place for row in TABLE.values() for place in row.part_sizes}
     unknown: list[tuple[str, Any]] = []

@@ -22,7 +22,7 @@ from nrl_models.loading import keywords as of_keywords
 from nrl_models.loading.read_config import override
 
 
-def facts(model: PreTrainedModel) -> dict[str, Any]:
+def properties(model: PreTrainedModel) -> dict[str, Any]:
     """Return the properties of a model that a keyword may change."""
     return {
         "dtypes": {name: parameter.dtype for name, parameter in model.named_parameters()},
@@ -30,7 +30,7 @@ def facts(model: PreTrainedModel) -> dict[str, Any]:
         "map": getattr(model, "hf_device_map", None),
         "hooks": [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")],
         "training": model.training,
-        "dtype of the configuration": model.config.dtype,
+        "config dtype": model.config.dtype,
         "attention": model.config._attn_implementation,
     }
 
@@ -64,20 +64,18 @@ HALVES = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu
     ],
     ids=str,
 )
-def test_a_keyword_means_what_it_means_in_transformers(keywords: dict[str, Any], llama_checkpoint: Path) -> None:
+def test_keyword_matches_transformers(keywords: dict[str, Any], llama_checkpoint: Path) -> None:
     theirs = HFAuto.from_pretrained(pretrained_model_name_or_path=llama_checkpoint, **keywords)
     for of in (AutoModelForCausalLM, LlamaForCausalLM):
         ours = of.from_pretrained(pretrained_model_name_or_path=llama_checkpoint, **keywords)
-        assert facts(ours) == facts(theirs)
+        assert properties(ours) == properties(theirs)
         assert_same(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize(
     ("short", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
-def test_trainers_names_of_dtypes(
-    short: str, dtype: torch.dtype, llama_checkpoint: Path, llama_config: LlamaConfig
-) -> None:
+def test_short_dtype_names(short: str, dtype: torch.dtype, llama_checkpoint: Path, llama_config: LlamaConfig) -> None:
     for model in (
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=short),
         AutoModelForCausalLM.from_config(llama_config, torch_dtype=short),
@@ -85,7 +83,7 @@ def test_trainers_names_of_dtypes(
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
-def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_dtype_warns_once(llama_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     of_keywords.logger.warning_once.cache_clear()
     for _ in range(2):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, torch_dtype="bf16", dtype="bf16")
@@ -94,7 +92,7 @@ def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytes
     ]
 
 
-def test_keywords_of_transformers_with_their_default_value_have_no_effect(llama_checkpoint: Path) -> None:
+def test_keywords_with_default_values_have_no_effect(llama_checkpoint: Path) -> None:
     defaults: dict[str, Any] = {"disable_mmap": None, "kernel_config": None, "allow_all_kernels": False}
     defaults |= {"adapter_name": "".join(["de", "fault"]), "tqdm_class": None, "force_download": False}
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, **defaults)
@@ -104,7 +102,7 @@ def test_keywords_of_transformers_with_their_default_value_have_no_effect(llama_
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "said"),
+    ("keywords", "error", "message"),
     [
         ({"device_map": "bogus"}, UnknownArgumentError, "device_map='bogus': expected a device .* auto, balanced"),
         ({"device_map": {"": "cqu"}}, UnknownArgumentError, r"device_map\[''\]='cqu': expected a device"),
@@ -179,21 +177,25 @@ def test_keywords_of_transformers_with_their_default_value_have_no_effect(llama_
     ],
     ids=str,
 )
-def test_what_means_nothing_is_refused_before_anything_is_read(
-    keywords: dict[str, Any], error: type[Exception], said: str, llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_keyword_raises_before_reading(
+    keywords: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    llama_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(files.CheckpointFiles, "read", lambda *_: pytest.fail("read"))
     monkeypatch.setattr(files.CheckpointFiles, "read_joined", lambda *_: pytest.fail("read"))
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, **keywords)
 
 
-def test_no_path_is_an_error() -> None:
+def test_missing_path_raises() -> None:
     with pytest.raises(UnknownArgumentError, match="expected a directory or the name of a hub repository"):
         AutoModelForCausalLM.from_pretrained()
 
 
-def test_a_new_model_takes_no_other_keyword(llama_config: LlamaConfig) -> None:
+def test_from_config_keywords(llama_config: LlamaConfig) -> None:
     with pytest.raises(UnknownArgumentError, match=r"backends \(did you mean backend\?\)"):
         AutoModelForCausalLM.from_config(llama_config, backends=None)
     model = AutoModelForCausalLM.from_config(llama_config, attn_implementation="eager")
@@ -202,22 +204,22 @@ def test_a_new_model_takes_no_other_keyword(llama_config: LlamaConfig) -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_local_files_only_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+def test_local_files_only_is_passed_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    local_only_values: list[bool] = []
 
     def fetch(name: str, *, local_files_only: bool, **_: object) -> str:
-        asked.append(local_files_only)
+        local_only_values.append(local_files_only)
         raise OSError("not there")
 
     monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.snapshot_download", fetch)
     for keywords in ({"local_files_only": True}, {}):
         with pytest.raises(CheckpointError, match="not there"):
             AutoModelForCausalLM.from_pretrained("owner/name", **keywords)
-    assert asked == [True, False]
+    assert local_only_values == [True, False]
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "2MB"])
-def test_a_variant_of_the_weights(llama: PreTrainedModel, shard_size: str, tmp_path: Path) -> None:
+def test_weight_variant(llama: PreTrainedModel, shard_size: str, tmp_path: Path) -> None:
     llama.save_pretrained(tmp_path, variant="fp16", max_shard_size=shard_size)
     assert not (tmp_path / WEIGHTS).exists()
     assert len(list(tmp_path.glob("*.safetensors"))) == (1 if shard_size == "5GB" else 3)
@@ -230,7 +232,7 @@ def test_a_variant_of_the_weights(llama: PreTrainedModel, shard_size: str, tmp_p
 
 
 @pytest.mark.parametrize("keyword", ["strict", "subfolder", "trust_remote_code", "local_files_only", "mtp", "combine"])
-def test_none_is_the_default(keyword: str, llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_none_means_default(keyword: str, llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **{keyword: None})
     assert_same(model.state_dict(), llama.state_dict())
 
@@ -240,7 +242,7 @@ def test_none_is_the_default(keyword: str, llama_checkpoint: Path, llama: PreTra
     [5, b"x", ["a"], "x\0y", "a" * 300, "~nobody-of-that-name/x"],
     ids=["number", "bytes", "list", "null byte", "long", "unknown user"],
 )
-def test_what_is_no_path(path: Any) -> None:
+def test_invalid_path_raises(path: Any) -> None:
     with pytest.raises((UnknownArgumentError, CheckpointError), match=r"expected a directory|is not a path"):
         AutoModelForCausalLM.from_pretrained(path)
 
@@ -248,7 +250,7 @@ def test_what_is_no_path(path: Any) -> None:
 SWAPPED = {r"layers\.0\.": "layers.7.", r"layers\.1\.": "layers.0.", r"layers\.7\.": "layers.1."}
 
 
-def test_a_key_mapping_to_names_that_other_keys_have(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_key_mapping_that_swaps_names(llama_checkpoint: Path, tmp_path: Path) -> None:
     models = [of.from_pretrained(llama_checkpoint, key_mapping=SWAPPED) for of in (AutoModelForCausalLM, HFAuto)]
     ours, theirs = (model.state_dict() for model in models)
     assert_same(ours, theirs)
@@ -259,12 +261,12 @@ def test_a_key_mapping_to_names_that_other_keys_have(llama_checkpoint: Path, tmp
     assert_same(*(stored(tmp_path / str(number)) for number in range(2)))
 
 
-def test_a_key_mapping_away_from_the_models_names(llama_checkpoint: Path) -> None:
+def test_key_mapping_to_unknown_names_raises(llama_checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, key_mapping={r"layers\.1\.": "layers.9."})
 
 
-def test_a_key_mapping_renames_and_is_undone_by_saving(folder: Path, llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_key_mapping_is_reverted_on_save(folder: Path, llama: PreTrainedModel, tmp_path: Path) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
             tensors[name.replace("model.layers", "decoder.blocks")] = tensors.pop(name)
@@ -283,8 +285,8 @@ def test_a_key_mapping_renames_and_is_undone_by_saving(folder: Path, llama: PreT
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_key_mapping_of_some_names(mixtral_checkpoint: Path, tmp_path: Path) -> None:
-    """Reverting the expression would also rename other names: those of the router."""
+def test_partial_key_mapping(mixtral_checkpoint: Path, tmp_path: Path) -> None:
+    """Reverting the regular expression would also rename the router weights."""
     shutil.copytree(mixtral_checkpoint, tmp_path / "source")
 
     def rename(tensors: dict[str, torch.Tensor]) -> None:
@@ -301,7 +303,7 @@ def test_key_mapping_of_some_names(mixtral_checkpoint: Path, tmp_path: Path) -> 
     assert dict(model.state_dict_adapter.iter_export(model)).keys() == stored(mixtral_checkpoint).keys()
 
 
-def test_what_is_told_of_a_load(llama_checkpoint: Path, folder: Path) -> None:
+def test_output_loading_info_matches_transformers(llama_checkpoint: Path, folder: Path) -> None:
     keywords: dict[str, Any] = {"output_loading_info": True}
     ours, info = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **keywords)
     theirs, expected = HFAuto.from_pretrained(llama_checkpoint, **keywords)
@@ -325,7 +327,7 @@ def test_what_is_told_of_a_load(llama_checkpoint: Path, folder: Path) -> None:
     assert info["unexpected_keys"] == {"lm_head.weight"}
 
 
-def test_a_configuration_from_elsewhere(llama_checkpoint: Path, folder: Path) -> None:
+def test_config_from_another_path(llama_checkpoint: Path, folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
     for place in (folder, str(folder), path):
@@ -337,7 +339,7 @@ LABELS = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
 
 
 @pytest.mark.parametrize("names", [("id2label", "num_labels"), ("label2id", "num_labels"), (*LABELS, "num_labels")])
-def test_labels_in_any_order(names: tuple[str, ...], folder: Path) -> None:
+def test_label_overrides_in_any_order(names: tuple[str, ...], folder: Path) -> None:
     edit_config(folder, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     values = LABELS | {"num_labels": 2}
     expected = AutoConfig.from_pretrained(folder, **{name: values[name] for name in names})
@@ -348,7 +350,7 @@ def test_labels_in_any_order(names: tuple[str, ...], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_implementation_applies_to_a_part_that_is_also_passed(order: int) -> None:
+def test_attn_implementation_applies_to_passed_text_config(order: int) -> None:
     overrides = {"attn_implementation": "eager", "text_config": {"rms_norm_eps": 1e-3}}
     config = Gemma3Config()
     override(config, dict(list(overrides.items())[::order]))
@@ -357,6 +359,6 @@ def test_implementation_applies_to_a_part_that_is_also_passed(order: int) -> Non
 
 
 @pytest.mark.parametrize("value", [None, "1"])
-def test_value_that_a_setter_does_not_accept(value: Any, folder: Path) -> None:
+def test_value_rejected_by_config_setter_raises(value: Any, folder: Path) -> None:
     with pytest.raises(UnknownArgumentError, match=f"num_labels={value!r}: LlamaConfig does not accept this value"):
         AutoModelForSequenceClassification.from_pretrained(folder, num_labels=value)

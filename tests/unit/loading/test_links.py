@@ -47,7 +47,7 @@ def move_out(folder: Path, name: str, target: Path) -> None:
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 @pytest.mark.parametrize("name", [CONFIG, GENERATION, WEIGHTS, "tokenizer_config.json"])
-def test_a_link_out_of_the_directory_raises(name: str, read: Callable[[Path], Any], checkpoint: Path) -> None:
+def test_symlink_out_of_directory_raises(name: str, read: Callable[[Path], Any], checkpoint: Path) -> None:
     if read is load_quantized:  # this function writes config.json
         shutil.copy(checkpoint / CONFIG, checkpoint.parent / "before")
     move_out(checkpoint, name, checkpoint.parent / "elsewhere" / name)
@@ -55,7 +55,7 @@ def test_a_link_out_of_the_directory_raises(name: str, read: Callable[[Path], An
         read(checkpoint)
 
 
-def test_all_links_out_of_the_directory_are_listed(checkpoint: Path) -> None:
+def test_all_symlinks_out_of_directory_are_listed(checkpoint: Path) -> None:
     for name in (CONFIG, WEIGHTS):
         move_out(checkpoint, name, checkpoint.parent / "elsewhere" / name)
     with pytest.raises(CheckpointError) as caught:
@@ -64,7 +64,7 @@ def test_all_links_out_of_the_directory_are_listed(checkpoint: Path) -> None:
     assert "if you trust them" in str(caught.value)
 
 
-def test_a_chat_template_elsewhere(checkpoint: Path) -> None:
+def test_symlinked_chat_template_raises(checkpoint: Path) -> None:
     (checkpoint.parent / "secret").write_text("x")
     (checkpoint / "additional_chat_templates").mkdir()
     (checkpoint / "additional_chat_templates" / "tools.jinja").symlink_to(checkpoint.parent / "secret")
@@ -72,7 +72,7 @@ def test_a_chat_template_elsewhere(checkpoint: Path) -> None:
         load_tokenizer(checkpoint)
 
 
-def test_a_shard_in_a_directory_that_is_elsewhere(llama_shards: Path, tmp_path: Path) -> None:
+def test_shards_in_symlinked_directory_raise(llama_shards: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(llama_shards, tmp_path / "checkpoint"))
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"model-', '"shards/model-'))
@@ -84,7 +84,7 @@ def test_a_shard_in_a_directory_that_is_elsewhere(llama_shards: Path, tmp_path: 
         CheckpointFiles(folder)
 
 
-def test_links_inside_the_directory(checkpoint: Path) -> None:
+def test_symlinks_inside_directory_load(checkpoint: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
     for name in (CONFIG, WEIGHTS):
         move_out(checkpoint, name, checkpoint / "files" / name)
@@ -93,7 +93,7 @@ def test_links_inside_the_directory(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("subfolder", ["", "part"])
-def test_the_cache_of_the_hub(subfolder: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_hub_cache_symlinks_load(subfolder: str, checkpoint: Path, tmp_path: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
     repository = tmp_path / "models--owner--name"
     snapshot = repository / "snapshots" / "abc"
@@ -110,19 +110,19 @@ def test_the_cache_of_the_hub(subfolder: str, checkpoint: Path, tmp_path: Path) 
         AutoModelForCausalLM.from_pretrained(snapshot, subfolder=subfolder)
 
 
-def test_a_link_to_the_directory_itself(checkpoint: Path, tmp_path: Path) -> None:
+def test_symlink_to_checkpoint_directory_loads(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(checkpoint)
     AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
 
 
-def test_links_that_nothing_reads(checkpoint: Path, tmp_path: Path) -> None:
+def test_symlinks_of_unread_files_are_ignored(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (checkpoint / "logs").symlink_to(tmp_path / "logs")
     (checkpoint / "optimizer.pt").symlink_to(tmp_path / "absent")
     AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
-def test_a_gguf_file_elsewhere(tmp_path: Path) -> None:
+def test_symlinked_gguf_file_raises(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "model.gguf").symlink_to(tmp_path / "absent.gguf")
     (tmp_path / "absent.gguf").write_bytes(b"GGUF")
@@ -130,7 +130,7 @@ def test_a_gguf_file_elsewhere(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
 
 
-def test_a_link_in_a_circle(checkpoint: Path) -> None:
+def test_circular_symlink_raises(checkpoint: Path) -> None:
     (checkpoint / GENERATION).unlink()
     (checkpoint / GENERATION).symlink_to(GENERATION)
     (checkpoint / WEIGHTS).unlink()
@@ -139,7 +139,7 @@ def test_a_link_in_a_circle(checkpoint: Path) -> None:
         AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
-def test_a_tokenizer_of_the_directory_still_loads(checkpoint: Path) -> None:
+def test_tokenizer_in_directory_loads(checkpoint: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 

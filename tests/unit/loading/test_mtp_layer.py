@@ -21,7 +21,7 @@ from nrl_models.testing.mtp_weights import mtp_tensors
 
 NUMBERED, PREFIXED, LATENTS = "Glm4MoeForCausalLM", "Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"
 ALL = [NUMBERED, PREFIXED, LATENTS, "Glm4MoeLiteForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
-WORDS = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 def mtp_layer_tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -30,26 +30,26 @@ def mtp_layer_tensors(model: Any) -> dict[str, torch.Tensor]:
     Args:
         model: A model of a family with an `mtp_form`. Its last decoder layer with `self_attn` is the template.
     """
-    own = model.state_dict_adapter.to_hf(model.state_dict())
+    hub_state = model.state_dict_adapter.to_hf(model.state_dict())
     parts = MTPParts.of(model.mtp_form, MTPNames(model).first)
-    of_layers = [name for name in own if name.startswith("model.") and ".self_attn." in name]
-    (like,) = re.findall(r"^model\.(?:language_model\.)?layers\.\d+\.", of_layers[-1])
+    attention_names = [name for name in hub_state if name.startswith("model.") and ".self_attn." in name]
+    (like,) = re.findall(r"^model\.(?:language_model\.)?layers\.\d+\.", attention_names[-1])
     width = model.config.hidden_size
-    made = {
+    tensors = {
         parts.layer + name.removeprefix(like): 0.1 * torch.randn_like(tensor)
-        for name, tensor in own.items()
+        for name, tensor in hub_state.items()
         if name.startswith(like)
     }
     for part in (parts.embedding_norm, parts.hidden_norm, parts.norm):
-        made[f"{part}.weight"] = 1 + 0.1 * torch.randn(width, dtype=model.dtype)
-    made[f"{parts.joint}.weight"] = torch.randn(width, 2 * width, dtype=model.dtype) / width**0.5
+        tensors[f"{part}.weight"] = 1 + 0.1 * torch.randn(width, dtype=model.dtype)
+    tensors[f"{parts.joint}.weight"] = torch.randn(width, 2 * width, dtype=model.dtype) / width**0.5
     for part, embeddings in (
         (parts.input, model.get_input_embeddings()),
         (parts.output, model.get_output_embeddings()),
     ):
         if part:
-            made[f"{part}.weight"] = embeddings.weight.detach().clone()
-    return made
+            tensors[f"{part}.weight"] = embeddings.weight.detach().clone()
+    return tensors
 
 
 def published(architecture: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -74,11 +74,11 @@ def read(folder: Path) -> Any:
     ).eval()  # fmt: skip
 
 
-def last_hidden(model: Any, words: torch.Tensor = WORDS, **options: Any) -> torch.Tensor:
-    return model(words, output_hidden_states=True, **options).hidden_states[-1]
+def last_hidden(model: Any, input_ids: torch.Tensor = TOKENS, **options: Any) -> torch.Tensor:
+    return model(input_ids, output_hidden_states=True, **options).hidden_states[-1]
 
 
-def by_hand(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Tensor:
+def reference_logits(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Tensor:
     """Compute the logits with transformers' own decoder class, which has the layer as an additional layer."""
     parts, number = MTPParts.of(model.mtp_form, MTPNames(model).first), model.config.num_hidden_layers
     config = copy.deepcopy(model.config)
@@ -86,12 +86,12 @@ def by_hand(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Ten
     for key, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
         if getattr(config, key, None):
             setattr(config, key, [*getattr(config, key), kind])
-    one_more = {
+    extra_layer = {
         name.replace(parts.layer, f"model.layers.{number}."): tensor
         for name, tensor in mtp.items()
         if name.startswith(parts.layer) and name.removesuffix(".weight") not in parts.others
     }
-    edit_weights(folder, lambda tensors: [tensors.pop(name) for name in mtp] and tensors.update(one_more))
+    edit_weights(folder, lambda tensors: [tensors.pop(name) for name in mtp] and tensors.update(extra_layer))
     reference = type(model).reference_class()
     decoder = reference.from_pretrained(
         folder, config=config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
@@ -102,7 +102,7 @@ def by_hand(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Ten
         module.weight.data.copy_(mtp[f"{name}.weight"])
         return module(values)
 
-    embeddings = decoder.embed_tokens(WORDS[:, 1:-1])
+    embeddings = decoder.embed_tokens(TOKENS[:, 1:-1])
     if parts.input:
         embeddings[:, 0] = 0.0
     joined = torch.cat(
@@ -124,19 +124,19 @@ def by_hand(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Ten
 
 
 @pytest.mark.parametrize("architecture", ALL)
-def test_it_computes_what_transformers_layer_would(architecture: str, tmp_path: Path) -> None:
+def test_mtp_layer_matches_transformers_decoder_layer(architecture: str, tmp_path: Path) -> None:
     model, mtp = loaded(architecture, tmp_path / "published")
     layer = MTPLayer(model)
     with torch.no_grad():
-        found = layer(last_hidden(model), WORDS)
-        expected = by_hand(model, mtp, tmp_path / "published")
-    torch.testing.assert_close(found.logits, expected, rtol=1e-5, atol=1e-5)
-    loss = F.cross_entropy(expected.flatten(0, 1).float(), WORDS[:, 2:].flatten())
-    torch.testing.assert_close(found.loss, loss, rtol=1e-5, atol=1e-6)
+        output = layer(last_hidden(model), TOKENS)
+        expected = reference_logits(model, mtp, tmp_path / "published")
+    torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)
+    loss = F.cross_entropy(expected.flatten(0, 1).float(), TOKENS[:, 2:].flatten())
+    torch.testing.assert_close(output.loss, loss, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("architecture", [NUMBERED, PREFIXED])
-def test_its_weights_are_saved_and_exported_as_they_are_trained(architecture: str, tmp_path: Path) -> None:
+def test_trained_weights_are_saved_and_exported(architecture: str, tmp_path: Path) -> None:
     model, mtp = loaded(architecture, tmp_path / "published")
     before, names = model.state_dict(), [name for name, _ in model.named_parameters()]
     layer = MTPLayer(model)
@@ -146,13 +146,13 @@ def test_its_weights_are_saved_and_exported_as_they_are_trained(architecture: st
     losses = []
     for _ in range(8):
         optimizer.zero_grad()
-        loss = layer(last_hidden(model), WORDS).loss
+        loss = layer(last_hidden(model), TOKENS).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
     assert [name for name, _ in model.named_parameters()] == names
-    assert all(parameter.grad is None for parameter in model.parameters()), "it trains the layer alone"
+    assert all(parameter.grad is None for parameter in model.parameters()), "only the MTP layer is trained"
     assert_same(model.state_dict(), before)
 
     exported = dict(adapter.iter_export(model))
@@ -161,19 +161,21 @@ def test_its_weights_are_saved_and_exported_as_they_are_trained(architecture: st
     embeddings = {f"{part}.weight" for part in (parts.input, parts.output) if part}
     corrections = {name for name in mtp if name.endswith("e_score_correction_bias")}  # buffers
     assert {name for name in mtp if torch.equal(exported[name], mtp[name])} == embeddings | corrections
-    assert_same({name: exported[name] for name in exported.keys() - mtp.keys()}, dict(stored_own(tmp_path, mtp)))
+    assert_same(
+        {name: exported[name] for name in exported.keys() - mtp.keys()}, dict(stored_without_mtp(tmp_path, mtp))
+    )
     model.save_pretrained(tmp_path / "again")
     again = read(tmp_path / "again")
     with torch.no_grad():
-        same = MTPLayer(again)(last_hidden(again), WORDS).loss, layer(last_hidden(model), WORDS).loss
+        same = MTPLayer(again)(last_hidden(again), TOKENS).loss, layer(last_hidden(model), TOKENS).loss
     torch.testing.assert_close(*same)
 
 
-def stored_own(folder: Path, mtp: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def stored_without_mtp(folder: Path, mtp: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in stored(folder / "published").items() if name not in mtp}
 
 
-def test_embeddings_that_the_model_trains_are_exported(tmp_path: Path) -> None:
+def test_export_has_trained_output_embedding(tmp_path: Path) -> None:
     model, _ = loaded(NUMBERED, tmp_path)
     MTPLayer(model)
     with torch.no_grad():
@@ -182,7 +184,7 @@ def test_embeddings_that_the_model_trains_are_exported(tmp_path: Path) -> None:
     assert torch.equal(exported[f"model.layers.{MTPNames(model).first}.shared_head.head.weight"], model.lm_head.weight)
 
 
-def test_copies_have_what_it_was_when_they_were_made(tmp_path: Path) -> None:
+def test_copies_are_independent_of_later_training(tmp_path: Path) -> None:
     model, mtp = loaded(PREFIXED, tmp_path)
     layer = MTPLayer(model)
     file = io.BytesIO()
@@ -197,52 +199,57 @@ def test_copies_have_what_it_was_when_they_were_made(tmp_path: Path) -> None:
     assert not dict(model.state_dict_adapter.iter_export(model))["mtp.fc.weight"].any()
 
 
-def test_the_loss_may_train_the_model(tmp_path: Path) -> None:
+def test_loss_through_model_trains_the_model(tmp_path: Path) -> None:
     model, _ = loaded(PREFIXED, tmp_path)
     model.requires_grad_(False)
     layer = MTPLayer(model)
-    assert all(parameter.requires_grad for parameter in layer.parameters()), "what is frozen is the model"
+    assert all(parameter.requires_grad for parameter in layer.parameters()), "only the model is frozen"
     model.requires_grad_(True)
-    layer(last_hidden(model), WORDS, through_model=True).loss.backward()
+    layer(last_hidden(model), TOKENS, through_model=True).loss.backward()
     for part in (model.lm_head, model.model.embed_tokens, model.model.layers[0], layer):
         assert all(parameter.grad is not None for parameter in part.parameters())
 
 
 @pytest.mark.parametrize("architecture", [NUMBERED, PREFIXED])
-def test_padding_changes_nothing(architecture: str, tmp_path: Path) -> None:
+def test_padding_does_not_change_loss_or_logits(architecture: str, tmp_path: Path) -> None:
     model, _ = loaded(architecture, tmp_path)
     layer = MTPLayer(model)
-    alone = layer(last_hidden(model, WORDS[:1]), WORDS[:1])
+    alone = layer(last_hidden(model, TOKENS[:1]), TOKENS[:1])
     for before, after in ((0, 5), (3, 0)):
-        words = F.pad(WORDS[:1], (before, after), value=7)
-        mask = F.pad(torch.ones_like(WORDS[:1]), (before, after))
+        input_ids = F.pad(TOKENS[:1], (before, after), value=7)
+        mask = F.pad(torch.ones_like(TOKENS[:1]), (before, after))
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        for given in ({}, {"position_ids": positions}):
-            found = layer(last_hidden(model, words, attention_mask=mask, **given), words, attention_mask=mask, **given)
-            torch.testing.assert_close(found.loss, alone.loss, rtol=1e-6, atol=1e-7)
+        for position_kwargs in ({}, {"position_ids": positions}):
+            output = layer(
+                last_hidden(model, input_ids, attention_mask=mask, **position_kwargs),
+                input_ids,
+                attention_mask=mask,
+                **position_kwargs,
+            )
+            torch.testing.assert_close(output.loss, alone.loss, rtol=1e-6, atol=1e-7)
             end = before + alone.logits.shape[1]
-            torch.testing.assert_close(found.logits[:, before:end], alone.logits, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(output.logits[:, before:end], alone.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_documents_and_labels(tmp_path: Path) -> None:
     model, _ = loaded(NUMBERED, tmp_path)
     layer = MTPLayer(model)
-    rows = [WORDS[:1, :7], WORDS[1:, :5]]
+    rows = [TOKENS[:1, :7], TOKENS[1:, :5]]
     packed, positions = torch.cat(rows, 1), torch.cat([torch.arange(7), torch.arange(5)])[None]
-    found = layer(last_hidden(model, packed, position_ids=positions), packed, position_ids=positions)
+    output = layer(last_hidden(model, packed, position_ids=positions), packed, position_ids=positions)
     alone = [layer(last_hidden(model, row), row) for row in rows]
-    torch.testing.assert_close(found.logits[:, :5], alone[0].logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.logits[:, 7:], alone[1].logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.loss, (5 * alone[0].loss + 3 * alone[1].loss) / 8, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(output.logits[:, :5], alone[0].logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.logits[:, 7:], alone[1].logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.loss, (5 * alone[0].loss + 3 * alone[1].loss) / 8, rtol=1e-5, atol=1e-7)
     labels = rows[0].clone()
     labels[:, :4] = -100
-    chosen = F.cross_entropy(alone[0].logits[0, 2:].float(), rows[0][0, 4:])
-    torch.testing.assert_close(layer(last_hidden(model, rows[0]), rows[0], labels=labels).loss, chosen)
-    nothing = layer(last_hidden(model, rows[0]), rows[0], labels=torch.full_like(labels, -100)).loss
-    assert nothing == 0.0
+    labeled_loss = F.cross_entropy(alone[0].logits[0, 2:].float(), rows[0][0, 4:])
+    torch.testing.assert_close(layer(last_hidden(model, rows[0]), rows[0], labels=labels).loss, labeled_loss)
+    masked_loss = layer(last_hidden(model, rows[0]), rows[0], labels=torch.full_like(labels, -100)).loss
+    assert masked_loss == 0.0
 
 
-def test_it_computes_with_the_models_kernels(tmp_path: Path) -> None:
+def test_mtp_layer_uses_attn_implementation_of_model(tmp_path: Path) -> None:
     folder, _ = published(NUMBERED, tmp_path)
     for attention in ("eager", "sdpa"):
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
@@ -254,7 +261,7 @@ def test_it_computes_with_the_models_kernels(tmp_path: Path) -> None:
 # Errors
 
 
-def test_what_cannot_be_trained_says_why(tmp_path: Path) -> None:
+def test_untrainable_mtp_layer_raises(tmp_path: Path) -> None:
     folder, _ = published(NUMBERED, tmp_path / "numbered")
     without = AutoModelForCausalLM.from_pretrained(folder, mtp="drop")
     with pytest.raises(UnknownArgumentError, match="loaded without MTP weights"):
@@ -267,10 +274,10 @@ def test_what_cannot_be_trained_says_why(tmp_path: Path) -> None:
     with pytest.raises(UnknownArgumentError, match="MiMoV2FlashForCausalLM: its MTP layers cannot be trained here"):
         MTPLayer(mimo)
     with pytest.raises(ValueError, match=r"as of hidden_states \(2, 12\), with at least three tokens"):
-        MTPLayer(AutoModelForCausalLM.from_pretrained(folder))(torch.zeros(2, 12, 64), WORDS[:, :5])
+        MTPLayer(AutoModelForCausalLM.from_pretrained(folder))(torch.zeros(2, 12, 64), TOKENS[:, :5])
 
 
-def test_images_are_refused(tmp_path: Path) -> None:
+def test_vision_language_model_raises(tmp_path: Path) -> None:
     architecture = "Qwen3_5ForConditionalGeneration"
     reference = FamilyCase(registry.model_class(architecture)).reference()
     reference.save_pretrained(tmp_path)
@@ -279,7 +286,7 @@ def test_images_are_refused(tmp_path: Path) -> None:
         MTPLayer(registry.model_class(architecture).from_pretrained(tmp_path))
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_error_lists_mismatched_decoder_tensors(tmp_path: Path) -> None:
     folder, mtp = published(NUMBERED, tmp_path)
     layer = "model.layers.2."
     assert f"{layer}self_attn.q_proj.weight" in mtp
@@ -298,7 +305,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_parts_around_the_layer_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_error_lists_mismatched_norms_and_heads(tmp_path: Path) -> None:
     folder, _ = published(NUMBERED, tmp_path)
     layer = "model.layers.2."
 

@@ -57,7 +57,7 @@ def export(model: Any, **options: Any) -> dict[str, torch.Tensor]:
 # Kept weights
 
 
-def test_the_model_computes_and_trains_without_them(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_mtp_weights_are_not_parameters(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, mtp = published
     model, without = (AutoModelForCausalLM.from_pretrained(folder, mtp=choice) for choice in ("keep", "drop"))
     assert_same(model.state_dict(), without.state_dict())
@@ -66,7 +66,7 @@ def test_the_model_computes_and_trains_without_them(published: tuple[Path, dict[
     assert not kept_by(without)
 
 
-def test_another_dtype_and_another_format_leave_them_as_they_were(
+def test_save_options_do_not_change_mtp_weights(
     published: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, mtp = published
@@ -78,22 +78,22 @@ def test_another_dtype_and_another_format_leave_them_as_they_were(
 
 
 @pytest.mark.parametrize("max_bytes", [None, 2**12])
-def test_they_are_exported_last_and_only_under_the_hubs_names(
+def test_mtp_weights_are_exported_last_with_hub_names(
     published: tuple[Path, dict[str, torch.Tensor]], max_bytes: int | None
 ) -> None:
     folder, mtp = published
     model = AutoModelForCausalLM.from_pretrained(folder)
-    sent = export(model, max_bytes=max_bytes)
+    exported = export(model, max_bytes=max_bytes)
     names = [name for name, _, _ in model.state_dict_adapter.export_plan()]
-    assert list(sent) == names
+    assert list(exported) == names
     assert set(names[-len(mtp) :]) == set(mtp)
-    assert_same({name: sent[name] for name in mtp}, mtp)
+    assert_same({name: exported[name] for name in mtp}, mtp)
     in_memory = [name for name, _, _ in model.state_dict_adapter.export_plan(layout="transformers")]
     assert in_memory == list(export(model, layout="transformers", max_bytes=max_bytes))
     assert not mtp.keys() & set(in_memory)
 
 
-def copied(model: nn.Module) -> nn.Module:
+def deep_copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
@@ -110,21 +110,21 @@ def merged(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, config).merge_and_unload()
 
 
-@pytest.mark.parametrize("change", [copied, pickled, merged])
-def test_they_stay_with_the_model(
+@pytest.mark.parametrize("change", [deep_copied, pickled, merged])
+def test_mtp_weights_survive_copies_and_merges(
     change: Callable[[nn.Module], Any], published: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, mtp = published
     model = change(AutoModelForCausalLM.from_pretrained(folder))
-    sent = export(model)
-    assert_same({name: sent[name] for name in mtp}, mtp)
+    exported = export(model)
+    assert_same({name: exported[name] for name in mtp}, mtp)
     model.save_pretrained(tmp_path / "again")
     saved = stored(tmp_path / "again")
     assert_same({name: saved[name] for name in mtp}, mtp)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.bfloat16])
-def test_stored_tensors_are_pickled_by_every_pickler(dtype: torch.dtype) -> None:
+def test_kept_tensor_pickling(dtype: torch.dtype) -> None:
     """torch cannot unpickle a float8 tensor, which Ray and cloudpickle would send."""
     values = torch.tensor([[0.5, 2.0], [1.0, 4.0]]).to(dtype)
     spec = TensorSpec((2, 2), torch.bfloat16)
@@ -140,7 +140,7 @@ def test_stored_tensors_are_pickled_by_every_pickler(dtype: torch.dtype) -> None
         assert copied.stored[1] == 2.0
 
 
-def test_an_engine_without_them_takes_the_export(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_refit_of_engine_without_mtp_weights(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, mtp = published
     model = AutoModelForCausalLM.from_pretrained(folder)
     report = HFEngine.start(folder).refit(model.state_dict_adapter.iter_export(model))
@@ -149,14 +149,14 @@ def test_an_engine_without_them_takes_the_export(published: tuple[Path, dict[str
 
 
 @pytest.mark.parametrize("architecture", ["NemotronH_Omni_Reasoning_V3", "KimiVLForConditionalGeneration"])
-def test_weights_of_a_language_model_inside_are_kept(architecture: str, tmp_path: Path) -> None:
+def test_mtp_weights_of_nested_language_model_are_kept(architecture: str, tmp_path: Path) -> None:
     """The inner class, not the outer one, defines their names or has the output embeddings."""
     folder, mtp = with_mtp(architecture, tmp_path / "published")
     model = registry.model_class(architecture).from_pretrained(folder)
     assert_same({name: kept.read() for name, kept in kept_by(model).items()}, mtp)
 
 
-def test_layers_of_a_model_inside_are_found(tmp_path: Path) -> None:
+def test_mtp_layers_of_nested_config_are_kept(tmp_path: Path) -> None:
     """The inner configuration contains the number of layers. Without a number there are no MTP layers."""
     folder, mtp = with_mtp("Step3p7ForConditionalGeneration", tmp_path / "step", text_config=STEP)
     assert {name.partition(".eh_proj")[0] for name in mtp if "eh_proj" in name} == {"layers.2", "layers.3"}
@@ -172,16 +172,16 @@ STEP = {"num_nextn_predict_layers": 2}
 # Other weights
 
 
-def test_dropping_is_said_once(published: tuple[Path, dict[str, torch.Tensor]], caplog: Any, tmp_path: Path) -> None:
+def test_mtp_drop_logs_once(published: tuple[Path, dict[str, torch.Tensor]], caplog: Any, tmp_path: Path) -> None:
     folder, mtp = published
     model = AutoModelForCausalLM.from_pretrained(folder, mtp="drop")
-    (said,) = [record.message for record in caplog.records if "multi-token" in record.message]
-    assert f"{len(mtp)} tensors of multi-token prediction" in said
-    assert "mtp='drop'" in said
+    (message,) = [record.message for record in caplog.records if "multi-token" in record.message]
+    assert f"{len(mtp)} tensors of multi-token prediction" in message
+    assert "mtp='drop'" in message
     assert not mtp.keys() & export(model).keys()
 
 
-def test_a_base_model_leaves_them_out_with_the_head(
+def test_base_model_skips_mtp_weights(
     published: tuple[Path, dict[str, torch.Tensor]], caplog: Any, tmp_path: Path
 ) -> None:
     folder, mtp = published
@@ -194,7 +194,7 @@ def test_a_base_model_leaves_them_out_with_the_head(
 
 
 @since("5.14")
-def test_none_where_some_are_announced_is_said(numbered: Path, caplog: Any) -> None:
+def test_missing_declared_mtp_weights_are_logged(numbered: Path, caplog: Any) -> None:
     edit_weights(numbered, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.2." in name])
     model = AutoModelForCausalLM.from_pretrained(numbered)
     assert "declares 1 layers of multi-token prediction (num_nextn_predict_layers), but has none" in caplog.text
@@ -202,39 +202,39 @@ def test_none_where_some_are_announced_is_said(numbered: Path, caplog: Any) -> N
 
 
 @pytest.mark.parametrize("value", ["train", "", True])
-def test_another_choice_is_refused(numbered: Path, value: Any) -> None:
+def test_invalid_mtp_value_raises(numbered: Path, value: Any) -> None:
     with pytest.raises(UnknownArgumentError, match=r"mtp=.*expected one of 'keep', 'drop'"):
         AutoModelForCausalLM.from_pretrained(numbered, mtp=value)
 
 
-def test_some_of_the_announced_layers_are_refused(numbered: Path) -> None:
+def test_incomplete_mtp_layers_raise(numbered: Path) -> None:
     edit_config(numbered, num_nextn_predict_layers=2)
     with pytest.raises(CheckpointError, match=r"declares 2 MTP layers, and the checkpoint has number 2 only"):
         AutoModelForCausalLM.from_pretrained(numbered)
     assert not kept_by(AutoModelForCausalLM.from_pretrained(numbered, mtp="drop"))
 
 
-def test_a_decoder_layer_too_many_is_none(numbered: Path) -> None:
+def test_mtp_layer_without_projection_raises(numbered: Path) -> None:
     """The layer has the index of an MTP layer, but no projection that combines hidden states and embeddings."""
     edit_weights(numbered, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.2\.enorm\.weight"):
         AutoModelForCausalLM.from_pretrained(numbered)
 
 
-def test_layers_beyond_the_announced_are_unexpected(numbered: Path) -> None:
+def test_undeclared_mtp_layers_raise(numbered: Path) -> None:
     edit_weights(numbered, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2)}))
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.3\.eh_proj\.weight"):
         AutoModelForCausalLM.from_pretrained(numbered)
 
 
-def test_the_published_number_is_of_no_other_model(numbered: Path) -> None:
-    """transformers ignores `model.layers.92` and `46` of any GLM-4.5, with or without an MTP layer."""
+def test_unrelated_layer_number_raises(numbered: Path) -> None:
+    """transformers ignores `model.layers.92` and `model.layers.46` of any GLM-4.5 checkpoint."""
     edit_weights(numbered, lambda tensors: tensors.update({"model.layers.92.mlp.up_proj.weight": torch.ones(2)}))
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.92"):
         AutoModelForCausalLM.from_pretrained(numbered)
 
 
-def test_an_adapter_of_a_model_that_lost_them_is_refused(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_export_after_losing_mtp_weights_raises(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, mtp = published
     model = AutoModelForCausalLM.from_pretrained(folder)
     adapter = model.state_dict_adapter
@@ -244,7 +244,7 @@ def test_an_adapter_of_a_model_that_lost_them_is_refused(published: tuple[Path, 
     assert not mtp.keys() & {name for name, _, _ in model.state_dict_adapter.export_plan()}
 
 
-def test_state_dict_with_hub_names_replaces_them(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_load_state_dict_replaces_mtp_weights(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, mtp = published
     model = AutoModelForCausalLM.from_pretrained(folder)
     name = next(iter(mtp))
@@ -262,10 +262,10 @@ def test_state_dict_with_hub_names_replaces_them(published: tuple[Path, dict[str
     assert torch.equal(kept_by(model)[name].read(), torch.full_like(mtp[name], 3.0))
 
 
-# Bugs that the generated test must find
+# Bugs that the generated test must detect
 
 
-def a_tensor_less(files: Any, keys: Any, *rest: Any, **options: Any) -> Any:
+def kept_from_without_first(files: Any, keys: Any, *rest: Any, **options: Any) -> Any:
     return kept_tensors.kept_from(files, list(keys)[1:], *rest, **options)
 
 
@@ -274,11 +274,11 @@ def read_as_noise(kept: KeptTensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bug", ["dropped", "random"])
-def test_the_generated_test_finds(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_generated_test_detects_bug(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from nrl_models.testing.suite.test_files import test_mtp_weights_are_kept as generated
 
     if bug == "dropped":
-        monkeypatch.setattr("nrl_models.loading.weights.kept_from", a_tensor_less)
+        monkeypatch.setattr("nrl_models.loading.weights.kept_from", kept_from_without_first)
     else:
         monkeypatch.setattr(KeptTensor, "read", read_as_noise)
     with pytest.raises(AssertionError):
@@ -288,7 +288,7 @@ def test_the_generated_test_finds(bug: str, monkeypatch: pytest.MonkeyPatch, tmp
 # Saving a changed model
 
 
-def test_copies_of_embeddings_of_another_size_are_refused(numbered: Path, tmp_path: Path) -> None:
+def test_saving_stale_embedding_copies_raises(numbered: Path, tmp_path: Path) -> None:
     norm = next(name for name in stored(numbered) if name.endswith("shared_head.norm.weight"))
     copy_name = norm.replace("shared_head.norm", "embed_tokens")
     edit_weights(numbered, lambda tensors: tensors.update({copy_name: torch.zeros(512, 256, dtype=torch.bfloat16)}))
@@ -300,7 +300,7 @@ def test_copies_of_embeddings_of_another_size_are_refused(numbered: Path, tmp_pa
     assert [problem.subject for problem in caught.value.problems] == [copy_name]
 
 
-def test_numbers_that_no_longer_follow_the_decoder_are_refused(numbered: Path, tmp_path: Path) -> None:
+def test_saving_stale_mtp_layer_numbers_raises(numbered: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(numbered)
     model.model.layers = model.model.layers[:-1]
     model.config.num_hidden_layers -= 1
@@ -312,7 +312,7 @@ def test_numbers_that_no_longer_follow_the_decoder_are_refused(numbered: Path, t
 # Names
 
 
-def test_every_family_whose_checkpoints_have_them_is_known() -> None:
+def test_mtp_families_are_known() -> None:
     """Families that vLLM 0.32 uses for drafting (its `*_mtp` models), if transformers has them."""
     families = [
         *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Ernie4_5_MoeForCausalLM"),
@@ -327,10 +327,10 @@ def test_every_family_whose_checkpoints_have_them_is_known() -> None:
         assert MTPNames(model).known, architecture
 
 
-def test_inspect_says_which(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_inspect_reports_mtp_weights(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, mtp = published
-    found = inspect(folder)
-    assert found.mtp_tensors == len(mtp)
-    assert found.mtp_bytes == sum(tensor.nbytes for tensor in mtp.values())
-    announced = json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers", 0)
-    assert found.mtp_announced == announced
+    inspection = inspect(folder)
+    assert inspection.mtp_tensors == len(mtp)
+    assert inspection.mtp_bytes == sum(tensor.nbytes for tensor in mtp.values())
+    declared = json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers", 0)
+    assert inspection.mtp_announced == declared

@@ -44,28 +44,28 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def body_of(folder: Path) -> dict[str, torch.Tensor]:
+def base_model_state(folder: Path) -> dict[str, torch.Tensor]:
     """Load transformers' base model of a checkpoint."""
     return dict(transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).state_dict())
 
 
 @pytest.mark.parametrize("architectures", [["BertForMaskedLM"], ["BertForPreTraining"], None])
-def test_a_base_model_of_a_file_with_other_heads(bert: Path, architectures: list[str] | None) -> None:
+def test_base_model_from_checkpoint_with_other_heads(bert: Path, architectures: list[str] | None) -> None:
     edit_config(bert, architectures=architectures)
     model, info = AutoModel.from_pretrained(bert, dtype=torch.float32, output_loading_info=True)
-    assert_same(hf_tensors(model), body_of(bert))
+    assert_same(hf_tensors(model), base_model_state(bert))
     assert info["unexpected_keys"] == {name for name in stored(bert) if name.startswith("cls.")} != set()
 
 
 @pytest.mark.parametrize("architectures", [["T5ForConditionalGeneration"], None])
-def test_parts_of_a_translation_model_with_its_own_head(architectures: list[str] | None, tmp_path: Path) -> None:
+def test_t5_base_model_and_classifier_from_untied_head(architectures: list[str] | None, tmp_path: Path) -> None:
     new_model(tiny_config(T5Config), "ForConditionalGeneration").save_pretrained(tmp_path)
     edit_weights(
         tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones_like(tensors["shared.weight"])})
     )
     edit_config(tmp_path, architectures=architectures)
     model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
-    assert_same(hf_tensors(model), body_of(tmp_path))
+    assert_same(hf_tensors(model), base_model_state(tmp_path))
     classifier, info = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, dtype=torch.float32, new_head=True, output_loading_info=True
     )
@@ -75,18 +75,18 @@ def test_parts_of_a_translation_model_with_its_own_head(architectures: list[str]
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["LlamaForSequenceClassification"], None])
 @pytest.mark.parametrize("heads", [["v_head.summary.weight", "v_head.summary.bias"], ["score.weight"]])
-def test_a_base_model_of_a_value_or_reward_model(llama: Path, heads: list[str], architectures: Any) -> None:
+def test_base_model_from_value_or_reward_model(llama: Path, heads: list[str], architectures: Any) -> None:
     added = {name: torch.randn((1, HIDDEN) if name.endswith("weight") else (1,)) for name in heads}
     edit_weights(llama, lambda tensors: tensors.update(added))
     edit_config(llama, architectures=architectures)
     model = AutoModel.from_pretrained(llama, dtype=torch.float32)
-    assert_same(hf_tensors(model), body_of(llama))
+    assert_same(hf_tensors(model), base_model_state(llama))
 
 
 @pytest.mark.parametrize(
     "name", ["model.layers.9.mlp.up_proj.weight", "model.extra.weight", "encoder.layers.0.mlp.w.weight"]
 )
-def test_a_weight_of_the_body_that_nothing_uses_is_an_error(llama: Path, name: str) -> None:
+def test_unused_base_model_weight_raises(llama: Path, name: str) -> None:
     edit_weights(llama, lambda tensors: tensors.update({name: torch.zeros(2, 2), "v_head.weight": torch.zeros(1, 2)}))
     with pytest.raises(CheckpointError, match=rf"unexpected: {name}") as raised:
         AutoModel.from_pretrained(llama)
@@ -96,7 +96,7 @@ def test_a_weight_of_the_body_that_nothing_uses_is_an_error(llama: Path, name: s
 # New heads
 
 
-def test_a_reward_model_of_a_language_model(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reward_model_from_language_model(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The head is initialized as in transformers. All other weights come from the checkpoint."""
     with pytest.raises(CheckpointError, match=r"missing: score\.weight[\s\S]*new_head=True.*score\.weight"):
         AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1)
@@ -108,15 +108,15 @@ def test_a_reward_model_of_a_language_model(llama: Path, caplog: pytest.LogCaptu
     assert info["unexpected_keys"] == {"lm_head.weight"}
     assert "initialized score.weight" in caplog.text
     assert "lm_head" in caplog.text
-    own = hf_tensors(model)
-    head = own.pop("score.weight")
+    state = hf_tensors(model)
+    head = state.pop("score.weight")
     assert head.std().item() == pytest.approx(model.config.initializer_range, rel=0.3)
     expected = stored(llama)
     del expected["lm_head.weight"]
-    assert_same(own, expected)
+    assert_same(state, expected)
 
 
-def test_a_head_that_fits_is_loaded(llama: Path, tmp_path: Path) -> None:
+def test_matching_head_is_loaded(llama: Path, tmp_path: Path) -> None:
     rewards = AutoModelForSequenceClassification.from_pretrained(llama, num_labels=3, new_head=True)
     rewards.save_pretrained(tmp_path / "rewards")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rewards", num_labels=3, new_head=True)
@@ -131,7 +131,7 @@ def test_a_head_that_fits_is_loaded(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["bert.pooler.dense", "bert.pooler.other", "bert.poolers.dense"])
-def test_new_head_skips_parts_that_its_class_leaves_out(bert: Path, part: str) -> None:
+def test_new_head_skips_pooler(bert: Path, part: str) -> None:
     """BERT's token classifiers have no pooler, which the published files have under the base model's prefix."""
     tensors = stored(bert)
     edit_weights(bert, lambda tensors: tensors.update({f"{part}.weight": torch.ones(HIDDEN, HIDDEN)}))
@@ -150,11 +150,11 @@ def test_new_head_skips_parts_that_its_class_leaves_out(bert: Path, part: str) -
     model, info = load()
     skipped = {name for name in tensors if name.startswith(("cls.", "bert.pooler."))}
     assert info["unexpected_keys"] == skipped
-    own = {name: tensor for name, tensor in hf_tensors(model).items() if not name.startswith("classifier.")}
-    assert_same(own, {name: tensor for name, tensor in tensors.items() if name not in skipped})
+    state = {name: tensor for name, tensor in hf_tensors(model).items() if not name.startswith("classifier.")}
+    assert_same(state, {name: tensor for name, tensor in tensors.items() if name not in skipped})
 
 
-def test_a_new_head_excuses_nothing_else(llama: Path) -> None:
+def test_new_head_still_requires_other_weights(llama: Path) -> None:
     edit_weights(llama, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"\(1 problem\)\n  - missing: model\.layers\.0\.mlp\.up_proj\.weight"):
         AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1, new_head=True)
@@ -170,12 +170,12 @@ def test_mismatched_sizes(llama: Path) -> None:
     config = LlamaConfig.from_pretrained(llama, vocab_size=600)
     ours, info = AutoModelForCausalLM.from_pretrained(llama, vocab_size=600, **keywords)
     theirs, expected = transformers.AutoModelForCausalLM.from_pretrained(llama, config=config, **keywords)
-    assert info["mismatched_keys"] == {tuple(found) for found in expected["mismatched_keys"]} != set()
+    assert info["mismatched_keys"] == {tuple(mismatch) for mismatch in expected["mismatched_keys"]} != set()
     new = {name for name, *_ in info["mismatched_keys"]}
-    own, other = hf_tensors(ours), theirs.state_dict()
-    assert {name: tensor.shape for name, tensor in own.items()} == {name: t.shape for name, t in other.items()}
+    state, other = hf_tensors(ours), theirs.state_dict()
+    assert {name: tensor.shape for name, tensor in state.items()} == {name: t.shape for name, t in other.items()}
     assert_same(
-        {name: tensor for name, tensor in own.items() if name not in new},
+        {name: tensor for name, tensor in state.items() if name not in new},
         {name: tensor for name, tensor in other.items() if name not in new},
     )
     edit_weights(llama, lambda tensors: tensors.pop("model.norm.weight"))
@@ -202,7 +202,7 @@ def test_mismatched_sizes_of_tied_embeddings(architecture: str, tmp_path: Path) 
 # State dicts
 
 
-def test_a_state_dict_in_place_of_files(llama: Path) -> None:
+def test_state_dict_argument(llama: Path) -> None:
     config, tensors = LlamaConfig.from_pretrained(llama), stored(llama)
     for path in (None, llama):
         model = AutoModelForCausalLM.from_pretrained(path, config=config, state_dict=tensors, dtype=torch.float32)
@@ -222,14 +222,14 @@ def test_a_state_dict_in_place_of_files(llama: Path) -> None:
         (lambda tensors: tensors.update(x=torch.ones(2, device="meta")), UnknownArgumentError, "state_dict: x"),
     ],
 )
-def test_a_state_dict_that_does_not_fit(llama: Path, change: Any, error: type[Exception], message: str) -> None:
+def test_mismatched_state_dict_raises(llama: Path, change: Any, error: type[Exception], message: str) -> None:
     tensors = stored(llama)
     change(tensors)
     with pytest.raises(error, match=message):
         AutoModelForCausalLM.from_pretrained(None, config=LlamaConfig.from_pretrained(llama), state_dict=tensors)
 
 
-def test_no_path_needs_a_configuration_and_a_state_dict(llama: Path) -> None:
+def test_path_none_requires_config_and_state_dict(llama: Path) -> None:
     for keywords in ({"config": LlamaConfig.from_pretrained(llama)}, {"state_dict": {}}, {}):
         with pytest.raises(UnknownArgumentError, match="pass both config= and state_dict="):
             AutoModelForCausalLM.from_pretrained(None, **keywords)
@@ -238,7 +238,7 @@ def test_no_path_needs_a_configuration_and_a_state_dict(llama: Path) -> None:
 # Files and configurations
 
 
-def test_a_stale_file_next_to_an_index(llama: Path) -> None:
+def test_stale_file_next_to_index_raises(llama: Path) -> None:
     """Equal duplicate weights load. Different ones raise an error that names the file."""
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(llama / "shards", max_shard_size="500KB")
@@ -250,7 +250,7 @@ def test_a_stale_file_next_to_an_index(llama: Path) -> None:
         AutoModelForCausalLM.from_pretrained(llama)
 
 
-def test_layers_with_a_window_need_its_size(tmp_path: Path) -> None:
+def test_sliding_attention_requires_window_size(tmp_path: Path) -> None:
     config = tiny_config(transformers.Qwen2Config, {"layer_types": ["sliding_attention", "full_attention"]})
     new_model(config).save_pretrained(tmp_path)
     edit_config(tmp_path, layer_types=["sliding_attention", "full_attention"], sliding_window=None)
@@ -263,7 +263,7 @@ def test_layers_with_a_window_need_its_size(tmp_path: Path) -> None:
 
 def composites() -> list[str]:
     """Architectures with towers whose configuration transformers maps to a causal LM of its text part."""
-    found = []
+    architectures = []
     for name in registry.architectures(aliases=False):
         if registry.unmet_requirement(name):
             continue
@@ -272,12 +272,12 @@ def composites() -> list[str]:
         text_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
         if text_class is None or text_class.__name__ == name or text_class.config_class is config_class:
             continue
-        found.append(name)
-    return found
+        architectures.append(name)
+    return architectures
 
 
 @pytest.mark.parametrize("architecture", composites())
-def test_the_text_model_of_a_checkpoint_with_towers(
+def test_text_model_from_composite_checkpoint(
     architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = FamilyCase(registry.model_class(architecture), torch.device("cpu"))
@@ -299,13 +299,13 @@ def test_the_text_model_of_a_checkpoint_with_towers(
         torch.testing.assert_close(ours(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits, rtol=0, atol=1e-4)
 
 
-def test_composite_checkpoints_of_three_families_are_tested() -> None:
-    wanted = {"Llama4ForConditionalGeneration", "MllamaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
-    assert {name for name in wanted if not registry.unmet_requirement(name)} <= set(composites())
+def test_composite_architectures_are_found() -> None:
+    expected = {"Llama4ForConditionalGeneration", "MllamaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
+    assert {name for name in expected if not registry.unmet_requirement(name)} <= set(composites())
 
 
 @pytest.mark.integrations
-def test_a_quantized_reward_model_and_base_model(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantized_reward_model_and_base_model(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("bitsandbytes")
     options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "output_loading_info": True}
     with pytest.raises(CheckpointError, match=r"(?s)missing: score\.weight.*new_head=True: it initializes score"):
@@ -336,22 +336,22 @@ def test_classifiers_are_found() -> None:
 
 
 @pytest.mark.parametrize("classifier", sorted(CLASSIFIERS))
-def test_every_classifier_from_its_language_model(classifier: str, tmp_path: Path) -> None:
+def test_classifier_from_language_model(classifier: str, tmp_path: Path) -> None:
     case = FamilyCase(registry.model_class(CLASSIFIERS[classifier]))
     case.reference().save_pretrained(tmp_path)
     options = {"num_labels": 1, "output_loading_info": True}
-    expected, told = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **options)
-    inside = getattr(transformers, classifier).base_model_prefix
-    if body := [name for name in told["missing_keys"] if name.startswith(f"{inside}.")]:  # a pooler
+    expected, expected_info = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **options)
+    base_prefix = getattr(transformers, classifier).base_model_prefix
+    if body := [name for name in expected_info["missing_keys"] if name.startswith(f"{base_prefix}.")]:  # a pooler
         with pytest.raises(CheckpointError, match=f"missing: .*{body[0].rpartition('.')[2]}"):
             AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, new_head=True)
         return
     model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path, new_head=True, **options)
     assert type(model).__name__ == type(expected).__name__
-    assert info["missing_keys"] == told["missing_keys"] != set()
-    assert info["unexpected_keys"] == told["unexpected_keys"]
-    own, theirs = hf_tensors(model), expected.state_dict()
-    for name in told["missing_keys"]:  # other random values of the same distribution
-        deviations = [tensors.pop(name).std(correction=0).item() for tensors in (own, theirs)]
+    assert info["missing_keys"] == expected_info["missing_keys"] != set()
+    assert info["unexpected_keys"] == expected_info["unexpected_keys"]
+    state, theirs = hf_tensors(model), expected.state_dict()
+    for name in expected_info["missing_keys"]:  # other random values of the same distribution
+        deviations = [tensors.pop(name).std(correction=0).item() for tensors in (state, theirs)]
         assert deviations[0] == pytest.approx(deviations[1], rel=0.3)
-    assert_same(own, theirs)
+    assert_same(state, theirs)

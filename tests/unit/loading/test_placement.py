@@ -27,10 +27,10 @@ from nrl_models.testing.case import FamilyCase
 
 def hooks_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the settings of accelerate's hook on each module that transformers also has."""
-    told = ("execution_device", "offload", "io_same_device", "offload_buffers", "skip_keys", "place_submodules")
+    fields = ("execution_device", "offload", "io_same_device", "offload_buffers", "skip_keys", "place_submodules")
     hooks = {name: getattr(module, "_hf_hook", None) for name, module in model.named_modules()}
     return {
-        name: {key: getattr(hook, key) for key in told}
+        name: {key: getattr(hook, key) for key in fields}
         for name, hook in hooks.items()
         if isinstance(hook, AlignDevicesHook)
     }
@@ -49,15 +49,18 @@ def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> tuple[FamilyCase, Path,
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
-def test_a_device_map_is_dispatched_as_transformers_does(
+def test_device_map_hooks_match_transformers(
     gemma3n: tuple[FamilyCase, Path, dict[str, str]], offload_buffers: bool, tmp_path: Path
 ) -> None:
     case, folder, devices = gemma3n
     dispatched = [
-        of.from_pretrained(
-            folder, device_map=devices, offload_folder=tmp_path / of.__module__, offload_buffers=offload_buffers
+        model_class.from_pretrained(
+            folder,
+            device_map=devices,
+            offload_folder=tmp_path / model_class.__module__,
+            offload_buffers=offload_buffers,
         )
-        for of in (case.model_class, case.reference_class)
+        for model_class in (case.model_class, case.reference_class)
     ]
     ours, theirs = map(hooks_of, dispatched)
     common = {name: hook for name, hook in ours.items() if name in theirs}
@@ -78,13 +81,13 @@ def test_a_device_map_is_dispatched_as_transformers_does(
     ],
     ids=str,
 )
-def test_one_device_needs_no_hooks(llama_checkpoint: Path, llama: PreTrainedModel, device_map: Any) -> None:
+def test_single_device_adds_no_hooks(llama_checkpoint: Path, llama: PreTrainedModel, device_map: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, device_map=device_map, max_memory={"cpu": "1GB"})
     assert not hooks_of(model)
     assert_same_model(model, llama)
 
 
-def test_max_memory_sends_the_rest_to_disk(llama_checkpoint: Path, tmp_path: Path, input_ids: torch.Tensor) -> None:
+def test_max_memory_offloads_to_disk(llama_checkpoint: Path, tmp_path: Path, input_ids: torch.Tensor) -> None:
     size = sum(parameter.nbytes for parameter in LlamaForCausalLM.from_pretrained(llama_checkpoint).parameters())
     model = AutoModelForCausalLM.from_pretrained(
         llama_checkpoint, device_map="sequential", max_memory={"cpu": int(size * 0.8)}, offload_folder=tmp_path
@@ -96,7 +99,7 @@ def test_max_memory_sends_the_rest_to_disk(llama_checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("devices", [{"model": "disk", "lm_head": "cpu"}, {"": "disk"}], ids=str)
-def test_two_models_may_share_an_offload_folder(
+def test_shared_offload_folder(
     devices: dict[str, str], llama_checkpoint: Path, folder: Path, tmp_path: Path, input_ids: torch.Tensor
 ) -> None:
     edit_weights(folder, lambda tensors: tensors.update({name: 2 * each for name, each in tensors.items()}))
@@ -110,7 +113,7 @@ def test_two_models_may_share_an_offload_folder(
             torch.testing.assert_close(model(input_ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_modules_on_disk_need_a_folder(llama_checkpoint: Path) -> None:
+def test_disk_offload_without_folder_raises(llama_checkpoint: Path) -> None:
     with pytest.raises(UnknownArgumentError, match="on 'disk': pass offload_folder"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, device_map="sequential", max_memory={"cpu": "100KB"})
 
@@ -131,62 +134,62 @@ class default_device(AbstractContextManager[None]):  # noqa: N801
         torch.set_default_device(None)
 
 
-surrounded = pytest.mark.parametrize("surrounding", [torch.device, default_device])
+with_device_contexts = pytest.mark.parametrize("device_context", [torch.device, default_device])
 
 
-@surrounded
+@with_device_contexts
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, LlamaForCausalLM])
-def test_meta_around_a_load_is_refused_before_anything_is_read(
-    llama_checkpoint: Path, surrounding: Any, model_class: Any, monkeypatch: pytest.MonkeyPatch
+def test_meta_context_raises_before_reading(
+    llama_checkpoint: Path, device_context: Any, model_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reads(*_: object, **__: object) -> None:
         raise AssertionError("read")
 
     monkeypatch.setattr(source, "resolve_folder", reads)
     # The error is also of transformers' type, and contains its message.
-    words = "You are using `from_pretrained` with a meta device context manager"
-    with surrounding("meta"), pytest.raises(RuntimeError, match=words) as caught:
+    message = "You are using `from_pretrained` with a meta device context manager"
+    with device_context("meta"), pytest.raises(RuntimeError, match=message) as caught:
         model_class.from_pretrained(llama_checkpoint)
     assert isinstance(caught.value, DeviceError)
     assert isinstance(caught.value, NRLModelsError)
 
 
-@pytest.mark.parametrize("place", [{"device": "meta"}, {"device_map": "meta"}, {"device_map": {"": "meta"}}], ids=str)
-def test_loading_to_meta_is_refused(llama_checkpoint: Path, place: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "placement", [{"device": "meta"}, {"device_map": "meta"}, {"device_map": {"": "meta"}}], ids=str
+)
+def test_loading_to_meta_raises(llama_checkpoint: Path, placement: dict[str, Any]) -> None:
     with pytest.raises(DeviceError, match="from_config"):
-        AutoModelForCausalLM.from_pretrained(llama_checkpoint, **place)
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, **placement)
 
 
-@surrounded
-@pytest.mark.parametrize("place", [{"device": "cpu"}, {"device_map": "cpu"}], ids=str)
-def test_meta_around_a_load_that_says_where_to(
-    llama_checkpoint: Path, llama: PreTrainedModel, surrounding: Any, place: dict[str, Any]
+@with_device_contexts
+@pytest.mark.parametrize("placement", [{"device": "cpu"}, {"device_map": "cpu"}], ids=str)
+def test_explicit_device_overrides_meta_context(
+    llama_checkpoint: Path, llama: PreTrainedModel, device_context: Any, placement: dict[str, Any]
 ) -> None:
-    with surrounding("meta"):
-        model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **place)
+    with device_context("meta"):
+        model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **placement)
         assert torch.empty(1).is_meta  # the context is still active
     assert_same_model(model, llama)
 
 
-@surrounded
-def test_meta_around_a_new_model_gives_shapes(llama_config: LlamaConfig, surrounding: Any) -> None:
-    with surrounding("meta"):
+@with_device_contexts
+def test_from_config_in_meta_context(llama_config: LlamaConfig, device_context: Any) -> None:
+    with device_context("meta"):
         model = AutoModelForCausalLM.from_config(llama_config)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_a_device_around_a_load_is_where_the_model_goes(
-    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_context_is_the_load_device(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates the device context, and checks the device passed to the weight loader."""
-    told: list[torch.device] = []
+    devices: list[torch.device] = []
 
-    def load(model: PreTrainedModel, files: Any, *, device: torch.device, **how: Any) -> Fit:
-        told.append(device)
-        return load_weights(model, files, **how)
+    def load(model: PreTrainedModel, files: Any, *, device: torch.device, **options: Any) -> Fit:
+        devices.append(device)
+        return load_weights(model, files, **options)
 
     monkeypatch.setattr(pretrained, "load_weights", load)
     monkeypatch.setattr("nrl_models.loading.placement.device_in_context", lambda: torch.device("cuda:1"))
     AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, device="cpu")
-    assert told == [torch.device("cuda:1"), torch.device("cpu")]
+    assert devices == [torch.device("cuda:1"), torch.device("cpu")]

@@ -52,20 +52,20 @@ from nrl_models.testing.tiny import tiny_config
 # The model
 
 
-def test_buffers_are_transformers_own(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_buffers_match_transformers(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     for device in (None, "cpu", torch.device("cpu")):
         model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, device=device)
         assert_same(dict(model.named_buffers()), dict(llama.named_buffers()))
         assert not [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
 
 
-def test_logits_equal_transformers(llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_logits_match_transformers(llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids).logits, llama(input_ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_building_does_not_change_how_others_build(llama_checkpoint: Path) -> None:
+def test_failed_load_leaves_torch_unchanged(llama_checkpoint: Path) -> None:
     register = torch.nn.Module.register_parameter
     AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     with pytest.raises(UnknownArgumentError, match="nonsense"):
@@ -77,7 +77,7 @@ def test_building_does_not_change_how_others_build(llama_checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["loaded", "new"])
-def test_a_model_made_in_inference_mode_trains(is_new: bool, llama_checkpoint: Path) -> None:
+def test_model_from_inference_mode_trains(is_new: bool, llama_checkpoint: Path) -> None:
     with torch.inference_mode():
         if is_new:
             model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(llama_checkpoint))
@@ -89,12 +89,12 @@ def test_a_model_made_in_inference_mode_trains(is_new: bool, llama_checkpoint: P
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_default_dtype_stays(llama_checkpoint: Path) -> None:
+def test_default_dtype_is_unchanged(llama_checkpoint: Path) -> None:
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16)
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_no_random_number_is_drawn(llama_checkpoint: Path) -> None:
+def test_rng_state_is_unchanged(llama_checkpoint: Path) -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def test_no_random_number_is_drawn(llama_checkpoint: Path) -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_the_generation_configuration_comes_along(folder: Path) -> None:
+def test_generation_config_is_loaded(folder: Path) -> None:
     path = folder / "generation_config.json"
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"max_new_tokens": 7, "temperature": 0.3, "do_sample": True})
@@ -113,7 +113,7 @@ def test_the_generation_configuration_comes_along(folder: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.max_new_tokens is None
 
 
-def test_generation_settings_in_a_configuration_of_transformers_4(folder: Path, tmp_path: Path) -> None:
+def test_generation_settings_in_transformers_4_config(folder: Path, tmp_path: Path) -> None:
     settings = {
         "do_sample": True,
         "temperature": 0.6,
@@ -134,16 +134,16 @@ def test_generation_settings_in_a_configuration_of_transformers_4(folder: Path, 
     assert (other_end.eos_token_id, other_end.repetition_penalty) == (5, 1.3)
 
 
-def test_a_subfolder(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_subfolder(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint.parent, subfolder=llama_checkpoint.name)
     assert_same_model(model, llama)
 
 
-def test_the_model_knows_where_it_came_from(llama_checkpoint: Path) -> None:
+def test_name_or_path_is_set(llama_checkpoint: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(llama_checkpoint).name_or_path == str(llama_checkpoint)
 
 
-def test_new_weights_are_those_of_transformers_under_a_seed(llama_config: LlamaConfig) -> None:
+def test_seeded_initialization_matches_transformers(llama_config: LlamaConfig) -> None:
     tensors = []
     for build in (HFLlama._from_config, AutoModelForCausalLM.from_config, LlamaForCausalLM.from_config):
         torch.manual_seed(5)
@@ -152,7 +152,7 @@ def test_new_weights_are_those_of_transformers_under_a_seed(llama_config: LlamaC
         assert_same(hf_tensors(model), tensors[0].state_dict())
 
 
-def test_adopting_rewrites_never_initializes(llama_config: LlamaConfig) -> None:
+def test_initialize_weights_keeps_new_model_values(llama_config: LlamaConfig) -> None:
     for combine in (True, False):
         model = AutoModelForCausalLM.from_config(llama_config, combine=combine)
         with torch.no_grad():
@@ -165,7 +165,7 @@ def test_adopting_rewrites_never_initializes(llama_config: LlamaConfig) -> None:
 # Configuration
 
 
-def test_values_of_the_configuration_may_be_overridden(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_config_overrides(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     options = {"rms_norm_eps": 0.5, "num_labels": 5, "use_cache": False, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **options)
     assert (model.config.rms_norm_eps, model.config.num_labels, model.config.use_cache) == (0.5, 5, False)
@@ -174,14 +174,14 @@ def test_values_of_the_configuration_may_be_overridden(llama_checkpoint: Path, i
         torch.testing.assert_close(model(input_ids).logits, expected(input_ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_values_of_a_nested_configuration(tmp_path: Path) -> None:
+def test_nested_config_overrides(tmp_path: Path) -> None:
     AutoModelForImageTextToText.from_config(tiny_config(Gemma3Config)).save_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, text_config={"rms_norm_eps": 0.5})
     assert model.config.text_config.rms_norm_eps == model.model.language_model.norm.eps == 0.5
     assert model.config.text_config.hidden_size == 256
 
 
-def test_a_given_configuration_is_used_and_not_changed(llama_checkpoint: Path) -> None:
+def test_passed_config_is_not_modified(llama_checkpoint: Path) -> None:
     config = LlamaConfig.from_pretrained(llama_checkpoint, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     before = config.to_dict()
     model = LlamaForCausalLM.from_pretrained(
@@ -207,9 +207,9 @@ def test_a_given_configuration_is_used_and_not_changed(llama_checkpoint: Path) -
         ("to_dict", "unknown keyword to_dict"),
     ],
 )
-@pytest.mark.parametrize("given", [False, True], ids=["loaded", "given"])
-def test_an_unknown_keyword_is_refused(llama_checkpoint: Path, keyword: str, hint: str, given: bool) -> None:
-    config = LlamaConfig.from_pretrained(llama_checkpoint) if given else None
+@pytest.mark.parametrize("pass_config", [False, True], ids=["loaded config", "passed config"])
+def test_unknown_keyword_raises(llama_checkpoint: Path, keyword: str, hint: str, pass_config: bool) -> None:
+    config = LlamaConfig.from_pretrained(llama_checkpoint) if pass_config else None
     with pytest.raises(UnknownArgumentError) as caught:
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, config=config, **{keyword: True})
     assert hint in str(caught.value)
@@ -217,9 +217,9 @@ def test_an_unknown_keyword_is_refused(llama_checkpoint: Path, keyword: str, hin
 
 
 @pytest.mark.parametrize("keyword", ["force_download", "code_revision", "proxies"])
-@pytest.mark.parametrize("given", [False, True], ids=["loaded", "given"])
-def test_keywords_that_transformers_configurations_drop(llama_checkpoint: Path, keyword: str, given: bool) -> None:
-    config = LlamaConfig.from_pretrained(llama_checkpoint) if given else None
+@pytest.mark.parametrize("pass_config", [False, True], ids=["loaded config", "passed config"])
+def test_hub_keywords_raise(llama_checkpoint: Path, keyword: str, pass_config: bool) -> None:
+    config = LlamaConfig.from_pretrained(llama_checkpoint) if pass_config else None
     with pytest.raises(UnknownArgumentError, match=f"^{keyword}: not supported"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, config=config, **{keyword: True})
 
@@ -227,30 +227,30 @@ def test_keywords_that_transformers_configurations_drop(llama_checkpoint: Path, 
 @pytest.mark.parametrize(
     "keyword", ["model_type", "transformers_version", "sub_configs", "use_return_dict", "_name_or_path"]
 )
-def test_an_attribute_that_is_no_value_is_refused(llama_checkpoint: Path, keyword: str) -> None:
+def test_config_attribute_override_raises(llama_checkpoint: Path, keyword: str) -> None:
     with pytest.raises(UnknownArgumentError, match=f"^{keyword}: not a configuration value, because"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, **{keyword: "mixtral"})
 
 
 @pytest.mark.parametrize("values", [{"num_labels": 3}, {"rms_norm_eps": 0.5}, {"architectures": ["LlamaForCausalLM"]}])
-def test_a_value_by_whatever_name_is_taken(llama_checkpoint: Path, values: dict[str, Any]) -> None:
+def test_config_property_overrides(llama_checkpoint: Path, values: dict[str, Any]) -> None:
     config = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **values).config
     assert {name: getattr(config, name) for name in values} == values
 
 
-def test_all_unknown_keywords_are_named(llama_checkpoint: Path) -> None:
+def test_error_lists_all_unknown_keywords(llama_checkpoint: Path) -> None:
     with pytest.raises(UnknownArgumentError, match=r"unknown keywords one, devise \(did you mean device\?\): expected"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, one=1, devise="cpu")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat61", "int8", "float8_e4m3fn", torch.int32, "Tensor", 16])
-def test_a_dtype_that_is_none(llama_checkpoint: Path, dtype: Any) -> None:
+def test_invalid_dtype_raises(llama_checkpoint: Path, dtype: Any) -> None:
     with pytest.raises(UnknownArgumentError, match="expected 'auto' or a floating-point dtype"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=dtype)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", '"llama"', "\xff"])
-def test_a_broken_configuration(folder: Path, content: str) -> None:
+def test_invalid_config_json_raises(folder: Path, content: str) -> None:
     (folder / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
@@ -258,7 +258,7 @@ def test_a_broken_configuration(folder: Path, content: str) -> None:
     assert "is not a JSON object" in str(caught.value)
 
 
-def test_a_missing_configuration(folder: Path) -> None:
+def test_missing_config_raises(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
@@ -266,14 +266,14 @@ def test_a_missing_configuration(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", [None, "no_such_model"])
-def test_a_model_type_that_nobody_knows(folder: Path, model_type: str | None) -> None:
+def test_unknown_model_type_raises(folder: Path, model_type: str | None) -> None:
     edit_config(folder, model_type=model_type)
     for attempt in (AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained, read_config):
         with pytest.raises(UnknownArchitectureError, match=r"neither transformers nor a registered family knows"):
             attempt(folder)
 
 
-def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_repo_offline_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for attempt in (AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained):
         with pytest.raises(CheckpointError) as caught:
@@ -285,7 +285,7 @@ def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path:
 # Family classes
 
 
-def test_a_familys_class_loads_directly(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_family_class_from_pretrained(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     model = LlamaForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.float32, combine=True)
     assert type(model) is LlamaForCausalLM
     assert_same_model(model, llama)
@@ -294,7 +294,7 @@ def test_a_familys_class_loads_directly(llama_checkpoint: Path, llama: PreTraine
 
 
 @pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM])
-def test_a_class_refuses_another_models_configuration(llama_checkpoint: Path, model_class: Any) -> None:
+def test_config_of_another_family_raises(llama_checkpoint: Path, model_class: Any) -> None:
     # Llama's weights fit Mistral, which uses another attention.
     for attempt in (
         lambda: model_class.from_pretrained(llama_checkpoint),
@@ -306,13 +306,13 @@ def test_a_class_refuses_another_models_configuration(llama_checkpoint: Path, mo
         assert f"{model_class.__name__} takes a {model_class.config_class.__name__}" in str(caught.value)
 
 
-def test_a_text_class_takes_the_text_part_of_a_larger_configuration() -> None:
+def test_text_class_uses_text_config() -> None:
     config = tiny_config(Gemma3Config)
     model = Gemma3ForCausalLM.from_config(config)
     assert type(model.config) is type(config.text_config)
 
 
-def test_a_subclass_of_a_configuration_is_fine() -> None:
+def test_config_subclass_is_accepted() -> None:
     class Tuned(Qwen2Config):
         pass
 
@@ -347,13 +347,13 @@ def awq(quantized: Path) -> Path:
     return quantized
 
 
-def test_what_transformers_does_not_find_of_a_quantized_checkpoint(
+def test_quantized_loading_info_raises_checkpoint_error(
     awq: Path, monkeypatch: pytest.MonkeyPatch, llama_config: LlamaConfig
 ) -> None:
-    asked = {}
+    load_options = {}
 
     def load(model_class: type, folder: Path, **options: Any) -> Any:
-        asked.update(options, model_class=model_class)
+        load_options.update(options, model_class=model_class)
         return HFLlama(llama_config), {
             "missing_keys": {"a"},
             "unexpected_keys": set(),
@@ -364,19 +364,23 @@ def test_what_transformers_does_not_find_of_a_quantized_checkpoint(
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(awq, dtype=torch.bfloat16)
     assert {kind for kind, _ in problems(caught.value)} == {"missing", "shape"}
-    assert asked["model_class"] is LlamaForCausalLM
-    assert (asked["dtype"], asked["device_map"], asked["combine"]) == (torch.bfloat16, torch.device("cpu"), False)
+    assert load_options["model_class"] is LlamaForCausalLM
+    assert (load_options["dtype"], load_options["device_map"], load_options["combine"]) == (
+        torch.bfloat16,
+        torch.device("cpu"),
+        False,
+    )
     assert AutoModelForCausalLM.from_pretrained(awq, strict=False)
     # transformers needs the target devices while it loads a quantized model.
     AutoModelForCausalLM.from_pretrained(awq, strict=False, device_map="auto", max_memory={"cpu": "1GB"})
-    assert (asked["device_map"], asked["max_memory"]) == ("auto", {"cpu": "1GB"})
+    assert (load_options["device_map"], load_options["max_memory"]) == ("auto", {"cpu": "1GB"})
 
 
 @pytest.mark.skipif(
     Version(transformers_version) < Version("5.18"), reason="transformers 5.16 dequantizes no Llama without a GPU"
 )
 @pytest.mark.parametrize("combine", [True, False])
-def test_fp8_loads_as_transformers_dequantizes_it(
+def test_fp8_dequantization_matches_transformers(
     quantized: Path, llama: PreTrainedModel, tmp_path: Path, combine: bool
 ) -> None:
     expected = HFLlama.from_pretrained(quantized, dtype=torch.float32)
@@ -391,9 +395,7 @@ def test_fp8_loads_as_transformers_dequantizes_it(
 
 
 @pytest.mark.integrations
-def test_what_bitsandbytes_quantizes_computes_itself_and_the_rest_is_joined(
-    llama_checkpoint: Path, input_ids: torch.Tensor
-) -> None:
+def test_bitsandbytes_linears_stay_unfused(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     pytest.importorskip("bitsandbytes")
     skipped = ["lm_head", "gate_proj", "up_proj"]
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped)
@@ -410,7 +412,7 @@ def test_what_bitsandbytes_quantizes_computes_itself_and_the_rest_is_joined(
     assert [type(getattr(attention, name)).__name__ for name in ("q_proj", "k_proj", "v_proj")] == ["Linear4bit"] * 3
 
 
-def test_integers_without_a_quantization_are_refused(folder: Path) -> None:
+def test_integer_weights_without_quantization_config_raise(folder: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}))
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
@@ -418,7 +420,7 @@ def test_integers_without_a_quantization_are_refused(folder: Path) -> None:
     assert (folder / WEIGHTS).exists()
 
 
-def test_a_directory_with_the_suffix_of_a_gguf_file(llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_directory_with_gguf_suffix(llama: PreTrainedModel, tmp_path: Path) -> None:
     llama.save_pretrained(tmp_path / "llama.gguf")
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "llama.gguf").state_dict(), llama.state_dict())
     (tmp_path / "llama.gguf" / "backup.gguf").mkdir()
@@ -428,7 +430,7 @@ def test_a_directory_with_the_suffix_of_a_gguf_file(llama: PreTrainedModel, tmp_
 # Concurrent loads
 
 
-def test_a_sequence_classifier_of_a_base_model_trains(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_sequence_classifier_with_new_head_trains(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(llama_checkpoint, strict=False, num_labels=1)
     loss = model(input_ids).logits.square().mean()
     loss.backward()
@@ -450,7 +452,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @on_linux
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # mapped, and copied
 @pytest.mark.parametrize("name", ["folder", "shards", "quantized"])
-def test_no_file_of_a_loaded_model_stays_open(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+def test_loaded_model_keeps_no_file_open(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert open_files(folder) == []
@@ -458,24 +460,24 @@ def test_no_file_of_a_loaded_model_stays_open(name: str, dtype: torch.dtype, req
 
 
 @on_linux
-def test_no_file_stays_open_where_loading_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_failed_load_closes_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
 
     def fails(model: PreTrainedModel, files: CheckpointFiles, **_: Any) -> None:
         files.read(next(iter(files.tensors.values())))
-        seen.extend(open_files(folder))
+        opened.extend(open_files(folder))
         raise OSError("gone")
 
     monkeypatch.setattr(pretrained, "load_weights", fails)
     with pytest.raises(OSError, match="gone") as caught:
         AutoModelForCausalLM.from_pretrained(folder)
-    assert seen
+    assert opened
     assert open_files(folder) == []
     assert caught.value  # the traceback references the file contents
 
 
 @on_linux
-def test_no_file_stays_open_where_sharded_loading_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sharded_load_closes_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(model: PreTrainedModel, files: CheckpointFiles, *_: object, **__: object) -> None:
         files.read(next(iter(files.tensors.values())))
         assert open_files(folder)
@@ -493,14 +495,14 @@ def test_no_file_stays_open_where_sharded_loading_fails(folder: Path, monkeypatc
     assert caught.value
 
 
-def test_a_checkpoint_is_loaded_the_same_twice(llama_checkpoint: Path) -> None:
+def test_loaded_models_do_not_share_memory(llama_checkpoint: Path) -> None:
     first, second = (AutoModelForCausalLM.from_pretrained(llama_checkpoint) for _ in range(2))
     with torch.no_grad():
         first.model.norm.weight.zero_()  # does not affect the second model
     assert second.model.norm.weight.all()
 
 
-def test_every_dtype_combination_of_new_models() -> None:
+def test_new_model_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = new_model(tiny_config(LlamaConfig), dtype=dtype)
         assert model.dtype == dtype

@@ -30,7 +30,7 @@ needs_kimi = pytest.mark.skipif(
 )
 
 
-def otherwise(model: FamilyModel) -> dict[str, str]:
+def alternative_names(model: FamilyModel) -> dict[str, str]:
     """Map hub names of a model to other names that transformers reads as the same, by omitting one renaming on save."""
     adapter, conversions = model.state_dict_adapter, hub_conversions(model) or []
     saved = {tensor.pieces: name for name, tensor in adapter.hub.items()}
@@ -46,48 +46,48 @@ def otherwise(model: FamilyModel) -> dict[str, str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_every_architecture_keeps_the_names_of_its_checkpoint(tmp_path: Path) -> None:
-    tried = []
+def test_every_architecture_exports_checkpoint_names(tmp_path: Path) -> None:
+    tested = []
     for name in registry.architectures(aliases=False):
         if registry.unmet_requirement(name) or name.endswith("Classification"):
             continue
         case, folder = FamilyCase(registry.model_class(name)), tmp_path / name
-        if others := otherwise(case.model()):
+        if others := alternative_names(case.model()):
             case.reference().save_pretrained(folder)
             tensors = rename(folder, lambda name, others=others: others.get(name, name))
             assert_same(exported(case.model_class.from_pretrained(folder)), tensors)
             shutil.rmtree(folder)
-            tried.append(name)
-    assert len(tried) > 5  # transformers 5.5 has this many
+            tested.append(name)
+    assert len(tested) > 5  # transformers 5.5 has this many
 
 
-def as_published(name: str) -> str:
+def published_name(name: str) -> str:
     """Return the published name in Kimi-K2.5's checkpoint for a name that transformers saves."""
     name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
     name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
     return name.replace("model.mm_projector.", "mm_projector.")
 
 
-def rename(folder: Path, new: Callable[[str], str]) -> Tensors:
+def rename(folder: Path, new_name: Callable[[str], str]) -> Tensors:
     """Rename the tensors of a checkpoint, and return them."""
 
     def edit(tensors: Tensors) -> None:
         for name in list(tensors):
-            tensors[new(name)] = tensors.pop(name)
+            tensors[new_name(name)] = tensors.pop(name)
 
     return edit_weights(folder, edit)
 
 
 @pytest.fixture(scope="module")
-def saved_by_transformers() -> PreTrainedModel:
-    """transformers' model."""
+def hf_model() -> PreTrainedModel:
+    """transformers' Kimi model with random weights."""
     return FamilyCase(registry.model_class(NAME)).reference()
 
 
 @pytest.fixture
-def folder(saved_by_transformers: PreTrainedModel, tmp_path: Path) -> Path:
-    """A checkpoint saved by transformers."""
-    saved_by_transformers.save_pretrained(tmp_path)
+def folder(hf_model: PreTrainedModel, tmp_path: Path) -> Path:
+    """Folder of a checkpoint saved by transformers."""
+    hf_model.save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -99,11 +99,9 @@ def exported(model: FamilyModel) -> Tensors:
 
 
 @needs_kimi
-@pytest.mark.parametrize("new", [as_published, str], ids=["as published", "as transformers saves it"])
-def test_what_is_exported_and_saved_has_the_checkpoints_names(
-    folder: Path, tmp_path: Path, new: Callable[[str], str]
-) -> None:
-    tensors = rename(folder, new)
+@pytest.mark.parametrize("new_name", [published_name, str], ids=["as published", "as transformers saves it"])
+def test_export_and_save_use_checkpoint_names(folder: Path, tmp_path: Path, new_name: Callable[[str], str]) -> None:
+    tensors = rename(folder, new_name)
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert_same(exported(model), tensors)
     model.save_pretrained(tmp_path / "again")
@@ -113,7 +111,7 @@ def test_what_is_exported_and_saved_has_the_checkpoints_names(
     assert exported(again).keys() == tensors.keys()
 
 
-def test_a_tower_that_is_wrapped_as_published(tmp_path: Path) -> None:
+def test_export_keeps_vision_model_prefix(tmp_path: Path) -> None:
     FamilyCase(registry.model_class("LlavaForConditionalGeneration")).reference().save_pretrained(tmp_path)
     wrapped = rename(
         tmp_path, lambda name: re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name)
@@ -123,24 +121,24 @@ def test_a_tower_that_is_wrapped_as_published(tmp_path: Path) -> None:
 
 
 @needs_kimi
-def test_transformers_itself_saves_other_names(folder: Path, tmp_path: Path) -> None:
+def test_transformers_saves_different_names(folder: Path, tmp_path: Path) -> None:
     """If transformers starts to save the published names, nrl_models no longer needs to record them."""
-    tensors = rename(folder, as_published)
+    tensors = rename(folder, published_name)
     upstream: Any = registry.model_class(NAME).reference_class()
     upstream.from_pretrained(folder).save_pretrained(tmp_path / "again")
     assert stored(tmp_path / "again").keys() != tensors.keys()
 
 
 @needs_kimi
-def test_names_in_memory_are_not_published_ones(folder: Path, saved_by_transformers: PreTrainedModel) -> None:
+def test_in_memory_names_are_not_recorded(folder: Path, hf_model: PreTrainedModel) -> None:
     saved = stored(folder)
-    own = {name: tensor.clone() for name, tensor in saved_by_transformers.state_dict().items()}
+    own = {name: tensor.clone() for name, tensor in hf_model.state_dict().items()}
     edit_weights(folder, lambda tensors: (tensors.clear(), tensors.update(own)), WEIGHTS)
     assert exported(AutoModelForImageTextToText.from_pretrained(folder)).keys() == saved.keys()
 
 
 @needs_kimi
-def test_names_that_a_user_maps_are_not_published_ones(folder: Path) -> None:
+def test_key_mapping_names_are_not_recorded(folder: Path) -> None:
     saved = stored(folder)
     rename(folder, lambda name: f"wrapped.{name}")
     model = AutoModelForImageTextToText.from_pretrained(folder, key_mapping={r"^wrapped\.": ""})
@@ -148,20 +146,20 @@ def test_names_that_a_user_maps_are_not_published_ones(folder: Path) -> None:
 
 
 @needs_kimi
-def test_names_of_either_kind_are_taken(folder: Path, tmp_path: Path) -> None:
-    """The adapter, and an engine that started with either kind of names."""
+def test_from_hf_and_refit_accept_both_name_formats(folder: Path, tmp_path: Path) -> None:
+    """Covers the state dict adapter, and engines that started with saved or published names."""
     saved = stored(folder)
-    plain = AutoModelForImageTextToText.from_pretrained(folder)
-    tensors = rename(folder, as_published)
+    saved_names_model = AutoModelForImageTextToText.from_pretrained(folder)
+    tensors = rename(folder, published_name)
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    for other, given in ((plain, tensors), (model, saved)):
-        assert_same(other.state_dict_adapter.from_hf(given), dict(other.state_dict()))
+    for other, state_dict in ((saved_names_model, tensors), (model, saved)):
+        assert_same(other.state_dict_adapter.from_hf(state_dict), dict(other.state_dict()))
         with torch.no_grad():
             other.model.language_model.norm.weight.zero_()
-        report = HFEngine(other, "engine").refit(given.items(), digests=True)
-        assert report.digests.keys() == given.keys()
+        report = HFEngine(other, "engine").refit(state_dict.items(), digests=True)
+        assert report.digests.keys() == state_dict.keys()
         assert not report.unwritten
-        assert torch.equal(other.model.language_model.norm.weight, given["language_model.model.norm.weight"])
-    lost = {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+        assert torch.equal(other.model.language_model.norm.weight, state_dict["language_model.model.norm.weight"])
+    incomplete = {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
     with pytest.raises(StateDictError, match=r"layers\.1\."):
-        model.state_dict_adapter.from_hf(lost)
+        model.state_dict_adapter.from_hf(incomplete)

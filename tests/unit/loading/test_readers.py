@@ -10,7 +10,7 @@ from nrl_models.loading.weights import BATCHES, READERS, run_readers
 
 
 @pytest.mark.parametrize("count", [0, 1, READERS * BATCHES + 1, 3 * READERS * BATCHES + 5])
-def test_every_job_is_done_once(count: int) -> None:
+def test_every_job_runs_once(count: int) -> None:
     done: list[int] = []
     lock = threading.Lock()
 
@@ -22,7 +22,7 @@ def test_every_job_is_done_once(count: int) -> None:
     assert sorted(done) == list(range(count))
 
 
-def test_an_error_in_a_batch_is_raised() -> None:
+def test_error_in_batch_is_raised() -> None:
     def read(job: int) -> None:
         if job == 777:
             raise OSError("the file ended")

@@ -1,4 +1,4 @@
-"""Classes outside of transformers that are registered with its auto classes, by their authors or by remote code."""
+"""Model classes outside transformers, registered with the auto classes by user code or remote code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MyForSequenceClassification(LlamaForSequenceClassification):
 
 
 @pytest.fixture(autouse=True)
-def _registrations_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def undo_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
     for name in AUTO_CLASSES:
         mapping = getattr(transformers, name)._model_mapping
@@ -77,7 +77,7 @@ def test_registered_class_loads_without_architectures(registered: dict[str, Any]
     assert type(nrl_models.AutoModelForCausalLM.from_pretrained(tmp_path)) is MyForCausalLM
 
 
-def test_remote_code_that_is_loaded_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_already_loaded_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     folder = tmp_path / "checkpoint"

@@ -31,15 +31,15 @@ UNREADABLE = ("shieldgemma2",)
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_shared_model_type_is_known() -> None:
-    found = []
+    model_types = []
     for model_type in CONFIG_MAPPING:
         try:
             config = CONFIG_MAPPING[model_type]()
         except Exception:  # a class without a default configuration, which no checkpoint uses
             continue
         if any(shared.__name__ in registry.MODEL_ARCH_MAPPING for shared in shared_classes(config)):
-            found.append(model_type)
-    assert sorted(found) == SHARED
+            model_types.append(model_type)
+    assert sorted(model_types) == SHARED
 
 
 def upstream_auto(config: PreTrainedConfig) -> Any:
@@ -60,7 +60,7 @@ def saved(model_type: str, folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("published", [False, True], ids=["class", "published"])
 @pytest.mark.parametrize("model_type", [name for name in SHARED if name not in UNREADABLE])
-def test_model_type_keeps_its_names(model_type: str, published: bool, tmp_path: Path) -> None:
+def test_model_type_keeps_checkpoint_names(model_type: str, published: bool, tmp_path: Path) -> None:
     reference = saved(model_type, tmp_path / "stored")
     if published:  # with the class name from the checkpoint's remote code
         edit_config(tmp_path / "stored", architectures=[f"Remote{type(reference).__name__}"])
@@ -80,7 +80,7 @@ def test_model_type_keeps_its_names(model_type: str, published: bool, tmp_path: 
 
 
 @pytest.mark.skipif("exaone" not in SHARED, reason="the installed transformers has no exaone")
-def test_one_class_has_a_key_mapping_for_each_model_type(tmp_path: Path) -> None:
+def test_key_mapping_per_model_type(tmp_path: Path) -> None:
     saved("exaone", tmp_path / "exaone")
     saved("internlm3", tmp_path / "internlm3")
     exaone = AutoModelForCausalLM.from_pretrained(tmp_path / "exaone")
@@ -93,7 +93,7 @@ def test_one_class_has_a_key_mapping_for_each_model_type(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif("exaone" not in SHARED, reason="the installed transformers has no exaone")
-def test_family_class_loads_a_head_that_no_auto_class_has(tmp_path: Path) -> None:
+def test_family_class_loads_head_without_auto_class(tmp_path: Path) -> None:
     saved("exaone", tmp_path)
     with pytest.raises(UnknownArchitectureError, match=r"serves it through LlamaForCausalLM \(family llama\)"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
@@ -120,8 +120,8 @@ def test_error_names_family_and_key_mapping(model_type: str, expected: str, tmp_
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize("config", [Gemma3Config(), Qwen2Config()], ids=["text in parts", "own class"])
-def test_configuration_with_its_own_class_shares_none(config: PreTrainedConfig) -> None:
+@pytest.mark.parametrize("config", [Gemma3Config(), Qwen2Config()], ids=["composite", "own class"])
+def test_model_type_with_model_class_is_not_shared(config: PreTrainedConfig) -> None:
     assert list(shared_classes(config)) == []
     assert shared_class_note(config) == ""
 

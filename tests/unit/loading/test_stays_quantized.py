@@ -42,9 +42,9 @@ def with_mtp(folder: Path) -> Path:
     return folder
 
 
-def assert_saved(model: FamilyModel, theirs: Any, folder: Path, **options: Any) -> None:
-    """Check that a model saves the tensors of transformers' model, and those that it keeps."""
-    for name, saved in (("ours", model), ("theirs", theirs)):
+def assert_saved(model: FamilyModel, hf_model: Any, folder: Path, **options: Any) -> None:
+    """Check that a model saves the same tensors as transformers' model, plus its kept tensors."""
+    for name, saved in (("ours", model), ("theirs", hf_model)):
         saved.save_pretrained(folder / name, **options)
     kept = {name: tensor.read() for name, tensor in kept_by(model).items()}
     assert_same(stored(folder / "ours"), stored(folder / "theirs") | kept)
@@ -54,29 +54,29 @@ def assert_saved(model: FamilyModel, theirs: Any, folder: Path, **options: Any) 
 @pytest.mark.parametrize(
     "architecture", ["LlamaForCausalLM", "MixtralForCausalLM", "Qwen2_5_VLForConditionalGeneration"]
 )
-def test_saves_the_names_of_transformers(architecture: str, method: str, tmp_path: Path) -> None:
+def test_saved_names_match_transformers(architecture: str, method: str, tmp_path: Path) -> None:
     name = "AutoModelForCausalLM" if architecture.endswith("CausalLM") else "AutoModelForImageTextToText"
-    ours = AutoModelForCausalLM if architecture.endswith("CausalLM") else AutoModelForImageTextToText
+    auto_class = AutoModelForCausalLM if architecture.endswith("CausalLM") else AutoModelForImageTextToText
     FamilyCase(registry.model_class(architecture)).reference().save_pretrained(tmp_path / "source")
-    models = [load(auto, tmp_path / "source", method) for auto in (ours, getattr(transformers, name))]
+    models = [load(auto, tmp_path / "source", method) for auto in (auto_class, getattr(transformers, name))]
     assert_saved(*models, tmp_path)
     assert_saved(*models, tmp_path / "memory", save_original_format=False)
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
-def test_saves_mtp_weights(method: str, tmp_path: Path) -> None:
+def test_mtp_weights_are_saved(method: str, tmp_path: Path) -> None:
     folder = with_mtp(tmp_path / "source")
     autos = (AutoModelForCausalLM, transformers.AutoModelForCausalLM)
-    model, theirs = (load(auto, folder, method) for auto in autos)
+    model, hf_model = (load(auto, folder, method) for auto in autos)
     assert kept_by(model)
-    assert_saved(model, theirs, tmp_path)
+    assert_saved(model, hf_model, tmp_path)
     convert(tmp_path / "ours", tmp_path / "converted")
     assert_same(stored(tmp_path / "converted"), stored(tmp_path / "ours"))
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
 @pytest.mark.parametrize("key_mapping", [None, {r"^wrapped\.": ""}])
-def test_saves_tensors_that_the_family_keeps(method: str, key_mapping: Any, tmp_path: Path) -> None:
+def test_kept_tensors_are_saved(method: str, key_mapping: Any, tmp_path: Path) -> None:
     """Published Gemma 3n checkpoints have unused keys and values for layers that share earlier ones."""
     folder = tmp_path / "source"
     FamilyCase(registry.model_class("Gemma3nForCausalLM")).reference().save_pretrained(folder)
@@ -104,8 +104,8 @@ def test_saves_tensors_that_the_family_keeps(method: str, key_mapping: Any, tmp_
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "bitsandbytes 8 bit", "torchao"])
-def test_key_mapping_of_some_names(method: str, tmp_path: Path) -> None:
-    """Reverting the expression would also rename other names."""
+def test_partial_key_mapping(method: str, tmp_path: Path) -> None:
+    """Reverting the regular expression would also rename other tensors."""
     folder = tmp_path / "source"
     FamilyCase(registry.model_class("LlamaForCausalLM")).reference().save_pretrained(folder)
 
@@ -124,7 +124,7 @@ def test_key_mapping_of_some_names(method: str, tmp_path: Path) -> None:
     assert {name if name in modules else name.rpartition(".")[0] for name in saved} == modules
 
 
-def test_state_dict_of_a_quantized_model_raises(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_saving_state_dict_of_quantized_model_raises(llama_checkpoint: Path, tmp_path: Path) -> None:
     model = load(AutoModelForCausalLM, llama_checkpoint, "bitsandbytes")
     with pytest.raises(StateDictError, match="stays quantized and saves its own tensors"):
         model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict())
@@ -133,9 +133,7 @@ def test_state_dict_of_a_quantized_model_raises(llama_checkpoint: Path, tmp_path
 
 @pytest.mark.parametrize("package", ["torch", "torchao"])
 @pytest.mark.filterwarnings("ignore")  # torch.ao.quantization is deprecated
-def test_saving_weights_that_were_quantized_in_place_raises(
-    package: str, llama_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_saving_weights_quantized_in_place_raises(package: str, llama_checkpoint: Path, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     complete = model.state_dict()
     if package == "torch":
@@ -154,7 +152,7 @@ def test_saving_weights_that_were_quantized_in_place_raises(
 
 
 @pytest.mark.usefixtures("accepts_installed_peft")
-def test_adapter_with_a_state_dict(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_adapter_with_state_dict(llama_checkpoint: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = load(AutoModelForCausalLM, llama_checkpoint, "bitsandbytes")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))

@@ -43,7 +43,7 @@ def process_state() -> list[Any]:
     ],
     ids=str,
 )
-def test_threads_load_build_and_save(
+def test_concurrent_load_build_and_save(
     dtype: torch.dtype, rounds: int, llama_config: LlamaConfig, tmp_path: Path
 ) -> None:
     llama_config.num_hidden_layers = 1
@@ -86,7 +86,7 @@ def test_threads_load_build_and_save(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_process_forked_during_a_load_can_load(llama_config: LlamaConfig, tmp_path: Path) -> None:
+def test_forked_process_can_load_during_load(llama_config: LlamaConfig, tmp_path: Path) -> None:
     llama_config.num_hidden_layers = 1
     AutoModelForCausalLM.from_config(llama_config, dtype=torch.float32).save_pretrained(tmp_path)
     stop = threading.Event()
@@ -110,7 +110,7 @@ def test_process_forked_during_a_load_can_load(llama_config: LlamaConfig, tmp_pa
     assert statuses == [0] * 6
 
 
-def test_limits_of_a_build_are_those_of_one_thread() -> None:
+def test_build_limits_are_thread_local() -> None:
     """torch's hooks on new modules are shared by all threads: adding one breaks a build in another thread."""
     before = process_state()
     with limited_build(0):

@@ -55,16 +55,14 @@ def checkpoint(llama_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama_checkpoint, tmp_path / "checkpoint"))
 
 
-def name_in_config(checkpoint: Path, file: Any) -> None:
+def set_weights_in_config(checkpoint: Path, file: Any) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"transformers_weights": file}))
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 @pytest.mark.parametrize("file", ["payload.bin", "../payload.bin", "../payload.safetensors"])
-def test_an_index_does_not_lead_to_a_pickle(
-    file: str, load: Callable[[Path], Any], checkpoint: Path, tmp_path: Path
-) -> None:
+def test_index_naming_pickle_raises(file: str, load: Callable[[Path], Any], checkpoint: Path, tmp_path: Path) -> None:
     keys = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()
     torch.save(Payload(tmp_path / "ran"), checkpoint / file)
@@ -78,9 +76,9 @@ def test_an_index_does_not_lead_to_a_pickle(
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 @pytest.mark.parametrize("file", ["a\0.safetensors", "\ud800.safetensors"], ids=ascii)
 @pytest.mark.parametrize("place", ["index", "config"])
-def test_names_that_no_file_can_have(place: str, file: str, load: Callable[[Path], Any], checkpoint: Path) -> None:
+def test_invalid_file_names_raise(place: str, file: str, load: Callable[[Path], Any], checkpoint: Path) -> None:
     if place == "config":
-        name_in_config(checkpoint, file)
+        set_weights_in_config(checkpoint, file)
     else:
         keys = load_file(checkpoint / "model.safetensors")
         (checkpoint / "model.safetensors").unlink()
@@ -95,30 +93,28 @@ def test_names_that_no_file_can_have(place: str, file: str, load: Callable[[Path
 @pytest.mark.parametrize(
     "file", ["adapter_model.bin", "../other.safetensors", "/other.safetensors", "absent.safetensors", ["a"]]
 )
-def test_weights_that_the_configuration_names_are_checked(
+def test_unsafe_transformers_weights_raise(
     file: Any, load: Callable[[Path], Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     torch.save(Payload(tmp_path / "ran"), checkpoint / "adapter_model.bin")
     shutil.copy(checkpoint / "model.safetensors", tmp_path / "other.safetensors")
-    name_in_config(checkpoint, file)
+    set_weights_in_config(checkpoint, file)
     with pytest.raises(CheckpointError, match=r"transformers_weights|absent\.safetensors: is missing"):
         load(checkpoint)
     assert not (tmp_path / "ran").exists()
 
 
-def adapter_of_vllm(folder: Path) -> Any:
+def load_vllm_adapter(folder: Path) -> Any:
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(lora_config=True)))
     return load_adapter_into_vllm(llm, folder, 1)
 
 
 @pytest.mark.parametrize("reader", ["transformers", "vllm"])
 @pytest.mark.parametrize("file", ["adapter_model.bin", "adapter_model.pt", "link"])
-def test_pickles_and_links_of_adapters_are_not_read(
-    reader: str, file: str, llama_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_adapter_pickles_and_symlinks_raise(reader: str, file: str, llama_checkpoint: Path, tmp_path: Path) -> None:
     """transformers and vLLM read a pickle if an adapter has no safetensors."""
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
-    read = model.load_adapter if reader == "transformers" else adapter_of_vllm
+    read = model.load_adapter if reader == "transformers" else load_vllm_adapter
     folder = tmp_path / "adapter"
     get_peft_model(AutoModelForCausalLM.from_pretrained(llama_checkpoint), LoraConfig()).save_pretrained(folder)
     weights = folder / "adapter_model.safetensors"
@@ -133,7 +129,7 @@ def test_pickles_and_links_of_adapters_are_not_read(
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_argument_of_load_adapter_leads_to_a_pickle(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_load_adapter_arguments_cannot_load_pickles(llama_checkpoint: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     folder = tmp_path / "adapter"
     adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(llama_checkpoint), LoraConfig())
@@ -156,7 +152,7 @@ def test_no_argument_of_load_adapter_leads_to_a_pickle(llama_checkpoint: Path, t
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_named_weights_are_those_of_every_load(sharded: bool, checkpoint: Path, tmp_path: Path) -> None:
+def test_transformers_weights_in_config_are_loaded(sharded: bool, checkpoint: Path, tmp_path: Path) -> None:
     tensors = {key: tensor + 1 for key, tensor in load_file(checkpoint / "model.safetensors").items()}
     save_file(tensors, checkpoint / "other.safetensors", {"format": "pt"})
     named = "other.safetensors"
@@ -165,7 +161,7 @@ def test_the_named_weights_are_those_of_every_load(sharded: bool, checkpoint: Pa
         (checkpoint / named).write_text(
             json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "other.safetensors")})
         )
-    name_in_config(checkpoint, named)
+    set_weights_in_config(checkpoint, named)
     theirs = HFAutoModelForCausalLM.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert_same_tensors(model.state_dict(), theirs.state_dict())

@@ -61,7 +61,7 @@ ATTENTION = "model.layers.0.self_attn"
 Q, K, V = (f"{ATTENTION}.{part}_proj" for part in "qkv")
 
 
-def refuse(folder: Path, **options: Any) -> CheckpointError:
+def require_load_error(folder: Path, **options: Any) -> CheckpointError:
     """Return the error for a checkpoint. Loading must fail, also into an existing model, without changing it."""
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -82,26 +82,24 @@ def meta_model(folder: Path) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("name", ["llama_checkpoint", "llama_shards"])
-def test_loads_what_transformers_wrote(name: str, request: pytest.FixtureRequest, llama: PreTrainedModel) -> None:
+def test_load_checkpoint_from_transformers(name: str, request: pytest.FixtureRequest, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(name))
     assert isinstance(model, LlamaForCausalLM)
     assert_same_model(model, llama)
 
 
-def test_loads_experts_one_by_one_into_stacks(mixtral_checkpoint: Path, mixtral: PreTrainedModel) -> None:
+def test_load_separate_experts(mixtral_checkpoint: Path, mixtral: PreTrainedModel) -> None:
     assert any("experts.3.w2.weight" in key for key in stored(mixtral_checkpoint))
     assert_same_model(AutoModelForCausalLM.from_pretrained(mixtral_checkpoint), mixtral)
 
 
-def test_loads_experts_that_are_stacked_in_the_file(
-    mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_load_stacked_experts(mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path) -> None:
     mixtral.config.save_pretrained(tmp_path)
     save_file(mixtral.state_dict(), tmp_path / WEIGHTS)
     assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path), mixtral)
 
 
-def test_the_base_models_prefix_may_be_left_out(folder: Path, llama: PreTrainedModel) -> None:
+def test_load_without_base_model_prefix(folder: Path, llama: PreTrainedModel) -> None:
     def strip(tensors: Tensors) -> None:
         for key in list(tensors):
             tensors[key.removeprefix("model.")] = tensors.pop(key)
@@ -111,7 +109,7 @@ def test_the_base_models_prefix_may_be_left_out(folder: Path, llama: PreTrainedM
 
 
 @pytest.mark.parametrize("key", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
-def test_tables_that_old_checkpoints_saved_are_ignored(folder: Path, llama: PreTrainedModel, key: str) -> None:
+def test_stored_rotary_buffers_are_ignored(folder: Path, llama: PreTrainedModel, key: str) -> None:
     edit_weights(folder, lambda tensors: tensors.update({key: torch.full((16,), 7.0)}))
     assert_same_model(AutoModelForCausalLM.from_pretrained(folder), llama)
 
@@ -132,7 +130,7 @@ GPT_CONFIGS = {
     }.items(),
 )
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
-def test_masks_that_old_checkpoints_saved_are_ignored(name: str, keys: list[str], prefix: str, tmp_path: Path) -> None:
+def test_stored_attention_masks_are_ignored(name: str, keys: list[str], prefix: str, tmp_path: Path) -> None:
     model = new_model(GPT_CONFIGS[name], "LMHeadModel" if name == "GPT2" else "ForCausalLM")
     model.save_pretrained(tmp_path)
     edit_weights(tmp_path, lambda tensors: tensors.update({prefix + key: torch.ones(1, 1, 8, 8) for key in keys}))
@@ -165,7 +163,7 @@ class _WithTableLlama(HFLlama):
             init.copy_(module.table, module.values())
 
 
-def test_tables_have_no_rounding_of_the_dtype_that_is_loaded(folder: Path) -> None:
+def test_fp32_buffers_are_not_rounded_to_load_dtype(folder: Path) -> None:
     class Ours(FamilyModel, _WithTableLlama):
         pass
 
@@ -174,7 +172,7 @@ def test_tables_have_no_rounding_of_the_dtype_that_is_loaded(folder: Path) -> No
     assert torch.equal(model.scales.table, _WithTableLlama.from_pretrained(folder, dtype=torch.bfloat16).scales.table)
 
 
-def test_parameters_are_leaves_that_train(llama_checkpoint: Path) -> None:
+def test_parameters_are_trainable_leaves(llama_checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     for parameter in model.parameters():
         assert isinstance(parameter, nn.Parameter)
@@ -182,7 +180,7 @@ def test_parameters_are_leaves_that_train(llama_checkpoint: Path) -> None:
         assert parameter.is_leaf
 
 
-def test_training_a_loaded_model_never_changes_its_files(folder: Path, input_ids: torch.Tensor) -> None:
+def test_training_does_not_change_files(folder: Path, input_ids: torch.Tensor) -> None:
     before = (folder / WEIGHTS).read_bytes()
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -199,7 +197,7 @@ def mapped_ranges(folder: Path) -> list[range]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="pages of files are mapped on Linux only")
-def test_nothing_is_copied_that_lies_in_the_file_as_in_memory(tmp_path: Path) -> None:
+def test_contiguous_tensors_are_memory_mapped(tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, combine=True)
     assert neighboring_parameters(model)
@@ -218,14 +216,12 @@ def test_nothing_is_copied_that_lies_in_the_file_as_in_memory(tmp_path: Path) ->
     assert not mapped_ranges(tmp_path)
 
 
-def test_files_without_page_maps_load_the_same(
-    shards: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_without_page_maps(shards: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointFiles, "read_joined", lambda *_: None)
     assert_same_model(AutoModelForCausalLM.from_pretrained(shards), llama)
 
 
-def test_the_order_of_tensors_in_the_file_does_not_matter(folder: Path, llama: PreTrainedModel) -> None:
+def test_load_shards_in_any_tensor_order(folder: Path, llama: PreTrainedModel) -> None:
     # Shards in an odd order: q, k and v of a layer are in three files, at odd byte offsets.
     tensors, files = load_file(folder / WEIGHTS), 3
     (folder / WEIGHTS).unlink()
@@ -235,7 +231,7 @@ def test_the_order_of_tensors_in_the_file_does_not_matter(folder: Path, llama: P
         save_file(content | {f"{file}.pad": torch.zeros(3, dtype=torch.uint8)}, folder / file)
         entries[f"{file}.pad"] = file
     (folder / INDEX).write_text(json.dumps({"weight_map": entries}))
-    error = refuse(folder)
+    error = require_load_error(folder)
     assert problems(error) == {("unexpected", key) for key in entries if key.endswith(".pad")}
     model = AutoModelForCausalLM.from_pretrained(folder, strict=False)
     assert_same_model(model, llama)
@@ -256,7 +252,7 @@ def copy(source: str, key: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({key: tensors[source].clone()})
 
 
-MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]] = {
+MISMATCHES: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]] = {
     "missing": (
         pop("model.norm.weight"),
         {("missing", "model.norm.weight")},
@@ -282,17 +278,17 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
         {("shape", "model.norm.weight")},
         f"({WEIGHTS}): has shape (255,), the model expects (256,)",
     ),
-    "shape of a part": (
+    "projection shape": (
         put(f"{K}.weight", 256, 256),
         {("shape", f"{K}.weight")},
         "has shape (256, 256), the model expects (128, 256)",
     ),
-    "shape that broadcasts": (
+    "broadcastable shape": (
         put("model.norm.weight", 1),
         {("shape", "model.norm.weight")},
         "has shape (1,), the model expects (256,)",
     ),
-    "shape transposed": (
+    "transposed shape": (
         put("model.layers.0.mlp.down_proj.weight", 384, 256),
         {("shape", "model.layers.0.mlp.down_proj.weight")},
         "has shape (384, 256), the model expects (256, 384)",
@@ -302,7 +298,7 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
         {("duplicated", "model.norm.weight, norm.weight")},
         "fill model.norm.weight more than once",
     ),
-    "a group's name": (
+    "fused projection name": (
         put(f"{ATTENTION}.qkv_proj.weight", 512, 256),
         {("unexpected", f"{ATTENTION}.qkv_proj.weight")},
         "the model has no such tensor",
@@ -317,7 +313,7 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
         {("dtype", "lm_head.weight")},
         "quantized weights need a quantization_config in config.json",
     ),
-    "fp8 with its scales": (
+    "fp8 with scales": (
         lambda tensors: tensors.update(
             {f"{K}.weight": tensors[f"{K}.weight"].to(torch.float8_e4m3fn), f"{K}.weight_scale_inv": torch.ones(1)}
         ),
@@ -330,28 +326,28 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MISFITS.values(), ids=MISFITS)
-def test_a_checkpoint_that_does_not_fit_is_refused(
+@pytest.mark.parametrize("case", MISMATCHES.values(), ids=MISMATCHES)
+def test_mismatched_checkpoint_raises(
     folder: Path, case: tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
 ) -> None:
-    edit, expected, says = case
+    edit, expected, message = case
     edit_weights(folder, edit)
-    error = refuse(folder)
+    error = require_load_error(folder)
     assert problems(error) == expected
-    assert says in str(error)
+    assert message in str(error)
     assert f"{folder} does not fit LlamaForCausalLM" in str(error)
     assert "What to do: " in str(error)
 
 
-def test_everything_that_does_not_fit_is_listed_at_once(folder: Path) -> None:
+def test_error_lists_all_mismatches(folder: Path) -> None:
     def spoil(tensors: Tensors) -> None:
-        for key in ("missing", "extra", "shape of a part", "with and without prefix"):
-            MISFITS[key][0](tensors) if key != "missing" else tensors.pop("lm_head.weight")
+        for key in ("missing", "extra", "projection shape", "with and without prefix"):
+            MISMATCHES[key][0](tensors) if key != "missing" else tensors.pop("lm_head.weight")
         tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(2, 2)
         tensors[f"{K}.weight"] = torch.zeros(256, 256)
 
     edit_weights(folder, spoil)
-    error = refuse(folder)
+    error = require_load_error(folder)
     assert problems(error) == {
         ("missing", "lm_head.weight"),
         ("unexpected", "model.layers.0.extra.weight"),
@@ -363,7 +359,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(folder: Path) -> None:
     assert "config.json and the weights belong to different models" in str(error)
 
 
-def test_a_tensor_in_two_shards_is_refused(shards: Path) -> None:
+def test_tensor_in_two_shards_raises(shards: Path) -> None:
     first, second = sorted(shards.glob("model-*.safetensors"))[:2]
     key, tensor = next(iter(load_file(first).items()))
     save_file(load_file(second) | {key: tensor}, second)
@@ -372,11 +368,11 @@ def test_a_tensor_in_two_shards_is_refused(shards: Path) -> None:
     assert problems(caught.value) == {("duplicated", key)}
 
 
-def test_a_tensor_with_and_without_prefix_in_two_shards_is_refused(shards: Path) -> None:
+def test_prefixed_duplicate_in_two_shards_raises(shards: Path) -> None:
     last = max(weight_map(shards).values())
     edit_weights(shards, copy("model.norm.weight", "norm.weight"), last)
     edit_index(shards, lambda entries: entries.update({"norm.weight": last}))
-    assert problems(refuse(shards)) == {("duplicated", "model.norm.weight, norm.weight")}
+    assert problems(require_load_error(shards)) == {("duplicated", "model.norm.weight, norm.weight")}
 
 
 @pytest.mark.parametrize(
@@ -392,7 +388,7 @@ def test_a_tensor_with_and_without_prefix_in_two_shards_is_refused(shards: Path)
     ],
     ids=str,
 )
-def test_a_configuration_of_another_model_is_refused(folder: Path, values: dict[str, Any], kinds: list[str]) -> None:
+def test_mismatched_config_raises(folder: Path, values: dict[str, Any], kinds: list[str]) -> None:
     edit_config(folder, **values)
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
@@ -400,34 +396,32 @@ def test_a_configuration_of_another_model_is_refused(folder: Path, values: dict[
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("qwen3", "Qwen3ForCausalLM"), ("mixtral", "MixtralForCausalLM")])
-def test_the_architecture_of_another_model_is_refused(folder: Path, model_type: str, name: str) -> None:
+def test_config_of_another_architecture_raises(folder: Path, model_type: str, name: str) -> None:
     edit_config(folder, model_type=model_type, architectures=[name])
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert {kind for kind, _ in problems(caught.value)} == {"missing", "unexpected"}
 
 
-def test_a_checkpoint_of_another_architecture_is_refused(mixtral_checkpoint: Path, folder: Path) -> None:
+def test_weights_of_another_architecture_raise(mixtral_checkpoint: Path, folder: Path) -> None:
     (folder / WEIGHTS).write_bytes((mixtral_checkpoint / WEIGHTS).read_bytes())
-    kinds = {kind for kind, _ in problems(refuse(folder))}
+    kinds = {kind for kind, _ in problems(require_load_error(folder))}
     assert kinds == {"missing", "unexpected"}
 
 
-def test_missing_experts_are_named(mixtral_checkpoint: Path, tmp_path: Path) -> None:
+def test_error_names_missing_experts(mixtral_checkpoint: Path, tmp_path: Path) -> None:
     tensors = stored(mixtral_checkpoint)
-    gone = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
-    save_file({key: tensor for key, tensor in tensors.items() if key != gone}, tmp_path / WEIGHTS)
+    missing = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    save_file({key: tensor for key, tensor in tensors.items() if key != missing}, tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text((mixtral_checkpoint / "config.json").read_text())
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     (problem,) = caught.value.problems
     assert problem.kind == "partial"
-    assert problem.detail.endswith(f"experts.gate_up_proj; {gone} not found")
+    assert problem.detail.endswith(f"experts.gate_up_proj; {missing} not found")
 
 
-def test_experts_both_stacked_and_one_by_one_are_refused(
-    mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_stacked_and_separate_experts_raise(mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     save_file(stored(mixtral_checkpoint) | {name: mixtral.state_dict()[name]}, tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text((mixtral_checkpoint / "config.json").read_text())
@@ -438,20 +432,20 @@ def test_experts_both_stacked_and_one_by_one_are_refused(
     assert name in problem.subject
 
 
-def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_checkpoint_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("read")
 
     edit_weights(folder, pop("model.norm.weight"))
     for name in ("read", "read_joined"):
         monkeypatch.setattr(CheckpointFiles, name, fail)
-    refuse(folder)
+    require_load_error(folder)
 
 
 # Dtypes
 
 
-def test_one_wider_tensor_in_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wider_tensor_warns_unless_dtype_is_requested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = new_model(tiny_config(LlamaConfig), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     exact = torch.randn(128, 256) / 3
@@ -463,7 +457,7 @@ def test_one_wider_tensor_in_a_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
     assert_same(hf_tensors(loaded), HFLlama.from_pretrained(tmp_path).state_dict())
     assert torch.equal(hf_tensors(loaded)[f"{K}.weight"], exact.bfloat16())
     assert f"stores 1 tensors ({K}.weight, ...) in a wider dtype than torch.bfloat16" in logged
-    # If the dtype is requested, these values are kept, and so are the others'.
+    # With a requested dtype, no value is rounded and nothing is logged.
     masters = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert torch.equal(hf_tensors(masters)[f"{K}.weight"], exact)
@@ -473,7 +467,7 @@ def test_one_wider_tensor_in_a_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, "float32", "bfloat16"], ids=str)
 @pytest.mark.parametrize("stored_as", [torch.bfloat16, torch.float32], ids=str)
-def test_the_requested_dtype_is_what_you_get(tmp_path: Path, dtype: str | torch.dtype, stored_as: torch.dtype) -> None:
+def test_requested_dtype(tmp_path: Path, dtype: str | torch.dtype, stored_as: torch.dtype) -> None:
     reference = new_model(tiny_config(LlamaConfig), dtype=stored_as)
     reference.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
@@ -483,14 +477,14 @@ def test_the_requested_dtype_is_what_you_get(tmp_path: Path, dtype: str | torch.
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_auto_is_the_configurations_dtype(tmp_path: Path) -> None:
+def test_auto_dtype_uses_config_dtype(tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig), dtype=torch.bfloat16).save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
     edit_config(tmp_path, dtype="float16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float16
 
 
-def test_auto_is_the_checkpoints_dtype_where_the_configuration_has_none(tmp_path: Path) -> None:
+def test_auto_dtype_without_config_dtype_uses_checkpoint(tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig), dtype=torch.bfloat16).save_pretrained(tmp_path)
     edit_config(tmp_path, dtype=None, torch_dtype=None)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
@@ -498,7 +492,7 @@ def test_auto_is_the_checkpoints_dtype_where_the_configuration_has_none(tmp_path
 
 @pytest.mark.parametrize("combine", [True, False])
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-def test_modules_that_transformers_keeps_in_fp32_stay_so(
+def test_keep_in_fp32_modules_matches_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, combine: bool, strict: bool
 ) -> None:
     attribute = "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules"
@@ -518,7 +512,7 @@ def test_modules_that_transformers_keeps_in_fp32_stay_so(
         assert dtypes == {name: tensor.dtype for name, tensor in expected.state_dict().items()}
 
 
-def test_modules_kept_in_fp32_upstream(tmp_path: Path) -> None:
+def test_gpt_oss_fp32_modules_match_transformers(tmp_path: Path) -> None:
     reference = new_model(tiny_config(GptOssConfig))
     reference.save_pretrained(tmp_path)
     expected = type(reference).from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -547,7 +541,7 @@ STORED_TIED = {
 
 @pytest.mark.parametrize("edit", STORED_TIED.values(), ids=STORED_TIED)
 @pytest.mark.parametrize("combine", [True, False])
-def test_tied_weights_share_storage_however_they_are_stored(
+def test_tied_weights_share_storage(
     folder: Path, llama: PreTrainedModel, edit: Callable[[Tensors], object], combine: bool
 ) -> None:
     tie(folder, edit)
@@ -557,9 +551,9 @@ def test_tied_weights_share_storage_however_they_are_stored(
     assert model.config.tie_word_embeddings is True
 
 
-def test_tied_weights_that_are_stored_with_different_values_are_refused(folder: Path) -> None:
+def test_tied_weights_with_different_values_raise(folder: Path) -> None:
     tie(folder, lambda tensors: None)
-    error = refuse(folder)
+    error = require_load_error(folder)
     assert problems(error) == {("tied", HEAD)}
     assert f"differs from {EMBEDDINGS}, but the configuration ties them" in str(error)
     assert "tie_word_embeddings=False" in str(error)
@@ -568,21 +562,21 @@ def test_tied_weights_that_are_stored_with_different_values_are_refused(folder: 
     assert torch.equal(model.model.embed_tokens.weight, stored(folder)[EMBEDDINGS])
 
 
-def test_tied_weights_stored_in_two_dtypes_are_compared_by_value(folder: Path) -> None:
+def test_tied_weights_in_two_dtypes_are_compared_by_value(folder: Path) -> None:
     tie(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].double()}))
     assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.dtype == torch.float32
     tie(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].bfloat16()}))
-    assert problems(refuse(folder)) == {("tied", HEAD)}
+    assert problems(require_load_error(folder)) == {("tied", HEAD)}
 
 
-def test_neither_of_two_tied_weights(folder: Path) -> None:
+def test_missing_tied_weights_raise(folder: Path) -> None:
     tie(folder, pop(HEAD, EMBEDDINGS))
-    assert {kind for kind, _ in problems(refuse(folder))} == {"missing"}
+    assert {kind for kind, _ in problems(require_load_error(folder))} == {"missing"}
 
 
-def test_a_head_that_is_neither_stored_nor_tied_is_refused(folder: Path) -> None:
+def test_missing_untied_head_raises(folder: Path) -> None:
     edit_weights(folder, pop(HEAD))
-    error = refuse(folder)
+    error = require_load_error(folder)
     assert problems(error) == {("missing", HEAD)}
     model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True)  # as the message suggests
     assert "pass tie_word_embeddings=True" in str(error)
@@ -597,7 +591,7 @@ def test_untied_weights_do_not_share_storage(llama_checkpoint: Path) -> None:
 # `strict=False`
 
 
-def test_a_new_head_on_a_base_model(
+def test_non_strict_load_initializes_new_head(
     llama_checkpoint: Path, llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
@@ -618,13 +612,15 @@ def test_a_new_head_on_a_base_model(
     assert not torch.equal(model.score.weight, torch.zeros_like(score))
 
 
-def test_a_whole_checkpoint_warns_of_nothing(llama_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_non_strict_load_of_complete_checkpoint_logs_nothing(
+    llama_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, strict=False)
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    "gone",
+    "missing",
     [
         (f"{Q}.weight", f"{K}.weight", f"{V}.weight"),
         (f"{Q}.bias", f"{K}.bias", f"{V}.bias"),
@@ -633,17 +629,19 @@ def test_a_whole_checkpoint_warns_of_nothing(llama_checkpoint: Path, caplog: pyt
         (HEAD,),
         (EMBEDDINGS,),
     ],
-    ids=lambda gone: gone[0],
+    ids=lambda missing: missing[0],
 )
-def test_only_what_is_missing_is_initialized(folder: Path, llama: PreTrainedModel, gone: tuple[str, ...]) -> None:
-    edit_weights(folder, pop(*gone))
+def test_non_strict_load_initializes_only_missing_weights(
+    folder: Path, llama: PreTrainedModel, missing: tuple[str, ...]
+) -> None:
+    edit_weights(folder, pop(*missing))
     tensors = hf_tensors(AutoModelForCausalLM.from_pretrained(folder, strict=False))
     expected = llama.state_dict()
     assert_same(
-        {name: tensor for name, tensor in tensors.items() if name not in gone},
-        {name: tensor for name, tensor in expected.items() if name not in gone},
+        {name: tensor for name, tensor in tensors.items() if name not in missing},
+        {name: tensor for name, tensor in expected.items() if name not in missing},
     )
-    for name in gone:
+    for name in missing:
         value = tensors[name]
         if name.endswith("bias"):
             assert value.eq(0).all()
@@ -657,19 +655,19 @@ def test_only_what_is_missing_is_initialized(folder: Path, llama: PreTrainedMode
     "name",
     [
         "shape",
-        "shape of a part",
+        "projection shape",
         "with and without prefix",
         "fp8",
     ],
 )
-def test_what_strict_false_does_not_forgive(folder: Path, name: str) -> None:
-    edit, expected, _ = MISFITS[name]
+def test_non_strict_load_raises_on_mismatch(folder: Path, name: str) -> None:
+    edit, expected, _ = MISMATCHES[name]
     edit_weights(folder, edit)
-    error = refuse(folder, strict=False)
+    error = require_load_error(folder, strict=False)
     assert problems(error) == {problem for problem in expected if problem[0] != "missing"}
 
 
-def test_initializing_a_loaded_model_again_touches_nothing(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_initialize_weights_keeps_loaded_values(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     for combine in (True, False):
         model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=combine)
         for module in model.modules():
@@ -682,7 +680,7 @@ def test_initializing_a_loaded_model_again_touches_nothing(llama_checkpoint: Pat
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2.0])
-def test_progress_is_shown_of_what_takes_long(
+def test_progress_bar_for_slow_loads(
     llama_checkpoint: Path, seconds: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers.utils import logging as hf_logging
@@ -699,7 +697,7 @@ def test_progress_is_shown_of_what_takes_long(
     assert "Loading weights" not in capsys.readouterr().err
 
 
-def test_an_error_while_reading_is_raised(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_error_is_raised(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> torch.Tensor:
         raise OSError("the disk is gone")
 
