@@ -33,7 +33,7 @@ BLOCK = (128, 128)
 
 
 def to_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize by blocks, element by element, as the formula reads. Edge blocks may be smaller."""
+    """Quantize in blocks with explicit loops. Edge blocks may be smaller."""
     rows, columns = weight.shape
     scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
     values = torch.empty_like(weight)
@@ -45,27 +45,27 @@ def to_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.
     return values.to(torch.float8_e4m3fn), scales
 
 
-def by_elements(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
+def dequantize_elementwise(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
     down = torch.arange(values.shape[0])[:, None] // block[0]
     across = torch.arange(values.shape[1])[None] // block[1]
     return values.float() * scales[down, across]
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (80, 256), (300, 130), (1, 129)])
-def test_fp8_is_each_number_times_the_scale_of_its_block(shape: tuple[int, int]) -> None:
+def test_from_fp8_applies_block_scales(shape: tuple[int, int]) -> None:
     values, scales = to_fp8(torch.randn(shape))
-    assert torch.equal(from_fp8(values, scales, BLOCK), by_elements(values, scales))
+    assert torch.equal(from_fp8(values, scales, BLOCK), dequantize_elementwise(values, scales))
     stacked = from_fp8(values[None].repeat(3, 1, 1), torch.stack([scales, 2 * scales, 4 * scales]), BLOCK)
-    assert torch.equal(stacked[2], 4 * by_elements(values, scales))
+    assert torch.equal(stacked[2], 4 * dequantize_elementwise(values, scales))
 
 
-def test_fp8_with_one_scale_for_the_whole() -> None:
+def test_from_fp8_with_per_tensor_scale() -> None:
     values = torch.randn(3, 5).to(torch.float8_e4m3fn)
     for scale in (torch.tensor(0.5), torch.tensor([0.5])):
         assert torch.equal(from_fp8(values, scale, None), values.float() / 2)
 
 
-def test_exponents_of_two_in_any_default_dtype(low_default_dtype: Callable[[], None]) -> None:
+def test_from_fp8_exponent_scales_in_low_default_dtype(low_default_dtype: Callable[[], None]) -> None:
     values = torch.ones(4, 2, dtype=torch.float32).to(torch.float8_e4m3fn)
     exponents = torch.tensor([[0], [60], [160], [254]], dtype=torch.uint8)
     low_default_dtype()
@@ -73,7 +73,7 @@ def test_exponents_of_two_in_any_default_dtype(low_default_dtype: Callable[[], N
     assert torch.equal(actual, torch.ldexp(values.float(), exponents.int() - 127))
 
 
-def test_mxfp4_is_each_code_times_the_power_of_two_of_its_group() -> None:
+def test_from_mxfp4_applies_group_exponents() -> None:
     codes = torch.randint(0, 16, (2, 6, 64))
     exponents = torch.randint(100, 150, (2, 6, 2), dtype=torch.uint8)
     packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8).view(2, 6, 2, 16)
@@ -83,7 +83,7 @@ def test_mxfp4_is_each_code_times_the_power_of_two_of_its_group() -> None:
     assert torch.equal(actual.float(), expected.transpose(1, 2))
 
 
-def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+def test_from_mxfp4_matches_transformers() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     packed = torch.randint(0, 256, (3, 8, 4, 16), dtype=torch.uint8)
     exponents = torch.randint(110, 140, (3, 8, 4), dtype=torch.uint8)
@@ -123,9 +123,9 @@ def plain(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     tensors = stored(folder)
     kept_in_fp32 = DeepseekV3ForCausalLM._keep_in_fp32_modules_strict
     return {
-        key: (by_elements(value, tensors[f"{key}_scale_inv"]) if value.dtype == torch.float8_e4m3fn else value).to(
-            torch.float32 if any(part in key for part in kept_in_fp32) else dtype
-        )
+        key: (
+            dequantize_elementwise(value, tensors[f"{key}_scale_inv"]) if value.dtype == torch.float8_e4m3fn else value
+        ).to(torch.float32 if any(part in key for part in kept_in_fp32) else dtype)
         for key, value in tensors.items()
         if not key.endswith("_scale_inv")
     }
@@ -133,7 +133,7 @@ def plain(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("combine", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8_is_read_into_combined_projections_and_stacked_experts(
+def test_fp8_load_into_fused_projections_and_experts(
     fp8: Path, tmp_path: Path, dtype: torch.dtype, combine: bool
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(fp8, dtype=dtype, combine=combine)
@@ -223,7 +223,7 @@ def save_in_form(model: PreTrainedModel, form: str, folder: Path) -> dict[str, t
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_published_form_of_fp8(form: str, deepseek: PreTrainedModel, tmp_path: Path) -> None:
+def test_published_fp8_formats(form: str, deepseek: PreTrainedModel, tmp_path: Path) -> None:
     expected = save_in_form(deepseek, form, tmp_path)
     edit_config(tmp_path, quantization_config={"quant_method": "fp8", **FORMS[form][1]})
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -232,7 +232,7 @@ def test_published_form_of_fp8(form: str, deepseek: PreTrainedModel, tmp_path: P
 
 
 @pytest.mark.parametrize("part", ["text_config", None])
-def test_quantization_of_a_vision_language_model(part: str | None, tmp_path: Path) -> None:
+def test_vision_language_model_quantization_config(part: str | None, tmp_path: Path) -> None:
     whole = new_model(tiny_config(Gemma3Config), "ForConditionalGeneration", dtype=torch.bfloat16)
     expected = save_in_form(whole, "static", tmp_path)
     settings = {"quantization_config": {"quant_method": "fp8", **FORMS["static"][1]}}
@@ -245,13 +245,13 @@ def test_quantization_of_a_vision_language_model(part: str | None, tmp_path: Pat
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1, 1)])
-def test_fp8_with_a_scale_per_expert(shape: tuple[int, ...]) -> None:
+def test_from_fp8_with_scale_per_expert(shape: tuple[int, ...]) -> None:
     values, scales = torch.randn(4, 6, 8).to(torch.float8_e4m3fn), torch.rand(shape)
     assert torch.equal(from_fp8(values, scales, (6, 8)), values.float() * scales.view(4, 1, 1))
 
 
 @since("5.14")
-def test_auto_is_the_configurations_dtype_without_a_warning(fp8: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fp8_auto_dtype_uses_config_dtype(fp8: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = AutoModelForCausalLM.from_pretrained(fp8, num_nextn_predict_layers=0)  # the checkpoint has no MTP layer
     assert model.dtype == torch.bfloat16
     assert not caplog.records
@@ -259,7 +259,7 @@ def test_auto_is_the_configurations_dtype_without_a_warning(fp8: Path, caplog: p
     assert AutoModelForCausalLM.from_pretrained(fp8).dtype == torch.bfloat16
 
 
-def test_quantized_mtp_weights_are_kept_in_their_files_and_saved_plain(fp8: Path, tmp_path: Path) -> None:
+def test_fp8_mtp_weights_are_saved_dequantized(fp8: Path, tmp_path: Path) -> None:
     """Saving writes unquantized tensors in the model's dtype. In memory they remain the file's 8-bit values."""
     mtp = {
         "model.layers.2.eh_proj.weight": torch.randn(64, 128).bfloat16(),
@@ -269,7 +269,7 @@ def test_quantized_mtp_weights_are_kept_in_their_files_and_saved_plain(fp8: Path
     name = "model.layers.2.mlp.experts.0.up_proj.weight"
     edit_weights(fp8, lambda tensors: tensors.update(mtp | {name: values, f"{name}_scale_inv": scales}))
     model = AutoModelForCausalLM.from_pretrained(fp8)
-    expected = mtp | {name: by_elements(values, scales).bfloat16()}
+    expected = mtp | {name: dequantize_elementwise(values, scales).bfloat16()}
     exported = dict(model.state_dict_adapter.iter_export(model))
     assert_same({key: exported[key] for key in expected}, expected)
     assert [part.dtype for part in kept_by(model)[name].stored] == [torch.float8_e4m3fn, torch.float32]
@@ -280,7 +280,7 @@ def test_quantized_mtp_weights_are_kept_in_their_files_and_saved_plain(fp8: Path
 
 
 @since("5.10")
-def test_mtp_weights_of_what_transformers_dequantizes_are_plain_too(deepseek: PreTrainedModel, tmp_path: Path) -> None:
+def test_mtp_weights_dequantized_with_transformers_config(deepseek: PreTrainedModel, tmp_path: Path) -> None:
     """transformers does not load MTP weights, so its quantizers would leave them in 8 bits."""
     folder, block = tmp_path / "fp8", (16, 16)
     deepseek.save_pretrained(folder)
@@ -299,7 +299,7 @@ def test_mtp_weights_of_what_transformers_dequantizes_are_plain_too(deepseek: Pr
     edit_config(folder, quantization_config=method)
     asked = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=torch.bfloat16)
-    expected = {key: by_elements(*to_fp8(tensor, block), block).bfloat16() for key, tensor in kept.items()}
+    expected = {key: dequantize_elementwise(*to_fp8(tensor, block), block).bfloat16() for key, tensor in kept.items()}
     assert_same({key: tensor.read() for key, tensor in kept_by(model).items()}, expected)
     model.save_pretrained(tmp_path / "plain")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
@@ -337,17 +337,17 @@ def drop(key: str) -> Callable[[dict[str, torch.Tensor]], object]:
 
 QUERY, MLP = "model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.mlp.down_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], set[tuple[str, str]]]] = {
-    "a scale is lost": (drop(f"{QUERY}_scale_inv"), {("missing", f"{QUERY}_scale_inv")}),
-    "values are lost": (drop(QUERY), {("unexpected", f"{QUERY}_scale_inv")}),
-    "two things at once": (
+    "missing scale": (drop(f"{QUERY}_scale_inv"), {("missing", f"{QUERY}_scale_inv")}),
+    "missing values": (drop(QUERY), {("unexpected", f"{QUERY}_scale_inv")}),
+    "missing scale and wrong shape": (
         lambda tensors: (tensors.pop(f"{QUERY}_scale_inv"), tensors.update({f"{MLP}_scale_inv": torch.ones(3, 3)})),
         {("missing", f"{QUERY}_scale_inv"), ("shape", f"{MLP}_scale_inv")},
     ),
-    "scales are integers": (
+    "integer scales": (
         lambda tensors: tensors.update({f"{QUERY}_scale_inv": tensors[f"{QUERY}_scale_inv"].int()}),
         {("dtype", f"{QUERY}_scale_inv")},
     ),
-    "scales of what is not quantized": (
+    "scales without quantized weight": (
         lambda tensors: tensors.update({"model.norm.weight_scale_inv": torch.ones(2)}),
         {("unexpected", "model.norm.weight_scale_inv")},
     ),
@@ -355,7 +355,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], set[tuple[
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_fp8_is_refused_with_everything_that_is_wrong(fp8: Path, damage: str) -> None:
+def test_damaged_fp8_error_lists_all_problems(fp8: Path, damage: str) -> None:
     edit, expected = DAMAGES[damage]
     edit_weights(fp8, edit)
     with pytest.raises(CheckpointError, match="quantized with fp8") as caught:
@@ -363,13 +363,13 @@ def test_damaged_fp8_is_refused_with_everything_that_is_wrong(fp8: Path, damage:
     assert problems(caught.value) == expected
 
 
-def test_another_block_size_than_the_scales_are_of_is_refused(fp8: Path) -> None:
+def test_mismatched_block_size_raises(fp8: Path) -> None:
     edit_config(fp8, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 128]})
     with pytest.raises(CheckpointError, match=r"in blocks of \(64, 128\) needs"):
         AutoModelForCausalLM.from_pretrained(fp8)
 
 
-def test_fp8_without_a_configuration_is_refused(fp8: Path) -> None:
+def test_fp8_without_quantization_config_raises(fp8: Path) -> None:
     edit_config(fp8, quantization_config=None)
     with pytest.raises(CheckpointError, match="quantized weights need a quantization_config") as caught:
         AutoModelForCausalLM.from_pretrained(fp8)
@@ -397,7 +397,7 @@ def mxfp4(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_mxfp4_is_read_into_the_experts(
+def test_mxfp4_load_into_experts(
     mxfp4: tuple[Path, dict[str, Any]], tmp_path: Path, input_ids: torch.Tensor, dtype: torch.dtype
 ) -> None:
     folder, experts = mxfp4
@@ -434,9 +434,9 @@ def test_requested_dequantization_of_mxfp4_with_a_mesh(mxfp4: tuple[Path, dict[s
         (lambda key, tensors: tensors.pop(f"{key}_blocks"), "unexpected"),
         (lambda key, tensors: tensors.update({f"{key}_scales": tensors[f"{key}_scales"][..., :-1].clone()}), "shape"),
     ],
-    ids=["no scales", "no blocks", "scales of another shape"],
+    ids=["no scales", "no blocks", "wrong scale shape"],
 )
-def test_damaged_mxfp4_is_refused(
+def test_damaged_mxfp4_raises(
     mxfp4: tuple[Path, dict[str, Any]], edit: Callable[[str, dict[str, torch.Tensor]], object], kind: str
 ) -> None:
     folder, experts = mxfp4
@@ -448,7 +448,7 @@ def test_damaged_mxfp4_is_refused(
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_method_that_nothing_reads(strict: bool, fp8: Path) -> None:
+def test_unsupported_quant_method_raises(strict: bool, fp8: Path) -> None:
     edit_config(fp8, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
     with pytest.raises(CheckpointError, match=r"(?s)is stored quantized.*quant_method 'modelopt', which neither"):
         AutoModelForCausalLM.from_pretrained(fp8, strict=strict)

@@ -36,7 +36,7 @@ def first_shard(folder: Path) -> Path:
     return min(folder.glob("model-*.safetensors"))
 
 
-def refuse(folder: Path) -> CheckpointError:
+def require_checkpoint_error(folder: Path) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         CheckpointFiles(folder)
     assert str(folder) in str(caught.value)
@@ -47,7 +47,7 @@ def refuse(folder: Path) -> CheckpointError:
 
 
 @pytest.mark.parametrize("name", ["llama_checkpoint", "llama_shards"])
-def test_every_tensor_is_known_and_readable(name: str, request: pytest.FixtureRequest) -> None:
+def test_read_all_tensors(name: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(name)
     files, expected = CheckpointFiles(folder), stored(folder)
     assert files.tensors.keys() == expected.keys()
@@ -67,7 +67,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_reads_as_safetensors_reads_it(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtypes_match_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
     raw = torch.arange(48, dtype=torch.uint8) if dtype is not torch.bool else torch.arange(48).remainder(2).bool()
     save_file({"a": raw.view(dtype), "b": raw.clone().view(dtype).view(2, -1)}, tmp_path / WEIGHTS)
     files, expected = CheckpointFiles(tmp_path), load_file(tmp_path / WEIGHTS)
@@ -87,14 +87,14 @@ def test_empty_tensors_and_scalars(tmp_path: Path) -> None:
     assert files.read_joined([empty, empty], (0, 3)) is None
 
 
-def test_joined_tensors_are_one_tensor_over_the_pages(llama_checkpoint: Path) -> None:
+def test_read_joined_concatenates_tensors(llama_checkpoint: Path) -> None:
     files, expected = CheckpointFiles(llama_checkpoint), stored(llama_checkpoint)
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
     joined = files.read_joined([files.tensors[name] for name in names], (768, 256))
     assert torch.equal(joined, torch.cat([expected[name] for name in names]))
 
 
-def test_tensors_stay_when_the_files_are_closed(llama_checkpoint: Path) -> None:
+def test_tensors_outlive_closed_files(llama_checkpoint: Path) -> None:
     files = CheckpointFiles(llama_checkpoint)
     tensor = files.tensors["model.embed_tokens.weight"]
     value, joined = files.read(tensor), files.read_joined([tensor], tensor.shape)
@@ -103,7 +103,7 @@ def test_tensors_stay_when_the_files_are_closed(llama_checkpoint: Path) -> None:
         assert torch.equal(written, stored(llama_checkpoint)[tensor.key])
 
 
-def test_writing_into_a_tensor_leaves_the_file_alone(folder: Path) -> None:
+def test_writes_to_tensors_do_not_change_file(folder: Path) -> None:
     before = (folder / WEIGHTS).read_bytes()
     files = CheckpointFiles(folder)
     for tensor in files.tensors.values():
@@ -111,9 +111,7 @@ def test_writing_into_a_tensor_leaves_the_file_alone(folder: Path) -> None:
     assert (folder / WEIGHTS).read_bytes() == before
 
 
-def test_a_file_is_opened_and_mapped_once_by_many_threads(
-    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_reads_map_file_once(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, mapped = [], []
 
     def noted_open(path: Any, *args: Any) -> int:
@@ -150,7 +148,7 @@ def write_by_hand(path: Path, tensors: dict[str, torch.Tensor], padding: int = 0
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-def test_nothing_is_mapped_where_it_would_not_be_aligned(tmp_path: Path, padding: int) -> None:
+def test_unaligned_tensors_are_not_mapped(tmp_path: Path, padding: int) -> None:
     tensors = {"a": torch.randn(64, 64), "b": torch.randn(64, 64)}
     write_by_hand(tmp_path / WEIGHTS, tensors, padding)
     files = CheckpointFiles(tmp_path)
@@ -164,7 +162,7 @@ def test_nothing_is_mapped_where_it_would_not_be_aligned(tmp_path: Path, padding
         assert torch.equal(joined, torch.cat(list(tensors.values())))
 
 
-def test_a_single_file_next_to_an_index(shards: Path) -> None:
+def test_single_file_next_to_index(shards: Path) -> None:
     """transformers reads the single file, which is correct if the shards are equal or missing."""
     tensors = stored(shards)
     name = next(iter(tensors))
@@ -173,7 +171,7 @@ def test_a_single_file_next_to_an_index(shards: Path) -> None:
         assert {tensor.file for tensor in single.tensors.values()} == {WEIGHTS}
     for other in ({**tensors, name: tensors[name] + 1}, {"a": torch.ones(1)}):
         save_file(other, shards / WEIGHTS)
-        error = refuse(shards)
+        error = require_checkpoint_error(shards)
         assert {kind for kind, _ in problems(error)} == {"duplicated"}
         assert f"remove {WEIGHTS}, or {INDEX} and its shards" in str(error)
     for shard in shards.glob("model-*.safetensors"):
@@ -184,8 +182,8 @@ def test_a_single_file_next_to_an_index(shards: Path) -> None:
 # Damage
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
-    error = refuse(tmp_path)
+def test_empty_folder_raises(tmp_path: Path) -> None:
+    error = require_checkpoint_error(tmp_path)
     assert problems(error) == {("file", str(tmp_path))}
     assert f"neither {WEIGHTS} nor {INDEX}" in str(error)
 
@@ -204,10 +202,10 @@ COMMAND = re.compile(r'python -c ".*')
         ("pytorch_model.bin", None),
     ],
 )
-def test_other_formats_are_refused_with_the_conversion(tmp_path: Path, name: str, architectures: Any) -> None:
+def test_other_weight_formats_raise(tmp_path: Path, name: str, architectures: Any) -> None:
     (tmp_path / name).write_bytes(b"x")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
-    error = refuse(tmp_path)
+    error = require_checkpoint_error(tmp_path)
     assert problems(error) == {("format", str(tmp_path))}
     assert f"only {name} found" in str(error)
     assert "with the class that saved it" in str(error)
@@ -215,7 +213,7 @@ def test_other_formats_are_refused_with_the_conversion(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("index", [None, INDEX])
-def test_conversion_command_keeps_the_head(tmp_path: Path, index: str | None) -> None:
+def test_conversion_command_keeps_head(tmp_path: Path, index: str | None) -> None:
     reward = new_model(tiny_config(LlamaConfig), "ForSequenceClassification")
     folder = tmp_path / "it's $HOME"
     reward.save_pretrained(folder)
@@ -225,7 +223,7 @@ def test_conversion_command_keeps_the_head(tmp_path: Path, index: str | None) ->
     if index is not None:
         content = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "pytorch_model.bin")}
         (folder / index).write_text(json.dumps(content))
-    command = COMMAND.search(str(refuse(folder)))
+    command = COMMAND.search(str(require_checkpoint_error(folder)))
     assert command is not None
     arguments = shlex.split(command.group())
     subprocess.run([sys.executable, *arguments[1:]], check=True, capture_output=True)
@@ -235,9 +233,7 @@ def test_conversion_command_keeps_the_head(tmp_path: Path, index: str | None) ->
 
 
 @pytest.mark.parametrize("subfolder", ["", "part"])
-def test_pickles_of_a_hub_repository_are_not_downloaded(
-    subfolder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_repo_with_only_pickles_raises(subfolder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers converts a repository by its name."""
     module = "nrl_models.common.checkpoint.resolve_folder"
     (tmp_path / subfolder).mkdir(exist_ok=True)
@@ -245,7 +241,7 @@ def test_pickles_of_a_hub_repository_are_not_downloaded(
     files = [f"{subfolder}/pytorch_model.bin".strip("/"), "other/model.pt", "config.json"]
     monkeypatch.setattr(f"{module}.snapshot_download", lambda *_, **options: str(tmp_path))
     monkeypatch.setattr(f"{module}.list_repo_files", lambda *_, **options: files)
-    error = refuse(resolve_folder("owner/name", subfolder=subfolder))
+    error = require_checkpoint_error(resolve_folder("owner/name", subfolder=subfolder))
     assert "only pytorch_model.bin found, and only safetensors are read" in str(error)
     command = COMMAND.search(str(error))
     if subfolder:
@@ -257,12 +253,12 @@ def test_pickles_of_a_hub_repository_are_not_downloaded(
 
 
 @pytest.mark.parametrize("cut", [1, 1000, 0.5, 0.99999])
-def test_a_truncated_file(folder: Path, cut: float) -> None:
+def test_truncated_file_raises(folder: Path, cut: float) -> None:
     path = folder / WEIGHTS
     content = path.read_bytes()
     kept = content[: cut if isinstance(cut, int) else int(len(content) * cut)]
     path.write_bytes(kept)
-    error = refuse(folder)
+    error = require_checkpoint_error(folder)
     assert problems(error) == {("file", WEIGHTS)}
     assert f"damaged or cut off ({len(kept)} bytes on disk)" in str(error)
     assert "download or save the checkpoint again" in str(error)
@@ -277,13 +273,13 @@ def corrupted_headers() -> dict[str, bytes]:
 
     return {
         "empty file": b"",
-        "no JSON": file(b"{not json" + b" " * 7),
-        "no object": file(b"[1, 2]  "),
+        "invalid JSON": file(b"{not json" + b" " * 7),
+        "JSON list": file(b"[1, 2]  "),
         "longer than the file": struct.pack("<Q", 2**40) + entry() + b"\0" * 16,
         "unknown dtype": file(entry(dtype="F13")),
-        "shape and size disagree": file(entry(shape=[5])),
+        "mismatched shape and size": file(entry(shape=[5])),
         "outside the file": file(entry(data_offsets=[16, 32])),
-        "negative": file(entry(data_offsets=[-16, 0])),
+        "negative offset": file(entry(data_offsets=[-16, 0])),
         "random bytes": bytes(range(256)),
         "HTML": b"<!DOCTYPE html><html><body>Not found</body></html>",
         "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234\n",
@@ -291,16 +287,16 @@ def corrupted_headers() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("content", corrupted_headers().values(), ids=corrupted_headers())
-def test_a_corrupt_header(tmp_path: Path, content: bytes) -> None:
+def test_corrupt_header_raises(tmp_path: Path, content: bytes) -> None:
     (tmp_path / WEIGHTS).write_bytes(content)
-    error = refuse(tmp_path)
+    error = require_checkpoint_error(tmp_path)
     assert problems(error) == {("file", WEIGHTS)}
 
 
-def test_a_readable_dtype_that_torch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_dtype_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"a": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}, tmp_path / WEIGHTS)
     monkeypatch.delitem(KNOWN_DTYPES, "F64")
-    error = refuse(tmp_path)
+    error = require_checkpoint_error(tmp_path)
     assert problems(error) == {("dtype", "a")}
     assert "has dtype F64; readable are BOOL, U8" in str(error)
 
@@ -308,41 +304,41 @@ def test_a_readable_dtype_that_torch_lacks_is_named(tmp_path: Path, monkeypatch:
 # Indexes
 
 
-def test_a_missing_shard(shards: Path) -> None:
+def test_missing_shard_raises(shards: Path) -> None:
     shard = first_shard(shards)
     count = sum(file == shard.name for file in weight_map(shards).values())
     shard.unlink()
-    error = refuse(shards)
+    error = require_checkpoint_error(shards)
     assert problems(error) == {("file", shard.name)}
     assert f"is missing, which should hold {count} tensors" in str(error)
 
 
-def test_a_truncated_shard(shards: Path) -> None:
+def test_truncated_shard_raises(shards: Path) -> None:
     shard = first_shard(shards)
     shard.write_bytes(shard.read_bytes()[:-4])
-    assert problems(refuse(shards)) == {("file", shard.name)}
+    assert problems(require_checkpoint_error(shards)) == {("file", shard.name)}
 
 
-def test_a_tensor_that_is_not_where_the_index_says(shards: Path) -> None:
+def test_index_with_wrong_shard_raises(shards: Path) -> None:
     key, file = next(iter(weight_map(shards).items()))
     other = next(tensor for tensor in weight_map(shards).values() if tensor != file)
     edit_index(shards, lambda entries: entries.update({key: other}))
-    error = refuse(shards)
+    error = require_checkpoint_error(shards)
     assert problems(error) == {("index", key)}
     assert f"({other}): is not in {other}, although {INDEX} lists it there" in str(error)
     assert "do not trust this directory" in str(error)
 
 
-def test_a_tensor_that_no_file_holds(shards: Path) -> None:
+def test_index_with_missing_tensor_raises(shards: Path) -> None:
     edit_index(shards, lambda entries: entries.update({"ghost.weight": first_shard(shards).name}))
-    assert problems(refuse(shards)) == {("index", "ghost.weight")}
+    assert problems(require_checkpoint_error(shards)) == {("index", "ghost.weight")}
 
 
-def test_a_tensor_in_two_shards(shards: Path) -> None:
+def test_tensor_in_two_shards_raises(shards: Path) -> None:
     first, second = sorted(shards.glob("model-*.safetensors"))[:2]
     key, tensor = next(iter(load_file(first).items()))
     save_file(load_file(second) | {key: tensor}, second, metadata={"format": "pt"})
-    error = refuse(shards)
+    error = require_checkpoint_error(shards)
     assert problems(error) == {("duplicated", key)}
     assert first.name in str(error)
     assert second.name in str(error)
@@ -352,7 +348,7 @@ def test_a_tensor_in_two_shards(shards: Path) -> None:
     "path",
     ["/etc/passwd.safetensors", "../outside.safetensors", "sub/../../outside.safetensors", "..\\outside.safetensors"],
 )
-def test_a_path_outside_the_folder_is_refused(shards: Path, path: str) -> None:
+def test_index_path_outside_folder_raises(shards: Path, path: str) -> None:
     outside, shard = shards.parent / "outside.safetensors", first_shard(shards)
     key, tensor = load_file(shard).popitem()
     save_file({key: tensor}, outside)
@@ -360,12 +356,12 @@ def test_a_path_outside_the_folder_is_refused(shards: Path, path: str) -> None:
     save_file({name: tensor for name, tensor in load_file(shard).items() if name != key}, shard)
     (shards / "sub").mkdir()
     edit_index(shards, lambda entries: entries.update({key: path}))
-    error = refuse(shards)
+    error = require_checkpoint_error(shards)
     assert problems(error) == {("index", key)}
     assert f"points to {path!r}, outside the checkpoint" in str(error)
 
 
-def test_an_index_may_name_files_in_folders_below(shards: Path) -> None:
+def test_index_with_subfolder_paths(shards: Path) -> None:
     shard = first_shard(shards)
     (shards / "below").mkdir()
     shard.rename(shards / "below" / shard.name)
@@ -380,10 +376,10 @@ def test_an_index_may_name_files_in_folders_below(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["pytorch_model-00001-of-00002.bin", "a.SAFETENSORS", "", 7, None])
-def test_an_index_entry_that_is_no_safetensors_file(shards: Path, file: Any) -> None:
+def test_index_with_non_safetensors_file_raises(shards: Path, file: Any) -> None:
     key = next(iter(weight_map(shards)))
     edit_index(shards, lambda entries: entries.update({key: file}))
-    error = refuse(shards)
+    error = require_checkpoint_error(shards)
     assert problems(error) == {("format", key)}
     assert ("import LlamaForCausalLM" in str(error)) == str(file).endswith(".bin")
 
@@ -402,20 +398,20 @@ def test_an_index_entry_that_is_no_safetensors_file(shards: Path, file: Any) -> 
         "\xff\xfe",
     ],
 )
-def test_a_broken_index(shards: Path, content: str) -> None:
+def test_invalid_index_raises(shards: Path, content: str) -> None:
     (shards / INDEX).write_bytes(content.encode("latin-1"))
-    error = refuse(shards)
+    error = require_checkpoint_error(shards)
     assert problems(error) == {("index", INDEX)}
     assert "is not an index with a weight_map" in str(error) or "is not a JSON object" in str(error)
 
 
-def test_everything_that_is_wrong_is_listed_at_once(shards: Path) -> None:
+def test_error_lists_all_problems(shards: Path) -> None:
     missing, cut, *rest = sorted(shards.glob("model-*.safetensors"))
     missing.unlink()
     cut.write_bytes(cut.read_bytes()[:100])
     keys = [key for key, file in weight_map(shards).items() if file == rest[0].name]
     edit_index(shards, lambda entries: entries.update({keys[0]: "../a.safetensors", "ghost": rest[0].name}))
-    error = refuse(shards)
+    error = require_checkpoint_error(shards)
     assert problems(error) == {
         ("file", missing.name),
         ("file", cut.name),
@@ -427,37 +423,37 @@ def test_everything_that_is_wrong_is_listed_at_once(shards: Path) -> None:
 # Locating a checkpoint
 
 
-def test_a_folder_is_itself(llama_checkpoint: Path) -> None:
+def test_resolve_local_folder(llama_checkpoint: Path) -> None:
     assert resolve_folder(llama_checkpoint) == resolve_folder(str(llama_checkpoint)) == llama_checkpoint
 
 
-def test_a_subfolder(llama_checkpoint: Path) -> None:
+def test_resolve_subfolder(llama_checkpoint: Path) -> None:
     assert resolve_folder(llama_checkpoint.parent, subfolder=llama_checkpoint.name) == llama_checkpoint
 
 
 @pytest.mark.parametrize("subfolder", ["", "nowhere"])
-def test_a_folder_without_configuration(tmp_path: Path, subfolder: str) -> None:
+def test_folder_without_config_raises(tmp_path: Path, subfolder: str) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: is missing") as caught:
         resolve_folder(tmp_path, subfolder=subfolder)
     assert str(tmp_path / subfolder) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "no name!", "~/nowhere"])
-def test_what_can_only_be_a_path_is_no_hub_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_local_path_raises(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="no such directory") as caught:
         resolve_folder(name, cache_dir=tmp_path)
     assert name in str(caught.value)
 
 
-def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+def test_file_path_raises(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="is a file, expected a directory"):
         resolve_folder(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["some/hub-repository", "name"])
-def test_a_hub_repository_that_cannot_be_had(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_repo_offline_raises(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
@@ -467,18 +463,18 @@ def test_a_hub_repository_that_cannot_be_had(name: str, monkeypatch: pytest.Monk
     assert name in str(caught.value)
 
 
-def test_only_files_that_are_read_are_downloaded(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+def test_snapshot_download_patterns(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    download_options: dict[str, Any] = {}
     texts = ("*.codes", "*.jinja", "*.json", "*.model", "*.py", "*.spm", "*.tiktoken", "*.txt", "*.vocab")
 
     def download(repository: str, **options: Any) -> str:
-        asked.update(options, repository=repository)
+        download_options.update(options, repository=repository)
         return str(llama_checkpoint.parent)
 
     monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.snapshot_download", download)
-    found = resolve_folder("a/b", subfolder=llama_checkpoint.name, revision="r", token="t", cache_dir="c")
-    assert found == llama_checkpoint
-    assert asked == {
+    resolved = resolve_folder("a/b", subfolder=llama_checkpoint.name, revision="r", token="t", cache_dir="c")
+    assert resolved == llama_checkpoint
+    assert download_options == {
         "repository": "a/b",
         "revision": "r",
         "token": "t",
@@ -489,7 +485,7 @@ def test_only_files_that_are_read_are_downloaded(llama_checkpoint: Path, monkeyp
     }
 
 
-def test_shards_that_only_an_index_names_are_fetched(
+def test_shards_with_other_names_are_downloaded(
     monkeypatch: pytest.MonkeyPatch, llama_shards: Path, tmp_path: Path
 ) -> None:
     """Some repositories name their shards `layers-1.safetensors`, `outside.safetensors` and `mtp.safetensors`."""

@@ -64,7 +64,7 @@ ARCHITECTURES: dict[str, tuple[PreTrainedConfig, dict[str, int]]] = {
 MIXED = {"attn_v": Kind.Q8_0, "ffn": Kind.Q4_1, "attn_k": Kind.F16, "attn_q.": Kind.Q5_0, "token_embd": Kind.BF16}
 
 
-def written(
+def write_model(
     file: Path, architecture: str, kinds: Any = Kind.F32, *, values: dict[str, int] | None = None, **options: Any
 ) -> PreTrainedModel:
     """Write a random model to a file and return it."""
@@ -79,25 +79,25 @@ def theirs(file: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return HFAutoModelForCausalLM.from_pretrained(source, dtype=dtype, **keywords).state_dict()
 
 
-def in_hf_names(model: Any) -> dict[str, torch.Tensor]:
+def hf_state_dict(model: Any) -> dict[str, torch.Tensor]:
     return model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    written(tmp_path / "in" / "llama.gguf", "llama", MIXED)
+    write_model(tmp_path / "in" / "llama.gguf", "llama", MIXED)
     return tmp_path / "in" / "llama.gguf"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_floats_come_back_as_they_were(architecture: str, tmp_path: Path) -> None:
+def test_float_tensors_round_trip(architecture: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    model = written(file, architecture)
+    model = write_model(file, architecture)
     loaded = AutoModelForCausalLM.from_pretrained(file)
     expected = model.state_dict()
     if architecture == "gemma2":  # x + 1 - 1
         expected = {name: t + 1 - 1 if "norm" in name else t for name, t in expected.items()}
-    assert_same(in_hf_names(loaded), expected)
+    assert_same(hf_state_dict(loaded), expected)
     ids = torch.arange(2, 34)[None]
     if architecture != "gemma2":
         assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)  # the configuration is also the same
@@ -105,19 +105,17 @@ def test_floats_come_back_as_they_were(architecture: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_quantized_tensors_are_bit_for_bit_what_transformers_loads(
-    architecture: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_quantized_tensors_match_transformers(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    written(file, architecture, MIXED)
+    write_model(file, architecture, MIXED)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)  # load from the directory
-    assert_same(in_hf_names(loaded), theirs(file, dtype))
+    assert_same(hf_state_dict(loaded), theirs(file, dtype))
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16, Kind.BF16], ids=str)
-def test_every_type_that_can_be_written(kind: Kind, tmp_path: Path) -> None:
+def test_writable_tensor_types(kind: Kind, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    written(file, "llama", kind)
+    write_model(file, "llama", kind)
     with_half = kind in (Kind.F16, Kind.BF16)
     loaded = AutoModelForCausalLM.from_pretrained(file)
     assert loaded.dtype == ({Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind] if with_half else torch.float32)
@@ -125,7 +123,7 @@ def test_every_type_that_can_be_written(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS], ids=str)
-def test_types_that_only_llama_cpp_writes(kind: Kind, tmp_path: Path) -> None:
+def test_k_quants(kind: Kind, tmp_path: Path) -> None:
     config = tiny_config(LlamaConfig, {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1})
     write_gguf(tmp_path / "model.gguf", new_model(config), "llama", {"attn": kind, "ffn": kind})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -137,8 +135,8 @@ def test_types_that_only_llama_cpp_writes(kind: Kind, tmp_path: Path) -> None:
 # Choosing the file
 
 
-def test_a_file_of_several_is_chosen(llama: Path) -> None:
-    written(llama.with_name("other.gguf"), "qwen2")
+def test_gguf_file_argument_selects_file(llama: Path) -> None:
+    write_model(llama.with_name("other.gguf"), "qwen2")
     with pytest.raises(CheckpointError, match=r"several GGUF files: llama\.gguf, other\.gguf") as raised:
         AutoModelForCausalLM.from_pretrained(llama.parent)
     assert "gguf_file=" in str(raised.value)
@@ -148,7 +146,7 @@ def test_a_file_of_several_is_chosen(llama: Path) -> None:
         AutoModelForCausalLM.from_pretrained(llama.parent, gguf_file="none.gguf")
 
 
-def test_safetensors_come_first_unless_the_file_is_named(llama: Path) -> None:
+def test_safetensors_have_precedence_over_gguf(llama: Path) -> None:
     model = new_model(ARCHITECTURES["qwen2"][0])
     model.save_pretrained(llama.parent)
     assert type(AutoModelForCausalLM.from_pretrained(llama.parent)).__name__.startswith("Qwen2")
@@ -160,7 +158,7 @@ def test_safetensors_come_first_unless_the_file_is_named(llama: Path) -> None:
 
 
 @since("5.6")
-def test_convert_writes_a_plain_checkpoint(llama: Path, tmp_path: Path) -> None:
+def test_convert_writes_unquantized_checkpoint(llama: Path, tmp_path: Path) -> None:
     (llama.parent / "other.txt").write_text("of somebody else")
     convert(llama, tmp_path / "out", dtype="bfloat16")
     plain = HFAutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -180,8 +178,8 @@ def test_convert_writes_a_plain_checkpoint(llama: Path, tmp_path: Path) -> None:
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
 
 
-def test_without_a_tokenizer_none_is_written(tmp_path: Path) -> None:
-    written(tmp_path / "model.gguf", "llama", tokenizer=False)
+def test_convert_without_tokenizer(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "llama", tokenizer=False)
     convert(tmp_path / "model.gguf", tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
@@ -194,7 +192,7 @@ def test_save_and_reload(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_commands_take_a_file(llama: Path) -> None:
+def test_cli_commands_with_gguf_file(llama: Path) -> None:
     runner = CliRunner()
     looked = runner.invoke(app, ["inspect", str(llama)])
     assert looked.exit_code == 0, looked.output
@@ -207,7 +205,7 @@ def test_commands_take_a_file(llama: Path) -> None:
     assert checked.exit_code == 0, checked.output
 
 
-def test_what_needs_plain_weights_says_so(llama: Path, tmp_path: Path) -> None:
+def test_gguf_requiring_conversion_raises(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"nrl-models convert .*llama\.gguf"):
         start_engine("vllm", llama)
     with pytest.raises(CheckpointError, match="nrl-models convert"):
@@ -218,7 +216,7 @@ def test_what_needs_plain_weights_says_so(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(transformers, "GgufConfig"), reason="this transformers has no GgufConfig")
-def test_transformers_own_keywords_are_accepted(llama: Path) -> None:
+def test_gguf_keywords_of_transformers(llama: Path) -> None:
     source, keywords = upstream_source(llama)
     loaded = AutoModelForCausalLM.from_pretrained(source, **keywords)
     assert_same(loaded.state_dict(), theirs(llama, torch.float32))
@@ -230,7 +228,7 @@ def test_transformers_own_keywords_are_accepted(llama: Path) -> None:
 # Errors
 
 
-def test_one_tensor_at_a_time_is_dequantized(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_dequantized_lazily(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, sizes = gguf.dequantize, []
 
     def counted(data: np.ndarray, kind: Kind) -> np.ndarray:
@@ -248,39 +246,39 @@ def test_one_tensor_at_a_time_is_dequantized(llama: Path, monkeypatch: pytest.Mo
     assert files.nbytes < llama.stat().st_size
 
 
-def test_a_file_cut_off_anywhere(llama: Path, tmp_path: Path) -> None:
-    whole = llama.read_bytes()
+def test_truncated_gguf_raises(llama: Path, tmp_path: Path) -> None:
+    content = llama.read_bytes()
     data_start = min(tensor.start for tensor in read_header(llama).tensors)
     cut = tmp_path / "cut.gguf"
     for size in (0, 3, 10, 23, 30, 200, data_start // 2, data_start - 40):
-        cut.write_bytes(whole[:size])
+        cut.write_bytes(content[:size])
         with pytest.raises(CheckpointError, match=r"cut\.gguf: is no GGUF file, damaged or cut off"):
             AutoModelForCausalLM.from_pretrained(cut)
-    cut.write_bytes(whole[: len(whole) - 5000])
+    cut.write_bytes(content[: len(content) - 5000])
     with pytest.raises(CheckpointError, match="it is cut off") as raised:
         AutoModelForCausalLM.from_pretrained(cut)
     assert "download the file again" in str(raised.value)
     assert 1 <= len(raised.value.problems) < 22
-    cut.write_bytes(b"PK" + whole[2:])
+    cut.write_bytes(b"PK" + content[2:])
     with pytest.raises(CheckpointError, match="begins with b'PKUF', expected b'GGUF'"):
         AutoModelForCausalLM.from_pretrained(cut)
 
 
-def test_parts_of_a_split_file(tmp_path: Path) -> None:
+def test_split_gguf_raises(tmp_path: Path) -> None:
     file = tmp_path / "model-00001-of-00003.gguf"
-    written(file, "llama", values={"split.count": 3, "split.no": 0})
+    write_model(file, "llama", values={"split.count": 3, "split.no": 0})
     with pytest.raises(CheckpointError, match=r"is part 1 of 3; .*\n.*llama-gguf-split --merge"):
         AutoModelForCausalLM.from_pretrained(file)
 
 
-def test_an_architecture_without_tables(tmp_path: Path) -> None:
+def test_unsupported_architecture_raises(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", new_model(ARCHITECTURES["llama"][0]), "plamo")
     with pytest.raises(CheckpointError, match=r"architecture 'plamo', which transformers .* does not read") as raised:
         AutoModelForCausalLM.from_pretrained(file)
     assert ", llama, " in str(raised.value)
 
 
-def test_a_type_that_nobody_dequantizes(llama: Path) -> None:
+def test_unsupported_tensor_type_raises(llama: Path) -> None:
     header = read_header(llama)
     content = bytearray(llama.read_bytes())
     name = b"blk.0.ffn_up.weight"
@@ -296,7 +294,7 @@ def test_a_type_that_nobody_dequantizes(llama: Path) -> None:
     assert len(header.tensors) == 2 * 9 + 3
 
 
-def test_without_the_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_package_raises(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         "nrl_models.common.gguf.gguf_tables.find_spec", lambda name: None if name == "gguf" else find(name)
@@ -305,10 +303,10 @@ def test_without_the_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> No
         AutoModelForCausalLM.from_pretrained(llama)
 
 
-def test_a_tensor_that_transformers_has_no_name_for_is_not_dropped(tmp_path: Path) -> None:
+def test_unmapped_tensor_raises(tmp_path: Path) -> None:
     """Llama 3.1 stores its RoPE scaling only in such a tensor."""
     factors = {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}
-    model = written(tmp_path / "model.gguf", "llama", extra=factors)
+    model = write_model(tmp_path / "model.gguf", "llama", extra=factors)
     with pytest.raises(CheckpointError) as raised:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert problems(raised.value) == {("unexpected", "rope_freqs.weight")}
@@ -316,7 +314,7 @@ def test_a_tensor_that_transformers_has_no_name_for_is_not_dropped(tmp_path: Pat
     assert_same(loaded.state_dict(), model.state_dict())
 
 
-def test_a_folder_without_gguf_is_refused_as_before(tmp_path: Path) -> None:
+def test_folder_without_weights_raises(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(ARCHITECTURES["llama"][0].to_json_string())
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin found"):

@@ -48,7 +48,7 @@ def require_same_logits(tmp_path: Path, architecture: str, **changed: Any) -> No
 
 
 @pytest.mark.parametrize("architecture", CASES)
-def test_logits_are_those_of_the_model_that_was_written(architecture: str, tmp_path: Path) -> None:
+def test_logits_match_original_model(architecture: str, tmp_path: Path) -> None:
     require_same_logits(tmp_path, architecture)
 
 
@@ -61,14 +61,14 @@ NOT_WRITTEN = {
 """llama.cpp architectures that transformers reads, without a case here."""
 
 
-def test_every_architecture_is_a_case() -> None:
+def test_every_architecture_is_covered() -> None:
     tables = set(gguf_reading().GGUF_SUPPORTED_ARCHITECTURES)
     spelled = {name: name.replace("-", "_") for name in gguf.MODEL_ARCH_NAMES.values()}
     spelled |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "t5encoder": "t5"}
     assert {name for name, theirs in spelled.items() if theirs in tables} - NOT_WRITTEN.keys() <= CASES.keys()
 
 
-def refused(tmp_path: Path, architecture: str, **changed: Any) -> str:
+def load_error(tmp_path: Path, architecture: str, **changed: Any) -> str:
     """Write a case with other metadata, and return the error of loading it."""
     case = case_of(architecture)
     model = HFAutoModelForCausalLM.from_config(case.config)
@@ -94,8 +94,8 @@ def refused(tmp_path: Path, architecture: str, **changed: Any) -> str:
         ("gemma4", "rope.dimension_count_swa", 8),
     ],
 )
-def test_values_that_the_model_does_not_compute_raise(architecture: str, key: str, value: Any, tmp_path: Path) -> None:
-    assert f"{architecture}.{key}" in refused(tmp_path, architecture, **{key: value})
+def test_unsupported_metadata_value_raises(architecture: str, key: str, value: Any, tmp_path: Path) -> None:
+    assert f"{architecture}.{key}" in load_error(tmp_path, architecture, **{key: value})
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,11 @@ def test_values_that_the_model_does_not_compute_raise(architecture: str, key: st
     ],
     ids=str,
 )
-def test_values_that_the_model_computes_are_accepted(
-    architecture: str, changed: dict[str, Any], tmp_path: Path
-) -> None:
+def test_supported_metadata_values(architecture: str, changed: dict[str, Any], tmp_path: Path) -> None:
     require_same_logits(tmp_path, architecture, **changed)
 
 
-def test_normalized_weights_of_experts(tmp_path: Path) -> None:
+def test_expert_weights_norm(tmp_path: Path) -> None:
     for normalized in (True, False):
         case = CASES["qwen2moe"]
         model = HFAutoModelForCausalLM.from_config(case.config)
@@ -124,12 +122,12 @@ def test_normalized_weights_of_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layers", "scalar"), [(2, 16), (46, 20), (62, 20)])
-def test_the_scale_of_attention_that_no_key_has(layers: int, scalar: int, tmp_path: Path) -> None:
+def test_gemma2_query_pre_attn_scalar(layers: int, scalar: int, tmp_path: Path) -> None:
     keys = CASES["gemma2"].keys | {"block_count": layers, "embedding_length": 80}
     assert configuration(header_only(tmp_path / "model.gguf", "gemma2", keys))["query_pre_attn_scalar"] == scalar
 
 
-def test_a_tensor_under_two_names(tmp_path: Path) -> None:
+def test_duplicate_tensor_names_raise(tmp_path: Path) -> None:
     case = CASES["llama"]
     model = HFAutoModelForCausalLM.from_config(case.config)
     extra = {"blk.0.attn_norm.weight.weight": np.ones(64, np.float32)}
@@ -142,21 +140,21 @@ def test_a_tensor_under_two_names(tmp_path: Path) -> None:
     ("architecture", "key", "value"),
     [("llama", "embedding_length", 1), ("llama", "attention.head_count", 0), ("gemma2", "attention.head_count", 3)],
 )
-def test_metadata_that_makes_no_configuration(architecture: str, key: str, value: int, tmp_path: Path) -> None:
+def test_invalid_metadata_raises(architecture: str, key: str, value: int, tmp_path: Path) -> None:
     keys = CASES[architecture].keys | {key: value}
     file = header_only(tmp_path / "model.gguf", architecture, keys)
     with pytest.raises(CheckpointError, match="correct the file's metadata"):
         configuration(file)
 
 
-def test_an_architecture_without_a_model(tmp_path: Path) -> None:
+def test_architecture_without_model_raises(tmp_path: Path) -> None:
     file = header_only(tmp_path / "model.gguf", "deci", BASE | RMS)
     with pytest.raises(CheckpointError, match=r"'deci', which transformers .* has no model for") as caught:
         AutoModelForCausalLM.from_pretrained(file)
     assert "safetensors" in str(caught.value)
 
 
-def test_a_soft_cap_of_zero_is_none(tmp_path: Path) -> None:
+def test_zero_softcap_means_none(tmp_path: Path) -> None:
     keys = CASES["gemma2"].keys | {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
     values = configuration(header_only(tmp_path / "model.gguf", "gemma2", keys))
     assert values["attn_logit_softcapping"] is None
@@ -164,15 +162,13 @@ def test_a_soft_cap_of_zero_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["falcon", "gpt2"])
-def test_values_under_names_that_the_class_lacks_are_not_reported(
-    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_load_logs_no_unused_metadata(architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     require_same_logits(tmp_path, architecture)
     assert "nothing in" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["yarn", "none"])
-def test_metadata_that_transformers_cannot_read(kind: str, tmp_path: Path) -> None:
+def test_gpt_oss_metadata_raises(kind: str, tmp_path: Path) -> None:
     file = header_only(tmp_path / "model.gguf", "gpt-oss", BASE | RMS | {"rope.scaling.type": kind})
     with pytest.raises(CheckpointError, match="gpt-oss") as caught:
         AutoModelForCausalLM.from_pretrained(file)

@@ -32,7 +32,7 @@ def yarn(**values: Any) -> dict[str, Any]:
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}
-OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
+EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
 
 Case = tuple[str, type[PreTrainedConfig], dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -57,13 +57,13 @@ CASES: dict[str, Case] = {
         "qwen3moe",
         Qwen3MoeConfig,
         EXPERTS | yarn() | {"moe_intermediate_size": 48, "norm_topk_prob": True},
-        YARN | OF_EXPERTS,
+        YARN | EXPERT_KEYS,
     ),
     "qwen3moe norm": (
         "qwen3moe",
         Qwen3MoeConfig,
         EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": False},
-        OF_EXPERTS | {"expert_weights_norm": False},
+        EXPERT_KEYS | {"expert_weights_norm": False},
     ),
     "gemma2 softcaps": (
         "gemma2",
@@ -80,7 +80,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_the_same_configuration(case: str, tmp_path: Path) -> None:
+def test_logits_match_equivalent_config(case: str, tmp_path: Path) -> None:
     architecture, config_class, settings, keys = CASES[case]
     model = new_model(config_class(**SIZES, **HEADS, **POSITIONS, **settings)).eval()
     model.set_attn_implementation("eager")  # in older releases, other attention implementations ignore softcaps
@@ -116,21 +116,26 @@ def base_keys(architecture: str) -> dict[str, Any]:
 
 def table(architecture: str) -> dict[str, Any]:
     tables = gguf_reading().GGUF_TO_TRANSFORMERS_MAPPING["config"]
-    return tables.get(SPELLED.get(architecture, architecture)) or tables["t5"]
+    return tables.get(TRANSFORMERS_NAMES.get(architecture, architecture)) or tables["t5"]
 
 
-SPELLED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+TRANSFORMERS_NAMES = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
+}
 """Architecture names of transformers by those of llama.cpp, which the files contain."""
 
 _TABLES = {*gguf_reading().GGUF_SUPPORTED_ARCHITECTURES, "t5encoder"}
 ARCHITECTURES = sorted(
     name
     for name in gguf.MODEL_ARCH_NAMES.values()
-    if SPELLED.get(name, name) in _TABLES and name not in ("deci", "gpt-oss")
+    if TRANSFORMERS_NAMES.get(name, name) in _TABLES and name not in ("deci", "gpt-oss")
 )
 """Readable architectures, by llama.cpp's names. transformers has no model for deci, and misreads gpt-oss."""
 
-UNREAD = {
+UNSUPPORTED = {
     "residual_scale": 0.5,
     "embedding_scale": 12.0,
     "attention.scale": 0.5,
@@ -143,16 +148,16 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_keys_without_a_value_in_the_configuration_raise_by_name(architecture: str, tmp_path: Path) -> None:
-    file = header_only(tmp_path / "model.gguf", architecture, base_keys(architecture) | UNREAD)
+def test_unsupported_keys_raise(architecture: str, tmp_path: Path) -> None:
+    file = header_only(tmp_path / "model.gguf", architecture, base_keys(architecture) | UNSUPPORTED)
     with pytest.raises(CheckpointError, match=r"a_key_of_tomorrow \(model\.gguf\): is 3") as caught:
         configuration(file)
     named = {problem.subject.removeprefix(f"{architecture}.") for problem in caught.value.problems}
-    assert named >= UNREAD.keys() - {"attention.clamp_kqv"}
+    assert named >= UNSUPPORTED.keys() - {"attention.clamp_kqv"}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_values_that_change_nothing_are_accepted(architecture: str, tmp_path: Path) -> None:
+def test_neutral_values_are_accepted(architecture: str, tmp_path: Path) -> None:
     neutral = {
         "residual_scale": 1.0,
         "embedding_scale": 0.0,
@@ -167,20 +172,20 @@ def test_values_that_change_nothing_are_accepted(architecture: str, tmp_path: Pa
     assert configuration(with_neutral) == configuration(without)
 
 
-def test_a_window_that_the_configuration_lacks_raises(tmp_path: Path) -> None:
+def test_unsupported_sliding_window_raises(tmp_path: Path) -> None:
     file = header_only(tmp_path / "model.gguf", "llama", base_keys("llama") | {"attention.sliding_window": 4096})
     with pytest.raises(CheckpointError, match=r"llama\.attention\.sliding_window \(model\.gguf\): is 4096"):
         configuration(file)
 
 
 @pytest.mark.parametrize("architecture", ["starcoder2", "stablelm", "phi3"])
-def test_a_base_of_rotary_embeddings_that_no_table_reads_is_used(architecture: str, tmp_path: Path) -> None:
+def test_rope_freq_base_is_used(architecture: str, tmp_path: Path) -> None:
     file = header_only(tmp_path / "model.gguf", architecture, base_keys(architecture) | {"rope.freq_base": 50_000.0})
     config = AutoConfig.for_model(**configuration(file))
     assert config.rope_parameters["rope_theta"] == 50_000.0
 
 
-def test_scaling_of_a_model_with_windows_is_that_of_full_attention(tmp_path: Path) -> None:
+def test_rope_scaling_applies_to_full_attention_only(tmp_path: Path) -> None:
     keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6}
     file = header_only(tmp_path / "model.gguf", "gemma3", base_keys("gemma3") | keys)
     config = AutoConfig.for_model(**configuration(file))
@@ -189,7 +194,7 @@ def test_scaling_of_a_model_with_windows_is_that_of_full_attention(tmp_path: Pat
     assert sliding["rope_type"] == "default"
 
 
-def test_a_pattern_of_windows_gives_the_types_of_layers(tmp_path: Path) -> None:
+def test_sliding_window_pattern_sets_layer_types(tmp_path: Path) -> None:
     for number, pattern in enumerate(([True, False], 2)):
         keys = base_keys("gemma3") | {"attention.sliding_window_pattern": pattern}
         config = AutoConfig.for_model(**configuration(header_only(tmp_path / f"{number}.gguf", "gemma3", keys)))
@@ -197,19 +202,19 @@ def test_a_pattern_of_windows_gives_the_types_of_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["stablelm", "nemotron"])
-def test_the_size_of_rotary_embeddings_is_used(architecture: str, tmp_path: Path) -> None:
+def test_rope_dimension_count_is_used(architecture: str, tmp_path: Path) -> None:
     keys = base_keys(architecture) | {"rope.dimension_count": 12}
     config = AutoConfig.for_model(**configuration(header_only(tmp_path / "model.gguf", architecture, keys)))
     assert config.rope_parameters["partial_rotary_factor"] == 12 / 16
 
 
-def test_no_window_is_written_as_zero(tmp_path: Path) -> None:
+def test_zero_sliding_window_means_none(tmp_path: Path) -> None:
     file = header_only(tmp_path / "model.gguf", "phi3", base_keys("phi3") | {"attention.sliding_window": 0})
     assert AutoConfig.for_model(**configuration(file)).sliding_window is None
 
 
 @pytest.mark.skipif("gemma4" not in ARCHITECTURES, reason="transformers does not read such a file")
-def test_heads_that_differ_by_layer(tmp_path: Path) -> None:
+def test_gemma4_head_sizes_per_layer_type(tmp_path: Path) -> None:
     keys = {"attention.key_length": 512, "attention.value_length": 512, "rope.dimension_count": 512}
     keys |= {"attention.key_length_swa": 256, "attention.value_length_swa": 256, "rope.dimension_count_swa": 256}
     file = header_only(tmp_path / "model.gguf", "gemma4", base_keys("gemma4") | keys)
@@ -219,13 +224,13 @@ def test_heads_that_differ_by_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("attention.causal", False), ("a_key_of_tomorrow", 0), ("a_list_of_tomorrow", [0.5] * 5000)]
 )
-def test_false_is_not_nothing(key: str, value: Any, tmp_path: Path) -> None:
+def test_false_and_zero_values_raise(key: str, value: Any, tmp_path: Path) -> None:
     file = header_only(tmp_path / "model.gguf", "llama", base_keys("llama") | {key: value})
     with pytest.raises(CheckpointError, match=key):
         configuration(file)
 
 
-def test_both_factors_of_attention_count(tmp_path: Path) -> None:
+def test_attention_factors_are_multiplied(tmp_path: Path) -> None:
     factors = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 0.5}
     file = header_only(tmp_path / "model.gguf", "llama", base_keys("llama") | YARN | factors)
     assert configuration(file)["rope_scaling"]["attention_factor"] == pytest.approx(0.5 * (0.1 * math.log(4) + 1))

@@ -41,7 +41,7 @@ def convert(name: str, array: Any, config: Any) -> Arrays:
     return {} if name in COPIES else {name: array}  # llama.cpp writes the shared embeddings once
 
 
-def written(
+def write_model(
     file: Path, kind: str = "T5", activation: str = "gated-gelu", *, has_head: bool = True, decoders: int = 2
 ) -> Any:
     """Write a random model and return it. Without a head, the file ties it to the embeddings."""
@@ -70,18 +70,18 @@ def hidden_states(model: Any) -> Any:
         return model(torch.arange(2, 20)[None], decoder_input_ids=torch.arange(4, 10)[None], output_hidden_states=True)
 
 
-def body(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def base_model_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("transformer."): value for name, value in tensors.items() if name != HEAD}
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("has_head", [True, False])
-def test_the_base_model_is_the_one_that_was_written(kind: str, has_head: bool, tmp_path: Path) -> None:
-    model = written(tmp_path / "model.gguf", kind, has_head=has_head)
+def test_base_model_round_trip(kind: str, has_head: bool, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf", kind, has_head=has_head)
     loaded, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded).__name__ == f"{kind}Model"
     assert info["unexpected_keys"] == ({HEAD} if has_head else set())
-    assert_same(loaded.state_dict(), body(model.state_dict()))
+    assert_same(loaded.state_dict(), base_model_tensors(model.state_dict()))
     source, keywords = upstream_source(tmp_path)
     assert_same(loaded.state_dict(), transformers.AutoModel.from_pretrained(source, **keywords).state_dict())
     expected = hidden_states(model).decoder_hidden_states[-1]
@@ -89,34 +89,39 @@ def test_the_base_model_is_the_one_that_was_written(kind: str, has_head: bool, t
 
 
 @pytest.mark.parametrize("activation", ["relu", "gated-gelu"])
-def test_the_activation_is_llama_cpps(activation: str, tmp_path: Path) -> None:
-    """No key has it, and transformers reads all files as gated with ReLU."""
-    model = written(tmp_path / "model.gguf", activation=activation)
+def test_activation_is_gated_gelu_or_relu(activation: str, tmp_path: Path) -> None:
+    """No metadata key stores the activation. transformers reads all files as gated ReLU."""
+    model = write_model(tmp_path / "model.gguf", activation=activation)
     loaded = AutoModel.from_pretrained(tmp_path)
-    assert_same(loaded.state_dict(), body(model.state_dict()))
+    assert_same(loaded.state_dict(), base_model_tensors(model.state_dict()))
     expected = hidden_states(model).decoder_hidden_states[-1]
     assert torch.equal(hidden_states(loaded).last_hidden_state, expected)
 
 
-def test_a_decoder_of_another_depth(tmp_path: Path) -> None:
-    model = written(tmp_path / "model.gguf", decoders=1)
+def test_decoder_with_different_depth(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf", decoders=1)
     loaded = AutoModel.from_pretrained(tmp_path)
-    assert_same(loaded.state_dict(), body(model.state_dict()))
+    assert_same(loaded.state_dict(), base_model_tensors(model.state_dict()))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
-def test_classifiers(auto: Any, kind: str, tmp_path: Path) -> None:
-    model = written(tmp_path / "model.gguf", kind)
+def test_classifiers_with_new_head(auto: Any, kind: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf", kind)
     loaded = auto.from_pretrained(tmp_path, new_head=True)
-    own = {name: value for name, value in body(loaded.state_dict()).items() if "class" not in name}
-    assert_same(own, {name: value for name, value in body(model.state_dict()).items() if name in own})
-    assert "encoder.block.1.layer.1.DenseReluDense.wi_1.weight" in own
+    encoder_tensors = {
+        name: value for name, value in base_model_tensors(loaded.state_dict()).items() if "class" not in name
+    }
+    assert_same(
+        encoder_tensors,
+        {name: value for name, value in base_model_tensors(model.state_dict()).items() if name in encoder_tensors},
+    )
+    assert "encoder.block.1.layer.1.DenseReluDense.wi_1.weight" in encoder_tensors
 
 
-def test_an_incomplete_file_raises(tmp_path: Path) -> None:
-    """A head is not a reason to accept other tensors that the model lacks, or to lack its own."""
-    written(tmp_path / "deep.gguf", decoders=1)
+def test_incomplete_file_raises(tmp_path: Path) -> None:
+    """Other missing or unexpected tensors still raise if the file has an extra head."""
+    write_model(tmp_path / "deep.gguf", decoders=1)
     content = (tmp_path / "deep.gguf").read_bytes()
     (tmp_path / "deep.gguf").write_bytes(content.replace(b"dec.blk.0.attn_q.weight", b"dec.blk.7.attn_q.weight"))
     with pytest.raises(CheckpointError) as raised:

@@ -25,7 +25,7 @@ from nrl_models.errors import CheckpointError
         (b'{"a": 1}' + b" " * 1_000, "has more than 1,000 bytes"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_json_raises(
     content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if "1,000" in message:
@@ -36,13 +36,13 @@ def test_what_is_refused(
     assert [problem.subject for problem in caught.value.problems] == ["config.json"]
 
 
-def test_what_is_read(tmp_path: Path) -> None:
+def test_unusual_but_valid_json(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"a": {"b": [1, "\\u0007", NaN]}, "a": 2, "ü": ' + "[" * 60 + "]" * 60 + "}")
     assert read_object(tmp_path / "a.json")["a"] == 2
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda _: None], ids=["pipe", "directory", "nothing"])
-def test_what_is_no_file(make: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda _: None], ids=["pipe", "directory", "missing"])
+def test_non_file_path_raises(make: object, tmp_path: Path) -> None:
     make(tmp_path / "a.json")  # type: ignore[operator]
     with pytest.raises(CheckpointError, match=r"a\.json: cannot be read"):
         read_object(tmp_path / "a.json")

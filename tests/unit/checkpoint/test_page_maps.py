@@ -48,7 +48,7 @@ def expected(runs: list[tuple[int, int, int]], contents: list[bytes]) -> bytes:
     return b"".join(contents[file][start : start + size] for file, start, size in runs)
 
 
-def mappings_of(path: Path) -> int:
+def count_mappings(path: Path) -> int:
     return Path("/proc/self/maps").read_text().count(str(path))
 
 
@@ -57,19 +57,19 @@ CASES = {
     "inside one page": [(0, 5, 100)],
     "from the middle of a page": [(0, 1000, 5 * PAGE)],
     "to the end of the file": [(0, 10 * PAGE + 24, SIZE - 10 * PAGE - 24)],
-    "fitting runs": [(0, 24, 3 * PAGE - 24), (0, 10 * PAGE, 2 * PAGE), (0, 20 * PAGE, PAGE)],
-    "fitting runs that share pages": [(0, 24, 3 * PAGE), (0, 9 * PAGE + 24, PAGE + 7), (0, 20 * PAGE + 31, 3 * PAGE)],
+    "aligned runs": [(0, 24, 3 * PAGE - 24), (0, 10 * PAGE, 2 * PAGE), (0, 20 * PAGE, PAGE)],
+    "aligned runs that share pages": [(0, 24, 3 * PAGE), (0, 9 * PAGE + 24, PAGE + 7), (0, 20 * PAGE + 31, 3 * PAGE)],
     "two files": [(0, 100, 4 * PAGE), (1, 100, 4 * PAGE), (0, 30 * PAGE + 100, PAGE)],
-    "most fit, one does not": [(0, 0, 8 * PAGE), (0, 20 * PAGE + 1, 2 * PAGE), (0, 40 * PAGE, 8 * PAGE)],
-    "the first does not fit": [(0, 17, 2 * PAGE), (1, PAGE, 9 * PAGE), (1, 30 * PAGE, 9 * PAGE)],
+    "one unaligned run": [(0, 0, 8 * PAGE), (0, 20 * PAGE + 1, 2 * PAGE), (0, 40 * PAGE, 8 * PAGE)],
+    "first run unaligned": [(0, 17, 2 * PAGE), (1, PAGE, 9 * PAGE), (1, 30 * PAGE, 9 * PAGE)],
     "many small runs": [(0, 2 * start, 64) for start in range(0, 64 * 300, 64)],
     "empty runs between": [(0, 8, 0), (0, 0, 2 * PAGE), (1, 77, 0), (0, 4 * PAGE, 2 * PAGE), (0, 5, 0)],
-    "the same bytes twice": [(0, PAGE, 2 * PAGE), (0, PAGE, 2 * PAGE)],
+    "repeated run": [(0, PAGE, 2 * PAGE), (0, PAGE, 2 * PAGE)],
 }
 
 
 @pytest.mark.parametrize("runs", CASES.values(), ids=CASES)
-def test_holds_the_runs_one_after_the_other(
+def test_mapped_runs_are_concatenated(
     runs: list[tuple[int, int, int]], files: list[int], contents: list[bytes]
 ) -> None:
     actual = read(runs, files)
@@ -79,7 +79,7 @@ def test_holds_the_runs_one_after_the_other(
         assert actual == expected(runs, contents)
 
 
-def test_random_runs(files: list[int], contents: list[bytes]) -> None:
+def test_random_runs_match_file_contents(files: list[int], contents: list[bytes]) -> None:
     numbers = random.Random(7)
     mapped = 0
     for _ in range(300):
@@ -95,11 +95,11 @@ def test_random_runs(files: list[int], contents: list[bytes]) -> None:
     assert mapped > 100
 
 
-def test_runs_that_do_not_fit_are_left_to_reading(files: list[int]) -> None:
+def test_unaligned_runs_are_not_mapped(files: list[int]) -> None:
     assert read([(0, 0, 3 * PAGE), (0, 10 * PAGE + 1, 3 * PAGE), (0, 20 * PAGE + 2, 3 * PAGE)], files) is None
 
 
-def test_very_many_runs_are_left_to_reading(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_runs_are_not_mapped(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [(0, 2 * index * PAGE, PAGE) for index in range(20)]
     assert read(runs, files) is not None
     monkeypatch.setattr(page_maps, "MAX_RUNS", 19)
@@ -107,19 +107,17 @@ def test_very_many_runs_are_left_to_reading(files: list[int], monkeypatch: pytes
     assert MAX_RUNS < 65_530  # the limit of mappings per process
 
 
-def test_other_systems_read(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_platforms_do_not_map(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert read([(0, 0, 3 * PAGE)], files) is None
 
 
-def test_neighbors_are_joined() -> None:
+def test_adjacent_runs_are_merged() -> None:
     runs = [ByteRange(3, 0, 10), ByteRange(3, 10, 5), ByteRange(3, 16, 4), ByteRange(4, 20, 4), ByteRange(4, 24, 1)]
     assert joined(runs) == [ByteRange(3, 0, 15), ByteRange(3, 16, 4), ByteRange(4, 20, 5)]
 
 
-def test_writing_changes_neither_the_file_nor_another_mapping(
-    files: list[int], contents: list[bytes], tmp_path: Path
-) -> None:
+def test_writes_change_only_one_mapping(files: list[int], contents: list[bytes], tmp_path: Path) -> None:
     runs = [ByteRange(files[0], 24, 3 * PAGE), ByteRange(files[0], 10 * PAGE + 24, 3 * PAGE)]
     (first, offset), (second, _) = map_runs(runs), map_runs(runs)
     tensor = torch.frombuffer(first, dtype=torch.uint8, count=6 * PAGE, offset=offset)
@@ -129,29 +127,29 @@ def test_writing_changes_neither_the_file_nor_another_mapping(
     assert [(tmp_path / f"pages-{index}").read_bytes() for index in (0, 1)] == contents
 
 
-def test_pages_are_unmapped_when_the_tensor_goes(files: list[int], tmp_path: Path) -> None:
+def test_pages_are_unmapped_with_last_view(files: list[int], tmp_path: Path) -> None:
     path = tmp_path / "pages-0"
-    assert mappings_of(path) == 0
+    assert count_mappings(path) == 0
     memory, offset = map_runs([ByteRange(files[0], 24, 3 * PAGE), ByteRange(files[0], 10 * PAGE + 24, 3 * PAGE)])
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=6 * PAGE, offset=offset)
     view = tensor[5:]
-    assert mappings_of(path) == 2
+    assert count_mappings(path) == 2
     del memory, tensor
     gc.collect()
-    assert mappings_of(path) == 2
+    assert count_mappings(path) == 2
     del view
     gc.collect()
-    assert mappings_of(path) == 0
+    assert count_mappings(path) == 0
 
 
-def test_a_file_that_is_cut_meanwhile_is_noticed(files: list[int], tmp_path: Path) -> None:
+def test_truncation_after_open_raises(files: list[int], tmp_path: Path) -> None:
     with open(tmp_path / "pages-0", "r+b") as file:
         file.truncate(12 * PAGE)
     with pytest.raises(EOFError, match=r"the file ended at byte 49152, 24 bytes early: it was truncated since"):
         map_runs([ByteRange(files[0], 0, 3 * PAGE), ByteRange(files[0], 11 * PAGE, PAGE + 24)])
 
 
-def test_large_runs_lie_in_memory_as_in_their_file(tmp_path: Path) -> None:
+def test_large_runs_keep_huge_page_alignment(tmp_path: Path) -> None:
     # At the same offset modulo HUGE, for the longest of the runs.
     path = tmp_path / "large"
     data = random.Random(0).randbytes(3 * HUGE)

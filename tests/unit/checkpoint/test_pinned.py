@@ -35,33 +35,33 @@ def test_tensors_larger_and_smaller_than_the_buffer(dtype: torch.dtype, monkeypa
     assert all(torch.equal(target.cpu(), source) for target, source in zip(targets, sources, strict=True))
 
 
-@pytest.mark.parametrize("to", [torch.float32, torch.float16], ids=str)
-def test_casts(to: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.float16], ids=str)
+def test_casts(target_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "BUFFER_BYTES", 256)
-    source, target = values(torch.bfloat16, 37, 5), torch.zeros(37, 5, dtype=to, device=DEVICE)
+    source, target = values(torch.bfloat16, 37, 5), torch.zeros(37, 5, dtype=target_dtype, device=DEVICE)
     copies = PinnedCopies(DEVICE)
     copies.copy(target, source)
     copies.finish()
-    assert torch.equal(target.cpu(), source.to(to))
+    assert torch.equal(target.cpu(), source.to(target_dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("combine", [False, True])
-def test_a_model_is_the_same(
+def test_pinned_loading_matches_direct_loading(
     combine: bool, dtype: torch.dtype, mixtral_config: MixtralConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AutoModelForCausalLM.from_config(mixtral_config).save_pretrained(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    used: list[torch.Size] = []
+    shapes: list[torch.Size] = []
 
-    class Noted(PinnedCopies):
+    class RecordingCopies(PinnedCopies):
         def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-            used.append(source.shape)
+            shapes.append(source.shape)
             super().copy(target, source)
 
     monkeypatch.setattr(pinned, "BUFFER_BYTES", 4096)
-    monkeypatch.setattr(weights, "pinned_copies", Noted)
+    monkeypatch.setattr(weights, "pinned_copies", RecordingCopies)
     monkeypatch.setattr(weights, "map_consecutive", lambda *_: None)
     actual = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, combine=combine)
     assert_same_tensors(actual.state_dict(), expected.state_dict())
-    assert len(used) >= 30  # experts too, each into its block of the stack
+    assert len(shapes) >= 30  # includes each expert, copied into its slice of the stack

@@ -56,7 +56,7 @@ def publish_many(folder: Path, ready: Event, done: Event) -> None:
         done.set()
 
 
-def numbers_of(folder: Path) -> set[float]:
+def generation_numbers(folder: Path) -> set[float]:
     """Load the checkpoint and return its generation numbers: only one, unless the load mixed generations."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     numbers = {float(number) for parameter in model.parameters() for number in parameter.detach().unique()}
@@ -75,7 +75,7 @@ def test_no_load_mixes_generations(tmp_path: Path) -> None:
         assert ready.wait(60)
         while not done.is_set():
             try:
-                numbers = numbers_of(folder)
+                numbers = generation_numbers(folder)
             except CheckpointError as error:  # another generation replaced the checkpoint during the second read
                 if {problem.kind for problem in error.problems} != {ProblemKind.REPLACED}:
                     raise
@@ -87,16 +87,16 @@ def test_no_load_mixes_generations(tmp_path: Path) -> None:
     assert publisher.exitcode == 0
     assert loaded == sorted(loaded)
     assert len(set(loaded)) >= 3, f"{len(loaded)} loads"
-    assert numbers_of(folder) == {FIRST + GENERATIONS - 1}
+    assert generation_numbers(folder) == {FIRST + GENERATIONS - 1}
 
 
 @pytest.mark.parametrize("name", [CONFIG_NAME, GENERATION_NAME])
-def test_a_mix_would_be_found(name: str, tmp_path: Path) -> None:
+def test_mixed_generations_are_detected(name: str, tmp_path: Path) -> None:
     for number in (FIRST, FIRST + 2):
         save(tmp_path / str(number), number)
     shutil.copy(tmp_path / str(FIRST + 2) / name, tmp_path / str(FIRST) / name)
-    assert numbers_of(tmp_path / str(FIRST)) == {FIRST, FIRST + 2}
+    assert generation_numbers(tmp_path / str(FIRST)) == {FIRST, FIRST + 2}
     if name == GENERATION_NAME:
         (tmp_path / str(FIRST) / name).unlink()
-        assert -1 in numbers_of(tmp_path / str(FIRST))
+        assert -1 in generation_numbers(tmp_path / str(FIRST))
     assert json.loads((tmp_path / str(FIRST) / CONFIG_NAME).read_text())["model_type"] == "llama"

@@ -59,7 +59,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Generation]:
     return make_generations(tmp_path_factory.mktemp("generations"))
 
 
-def published_by_a_killed_save(saved: list[Generation], folder: Path) -> Path:
+def folder_after_killed_save(saved: list[Generation], folder: Path) -> Path:
     """Return a folder of generation 0 in which the save of generation 2 was killed while publishing."""
     target = prepare(folder, saved[0])
     at = 1
@@ -74,11 +74,11 @@ def published_by_a_killed_save(saved: list[Generation], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("old", "new"), [(0, 2), (None, 1)])
-def test_a_save_killed_at_any_call(saved: list[Generation], old: int | None, new: int, tmp_path: Path) -> None:
+def test_save_killed_at_every_call(saved: list[Generation], old: int | None, new: int, tmp_path: Path) -> None:
     assert kill_at_every_call(tmp_path / "work", saved, old, new, following=3) > 4
 
 
-def test_saves_killed_one_after_the_other(saved: list[Generation], tmp_path: Path) -> None:
+def test_consecutive_killed_saves(saved: list[Generation], tmp_path: Path) -> None:
     choose = random.Random(0)
     for _ in range(10):
         writers = [(choose.randrange(4), choose.randrange(1, 45)) for _ in range(3)]
@@ -86,7 +86,7 @@ def test_saves_killed_one_after_the_other(saved: list[Generation], tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_path: Path) -> None:
+def test_save_between_any_two_reader_calls(saved: list[Generation], tmp_path: Path) -> None:
     """The reader starts again and raises no error."""
     at, steps = 0, 0
     while at <= steps:
@@ -99,9 +99,7 @@ def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_p
 
 
 @pytest.mark.parametrize("first", [3, *(pytest.param(first, marks=pytest.mark.long) for first in (4, 5))])
-def test_the_rename_that_publishes_between_any_two_calls_of_a_reader(
-    saved: list[Generation], first: int, tmp_path: Path
-) -> None:
+def test_publishing_rename_between_any_two_reader_calls(saved: list[Generation], first: int, tmp_path: Path) -> None:
     """The writer stops near the rename and continues call by call during the read. Two places then hold generations.
 
     Tries every third call of the reader; `tests/campaign/test_kill_points.py` tries all.
@@ -113,7 +111,7 @@ def test_the_rename_that_publishes_between_any_two_calls_of_a_reader(
         at += 3 if at else 1 + first % 3
 
 
-def test_readers_and_a_writer_in_any_order(saved: list[Generation], tmp_path: Path) -> None:
+def test_random_schedules_of_reader_and_writer(saved: list[Generation], tmp_path: Path) -> None:
     for seed in range(30):
         choose = random.Random(seed)
         schedule = any_schedule(choose, often=[0.05, 0.2, 0.6])
@@ -121,10 +119,10 @@ def test_readers_and_a_writer_in_any_order(saved: list[Generation], tmp_path: Pa
         overlapped(tmp_path / "work", saved, (old, new), schedule, seed)
 
 
-def test_generation_settings_that_move_before_they_are_read_are_not_lost(
+def test_generation_config_moved_during_read_is_used(
     saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = published_by_a_killed_save(saved, tmp_path / "work")
+    target = folder_after_killed_save(saved, tmp_path / "work")
     settings = json.loads((target / PUBLISHED / GENERATION_NAME).read_text())
     settings["temperature"] = 0.25
     (target / PUBLISHED / GENERATION_NAME).write_text(json.dumps(settings | {"do_sample": True}))
@@ -142,7 +140,7 @@ def test_generation_settings_that_move_before_they_are_read_are_not_lost(
     assert model.generation_config.temperature == 0.25
 
 
-def configuration_first(stage: Path, target: Path) -> None:
+def publish_file_by_file(stage: Path, target: Path) -> None:
     """Publish in the former way, file by file."""
     for path in sorted(stage.iterdir()):
         os.replace(path, target / path.name)
@@ -151,17 +149,17 @@ def configuration_first(stage: Path, target: Path) -> None:
 KILL, OVERLAP = "killed", "overlapped"
 
 BUGS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
-    "no log": (KILL, lambda patch: patch.setattr(writing, "publish", configuration_first)),
-    "nobody finishes": (KILL, lambda patch: patch.setattr(publishing, "complete", lambda *_, **__: None)),
-    "weights are there first": (KILL, lambda patch: patch.setattr(publishing, "_rank", lambda name: 0)),
-    "nothing is cleaned": (KILL, lambda patch: patch.setattr(writing, "remove_dead", lambda *_: None)),
-    "the log is not read": (KILL, lambda patch: patch.setattr(generations, "current", lambda folder: folder)),
-    "no check": (OVERLAP, lambda patch: patch.setattr(FileWatch, "replaced", lambda self: [])),
+    "no log": (KILL, lambda patch: patch.setattr(writing, "publish", publish_file_by_file)),
+    "no completion": (KILL, lambda patch: patch.setattr(publishing, "complete", lambda *_, **__: None)),
+    "weights published first": (KILL, lambda patch: patch.setattr(publishing, "_rank", lambda name: 0)),
+    "no cleanup": (KILL, lambda patch: patch.setattr(writing, "remove_dead", lambda *_: None)),
+    "log is ignored": (KILL, lambda patch: patch.setattr(generations, "current", lambda folder: folder)),
+    "no replacement check": (OVERLAP, lambda patch: patch.setattr(FileWatch, "replaced", lambda self: [])),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_checks_find_bugs(
+def test_checks_detect_injected_bugs(
     saved: list[Generation], bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_by, plant = BUGS[bug]
@@ -171,14 +169,14 @@ def test_the_checks_find_bugs(
             kill_at_every_call(tmp_path / "work", saved, 0, 3, following=1)
     else:
         with pytest.raises(WrongError):
-            test_a_save_between_any_two_calls_of_a_reader(saved, tmp_path)
+            test_save_between_any_two_reader_calls(saved, tmp_path)
 
 
 # Folders written by other programs
 
 
-def test_what_another_program_wrote_after_a_killed_save_is_not_hidden(saved: list[Generation], tmp_path: Path) -> None:
-    target = published_by_a_killed_save(saved, tmp_path / "work")
+def test_foreign_write_after_killed_save_raises(saved: list[Generation], tmp_path: Path) -> None:
+    target = folder_after_killed_save(saved, tmp_path / "work")
     assert read(target, saved) == 2
     shutil.copytree(saved[3].folder, target, dirs_exist_ok=True)
     with pytest.raises(CheckpointError, match=r"another program .* interrupted[\s\S]*delete") as caught:
@@ -190,10 +188,8 @@ def test_what_another_program_wrote_after_a_killed_save_is_not_hidden(saved: lis
     assert read(target, saved) == 1
 
 
-def test_what_an_interrupted_save_left_is_converted_and_copied_as_a_whole(
-    saved: list[Generation], tmp_path: Path
-) -> None:
-    target = published_by_a_killed_save(saved, tmp_path / "work")
+def test_convert_and_copy_after_killed_save(saved: list[Generation], tmp_path: Path) -> None:
+    target = folder_after_killed_save(saved, tmp_path / "work")
     with pytest.raises(CheckpointError, match="in place"):
         convert(target, target)
     with pytest.raises(CheckpointError, match="in place"):
@@ -208,7 +204,7 @@ def test_what_an_interrupted_save_left_is_converted_and_copied_as_a_whole(
     assert (tmp_path / "converted" / "logs" / "model.txt").read_text() == "log"
 
 
-def test_a_log_of_nobody_is_refused(saved: list[Generation], tmp_path: Path) -> None:
+def test_foreign_publishing_log_raises(saved: list[Generation], tmp_path: Path) -> None:
     target = prepare(tmp_path / "work", saved[0])
     (target / PUBLISHED).mkdir()
     (target / PUBLISHED / "thesis.tex").write_text("mine")
@@ -226,7 +222,7 @@ def test_a_log_of_nobody_is_refused(saved: list[Generation], tmp_path: Path) -> 
     assert read(target, saved) == 0
 
 
-def test_a_file_rewritten_in_place_is_found_before_its_pages_are_read(folder: Path) -> None:
+def test_file_changed_in_place_raises_on_read(folder: Path) -> None:
     files = CheckpointFiles(folder)
     with (folder / WEIGHTS).open("ab") as file:
         file.write(b"more")
@@ -234,7 +230,7 @@ def test_a_file_rewritten_in_place_is_found_before_its_pages_are_read(folder: Pa
         files.read(next(iter(files.tensors.values())))
 
 
-def test_a_file_that_is_replaced_is_read_as_it_was_opened(folder: Path) -> None:
+def test_replaced_file_is_read_as_opened(folder: Path) -> None:
     files = CheckpointFiles(folder)
     expected = {key: files.read(tensor).clone() for key, tensor in files.tensors.items()}
     files.close()
@@ -257,7 +253,7 @@ def limited() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_file_that_cannot_be_written_whole(
+def test_file_size_limit_keeps_old_checkpoint(
     saved: list[Generation], tmp_path: Path, limited: Callable[[int], None]
 ) -> None:
     target = prepare(tmp_path / "work", saved[0])
@@ -270,10 +266,10 @@ def test_a_file_that_cannot_be_written_whole(
     check_saved(target, saved[0], set(OTHERS))
 
 
-TAKES_ROOM = ("mkdir", "open", "link", "symlink", "rename", "replace")
+CALLS_THAT_NEED_SPACE = ("mkdir", "open", "link", "symlink", "rename", "replace")
 
 
-def test_a_disk_that_fails_at_any_call(saved: list[Generation], tmp_path: Path) -> None:
+def test_disk_full_at_any_call(saved: list[Generation], tmp_path: Path) -> None:
     """From one call on, every call that needs disk space fails. The save raises, and leaves a complete checkpoint."""
     at, found, failed = 0, [], True
     while failed:
@@ -283,7 +279,7 @@ def test_a_disk_that_fails_at_any_call(saved: list[Generation], tmp_path: Path) 
 
         def full(name: str, writes: bool, writer: Writer = writer) -> None:
             nonlocal left
-            if writes and name in TAKES_ROOM and not writer.filling:
+            if writes and name in CALLS_THAT_NEED_SPACE and not writer.filling:
                 left -= 1
                 if left <= 0:
                     raise OSError(errno.ENOSPC, "No space left on device")
@@ -302,9 +298,7 @@ def test_a_disk_that_fails_at_any_call(saved: list[Generation], tmp_path: Path) 
     assert found[-1] == 2
 
 
-def test_a_folder_that_cannot_be_written_to(
-    saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_folder_raises(saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -317,7 +311,7 @@ def test_a_folder_that_cannot_be_written_to(
     check_saved(target, saved[0], set(OTHERS))
 
 
-def test_everything_is_on_the_disk_before_it_is_published(
+def test_files_are_synced_before_publishing(
     saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(durable.VARIABLE, "1")
@@ -347,9 +341,7 @@ def test_everything_is_on_the_disk_before_it_is_published(
 # Several writers
 
 
-def test_another_writer_is_waited_for_and_not_for_ever(
-    saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_folder_times_out(saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = prepare(tmp_path / "work", saved[0])
     monkeypatch.setattr(locks, "WAIT_SECONDS", 0.05)
     with locks.locked(target), pytest.raises(SaveError, match="another process has been saving into it"):
@@ -359,7 +351,7 @@ def test_another_writer_is_waited_for_and_not_for_ever(
     check_saved(target, saved[1], set(OTHERS))
 
 
-def test_writers_of_one_new_folder(saved: list[Generation], tmp_path: Path) -> None:
+def test_concurrent_writers_of_new_folder(saved: list[Generation], tmp_path: Path) -> None:
     target = prepare(tmp_path / "work", None)
     with staged(target) as outer:
         shutil.copytree(saved[1].folder, outer, dirs_exist_ok=True)
@@ -368,7 +360,7 @@ def test_writers_of_one_new_folder(saved: list[Generation], tmp_path: Path) -> N
     assert resolve_folder(target) == target
 
 
-def test_a_stage_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_concurrent_stages_are_kept(tmp_path: Path) -> None:
     with staged(tmp_path) as stage, staged(tmp_path) as other:
         assert stage.is_dir()
         with staged(stage) as same:
@@ -378,7 +370,7 @@ def test_a_stage_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
     assert files_of(tmp_path) == {"a", "b"}
 
 
-def test_a_report_is_written_through_a_link_and_to_a_device(tmp_path: Path) -> None:
+def test_write_whole_to_symlink_and_device(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     write_whole(tmp_path / "link", "1")
     assert (tmp_path / "file").read_text() == "1"

@@ -32,7 +32,7 @@ def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if dtype != PACKED], ids=str)
-def test_file_equals_the_one_of_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_file_matches_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = {"b": values(dtype, 3, 5), "a.é": values(dtype, 7), "scalar": values(dtype), "none": values(dtype, 0, 4)}
     size, digest = write_tensors(tmp_path / "ours", tensors)
@@ -42,7 +42,7 @@ def test_file_equals_the_one_of_safetensors(tmp_path: Path, dtype: torch.dtype) 
     assert (size, digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def test_tensors_of_several_dtypes_are_aligned_and_read_back(tmp_path: Path) -> None:
+def test_mixed_dtypes_are_aligned_and_round_trip(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {f"{number}": values(dtype, 3) for number, dtype in enumerate(DTYPES.values()) if dtype != PACKED}
     tensors["transposed"] = torch.randn(4, 6).T
@@ -57,7 +57,7 @@ def test_tensors_of_several_dtypes_are_aligned_and_read_back(tmp_path: Path) -> 
         assert found[name].data_ptr() % tensor.dtype.itemsize == 0
 
 
-def test_hash_covers_files_of_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hash_of_multi_chunk_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "_CHUNK_BYTES", 1000)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     size, digest = write_tensors(tmp_path / "file", {"a": torch.randn(12_345), "b": torch.randn(250)})
@@ -66,7 +66,7 @@ def test_hash_covers_files_of_several_chunks(tmp_path: Path, monkeypatch: pytest
         assert handle.tell() == size
 
 
-def test_partial_writes_of_the_system_are_continued(tmp_path: Path) -> None:
+def test_partial_writes_are_continued(tmp_path: Path) -> None:
     class Slow:
         written = b""
 

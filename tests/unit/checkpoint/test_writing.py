@@ -70,10 +70,10 @@ def files_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-OTHERS = {"optimizer.pt", "logs/model.txt"}
+UNRELATED = {"optimizer.pt", "logs/model.txt"}
 
 
-def which(folder: Path, models: tuple[PreTrainedModel, ...]) -> int:
+def checkpoint_index(folder: Path, models: tuple[PreTrainedModel, ...]) -> int:
     """Return which of `models` the folder holds. nrl_models and transformers must read exactly the same one."""
     loaded = [hf_tensors(AutoModelForCausalLM.from_pretrained(folder)), HFLlama.from_pretrained(folder).state_dict()]
     assert_same(*loaded)
@@ -88,20 +88,20 @@ def which(folder: Path, models: tuple[PreTrainedModel, ...]) -> int:
 
 
 @transitions
-def test_a_save_replaces_the_checkpoint_and_leaves_nothing_behind(
+def test_save_replaces_checkpoint_completely(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, after: str, tmp_path: Path
 ) -> None:
     models[1].save_pretrained(target, max_shard_size=SIZES[after])
     models[1].save_pretrained(tmp_path / "fresh", max_shard_size=SIZES[after])
-    assert files_of(target) == files_of(tmp_path / "fresh") | OTHERS
+    assert files_of(target) == files_of(tmp_path / "fresh") | UNRELATED
     for path in (tmp_path / "fresh").iterdir():
         assert (target / path.name).read_bytes() == path.read_bytes()
         assert (target / path.name).stat().st_mode == path.stat().st_mode
-    assert which(target, models) == 1
+    assert checkpoint_index(target, models) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "fresh"]
 
 
-def test_the_sizes_here_give_one_three_and_more_files(
+def test_shard_sizes_give_expected_file_counts(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path
 ) -> None:
     for name, size in SIZES.items():
@@ -142,7 +142,7 @@ def interrupt() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("three shards", "more shards"), ("three shards", "single")])
-def test_an_exception_at_any_step_leaves_the_old_or_the_new_model(
+def test_interrupted_save_leaves_old_or_new_model(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, after: str
 ) -> None:
     spare = shutil.copytree(target, target.parent / "spare")
@@ -158,13 +158,13 @@ def test_an_exception_at_any_step_leaves_the_old_or_the_new_model(
             else:
                 break
         assert steps() >= len(found) + 1
-        assert files_of(target) >= OTHERS
+        assert files_of(target) >= UNRELATED
         assert not list(target.glob(".*"))  # the temporary folder is removed
-        found.append(which(target, models))
+        found.append(checkpoint_index(target, models))
         # A later save repairs the checkpoint.
         models[1].save_pretrained(target, max_shard_size=SIZES[after])
-        assert files_of(target) == files_of(target.parent / "new") | OTHERS
-        assert which(target, models) == 1
+        assert files_of(target) == files_of(target.parent / "new") | UNRELATED
+        assert checkpoint_index(target, models) == 1
         shutil.rmtree(target)
         shutil.copytree(spare, target)
     assert found[0] == 0
@@ -173,7 +173,7 @@ def test_an_exception_at_any_step_leaves_the_old_or_the_new_model(
 
 
 @transitions
-def test_an_exception_while_writing_changes_nothing(
+def test_write_error_keeps_old_checkpoint(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {name: (target / name).read_bytes() for name in files_of(target)}
@@ -194,7 +194,7 @@ def test_an_exception_while_writing_changes_nothing(
 
 
 @pytest.mark.parametrize("before", ["three shards"])
-def test_what_a_killed_save_left_is_removed_by_the_next(
+def test_next_save_cleans_up_interrupted_saves(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, before: str
 ) -> None:
     clean = files_of(target)
@@ -208,11 +208,11 @@ def test_what_a_killed_save_left_is_removed_by_the_next(
             models[1].save_pretrained(target, max_shard_size=SIZES[before])
     models[1].save_pretrained(target, max_shard_size=SIZES[before])
     assert files_of(target) == clean
-    assert which(target, models) == 1
+    assert checkpoint_index(target, models) == 1
 
 
 @pytest.mark.parametrize("before", ["three shards"])
-def test_file_systems_without_hard_links(
+def test_save_without_hard_links(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -222,51 +222,51 @@ def test_file_systems_without_hard_links(
     monkeypatch.setattr(os, "link", refuse)
     models[1].save_pretrained(target, max_shard_size=SIZES[before])
     assert files_of(target) == clean
-    assert which(target, models) == 1
+    assert checkpoint_index(target, models) == 1
 
 
 # Target folders
 
 
-def test_folders_are_made(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
+def test_parent_folders_are_created(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
     models[0].save_pretrained(tmp_path / "a" / "b" / "c")
-    assert which(tmp_path / "a" / "b" / "c", models) == 0
+    assert checkpoint_index(tmp_path / "a" / "b" / "c", models) == 0
     assert (tmp_path / "a" / "b" / "c").stat().st_mode == (tmp_path / "a").stat().st_mode
     assert os.listdir(tmp_path / "a" / "b") == ["c"]
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "ü" * 127], ids=["ascii", "utf-8"])
-def test_names_as_long_as_the_file_system_allows(
+def test_maximum_folder_name_length(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, name: str
 ) -> None:
     folder = tmp_path / name
     (tmp_path / f".{short_name(name)}{TEMPORARY}01234567").mkdir()  # left by a killed save
-    for which_model in (0, 1):  # into a new directory, and into an existing one
-        models[which_model].save_pretrained(folder)
-        assert which(folder, models) == which_model
+    for expected_index in (0, 1):  # into a new directory, and into an existing one
+        models[expected_index].save_pretrained(folder)
+        assert checkpoint_index(folder, models) == expected_index
         assert os.listdir(tmp_path) == [name]
     write_whole(folder / name, "text")
     assert (folder / name).read_text() == "text"
     claim(default_folder(str(tmp_path / "checks"), folder, "0" * 64), "test")
 
 
-def test_a_file_in_the_place_of_the_folder(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
+def test_save_to_existing_file_raises(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     with pytest.raises(SaveError, match="is a file, expected a directory"):
         models[0].save_pretrained(tmp_path / "taken")
     assert (tmp_path / "taken").read_text() == "mine"
 
 
-def test_through_a_symbolic_link(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
+def test_save_through_symlink(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     models[0].save_pretrained(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
-    assert which(tmp_path / "real", models) == 0
+    assert checkpoint_index(tmp_path / "real", models) == 0
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_into_the_folder_the_model_is_mapped_from(size: str, tmp_path: Path) -> None:
+def test_save_into_source_folder_of_mapped_model(size: str, tmp_path: Path) -> None:
     small_model(0).save_pretrained(tmp_path, max_shard_size=size)
     model = LlamaForCausalLM.from_pretrained(tmp_path)
     expected = {name: tensor.clone() + 1 for name, tensor in hf_tensors(model).items()}
@@ -283,30 +283,30 @@ def test_into_the_folder_the_model_is_mapped_from(size: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("before", SIZES)
-def test_a_process_that_is_not_to_write_changes_nothing(
+def test_non_main_process_writes_nothing(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, before: str
 ) -> None:
     files = files_of(target)
     models[1].save_pretrained(target, is_main_process=False)
     models[1].save_pretrained(target.parent / "elsewhere", is_main_process=False)
     assert files_of(target) == files
-    assert which(target, models) == 0
+    assert checkpoint_index(target, models) == 0
     assert not list(target.parent.glob("*elsewhere*"))
 
 
 @pytest.mark.parametrize("before", SIZES)
-def test_a_variant_is_saved_beside_the_weights(
+def test_variant_is_saved_next_to_weights(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, before: str
 ) -> None:
     files = files_of(target)
     models[1].save_pretrained(target, variant="new")
     assert files_of(target) == files | {"model.new.safetensors"}
-    assert which(target, models) == 0
+    assert checkpoint_index(target, models) == 0
     assert_same(load_file(target / "model.new.safetensors"), hf_tensors(models[1]))
 
 
 @pytest.mark.parametrize("sizes", [("5GB", "100KB"), ("100KB", "5GB"), ("100KB", "300KB")])
-def test_saving_a_variant_again_replaces_its_files(
+def test_saving_variant_again_replaces_its_files(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, sizes: tuple[str, str]
 ) -> None:
     target = tmp_path / "target"
@@ -321,14 +321,16 @@ def test_saving_a_variant_again_replaces_its_files(
 
 
 @pytest.mark.parametrize("size", ["1XB", "", None, 1.5, True])
-def test_invalid_file_size(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, size: Any) -> None:
+def test_invalid_max_shard_size_raises(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, size: Any
+) -> None:
     with pytest.raises(UnknownArgumentError, match=r"max_shard_size=.*expected bytes, or a size such as '5GB'"):
         models[0].save_pretrained(tmp_path / "saved", max_shard_size=size)
     assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("folder", [None, 5, b"saved", "~nobody-has-this-name/saved"])
-def test_invalid_folder(models: tuple[LlamaForCausalLM, LlamaForCausalLM], folder: Any) -> None:
+def test_invalid_folder_raises(models: tuple[LlamaForCausalLM, LlamaForCausalLM], folder: Any) -> None:
     with pytest.raises(UnknownArgumentError):
         models[0].save_pretrained(folder)
 
@@ -346,7 +348,7 @@ def test_home_directory_is_expanded(
 # Saved contents
 
 
-def test_only_hugging_face_names_reach_the_disk(tmp_path: Path) -> None:
+def test_saved_names_are_hugging_face_names(tmp_path: Path) -> None:
     model = small_model(0)
     for name, size in SIZES.items():
         model.save_pretrained(tmp_path / name, max_shard_size=size)
@@ -355,7 +357,7 @@ def test_only_hugging_face_names_reach_the_disk(tmp_path: Path) -> None:
             assert weight_map(tmp_path / name).keys() == stored(tmp_path / name).keys()
 
 
-def test_grouped_query_attention_is_split_where_the_heads_are(tmp_path: Path) -> None:
+def test_fused_qkv_is_split_at_head_boundaries(tmp_path: Path) -> None:
     # transformers' own `Concatenate` splits back into chunks of 22, 22 and 20 rows.
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
@@ -373,15 +375,13 @@ def test_grouped_query_attention_is_split_where_the_heads_are(tmp_path: Path) ->
         start += rows
 
 
-def test_a_given_state_dict_is_saved_in_place_of_the_models(
-    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path
-) -> None:
+def test_save_state_dict_argument(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
     old, new = models
     old.save_pretrained(tmp_path, state_dict=new.state_dict())
-    assert which(tmp_path, models) == 1
+    assert checkpoint_index(tmp_path, models) == 1
 
 
-def test_a_given_state_dict_may_be_of_another_dtype_and_is_left_alone(tmp_path: Path) -> None:
+def test_save_state_dict_with_other_dtype(tmp_path: Path) -> None:
     model = small_model(0)
     given = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     names = list(given)
@@ -400,7 +400,7 @@ def test_a_given_state_dict_may_be_of_another_dtype_and_is_left_alone(tmp_path: 
         ),
     ],
 )
-def test_a_state_dict_of_another_model_is_refused(
+def test_save_mismatched_state_dict_raises(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM],
     tmp_path: Path,
     change: Callable[[dict[str, torch.Tensor]], None],
@@ -412,7 +412,7 @@ def test_a_state_dict_of_another_model_is_refused(
     with pytest.raises(StateDictError) as caught:
         models[0].save_pretrained(tmp_path, state_dict=given)
     assert problems(caught.value) == expected
-    assert which(tmp_path, models) == 0
+    assert checkpoint_index(tmp_path, models) == 0
 
 
 @pytest.fixture
@@ -420,7 +420,7 @@ def untied() -> LlamaForCausalLM:
     return small_model(0)
 
 
-def test_a_configuration_that_ties_what_is_not_tied_is_refused(untied: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_tied_config_with_untied_weights_raises(untied: LlamaForCausalLM, tmp_path: Path) -> None:
     untied.config.tie_word_embeddings = True
     untied.all_tied_weights_keys = untied.get_expanded_tied_weights_keys(all_submodels=True)
     with pytest.raises(CheckpointError, match=r"model\.tie_weights\(\), or set model\.config\.tie_word") as caught:
@@ -429,14 +429,14 @@ def test_a_configuration_that_ties_what_is_not_tied_is_refused(untied: LlamaForC
     assert not (tmp_path / "out").exists()
 
 
-def test_tied_storage_that_the_configuration_does_not_tie_is_refused(untied: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_untied_config_with_tied_weights_raises(untied: LlamaForCausalLM, tmp_path: Path) -> None:
     untied.lm_head.weight = untied.model.embed_tokens.weight
     with pytest.raises(CheckpointError, match="disagree on tied weights"):
         untied.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tied_model_saves_its_embeddings_once(tmp_path: Path) -> None:
+def test_tied_embeddings_are_saved_once(tmp_path: Path) -> None:
     config = small_model(0).config
     config.tie_word_embeddings = True
     model = LlamaForCausalLM.from_config(config)
@@ -446,7 +446,7 @@ def test_a_tied_model_saves_its_embeddings_once(tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
-def test_the_index_counts_what_transformers_counts(tmp_path: Path) -> None:
+def test_index_matches_transformers(tmp_path: Path) -> None:
     small_model(0).save_pretrained(tmp_path)
     for name, model_class in (("ours", LlamaForCausalLM), ("theirs", HFLlama)):
         model_class.from_pretrained(tmp_path).save_pretrained(tmp_path / name, max_shard_size=SIZES["three shards"])
@@ -456,7 +456,7 @@ def test_the_index_counts_what_transformers_counts(tmp_path: Path) -> None:
 # Storages
 
 
-def test_views_get_storages_of_their_own_over_the_same_memory() -> None:
+def test_own_storage_shares_memory_with_view() -> None:
     whole = torch.randn(6, 4)
     tensors = {"top": whole[:2], "rest": whole[2:], "empty": torch.empty(0, 4), "column": whole[:, 1]}
     separate = {name: own_storage(tensor) for name, tensor in tensors.items()}
@@ -468,19 +468,19 @@ def test_views_get_storages_of_their_own_over_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64], ids=str)
-def test_every_dtype_can_have_a_storage_of_its_own(dtype: torch.dtype) -> None:
+def test_own_storage_dtypes(dtype: torch.dtype) -> None:
     tensor = torch.arange(32, dtype=torch.uint8).remainder(2).view(torch.bool if dtype is torch.bool else torch.uint8)
     tensor = tensor.view(dtype)[1:]
     assert torch.equal(own_storage(tensor).view(torch.uint8), tensor.contiguous().view(torch.uint8))
 
 
-def test_the_memory_of_a_separate_storage_stays() -> None:
+def test_own_storage_keeps_memory_alive() -> None:
     separate = own_storage(torch.full((1000, 1000), 3.0)[10:])
     torch.full((1000, 1000), 5.0)
     assert separate.eq(3).all()
 
 
-def test_config_values_are_saved_as_they_are_now(tmp_path: Path) -> None:
+def test_loaded_config_values_are_saved(tmp_path: Path) -> None:
     model = small_model(0)
     model.save_pretrained(tmp_path)
     edit_config(tmp_path, rms_norm_eps=0.5)
@@ -492,7 +492,7 @@ def test_config_values_are_saved_as_they_are_now(tmp_path: Path) -> None:
 @pytest.mark.parametrize("original", [True, False])
 @pytest.mark.parametrize("size", ["5GB", "1MB"])
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "new"])
-def test_both_formats_are_transformers_own(
+def test_save_original_format_matches_transformers(
     mixtral_checkpoint: Path, mixtral_config: MixtralConfig, loaded: bool, size: str, original: bool, tmp_path: Path
 ) -> None:
     """For a mixture of experts, the hub layout has one tensor per expert, and the in-memory layout has stacks."""
@@ -509,6 +509,6 @@ def test_both_formats_are_transformers_own(
     assert any("experts.gate_up_proj" in name for name in stored(ours)) is not original
 
 
-def test_the_format_in_memory_loads_again(mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path) -> None:
+def test_in_memory_format_loads(mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path) -> None:
     MixtralForCausalLM.from_pretrained(mixtral_checkpoint).save_pretrained(tmp_path, save_original_format=False)
     assert_same(hf_tensors(AutoModelForCausalLM.from_pretrained(tmp_path)), mixtral.state_dict())
