@@ -52,7 +52,7 @@ LAYOUTS = ("hub", "transformers")
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def ours(reference: PreTrainedModel, **options: Any) -> PreTrainedModel:
+def nrl_model(reference: PreTrainedModel, **options: Any) -> PreTrainedModel:
     """Create our model with a transformers model's weights."""
     model = auto_class_of(reference.config).from_config(reference.config, dtype=reference.dtype, **options).eval()
     model.load_state_dict(model.state_dict_adapter.from_hf(reference.state_dict()))
@@ -62,7 +62,7 @@ def ours(reference: PreTrainedModel, **options: Any) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def model(llama: PreTrainedModel) -> PreTrainedModel:
     """Our model of `llama`: grouped-query attention, biases everywhere. Do not change it."""
-    return ours(llama)
+    return nrl_model(llama)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def adapter(model: PreTrainedModel) -> StateDictAdapter:
 @pytest.fixture(scope="module")
 def moe(mixtral: PreTrainedModel) -> PreTrainedModel:
     """Our model of `mixtral`. Do not change it."""
-    return ours(mixtral)
+    return nrl_model(mixtral)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def packed_model(**options: Any) -> PackedForCausalLM:
     return PackedForCausalLM.from_config(config, **options)
 
 
-# Made from a model or a configuration
+# Creation from a model or a configuration
 
 
 CONFIGS = {
@@ -170,20 +170,20 @@ def adapter_for(config: PreTrainedConfig) -> StateDictAdapter:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_on_meta_has_the_same_tables_in_the_same_order(name: str) -> None:
+def test_meta_model_has_same_tables_in_same_order(name: str) -> None:
     config = CONFIGS[name]()
     real, on_meta = StateDictAdapter(auto_class_of(config).from_config(config)), adapter_for(config)
-    assert_same_facts(on_meta, real)
+    assert_same_adapter(on_meta, real)
     for table in ("own", *LAYOUTS):
         assert list(getattr(on_meta, table)) == list(getattr(real, table))
 
 
-def test_a_model_on_meta_has_the_same_adapter(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_meta_model_has_same_adapter(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     on_meta = AutoModelForCausalLM.from_config(model.config, device="meta")
-    assert_same_facts(StateDictAdapter(on_meta), adapter)
+    assert_same_adapter(StateDictAdapter(on_meta), adapter)
 
 
-def assert_same_facts(some: StateDictAdapter, other: StateDictAdapter) -> None:
+def assert_same_adapter(some: StateDictAdapter, other: StateDictAdapter) -> None:
     """Check that two adapters are equal, except for transformers' conversions, which only equal themselves."""
     facts, expected = dict(vars(some)), dict(vars(other))
     conversions = [list(adapter.pop("_conversions")) for adapter in (facts, expected)]
@@ -191,18 +191,18 @@ def assert_same_facts(some: StateDictAdapter, other: StateDictAdapter) -> None:
     assert list(map(describe_conversion, conversions[0])) == list(map(describe_conversion, conversions[1]))
 
 
-def test_a_models_own_tensors_are_transformers(adapter: StateDictAdapter, tensors: Tensors) -> None:
+def test_own_tensors_are_those_of_transformers(adapter: StateDictAdapter, tensors: Tensors) -> None:
     assert list(adapter.own) == list(adapter.transformers) == list(tensors)
     assert all(adapter.from_hf(tensors)[name] is tensor for name, tensor in tensors.items())
 
 
-def test_a_transformers_model_has_an_adapter_too(mixtral: PreTrainedModel) -> None:
+def test_adapter_of_transformers_model(mixtral: PreTrainedModel) -> None:
     assert_same(StateDictAdapter(mixtral).to_hf(mixtral.state_dict(), layout="transformers"), mixtral.state_dict())
     expected = revert_weight_conversion(mixtral, dict(mixtral.state_dict()))
     assert_same(StateDictAdapter(mixtral).to_hf(mixtral.state_dict()), expected)
 
 
-def test_no_reference_to_the_model_is_kept(llama_config: LlamaConfig) -> None:
+def test_adapter_keeps_no_reference_to_model(llama_config: LlamaConfig) -> None:
     model = AutoModelForCausalLM.from_config(llama_config)
     adapter = model.state_dict_adapter
     adapter.to_hf(model.state_dict())
@@ -213,7 +213,7 @@ def test_no_reference_to_the_model_is_kept(llama_config: LlamaConfig) -> None:
     assert not [reference for reference in gone if reference() is not None]
 
 
-def test_copies_of_an_adapter(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_adapter_copy_and_pickle(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     pickled = pickle.dumps(adapter)
     assert len(pickled) < 100_000  # contains no weight
     for load in (copy.deepcopy(adapter), copy.copy(adapter), pickle.loads(pickled)):
@@ -221,12 +221,12 @@ def test_copies_of_an_adapter(adapter: StateDictAdapter, model: PreTrainedModel)
         assert_same(load.to_hf(model.state_dict()), adapter.to_hf(model.state_dict()))
 
 
-def test_an_adapter_is_made_anew_from_the_model_as_it_is(llama_config: LlamaConfig) -> None:
+def test_adapter_is_rebuilt_after_dtype_change(llama_config: LlamaConfig) -> None:
     model = AutoModelForCausalLM.from_config(llama_config)
     assert model.to(torch.bfloat16).state_dict_adapter.own[PARTS[0]].dtype == torch.bfloat16
 
 
-def test_a_layout_that_nobody_knows(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_unknown_layout_raises(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     calls: list[Callable[[Any], Any]] = [
         lambda layout: adapter.to_hf({}, layout=layout),
         lambda layout: adapter.convert_single_tensor_to_hf(PARTS[0], model.state_dict()[PARTS[0]], layout=layout),
@@ -244,7 +244,7 @@ def test_a_layout_that_nobody_knows(adapter: StateDictAdapter, model: PreTrained
 
 @layouts
 @pytest.mark.parametrize("name", CONFIGS)
-def test_there_and_back(name: str, layout: Any) -> None:
+def test_to_hf_and_from_hf_round_trip(name: str, layout: Any) -> None:
     config = CONFIGS[name]()
     torch.manual_seed(0)
     adapter = adapter_for(config)
@@ -255,9 +255,7 @@ def test_there_and_back(name: str, layout: Any) -> None:
     assert_same(adapter.from_hf(shuffled(converted)), own)
 
 
-def test_the_order_of_the_tensors_does_not_matter(
-    adapter: StateDictAdapter, model: PreTrainedModel, tensors: Tensors
-) -> None:
+def test_tensor_order_does_not_matter(adapter: StateDictAdapter, model: PreTrainedModel, tensors: Tensors) -> None:
     expected, own = adapter.from_hf(tensors), adapter.to_hf(model.state_dict())
     for seed in range(3):
         converted = adapter.from_hf(shuffled(tensors, seed))
@@ -268,7 +266,7 @@ def test_the_order_of_the_tensors_does_not_matter(
         assert_same(exported, own)
 
 
-def test_given_dicts_are_left_alone(adapter: StateDictAdapter, model: PreTrainedModel, tensors: Tensors) -> None:
+def test_passed_dicts_are_not_modified(adapter: StateDictAdapter, model: PreTrainedModel, tensors: Tensors) -> None:
     for call, given in ((adapter.from_hf, tensors), (adapter.to_hf, dict(model.state_dict()))):
         names, before = list(given), {name: tensor.clone() for name, tensor in given.items()}
         call(given)
@@ -276,16 +274,14 @@ def test_given_dicts_are_left_alone(adapter: StateDictAdapter, model: PreTrained
         assert_same(given, before)
 
 
-def test_hugging_face_tensors_are_views_of_the_own(
-    adapter: StateDictAdapter, model: PreTrainedModel, moe: PreTrainedModel
-) -> None:
+def test_to_hf_returns_views(adapter: StateDictAdapter, model: PreTrainedModel, moe: PreTrainedModel) -> None:
     for converter, of in ((adapter, model), (moe.state_dict_adapter, moe)):
         own = of.state_dict()
         for layout in LAYOUTS:
             assert storages(converter.to_hf(own, layout=layout)) <= storages(own)
 
 
-def test_an_excluded_name_is_matched_from_its_beginning(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_exclude_key_regex_matches_from_start_of_name(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     everything = adapter.to_hf(model.state_dict())
     left = adapter.to_hf(model.state_dict(), exclude_key_regex=r".*k_proj|lm_head|norm")
     assert_same(
@@ -295,19 +291,19 @@ def test_an_excluded_name_is_matched_from_its_beginning(adapter: StateDictAdapte
     assert_same(adapter.to_hf(model.state_dict(), exclude_key_regex=""), everything)
 
 
-def test_some_own_tensors_give_what_they_hold(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_to_hf_with_partial_state_dict(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     given = {name: model.state_dict()[name] for name in (PARTS[1], "lm_head.weight")}
     assert list(adapter.to_hf(given)) == list(given)
     assert adapter.to_hf({}) == {}
 
 
-def test_not_strictly_what_is_not_given_is_left_out(adapter: StateDictAdapter, tensors: Tensors) -> None:
+def test_from_hf_with_partial_state_dict(adapter: StateDictAdapter, tensors: Tensors) -> None:
     given = {name: tensors[name] for name in (*PARTS, "model.norm.weight")}
     assert_same(adapter.from_hf(given, strict=False), given)
     assert adapter.from_hf({}, strict=False) == {}
 
 
-def test_tied_tensors_are_one() -> None:
+def test_tied_tensors_share_one_tensor() -> None:
     config = tiny_config(LlamaConfig, {"tie_word_embeddings": True, "num_hidden_layers": 1})
     tied, reference = adapter_for(config), new_model(config)
     embedding = "model.embed_tokens.weight"
@@ -320,7 +316,7 @@ def test_tied_tensors_are_one() -> None:
     assert not tied.from_hf({"model.norm.weight": torch.ones(256)}, strict=False).keys() & {"lm_head.weight", embedding}
 
 
-def test_experts_of_several_precisions_take_the_widest(moe: PreTrainedModel) -> None:
+def test_experts_with_mixed_dtypes_use_widest_dtype(moe: PreTrainedModel) -> None:
     adapter = moe.state_dict_adapter
     experts = dict(adapter.convert_single_tensor_to_hf(EXPERTS_GATE_UP, moe.get_parameter(EXPERTS_GATE_UP).detach()))
     for wide in (0, -1):
@@ -333,7 +329,7 @@ def test_experts_of_several_precisions_take_the_widest(moe: PreTrainedModel) -> 
         assert_same(back, {name: tensor.float() for name, tensor in given.items()})
 
 
-def test_tensors_on_meta(adapter: StateDictAdapter, tensors: Tensors) -> None:
+def test_meta_tensors(adapter: StateDictAdapter, tensors: Tensors) -> None:
     own = adapter.from_hf({name: tensor.to("meta") for name, tensor in tensors.items()})
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()} == {
         name: (spec.shape, spec.dtype) for name, spec in adapter.own.items()
@@ -366,10 +362,10 @@ def pair(llama_config: LlamaConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return transformers' model and ours in fp64, because Adam divides by its second moment and amplifies rounding."""
     llama_config.num_hidden_layers = 1
     reference = new_model(llama_config, dtype=torch.float64)
-    return reference, ours(reference)
+    return reference, nrl_model(reference)
 
 
-def test_optimizer_states_are_mapped(pair: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor) -> None:
+def test_optimizer_state_conversion(pair: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor) -> None:
     reference, model = pair
     optimizers = [trained(model, input_ids) for model in pair]
     for key in ("exp_avg", "exp_avg_sq"):
@@ -382,7 +378,7 @@ def test_optimizer_states_are_mapped(pair: tuple[PreTrainedModel, PreTrainedMode
             assert storages(mapped) <= storages(own)
 
 
-def test_training_continues_from_mapped_states(
+def test_training_continues_from_converted_optimizer_state(
     pair: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor
 ) -> None:
     reference, model = pair
@@ -394,8 +390,8 @@ def test_training_continues_from_mapped_states(
     for name, parameter in model.named_parameters():
         continued.state[parameter] = {key: value[name].clone() for key, value in mapped.items()}
         continued.state[parameter]["step"] = torch.tensor(2.0)
-    for trained_model, its_optimizer in ((reference, optimizer), (model, continued)):
-        step(trained_model, its_optimizer, input_ids)
+    for trained_model, model_optimizer in ((reference, optimizer), (model, continued)):
+        step(trained_model, model_optimizer, input_ids)
     exported = adapter.to_hf(model.state_dict(), layout="transformers")
     torch.testing.assert_close(exported, dict(reference.state_dict()), atol=1e-9, rtol=1e-6)
 
@@ -403,13 +399,13 @@ def test_training_continues_from_mapped_states(
 # Errors
 
 
-def refused(adapter: StateDictAdapter, tensors: Tensors, **options: Any) -> set[tuple[str, str]]:
+def from_hf_problems(adapter: StateDictAdapter, tensors: Tensors, **options: Any) -> set[tuple[str, str]]:
     with pytest.raises(StateDictError, match="state dict does not fit the model") as caught:
         adapter.from_hf(tensors, **options)
     return problems(caught.value)
 
 
-def test_everything_that_is_wrong_is_listed_at_once(adapter: StateDictAdapter, tensors: Tensors) -> None:
+def test_from_hf_error_lists_all_problems(adapter: StateDictAdapter, tensors: Tensors) -> None:
     up = "model.layers.0.mlp.up_proj.weight"
     missing = {PARTS[1], "model.norm.weight", "model.layers.1.mlp.up_proj.bias"}
     for name in missing:
@@ -417,18 +413,18 @@ def test_everything_that_is_wrong_is_listed_at_once(adapter: StateDictAdapter, t
     tensors[up] = tensors[up][:, :-1]
     unexpected = {"model.layers.2.mlp.up_proj.weight", f"{ATTENTION}.qkv_proj.weight"}
     tensors |= {name: torch.ones(1) for name in unexpected}
-    assert refused(adapter, tensors) == {
+    assert from_hf_problems(adapter, tensors) == {
         ("shape", up),
         *(("missing", name) for name in missing),
         *(("unexpected", name) for name in unexpected),
     }
 
 
-def test_an_unknown_name_is_refused_even_when_not_strict(adapter: StateDictAdapter) -> None:
-    assert refused(adapter, {"rotary": torch.ones(1)}, strict=False) == {("unexpected", "rotary")}
+def test_unexpected_name_raises_without_strict(adapter: StateDictAdapter) -> None:
+    assert from_hf_problems(adapter, {"rotary": torch.ones(1)}, strict=False) == {("unexpected", "rotary")}
 
 
-def test_an_expert_that_is_missing_is_named(moe: PreTrainedModel) -> None:
+def test_missing_experts_are_listed(moe: PreTrainedModel) -> None:
     tensors = moe.state_dict_adapter.to_hf(moe.state_dict())
     gone = [
         "model.layers.0.block_sparse_moe.experts.1.w3.weight",
@@ -444,19 +440,19 @@ def test_an_expert_that_is_missing_is_named(moe: PreTrainedModel) -> None:
         assert set(re.findall(r"\S+experts\.\d\.w\d\.weight", problem.detail)) == set(gone)
 
 
-def test_layouts_may_be_mixed_but_nothing_given_in_both(moe: PreTrainedModel) -> None:
+def test_mixed_layouts_load_and_duplicates_raise(moe: PreTrainedModel) -> None:
     adapter, own = moe.state_dict_adapter, moe.state_dict()
     hub, stacked = adapter.to_hf(own), adapter.to_hf(own, layout="transformers")
     first = {name: tensor for name, tensor in hub.items() if "layers.0" in name}
     mixed = first | {name: tensor for name, tensor in stacked.items() if "layers.0" not in name}
     assert_same(adapter.from_hf(mixed), own)
     twice = mixed | {"model.layers.0.mlp.experts.down_proj": stacked["model.layers.0.mlp.experts.down_proj"]}
-    ((kind, subject),) = refused(adapter, twice)
+    ((kind, subject),) = from_hf_problems(adapter, twice)
     assert kind == "duplicated"
     assert subject.endswith("model.layers.0.mlp.experts.down_proj")
 
 
-def test_own_tensors_of_another_model_are_refused(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_to_hf_with_tensors_of_another_model_raises(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     own = dict(model.state_dict())
     own |= {"other": torch.ones(1), PARTS[0]: own[PARTS[0]][1:], "model.norm.weight": torch.ones(())}
     with pytest.raises(StateDictError, match="state dict is not this model's") as caught:
@@ -471,7 +467,7 @@ def test_own_tensors_of_another_model_are_refused(adapter: StateDictAdapter, mod
 # One tensor
 
 
-def test_one_tensor_is_cut_into_the_hubs(moe: PreTrainedModel) -> None:
+def test_convert_single_tensor_splits_experts(moe: PreTrainedModel) -> None:
     # NeMo RL's refit and LoRA sync call this method. Without it they fall back to the Hugging Face model.
     tensor = torch.randn(moe.get_parameter(EXPERTS_GATE_UP).shape, dtype=torch.float64)
     width = tensor.shape[1] // 2
@@ -487,7 +483,7 @@ def test_one_tensor_is_cut_into_the_hubs(moe: PreTrainedModel) -> None:
 
 @layouts
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_by_one_is_all_at_once(name: str, layout: Any) -> None:
+def test_convert_single_tensor_matches_to_hf(name: str, layout: Any) -> None:
     adapter = adapter_for(CONFIGS[name]())
     own = {key: torch.randn(spec.shape) for key, spec in adapter.own.items()}
     one_by_one = [pair for key in own for pair in adapter.convert_single_tensor_to_hf(key, own[key], layout=layout)]
@@ -495,7 +491,7 @@ def test_one_by_one_is_all_at_once(name: str, layout: Any) -> None:
     assert_same(dict(one_by_one), adapter.to_hf(own, layout=layout))
 
 
-def test_one_tensor_that_is_not_the_models_is_refused(adapter: StateDictAdapter) -> None:
+def test_convert_single_tensor_of_another_model_raises(adapter: StateDictAdapter) -> None:
     for name, kind in (("other", "unexpected"), (PARTS[1], "shape")):
         with pytest.raises(StateDictError) as caught:
             adapter.convert_single_tensor_to_hf(name, torch.ones(256, 256))
@@ -506,7 +502,7 @@ def test_one_tensor_that_is_not_the_models_is_refused(adapter: StateDictAdapter)
 
 
 @since("5.9")
-def test_what_the_hub_packs_is_packed() -> None:
+def test_packed_hub_tensors_round_trip() -> None:
     model = packed_model()
     adapter, own = model.state_dict_adapter, model.state_dict()
     exported, stacked = adapter.to_hf(own), adapter.to_hf(own, layout="transformers")
@@ -521,7 +517,7 @@ def test_what_the_hub_packs_is_packed() -> None:
 
 
 @since("5.9")
-def test_one_of_several_tensors_that_the_hub_packs_cannot_be_exported_alone() -> None:
+def test_convert_single_part_of_packed_tensor_raises() -> None:
     model = packed_model()
     adapter, own = model.state_dict_adapter, model.state_dict()
     with pytest.raises(ValueError, match=r"packed\.weight is made of .*q_proj.*k_proj.*v_proj.*convert them together"):
@@ -534,7 +530,7 @@ def test_one_of_several_tensors_that_the_hub_packs_cannot_be_exported_alone() ->
 
 
 @since("5.9")
-def test_permuted_rows_are_copied_out_and_written_back() -> None:
+def test_permuted_rows_round_trip_as_copies() -> None:
     model = packed_model()
     adapter, own = model.state_dict_adapter, model.state_dict()
     exported = adapter.to_hf(own)
@@ -547,7 +543,7 @@ def test_permuted_rows_are_copied_out_and_written_back() -> None:
     assert_same(adapter.from_hf(exported), own)
 
 
-def test_a_conversion_that_computes_is_refused() -> None:
+def test_conversion_with_arithmetic_raises() -> None:
     model = packed_model(device="meta")
     adapter = model.state_dict_adapter
     conversions = [WeightConverter("self_attn.out.weight", "self_attn.o_proj.weight", operations=[Double()])]
@@ -558,7 +554,7 @@ def test_a_conversion_that_computes_is_refused() -> None:
 # A live model
 
 
-def test_writing_into_a_view_changes_the_model(llama_config: LlamaConfig, input_ids: torch.Tensor) -> None:
+def test_writes_to_hf_views_change_model(llama_config: LlamaConfig, input_ids: torch.Tensor) -> None:
     reference = new_model(llama_config).eval()
     model = AutoModelForCausalLM.from_config(llama_config).eval()
     views = model.state_dict_adapter.hf_views(model)
@@ -570,8 +566,8 @@ def test_writing_into_a_view_changes_the_model(llama_config: LlamaConfig, input_
         torch.testing.assert_close(model(input_ids).logits, reference(input_ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_views_of_experts_are_live(mixtral: PreTrainedModel) -> None:
-    model = ours(mixtral)
+def test_writes_to_expert_views_change_model(mixtral: PreTrainedModel) -> None:
+    model = nrl_model(mixtral)
     for layout in LAYOUTS:
         for view in model.state_dict_adapter.hf_views(model, layout=layout).values():
             view.add_(1)
@@ -581,7 +577,7 @@ def test_views_of_experts_are_live(mixtral: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("max_bytes", [None, 1, 100_000, 1_000_000, 10**12])
 @layouts
-def test_the_plan_is_what_the_stream_yields(moe: PreTrainedModel, layout: Any, max_bytes: int | None) -> None:
+def test_export_plan_matches_iter_export(moe: PreTrainedModel, layout: Any, max_bytes: int | None) -> None:
     adapter = moe.state_dict_adapter
     stream = list(adapter.iter_export(moe, max_bytes, layout=layout))
     plan = adapter.export_plan(layout=layout)
@@ -590,7 +586,7 @@ def test_the_plan_is_what_the_stream_yields(moe: PreTrainedModel, layout: Any, m
     assert_same(dict(stream), adapter.to_hf(moe.state_dict(), layout=layout))
 
 
-def test_without_buckets_nothing_is_copied(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_iter_export_without_buckets_returns_views(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     exported = dict(adapter.iter_export(model))
     assert storages(exported) <= storages(model.state_dict())
     assert not any(tensor.requires_grad for tensor in exported.values())
@@ -601,7 +597,7 @@ def uneven() -> PreTrainedModel:
     """A bf16 model with tensor sizes that are not multiples of 16 bytes, and one fp32 tensor."""
     sizes = {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101, "head_dim": 18}
     config = tiny_config(LlamaConfig, sizes | {"num_attention_heads": 2, "num_key_value_heads": 2})
-    model = ours(new_model(config, dtype=torch.bfloat16))
+    model = nrl_model(new_model(config, dtype=torch.bfloat16))
     model.model.norm.float()
     return model
 
@@ -632,7 +628,7 @@ def test_buckets_are_bounded_aligned_and_full(uneven: PreTrainedModel, max_bytes
         assert bucket[0].untyped_storage().nbytes() + following[0].nbytes > max_bytes
 
 
-def test_a_bucket_is_filled_to_the_last_byte(uneven: PreTrainedModel) -> None:
+def test_bucket_can_be_filled_exactly(uneven: PreTrainedModel) -> None:
     adapter = uneven.state_dict_adapter
     sizes = [-(-tensor.nbytes // 16) * 16 for _, tensor in adapter.iter_export(uneven)]
     for max_bytes, count in ((sum(sizes[:3]), 3), (sum(sizes[:3]) - 1, 2)):
@@ -641,7 +637,7 @@ def test_a_bucket_is_filled_to_the_last_byte(uneven: PreTrainedModel) -> None:
         assert stream[0].nbytes() == sum(sizes[:count])
 
 
-def test_a_bucket_is_a_copy(llama_config: LlamaConfig) -> None:
+def test_bucket_is_a_copy(llama_config: LlamaConfig) -> None:
     model = AutoModelForCausalLM.from_config(llama_config)
     before = snapshot(model)
     for _, tensor in model.state_dict_adapter.iter_export(model, 100_000):
@@ -649,13 +645,13 @@ def test_a_bucket_is_a_copy(llama_config: LlamaConfig) -> None:
     assert_same(model.state_dict(), before)
 
 
-def test_a_tensor_outlives_its_stream(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_exported_tensor_outlives_iterator(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     (name, tensor), *_ = adapter.iter_export(model, 1_000_000)
     gc.collect()
     assert torch.equal(tensor, adapter.to_hf(model.state_dict())[name])
 
 
-def test_a_second_export_sees_the_update(llama_config: LlamaConfig, input_ids: torch.Tensor) -> None:
+def test_second_export_has_updated_weights(llama_config: LlamaConfig, input_ids: torch.Tensor) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama_config)
     adapter = model.state_dict_adapter
@@ -674,10 +670,10 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_leave_one_by_one_as_matrices_under_the_hubs_names(name: str) -> None:
+def test_experts_are_exported_as_separate_matrices(name: str) -> None:
     config_class, overrides, layer, where, (gate, up, down) = EXPERTS[name]
     reference = new_model(tiny_config(config_class, overrides))
-    model = ours(reference)
+    model = nrl_model(reference)
     exported = dict(model.state_dict_adapter.iter_export(model))
     stack = f"model.layers.{layer}.mlp.experts"
     gate_up = reference.state_dict()[f"{stack}.gate_up_proj"]
@@ -696,9 +692,9 @@ def test_experts_leave_one_by_one_as_matrices_under_the_hubs_names(name: str) ->
     assert not [key for key, tensor in exported.items() if tensor.ndim > 2]
 
 
-def test_buffers_that_are_saved_are_exported_and_others_not() -> None:
+def test_only_persistent_buffers_are_exported() -> None:
     reference = new_model(tiny_config(DeepseekV3Config))
-    model = ours(reference)
+    model = nrl_model(reference)
     persistent = {name for name in reference.state_dict() if name not in dict(reference.named_parameters())}
     assert persistent == {"model.layers.1.mlp.gate.e_score_correction_bias"}
     exported = dict(model.state_dict_adapter.iter_export(model))
@@ -710,7 +706,7 @@ def test_buffers_that_are_saved_are_exported_and_others_not() -> None:
     assert model.get_buffer(name).eq(7).all()
 
 
-def test_a_tied_duplicate_is_exported_once() -> None:
+def test_tied_weight_is_exported_once() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(Gemma3TextConfig))
     adapter = model.state_dict_adapter
     for names in (
@@ -724,7 +720,7 @@ def test_a_tied_duplicate_is_exported_once() -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_configuration_of_no_family() -> None:
+def test_adapter_of_unregistered_architecture() -> None:
     config = RwkvConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=128)
     with pytest.warns(UserWarning, match="RwkvForCausalLM is not registered"):
         adapter = adapter_for(config)
@@ -734,7 +730,7 @@ def test_a_configuration_of_no_family() -> None:
 
 
 @pytest.mark.parametrize("value", [3, None, [1.0]], ids=repr)
-def test_values_that_are_no_tensors_are_named(value: object) -> None:
+def test_non_tensor_values_raise(value: object) -> None:
     model = FamilyCase(registry.model_class("Qwen3MoeForCausalLM")).model()
     adapter, state_dict = model.state_dict_adapter, dict(model.state_dict())
     state_dict["model.norm.weight"] = value  # type: ignore[assignment]

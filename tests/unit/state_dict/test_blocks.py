@@ -11,10 +11,10 @@ from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.views.view import View, apply_steps
 
 VIEWS = {
-    "itself": View("p"),
+    "identity": View("p"),
     "rows": View("p").then("narrow", 0, 4, 8),
-    "one of a stack": View("p").then("reshape", 4, 6, 8).then("select", 0, 2),
-    "half of one of a stack": View("p").then("reshape", 4, 6, 8).then("select", 0, 3).then("narrow", 0, 3, 3),
+    "one matrix of a stack": View("p").then("reshape", 4, 6, 8).then("select", 0, 2),
+    "half of a matrix of a stack": View("p").then("reshape", 4, 6, 8).then("select", 0, 3).then("narrow", 0, 3, 3),
     "transposed": View("p").then("transpose", 0, 1).then("narrow", 0, 1, 5),
     "rows from each of two ranks": View("p").then("reshape", 2, 12, 8).then("narrow", 1, 3, 6).then("reshape", 12, 8),
     "packed rows in order": (
@@ -23,14 +23,14 @@ VIEWS = {
     "rotary rows": View("p").then("reshape", 3, 4, 2, 8).then("transpose", 1, 2).then("reshape", 24, 8),
     "flat": View("p").then("reshape", 192),
     "regrouped": View("p").then("reshape", 8, 3, 8).then("reshape", 4, 6, 8).then("reshape", 12, 16),
-    "with ones": View("p").then("reshape", 24, 1, 8, 1).then("reshape", 1, 24, 8),
+    "dimensions of size one": View("p").then("reshape", 24, 1, 8, 1).then("reshape", 1, 24, 8),
 }
 SHAPE = (24, 8)
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("seed", range(12))
-def test_blocks_hold_what_the_view_shows_of_the_region(view: View, seed: int) -> None:
+def test_blocks_match_view_of_region(view: View, seed: int) -> None:
     rng = random.Random(seed)
     whole = torch.arange(24 * 8).view(SHAPE)
     offset = tuple(rng.randrange(size) for size in SHAPE) if seed else (0, 0)
@@ -49,7 +49,7 @@ def test_blocks_hold_what_the_view_shows_of_the_region(view: View, seed: int) ->
     assert torch.equal(found, expected)
 
 
-def test_writing_into_a_block_writes_into_the_shard() -> None:
+def test_writes_to_block_change_shard() -> None:
     shard = torch.zeros(12, 8)  # the second rank's rows
     steps = VIEWS["rows from each of two ranks"].steps
     (block,) = through(steps, SHAPE, Block((12, 0), shard))
@@ -59,7 +59,7 @@ def test_writing_into_a_block_writes_into_the_shard() -> None:
     assert (shard[3:9] == 1).all()
 
 
-def test_blocks_are_copied_into_and_out_of_larger_tensors() -> None:
+def test_block_copies_to_and_from_larger_tensors() -> None:
     whole = torch.randn(400, 90)
     block = Block((30, 10), torch.randn(70, 300).t())
     before = whole.clone()

@@ -45,13 +45,13 @@ def test_buffers_in_use_are_not_reused() -> None:
     assert len(addresses) <= KEPT_BUFFERS
 
 
-def test_smaller_buffers_are_not_given() -> None:
+def test_pool_returns_no_smaller_buffer() -> None:
     pool = BufferPool(CPU)
     pool.take(100)
     assert pool.take(1000).shape == (1000,)
 
 
-def test_two_buffers_alternate_in_an_export(llama: PreTrainedModel) -> None:
+def test_export_reuses_few_buffers(llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_config(llama.config, dtype=torch.float32)
     addresses = set()
     buckets = 0
@@ -66,7 +66,7 @@ def test_two_buffers_alternate_in_an_export(llama: PreTrainedModel) -> None:
     assert len(addresses) <= 6 < buckets
 
 
-def test_kept_tensors_keep_their_values(llama: PreTrainedModel) -> None:
+def test_retained_tensors_keep_their_values(llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_config(llama.config, dtype=torch.float32)
     kept = dict(model.state_dict_adapter.iter_export(model, max_bytes=BUCKET))
     expected = dict(model.state_dict_adapter.iter_export(model))
@@ -90,7 +90,7 @@ CONFIGS: dict[str, Any] = {
 @pytest.mark.parametrize("max_bytes", [1, BUCKET, 10**9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_buckets_have_the_values_of_the_views(config: str, dtype: torch.dtype, max_bytes: int) -> None:
+def test_bucket_values_match_views(config: str, dtype: torch.dtype, max_bytes: int) -> None:
     config_class, changes = CONFIGS[config]
     model = AutoModelForCausalLM.from_config(tiny_config(config_class, changes), dtype=dtype)
     adapter = model.state_dict_adapter
@@ -105,11 +105,11 @@ def test_buckets_have_the_values_of_the_views(config: str, dtype: torch.dtype, m
                 parameter.add_(1)
 
 
-def addresses_of(stream: Iterable[tuple[str, torch.Tensor]]) -> set[int]:
+def storage_addresses(stream: Iterable[tuple[str, torch.Tensor]]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for _, tensor in stream}
 
 
-def test_next_export_reuses_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_export_reuses_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig))
     largest = max(tensor.nbytes for _, tensor in model.state_dict_adapter.iter_export(model))
     sizes: list[int] = []
@@ -120,15 +120,15 @@ def test_next_export_reuses_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None
 
     actual = np.empty
     monkeypatch.setattr(buckets.np, "empty", empty)
-    first = addresses_of(model.state_dict_adapter.iter_export(model, max_bytes=largest))
+    first = storage_addresses(model.state_dict_adapter.iter_export(model, max_bytes=largest))
     assert len(sizes) >= len(first) == KEPT_BUFFERS
     sizes.clear()
     for _ in range(2):
-        assert addresses_of(model.state_dict_adapter.iter_export(model, max_bytes=largest)) == first
+        assert storage_addresses(model.state_dict_adapter.iter_export(model, max_bytes=largest)) == first
     assert sizes == []
 
 
-def test_buffers_are_freed_with_the_model() -> None:
+def test_buffers_are_freed_with_model() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig))
     for _, tensor in model.state_dict_adapter.iter_export(model, max_bytes=BUCKET):
         last = tensor
@@ -140,7 +140,7 @@ def test_buffers_are_freed_with_the_model() -> None:
     assert torch.equal(last, value)
 
 
-def test_kept_tensor_outlives_later_exports() -> None:
+def test_retained_tensor_outlives_later_exports() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig))
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number in range(4):
@@ -162,7 +162,7 @@ def test_consumer_of_buckets_needs_two_buffers() -> None:
     addresses: set[int] = set()
     count = 0
     for bucket in base.buckets(exported, largest):
-        addresses |= addresses_of(bucket)
+        addresses |= storage_addresses(bucket)
         count += 1
     assert count > 4
     assert len(addresses) == 2
@@ -182,7 +182,7 @@ def test_groups_are_full_and_in_order() -> None:
         (View("w").then("narrow", 0, 2, 4).then("transpose", 0, 1), (6, 4)),
         (View("w").then("reshape", 2, 4, 6).then("transpose", 0, 1).then("reshape", 8, 6), (8, 6)),
     ],
-    ids=["strided", "rows in another order"],
+    ids=["strided", "reordered rows"],
 )
 def test_each_element_is_copied_once(view: View, shape: tuple[int, ...]) -> None:
     weight = torch.arange(48.0).view(8, 6)
@@ -197,7 +197,7 @@ def test_each_element_is_copied_once(view: View, shape: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_pieces_are_copied_into_their_regions(dim: int) -> None:
-    """Also rows in another order, into a region that is not contiguous; the rest is padding."""
+    """Covers reordered rows, a target region that is not contiguous, and padding."""
     weights = {"a": torch.randn(8, 6), "b": torch.randn(8, 2, 3)}
     rows = View("a").then("reshape", 2, 4, 6).then("transpose", 0, 1).then("reshape", 8, 2, 3)
     size = weights["b"].shape[dim]
@@ -212,7 +212,7 @@ def test_pieces_are_copied_into_their_regions(dim: int) -> None:
 
 
 def test_gpu_tensors_are_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: tensors of names in `gpu` stand for tensors there."""
+    """Runs without a GPU: the tensors listed in `gpu` simulate GPU tensors."""
     tensors = {name: torch.randn(5, 7).to(dtype).T for name, dtype in zip("abcde", 5 * [torch.bfloat16], strict=True)}
     tensors |= {"f": torch.randn(3), "g": torch.empty(0, 2), "h": torch.tensor(3, dtype=torch.uint8)}
     gpu = {id(tensors[name]) for name in "abcdfgh"}

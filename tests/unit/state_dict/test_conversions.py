@@ -12,7 +12,7 @@ from nrl_models.common.upstream_conversions import PrefixChange, WeightRenaming
 
 
 @since("5.9")
-def test_conversions_are_alike_if_they_do_the_same() -> None:
+def test_are_alike_compares_conversions_by_effect() -> None:
     with torch.device("meta"):
         mixtral = MixtralForCausalLM(MixtralConfig(hidden_size=64, intermediate_size=8, num_hidden_layers=1))
         qwen = Qwen3MoeForCausalLM(Qwen3MoeConfig(hidden_size=64, intermediate_size=8, num_hidden_layers=1))

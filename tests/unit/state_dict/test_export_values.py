@@ -36,21 +36,21 @@ def model() -> Any:
     return copy.deepcopy(FamilyCase(registry.model_class("LlamaForCausalLM")).model())
 
 
-def names_in(error: pytest.ExceptionInfo[StateDictError]) -> list[str]:
+def problem_subjects(error: pytest.ExceptionInfo[StateDictError]) -> list[str]:
     return [problem.subject for problem in error.value.problems]
 
 
 @exports
-def test_model_on_meta(name: str, model: Any) -> None:
+def test_export_of_meta_model_raises(name: str, model: Any) -> None:
     on_meta = type(model).from_config(model.config, device="meta")
     with pytest.raises(StateDictError, match="have no values in memory") as raised:
         EXPORTS[name](on_meta)
-    assert names_in(raised) == list(on_meta.state_dict())
+    assert problem_subjects(raised) == list(on_meta.state_dict())
     assert on_meta.state_dict_adapter.export_plan() == model.state_dict_adapter.export_plan()
 
 
 @exports
-def test_offloaded_weights(name: str, model: Any, tmp_path: Path) -> None:
+def test_export_of_offloaded_weights_raises(name: str, model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     offloaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved",
@@ -59,7 +59,7 @@ def test_offloaded_weights(name: str, model: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(StateDictError, match="save_pretrained and load the copy") as raised:
         EXPORTS[name](offloaded)
-    assert names_in(raised) == [key for key in model.state_dict() if key.startswith("model.layers.1.")]
+    assert problem_subjects(raised) == [key for key in model.state_dict() if key.startswith("model.layers.1.")]
 
 
 def offload_map(model: Any) -> dict[str, str]:
@@ -91,40 +91,40 @@ class WithBuffers(nn.Module):
         self.register_buffer("scales", torch.ones(len(linear.weight)))
 
 
-def of_bitsandbytes(linear: nn.Linear, **options: Any) -> nn.Module:
+def bitsandbytes_linear(linear: nn.Linear, **options: Any) -> nn.Module:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     result = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False)
     result.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **options)
     return result.to("cpu")
 
 
-def of_hqq(linear: nn.Linear) -> nn.Module:
+def hqq_linear(linear: nn.Linear) -> nn.Module:
     quantize = pytest.importorskip("hqq.core.quantize")
     config = quantize.BaseQuantizeConfig(nbits=4, group_size=32)
     return quantize.HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu", del_orig=True)
 
 
-def of_torch(linear: nn.Linear) -> nn.Module:
+def float8_linear(linear: nn.Linear) -> nn.Module:
     linear.weight = nn.Parameter(linear.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     return linear
 
 
 QUANTIZED: dict[str, Callable[[nn.Linear], nn.Module]] = {
-    "bitsandbytes": of_bitsandbytes,
-    "bitsandbytes in 16 bits": partial(of_bitsandbytes, quant_storage=torch.bfloat16),
-    "HQQ": of_hqq,
-    "float8": of_torch,
+    "bitsandbytes": bitsandbytes_linear,
+    "bitsandbytes in 16 bits": partial(bitsandbytes_linear, quant_storage=torch.bfloat16),
+    "HQQ": hqq_linear,
+    "float8": float8_linear,
     "buffers": WithBuffers,
 }
 
 
 @exports
 @pytest.mark.parametrize("method", QUANTIZED)
-def test_weights_quantized_by_hand(name: str, method: str, model: Any) -> None:
+def test_export_of_replaced_quantized_linear_raises(name: str, method: str, model: Any) -> None:
     model.model.layers[0].mlp.up_proj = QUANTIZED[method](model.model.layers[0].mlp.up_proj)
     with pytest.raises(StateDictError, match="quantized weights cannot be exported") as raised:
         EXPORTS[name](model)
-    assert names_in(raised) == [UP]
+    assert problem_subjects(raised) == [UP]
     with pytest.raises(StateDictError, match="quantized weights cannot be exported"):
         model.state_dict_adapter.export_plan()
 
@@ -135,11 +135,11 @@ def with_scale(linear: nn.Linear) -> nn.Module:
     return result
 
 
-@pytest.mark.parametrize("method", ["a scale", *QUANTIZED])
+@pytest.mark.parametrize("method", ["scale", *QUANTIZED])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
-def test_saves_everything_in_the_state_dict(architecture: str, method: str, tmp_path: Path) -> None:
-    """As transformers does, also tensors that are neither parameters nor buffers."""
-    replaced = {"a scale": with_scale, **QUANTIZED}[method]
+def test_saved_file_has_all_state_dict_tensors(architecture: str, method: str, tmp_path: Path) -> None:
+    """Like transformers, saves tensors that are neither parameters nor buffers."""
+    replaced = {"scale": with_scale, **QUANTIZED}[method]
     case = FamilyCase(registry.model_class(architecture))
     models = {"own": copy.deepcopy(case.model()), "transformers": case.reference()}
     for name, model in models.items():
@@ -152,7 +152,7 @@ def test_saves_everything_in_the_state_dict(architecture: str, method: str, tmp_
     assert added <= load_file(files["own"]).keys()
 
 
-def test_exports_and_loads_tensors_that_modules_add(model: Any) -> None:
+def test_tensors_added_by_modules_export_and_load(model: Any) -> None:
     layer = model.model.layers[0].self_attn
     layer.q_proj = with_scale(layer.q_proj)
     scale = "model.layers.0.self_attn.q_proj.scale"
@@ -165,7 +165,7 @@ def test_exports_and_loads_tensors_that_modules_add(model: Any) -> None:
 
 @exports
 @pytest.mark.parametrize("method", ["torch.ao", "torchao", "bitsandbytes"])
-def test_quantized_weights(name: str, method: str, model: Any, tmp_path: Path) -> None:
+def test_export_of_quantized_weights_raises(name: str, method: str, model: Any, tmp_path: Path) -> None:
     before = model.state_dict_adapter
     if method == "torch.ao":
         model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
@@ -180,8 +180,8 @@ def test_quantized_weights(name: str, method: str, model: Any, tmp_path: Path) -
         )
     with pytest.raises(StateDictError, match="quantized weights cannot be exported") as raised:
         EXPORTS[name](model)
-    assert UP in names_in(raised)
-    assert "model.norm.weight" not in names_in(raised)
+    assert UP in problem_subjects(raised)
+    assert "model.norm.weight" not in problem_subjects(raised)
     with pytest.raises(StateDictError, match="quantized weights cannot be exported"):
         model.state_dict_adapter.export_plan()
     with pytest.raises(StateDictError):

@@ -50,7 +50,7 @@ def renamed(tensors: dict[str, HFTensor], new_name: Callable[[str], str]) -> dic
     return {new_name(name): HFTensor(new_name(name), tensor.shape, tensor.pieces) for name, tensor in tensors.items()}
 
 
-def test_two_layers_of_a_kind_are_converted_and_the_others_are_like_them() -> None:
+def test_convert_by_layer_converts_few_layers_of_each_kind() -> None:
     names = ["model.embed.weight", *layers(120, "q.weight", "k.weight"), "model.norm.weight"]
     convert = Recorded(
         lambda tensors: renamed(tensors, lambda name: name.replace("model.layers", "h").replace("q", "w1"))
@@ -60,7 +60,7 @@ def test_two_layers_of_a_kind_are_converted_and_the_others_are_like_them() -> No
     assert list(result.items()) == list(convert.change(table(*names)).items())
 
 
-def test_layers_of_another_kind_are_not_taken_for_alike() -> None:
+def test_layers_with_other_shapes_or_dtypes_are_converted() -> None:
     names = layers(8, "q.weight", "k.weight")
     shapes = {"model.layers.4.q.weight": (3, 4)}
     dtypes = {"model.layers.5.k.weight": torch.float16}
@@ -70,35 +70,37 @@ def test_layers_of_another_kind_are_not_taken_for_alike() -> None:
     assert result == table(*names, shapes=shapes)
 
 
-def _every_second(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+def _rename_even_layers(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
     """A conversion that depends on the layer's index."""
     return renamed(tensors, lambda name: name.replace("q", "w") if int(name.split(".")[2]) % 2 == 0 else name)
 
 
-def _shifted(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+def _shift_layer_index(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
     """A conversion that renames the first layer to the second."""
     return renamed(tensors, lambda name: ".".join([*name.split(".")[:2], str(int(name.split(".")[2]) + 1), "q"]))
 
 
-def _joined(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+def _merge_layers(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
     """A conversion that combines all layers in one tensor."""
     pieces = tuple(Piece(tensor.pieces[0].view, (("select", (0, at)),)) for at, tensor in enumerate(tensors.values()))
     return {"all": HFTensor("all", (len(tensors), *SHAPE), pieces)}
 
 
-def _one_name(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+def _rename_all_to_same_name(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
     """A conversion with one name for tensors of several layers. The last one wins."""
     return renamed(tensors, lambda name: "same")
 
 
-def _backwards(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+def _reorder(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
     """A conversion that reorders tensors, so that layers are no longer contiguous."""
     items = list(tensors.items())
     return dict(items[::2] + items[1::2])
 
 
-@pytest.mark.parametrize("change", [_every_second, _shifted, _joined, _one_name, _backwards])
-def test_what_does_not_hold_for_two_layers_is_converted_one_by_one(change: Any) -> None:
+@pytest.mark.parametrize(
+    "change", [_rename_even_layers, _shift_layer_index, _merge_layers, _rename_all_to_same_name, _reorder]
+)
+def test_layer_dependent_conversions_convert_all_layers(change: Any) -> None:
     tensors = table(*layers(10, "q.weight", "k.weight"))
     convert = Recorded(change)
     result = convert_by_layer(tensors, float32, convert)
@@ -106,7 +108,7 @@ def test_what_does_not_hold_for_two_layers_is_converted_one_by_one(change: Any) 
     assert list(result.items()) == list(change(tensors).items())
 
 
-class Theirs(ConversionOps):
+class ThirdPartyOperation(ConversionOps):
     """A third-party operation, which may depend on a layer's index."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class Theirs(ConversionOps):
 
 
 @since("5.9")
-def test_which_conversions_ignore_numbers() -> None:
+def test_ignore_indices() -> None:
     prefixes = [] if PrefixChange.__module__.startswith("nrl") else [PrefixChange(prefix_to_remove="language_model")]
     merged = [MergeModulelist(dim=0), Concatenate(dim=1)]
     assert ignore_indices(
@@ -129,7 +131,7 @@ def test_which_conversions_ignore_numbers() -> None:
     assert not ignore_indices([WeightRenaming("proj.2", "out_proj")])
     assert not ignore_indices([WeightRenaming("layers.[12].", "early.")])
     assert not ignore_indices([WeightRenaming("first.", "layers.0.")])
-    assert not ignore_indices([WeightConverter("a", "b", [Theirs()])])
+    assert not ignore_indices([WeightConverter("a", "b", [ThirdPartyOperation()])])
     scoped = WeightRenaming("a", "b")
     scoped.scope_prefix = "towers.1"
     assert not ignore_indices([scoped])
@@ -143,14 +145,14 @@ def _upstream(architecture: str) -> PreTrainedModel:
         return upstream._from_config(upstream.config_class())
 
 
-def _in_memory(model: PreTrainedModel) -> dict[str, HFTensor]:
+def _in_memory_layout(model: PreTrainedModel) -> dict[str, HFTensor]:
     own = own_tensors(model)
     return {name: HFTensor(name, own[name].shape, (Piece(view),)) for name, view in transformers_views(model)}
 
 
-def _both(model: PreTrainedModel) -> tuple[dict[str, HFTensor], dict[str, HFTensor]]:
+def _derived_and_full_layouts(model: PreTrainedModel) -> tuple[dict[str, HFTensor], dict[str, HFTensor]]:
     """Return the hub's layout, derived from two layers of each kind and converted from all of them."""
-    own, tensors = own_tensors(model), _in_memory(model)
+    own, tensors = own_tensors(model), _in_memory_layout(model)
     shared = convert_layout(model, tensors, own, hub_conversions(model))
     return shared, layouts._traced(model, tensors, lambda name: own[name].dtype, hub_conversions(model))
 
@@ -165,8 +167,8 @@ def _both(model: PreTrainedModel) -> tuple[dict[str, HFTensor], dict[str, HFTens
         "Qwen2_5_VLForConditionalGeneration",
     ],
 )
-def test_the_layout_of_a_published_model_is_the_same_from_two_layers(architecture: str) -> None:
-    shared, full = _both(_upstream(architecture))
+def test_derived_layout_matches_full_conversion(architecture: str) -> None:
+    shared, full = _derived_and_full_layouts(_upstream(architecture))
     assert list(shared.items()) == list(full.items())
 
 
@@ -178,8 +180,8 @@ def small_deepseek() -> PreTrainedModel:
         return DeepseekV3ForCausalLM._from_config(config)
 
 
-def test_a_wrong_generalization_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, full = _both(small_deepseek())
+def test_comparison_detects_wrong_derivation(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, full = _derived_and_full_layouts(small_deepseek())
     assert list(shared.items()) == list(full.items())
     moved = layer_patterns._moved
 
@@ -188,5 +190,5 @@ def test_a_wrong_generalization_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         return replace(right, pieces=moved(tensor, first, (layer[0], "5")).pieces) if layer[1] == "6" else right
 
     monkeypatch.setattr(layer_patterns, "_moved", wrong)
-    shared, full = _both(small_deepseek())
+    shared, full = _derived_and_full_layouts(small_deepseek())
     assert list(shared.items()) != list(full.items())

@@ -45,7 +45,7 @@ class WithBuffers(nn.Module):
         return {"not": 1, "a tensor": 2}
 
 
-def test_own_tensors_are_the_parameters_and_saved_buffers() -> None:
+def test_own_tensors_are_parameters_and_persistent_buffers() -> None:
     assert own_tensors(WithBuffers()) == {
         "weight": TensorSpec((2, 3), torch.bfloat16),
         "kept": TensorSpec((4,), torch.int64),
@@ -53,7 +53,7 @@ def test_own_tensors_are_the_parameters_and_saved_buffers() -> None:
     }
 
 
-def test_every_tensor_is_itself() -> None:
+def test_transformers_views_are_identities() -> None:
     views = dict(transformers_views(WithBuffers()))
     assert {name: (view.parameter, view.steps) for name, view in views.items()} == {
         name: (name, ()) for name in own_tensors(WithBuffers())
@@ -63,7 +63,7 @@ def test_every_tensor_is_itself() -> None:
 @pytest.mark.parametrize(
     "config", [tiny_config(DeepseekV3Config), tiny_config(Gemma3Config)], ids=lambda config: config.model_type
 )
-def test_names_and_order_are_those_of_transformers_state_dict(config: Any) -> None:
+def test_names_and_order_match_transformers(config: Any) -> None:
     model = auto_class_of(config).from_config(config, device="meta")
     with torch.device("meta"):
         reference = model.reference_class()(config)
@@ -73,7 +73,7 @@ def test_names_and_order_are_those_of_transformers_state_dict(config: Any) -> No
     assert list(placed) == list(reference.state_dict())
 
 
-def test_tied_names_are_the_configurations(llama_config: LlamaConfig) -> None:
+def test_tied_names_follow_config(llama_config: LlamaConfig) -> None:
     assert tied_names(auto_class_of(llama_config).from_config(llama_config)) == {}
     llama_config.tie_word_embeddings = True
     model = auto_class_of(llama_config).from_config(llama_config)
@@ -81,7 +81,7 @@ def test_tied_names_are_the_configurations(llama_config: LlamaConfig) -> None:
     assert tied_names(model.model) == {}
 
 
-def test_own_tensors_are_compared_by_name_shape_and_dtype(llama_config: LlamaConfig) -> None:
+def test_has_own_tensors_compares_name_shape_and_dtype(llama_config: LlamaConfig) -> None:
     model = auto_class_of(llama_config).from_config(llama_config)
     specs, adapter = own_tensors(model), model.state_dict_adapter
     assert has_own_tensors(model, specs)
@@ -101,14 +101,14 @@ def test_own_tensors_are_compared_by_name_shape_and_dtype(llama_config: LlamaCon
 # The hub's layout
 
 
-def test_most_models_have_one_layout(llama: PreTrainedModel) -> None:
+def test_hub_layout_equals_transformers_layout_by_default(llama: PreTrainedModel) -> None:
     assert hub_conversions(llama) is None
     adapter = StateDictAdapter(llama)
     assert adapter.hub == adapter.transformers
     assert list(adapter.hub) == list(adapter.transformers)
 
 
-def test_no_conversion_leaves_the_order_and_an_empty_list_sorts_as_transformers_does(llama: PreTrainedModel) -> None:
+def test_convert_layout_tensor_order(llama: PreTrainedModel) -> None:
     adapter = StateDictAdapter(llama)
     backwards = dict(reversed(adapter.transformers.items()))
     assert list(convert_layout(llama, backwards, adapter.own, None)) == list(backwards)
@@ -119,7 +119,7 @@ def test_no_conversion_leaves_the_order_and_an_empty_list_sorts_as_transformers_
     assert list(converted) == list(revert_weight_conversion(loaded, dict(reversed(loaded.state_dict().items()))))
 
 
-def test_the_hubs_layout_is_what_transformers_writes(mixtral: PreTrainedModel) -> None:
+def test_hub_layout_matches_files_of_transformers(mixtral: PreTrainedModel) -> None:
     adapter = StateDictAdapter(mixtral)
     expected = revert_weight_conversion(mixtral, dict(mixtral.state_dict()))
     assert list(adapter.hub) == list(expected)
@@ -134,7 +134,7 @@ HAS_PREFIXES = PrefixChange.__module__.startswith("transformers")
 if HAS_PREFIXES:
     changes = [PrefixChange(prefix_to_remove="language_model")]
     register_checkpoint_conversion_mapping("PrefixedForCausalLM", changes, overwrite=True)
-needs_prefixes = pytest.mark.skipif(not HAS_PREFIXES, reason="transformers 5.5 has no prefixes that some have")
+needs_prefixes = pytest.mark.skipif(not HAS_PREFIXES, reason="transformers 5.5 does not support optional prefixes")
 
 
 class PrefixedForCausalLM(LlamaFamily, modeling_llama.LlamaForCausalLM):
@@ -147,7 +147,7 @@ Upstream = type("PrefixedForCausalLM", (modeling_llama.LlamaForCausalLM,), {})
 @needs_prefixes
 @since("5.10")  # 5.6 does not look up conversions by class name
 @pytest.mark.parametrize("prefix", ["", "language_model."])
-def test_a_prefix_is_kept_that_the_checkpoint_carried(prefix: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_checkpoint_prefix_is_kept(prefix: str, llama: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     tensors = {prefix + name: tensor for name, tensor in llama.state_dict().items()}
     save_file(tensors, tmp_path / "given" / WEIGHTS, metadata={"format": "pt"})
@@ -165,7 +165,7 @@ def test_a_prefix_is_kept_that_the_checkpoint_carried(prefix: str, llama: PreTra
 
 
 @needs_prefixes
-def test_a_new_model_carries_no_prefix(llama_config: LlamaConfig) -> None:
+def test_new_model_has_no_prefix(llama_config: LlamaConfig) -> None:
     model = PrefixedForCausalLM.from_config(llama_config, device="meta")
     assert hub_conversions(model) is None
     assert set(model.state_dict_adapter.hub) == set(model.state_dict_adapter.transformers)

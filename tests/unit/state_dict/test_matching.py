@@ -75,7 +75,7 @@ EVERYTHING = ("q", "k", "v", "norm", "embed", "head")
 
 
 @pytest.mark.parametrize("keys", [EVERYTHING, EVERYTHING[::-1], ("qk", "v", "norm and embed", "head")])
-def test_what_fills_every_tensor_once_fits(keys: tuple[str, ...]) -> None:
+def test_complete_match(keys: tuple[str, ...]) -> None:
     found = matched(*keys)
     assert not found.problems
     assert not found.missing
@@ -85,30 +85,30 @@ def test_what_fills_every_tensor_once_fits(keys: tuple[str, ...]) -> None:
         assert all(name in target.parameters for _, target in sources)
 
 
-def test_what_is_not_there_is_missing() -> None:
+def test_missing_tensors() -> None:
     found = matched("q", "k", "v", "embed")
     assert kinds(found) == {("missing", "norm"), ("missing", "head")}
     assert found.missing == ["norm", "head"]
 
 
-def test_a_combined_tensor_that_is_missing_is_named_by_its_parts() -> None:
+def test_missing_fused_tensor_lists_parts() -> None:
     assert kinds(matched("norm", "embed", "head")) == {("missing", "q, k, v")}
 
 
-def test_what_may_miss_is_reported_but_no_problem() -> None:
+def test_may_miss_reports_no_problem() -> None:
     found = matched("q", "k", "v", may_miss=lambda name: name != "norm")
     assert kinds(found) == {("missing", "norm")}
     assert found.missing == ["norm", "embed", "head"]
 
 
-def test_a_part_that_is_missing_is_partial_whatever_may_miss() -> None:
+def test_missing_part_is_partial_despite_may_miss() -> None:
     found = matched("k", "norm", may_miss=lambda name: True)
     (problem,) = found.problems
     assert (problem.kind, problem.subject) == ("partial", "k")
     assert problem.detail == "fill only a part of qkv; q, v not found"
 
 
-def test_a_packed_tensor_of_the_wrong_size_is_reported_once() -> None:
+def test_wrong_packed_shape_is_reported_once() -> None:
     found = matched("q", "k", "v", "head", changed={"norm and embed": TensorSpec((6, 4), torch.float32)})
     assert kinds(found) == {("shape", "norm and embed")}
 
@@ -123,12 +123,12 @@ def test_a_packed_tensor_of_the_wrong_size_is_reported_once() -> None:
         (("qk", "k"), "qk, k"),  # as many rows as needed, but v's would be uninitialized
     ],
 )
-def test_what_fills_a_tensor_twice_is_duplicated(keys: tuple[str, ...], listed: str) -> None:
+def test_overlapping_tensors_are_duplicated(keys: tuple[str, ...], listed: str) -> None:
     found = matched(*keys, may_miss=lambda name: True)
     assert kinds(found) == {("duplicated", listed)}
 
 
-def test_a_wrong_shape_is_reported_once() -> None:
+def test_wrong_shape_is_reported_once() -> None:
     found = matched(
         "q", "k", "norm", "head", changed={"v": TensorSpec((3, 4), torch.float32), "embed": TensorSpec((), None)}
     )
@@ -137,12 +137,12 @@ def test_a_wrong_shape_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize("second", [torch.bfloat16, torch.float64])
-def test_floating_point_parts_of_several_widths_are_one_tensor(second: torch.dtype) -> None:
+def test_parts_with_mixed_floating_point_dtypes_match(second: torch.dtype) -> None:
     assert not matched(*EVERYTHING, changed={"k": TensorSpec((2, 4), second)}).problems
 
 
 @pytest.mark.parametrize("second", [torch.int8, torch.float8_e4m3fn])
-def test_parts_that_need_scales_are_no_tensor_with_others(second: torch.dtype) -> None:
+def test_parts_mixing_quantized_dtypes_are_a_problem(second: torch.dtype) -> None:
     found = matched(*EVERYTHING, changed={"k": TensorSpec((2, 4), second)})
     assert kinds(found) == {("dtype", "q, k, v")}
     assert str(second) in found.problems[0].detail
@@ -151,7 +151,7 @@ def test_parts_that_need_scales_are_no_tensor_with_others(second: torch.dtype) -
     assert not matched(*EVERYTHING, changed=alike).problems
 
 
-def test_what_nobody_knows_is_unexpected_or_passes() -> None:
+def test_unknown_names_are_unexpected_unless_ignored() -> None:
     assert kinds(matched(*EVERYTHING, "other")) == {("unexpected", "other")}
     found = matched(*EVERYTHING, "other", why_unexpected=lambda key: None)
     assert not found.problems
@@ -159,14 +159,14 @@ def test_what_nobody_knows_is_unexpected_or_passes() -> None:
 
 
 @pytest.mark.parametrize(("given", "other"), [("embed", "head"), ("head", "embed")])
-def test_a_tied_tensor_is_there_under_either_name(given: str, other: str) -> None:
+def test_tied_tensor_matches_under_either_name(given: str, other: str) -> None:
     found = matched("q", "k", "v", "norm", given, tied={"head": "embed"})
     assert not found.problems
     assert not found.missing
     assert found.copies == {other: given}
 
 
-def test_tied_tensors_that_are_both_given_or_both_absent() -> None:
+def test_tied_tensors_both_passed_or_both_missing() -> None:
     found = matched(*EVERYTHING, tied={"head": "embed"})
     assert not found.copies
     assert not found.problems
@@ -174,7 +174,7 @@ def test_tied_tensors_that_are_both_given_or_both_absent() -> None:
     assert kinds(found) == {("missing", "embed"), ("missing", "head")}
 
 
-def test_everything_is_listed_at_once_with_its_file() -> None:
+def test_problems_list_all_subjects_with_files() -> None:
     files = {
         "q": StoredTensor("", "one", (4, 4), torch.float32, 0),
         "older q": StoredTensor("", "two", (4, 4), torch.float32, 0),
@@ -191,7 +191,7 @@ def test_everything_is_listed_at_once_with_its_file() -> None:
     }
 
 
-def test_a_long_list_is_cut_and_counted() -> None:
+def test_long_lists_are_truncated() -> None:
     table = {f"e{index}": rows(f"e{index}", "w", index, 1) for index in range(20)}
     found = match(
         {key: TensorSpec((1, 4), torch.float32) for key in list(table)[:10]},
@@ -207,7 +207,7 @@ def test_a_long_list_is_cut_and_counted() -> None:
     assert problem.detail.endswith("e17, and 2 more not found")
 
 
-def test_what_is_empty_is_not_filled_twice() -> None:
+def test_empty_parts_are_not_duplicated() -> None:
     # Shared experts of zero width: gate and up are both complete and empty.
     own = {"gate_up": TensorSpec((0, 4), torch.float32)}
     table = {name: rows(name, "gate_up", 0, 0) for name in ("gate", "up")}

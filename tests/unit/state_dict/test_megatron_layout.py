@@ -21,7 +21,7 @@ GRIDS: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2},
     {"tp": 2, "pp": 2, "ep": 2, "transformer_engine": False, "grouped_experts": False},
-    {"tp": 4, "vocabulary": 1600},  # two ranks hold only padding of it
+    {"tp": 4, "vocabulary": 1600},  # two ranks have only padding rows
 ]
 
 CONFIGS = [LlamaConfig, Phi3Config, Qwen3MoeConfig, DeepseekV3Config]
@@ -39,16 +39,16 @@ def model_of(config_class: type[PreTrainedConfig], **values: Any) -> FamilyModel
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("config_class", CONFIGS)
-def test_what_ranks_hold_is_the_model(config_class: type[PreTrainedConfig], grid: dict[str, Any]) -> None:
+def test_to_megatron_and_from_megatron_round_trip(config_class: type[PreTrainedConfig], grid: dict[str, Any]) -> None:
     model = model_of(config_class, num_hidden_layers=2)
-    held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(**grid)}
+    tensors_by_rank = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(**grid)}
     other = model_of(config_class, num_hidden_layers=2)
-    from_megatron(other, held)
+    from_megatron(other, tensors_by_rank)
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-def test_rows_are_interleaved_as_megatron_reads_them() -> None:
+def test_qkv_and_mlp_row_order_matches_megatron() -> None:
     model = model_of(LlamaConfig, attention_bias=True)
     tensors = dict(to_megatron(model))
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
@@ -67,7 +67,7 @@ def test_rows_are_interleaved_as_megatron_reads_them() -> None:
     assert torch.equal(dict(to_megatron(model, rank))["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat(halves))
 
 
-def test_names_are_those_of_its_layers() -> None:
+def test_names_match_megatron_layers() -> None:
     model = model_of(Qwen3MoeConfig, num_hidden_layers=2, tie_word_embeddings=True)
     engine = set(dict(to_megatron(model, MegatronRank(pp=Share(1, 2)))))
     assert {
@@ -87,7 +87,7 @@ def test_names_are_those_of_its_layers() -> None:
     assert "output_layer.weight" not in local
 
 
-def test_the_adapter_takes_the_layout_like_any_other() -> None:
+def test_adapter_accepts_megatron_layout() -> None:
     model = model_of(LlamaConfig)
     adapter, rank = model.state_dict_adapter, MegatronRank(tp=Share(0, 2))
     plan = adapter.export_plan(layout=rank)
@@ -101,7 +101,7 @@ def test_the_adapter_takes_the_layout_like_any_other() -> None:
     assert torch.equal(tensor, given[name])
 
 
-def test_all_that_has_no_place_is_said_at_once() -> None:
+def test_error_lists_all_unsupported_tensors() -> None:
     with pytest.raises(StateDictError) as refused:
         dict(to_megatron(model_of(Gemma3TextConfig)))
     subjects = {problem.subject for problem in refused.value.problems}
@@ -112,7 +112,7 @@ def test_all_that_has_no_place_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "wanted"),
+    ("rank", "messages"),
     [
         (
             MegatronRank(tp=Share(0, 3)),
@@ -121,29 +121,31 @@ def test_all_that_has_no_place_is_said_at_once() -> None:
         (MegatronRank(pp=Share(0, 3)), ("layers: are 2, which do not divide over 3",)),
     ],
 )
-def test_what_does_not_divide_is_refused(rank: MegatronRank, wanted: tuple[str, ...]) -> None:
+def test_indivisible_sizes_raise(rank: MegatronRank, messages: tuple[str, ...]) -> None:
     values = {"num_hidden_layers": 2, "intermediate_size": 320}
     with pytest.raises(StateDictError) as refused:
         dict(to_megatron(model_of(LlamaConfig, **values), rank))
-    assert all(text in str(refused.value) for text in wanted)
+    assert all(text in str(refused.value) for text in messages)
 
 
-def test_a_share_that_there_is_not_is_refused() -> None:
+def test_share_index_out_of_range_raises() -> None:
     with pytest.raises(ValueError, match=r"tp=Share\(index=2, of=2\): expected an index from 0 to 1"):
         MegatronRank(tp=Share(2, 2))
 
 
-def test_what_does_not_fit_is_said_at_once_and_nothing_is_loaded() -> None:
+def test_from_megatron_lists_all_problems_and_loads_nothing() -> None:
     model = model_of(LlamaConfig)
-    held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2)}
-    first, second = held
+    tensors_by_rank = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2)}
+    first, second = tensors_by_rank
     norm = "decoder.final_layernorm.weight"
-    held[first]["nonsense"] = held[first].pop("decoder.layers.0.self_attention.linear_proj.weight")
-    held[first]["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(2, 2)
-    held[second][norm] = held[second][norm] + 1
+    tensors_by_rank[first]["nonsense"] = tensors_by_rank[first].pop(
+        "decoder.layers.0.self_attention.linear_proj.weight"
+    )
+    tensors_by_rank[first]["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(2, 2)
+    tensors_by_rank[second][norm] = tensors_by_rank[second][norm] + 1
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(StateDictError) as refused:
-        from_megatron(model, held)
+        from_megatron(model, tensors_by_rank)
     assert [(problem.subject, problem.file) for problem in refused.value.problems] == [
         ("decoder.layers.0.self_attention.linear_proj.weight", "rank tp 0 of 2, pp 0 of 1, ep 0 of 1"),
         ("decoder.layers.1.mlp.linear_fc2.weight", "rank tp 0 of 2, pp 0 of 1, ep 0 of 1"),
@@ -153,34 +155,34 @@ def test_what_does_not_fit_is_said_at_once_and_nothing_is_loaded() -> None:
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 
 
-def test_a_rank_that_is_left_out_is_noticed() -> None:
+def test_from_megatron_with_missing_rank_raises() -> None:
     model = model_of(LlamaConfig, num_hidden_layers=2)
-    held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2, pp=2)}
-    del held[next(iter(held))]
+    tensors_by_rank = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2, pp=2)}
+    del tensors_by_rank[next(iter(tensors_by_rank))]
     with pytest.raises(StateDictError, match=r"of its \d+ values are present: expected the tensors of all ranks"):
-        from_megatron(model, held)
+        from_megatron(model, tensors_by_rank)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_padded_vocabulary_ends_in_zeros(tied: bool) -> None:
+def test_padded_vocabulary_ends_in_zeros(tied: bool) -> None:
     model = model_of(LlamaConfig, vocab_size=1001, tie_word_embeddings=tied)
     ranks = ranks_of(tp=2, pp=2, vocabulary=1024)
-    held = {rank: dict(to_megatron(model, rank)) for rank in ranks}
+    tensors_by_rank = {rank: dict(to_megatron(model, rank)) for rank in ranks}
     for stage, name, weight in (
         (0, "embedding.word_embeddings.weight", model.get_input_embeddings().weight),
         (1, "output_layer.weight", model.get_output_embeddings().weight),
     ):
-        rows = torch.cat([tensors[name] for rank, tensors in held.items() if rank.pp.index == stage])
+        rows = torch.cat([tensors[name] for rank, tensors in tensors_by_rank.items() if rank.pp.index == stage])
         assert torch.equal(rows[:1001], weight)
         assert rows.shape[0] == 1024
         assert not rows[1001:].any()
-    held[ranks[-1]]["output_layer.weight"][-23:] = 1.0  # training may change the padding
+    tensors_by_rank[ranks[-1]]["output_layer.weight"][-23:] = 1.0  # training may change the padding
     other = model_of(LlamaConfig, vocab_size=1001, tie_word_embeddings=tied)
-    from_megatron(other, held)
+    from_megatron(other, tensors_by_rank)
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_vocabulary_without_room_is_refused() -> None:
+def test_too_small_padded_vocabulary_raises() -> None:
     model = model_of(LlamaConfig, vocab_size=1001)
     with pytest.raises(StateDictError, match=r"has 1001 rows, and a padded vocabulary of 1000 has no room for them"):
         dict(to_megatron(model, MegatronRank(vocabulary=1000)))
@@ -189,7 +191,7 @@ def test_a_vocabulary_without_room_is_refused() -> None:
 
 
 @pytest.mark.long
-def test_every_decoder_with_a_layout_comes_back() -> None:
+def test_every_supported_decoder_round_trips() -> None:
     found = 0
     for architecture in registry.architectures(aliases=False):
         if not architecture.endswith("ForCausalLM") or registry.unmet_requirement(architecture):
@@ -198,10 +200,13 @@ def test_every_decoder_with_a_layout_comes_back() -> None:
         model = model_class.from_config(tiny_config(model_class.config_class, model_class.tiny, model_class))
         for grid in ({"tp": 2}, {"tp": 2, "ep": 2, "grouped_experts": False}):
             try:
-                held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(**grid)}
+                tensors_by_rank = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(**grid)}
             except StateDictError:
                 continue
-            copies = {rank: {name: tensor.clone() for name, tensor in held[rank].items()} for rank in held}
+            copies = {
+                rank: {name: tensor.clone() for name, tensor in tensors_by_rank[rank].items()}
+                for rank in tensors_by_rank
+            }
             before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             with torch.no_grad():
                 for tensor in model.state_dict().values():

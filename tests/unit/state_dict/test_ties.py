@@ -60,7 +60,7 @@ def set_key(model: FamilyModel, key: str, value: bool) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_model_that_is_untied_by_hand_keeps_both_tensors(architecture: str, tmp_path: Path) -> None:
+def test_untied_model_exports_and_saves_both_tensors(architecture: str, tmp_path: Path) -> None:
     model = tied_model(architecture)
     before, ties = model.state_dict_adapter, declared_ties(model)
     assert ties
@@ -69,9 +69,9 @@ def test_model_that_is_untied_by_hand_keeps_both_tensors(architecture: str, tmp_
     untie(model)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for adapter in (before, model.state_dict_adapter):
-        sent = dict(adapter.iter_export(model, layout="transformers"))
-        assert_same({name: sent[name] for name in own}, own)
-    assert [name for name, *_ in model.state_dict_adapter.export_plan(layout="transformers")] == list(sent)
+        exported = dict(adapter.iter_export(model, layout="transformers"))
+        assert_same({name: exported[name] for name in own}, own)
+    assert [name for name, *_ in model.state_dict_adapter.export_plan(layout="transformers")] == list(exported)
     assert tied_names(model) == {}
 
     keys = ARCHITECTURES[architecture]
@@ -89,7 +89,7 @@ def test_model_that_is_untied_by_hand_keeps_both_tensors(architecture: str, tmp_
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_advice_about_ties_loads_the_checkpoint(architecture: str, tmp_path: Path) -> None:
+def test_suggested_keywords_load_checkpoint(architecture: str, tmp_path: Path) -> None:
     model = tied_model(architecture)
     ties, keys = declared_ties(model), tying_keys(model, declared_ties(model))
     untie(model)
@@ -115,10 +115,10 @@ RETIED: dict[str, Callable[[Any], object]] = {
     "resizing": lambda model: model.resize_token_embeddings(model.config.vocab_size + 8),
     "deepcopy": copy.deepcopy,
     "double": lambda model: model.double(),
-    "the export assigned": lambda model: model.load_state_dict(
+    "assigned export": lambda model: model.load_state_dict(
         dict(model.state_dict_adapter.iter_export(model)), strict=False, assign=True
     ),
-    "an alias": lambda model: install(model, HEAD, model.model.embed_tokens.weight.detach()),
+    "alias": lambda model: install(model, HEAD, model.model.embed_tokens.weight.detach()),
 }
 
 
@@ -138,10 +138,10 @@ def test_model_stays_tied(edit: Callable[[Any], Any]) -> None:
 def test_assigned_export_replaces_all_tied_tensors(architecture: str, device: str) -> None:
     model = tied_model(architecture)
     ties = declared_ties(model)
-    sent = {name: tensor * 2 for name, tensor in model.state_dict_adapter.iter_export(model)}
+    exported = {name: tensor * 2 for name, tensor in model.state_dict_adapter.iter_export(model)}
     expected = {name: tensor * 2 for name, tensor in model.state_dict().items()}
     target = type(model).from_config(model.config, device=device)
-    target.load_state_dict(sent, strict=False, assign=True)
+    target.load_state_dict(exported, strict=False, assign=True)
     assert_same({name: target.state_dict()[name] for name in ties}, {name: expected[name] for name in ties})
     assert tied_names(target) == ties
 
@@ -170,14 +170,14 @@ def test_loaded_state_dict_keeps_one_tied_parameter(architecture: str, assign: b
     model = type(source).from_config(source.config)
     outer = nn.ModuleDict({"policy": type(source).from_config(source.config)})  # its state dict has a prefix
     names = [key for key, _ in model.named_parameters()]
-    given = LOADED[name](copy.deepcopy(source))
-    absent = {*declared_ties(model), *declared_ties(model).values()} - given.keys()
-    result = outer.load_state_dict({f"policy.{key}": tensor for key, tensor in given.items()}, False, assign)
+    state_dict = LOADED[name](copy.deepcopy(source))
+    absent = {*declared_ties(model), *declared_ties(model).values()} - state_dict.keys()
+    result = outer.load_state_dict({f"policy.{key}": tensor for key, tensor in state_dict.items()}, False, assign)
     assert set(result.missing_keys) == {f"policy.{key}" for key in absent}
     assert not result.unexpected_keys
     assert_same(outer["policy"].state_dict(), source.state_dict())
-    assert set(model.load_state_dict(given, strict=False).missing_keys) == absent
-    assert str(model.load_state_dict(given, assign=assign)) == "<All keys matched successfully>"
+    assert set(model.load_state_dict(state_dict, strict=False).missing_keys) == absent
+    assert str(model.load_state_dict(state_dict, assign=assign)) == "<All keys matched successfully>"
     assert_same(model.state_dict(), source.state_dict())
     assert [key for key, _ in model.named_parameters()] == names
     for loaded in (model, cast(FamilyModel, outer["policy"])):
@@ -186,7 +186,7 @@ def test_loaded_state_dict_keeps_one_tied_parameter(architecture: str, assign: b
             assert loaded.get_parameter(tied).requires_grad
 
 
-def test_model_that_is_tied_again_exports_one() -> None:
+def test_retied_model_exports_one_tensor() -> None:
     model = tied_model("LlamaForCausalLM")
     untie(model)
     assert HEAD in dict(model.state_dict_adapter.iter_export(model))
@@ -195,33 +195,33 @@ def test_model_that_is_tied_again_exports_one() -> None:
 
 
 UNTIED: dict[str, Callable[[Any], object]] = {
-    "an equal copy": lambda model: install(model, HEAD, model.lm_head.weight.detach().clone()),
-    "one is cast": lambda model: install(model, HEAD, model.lm_head.weight.detach().double()),
-    "assigned apart": lambda model: model.load_state_dict(
+    "equal copy": lambda model: install(model, HEAD, model.lm_head.weight.detach().clone()),
+    "cast": lambda model: install(model, HEAD, model.lm_head.weight.detach().double()),
+    "assigned separately": lambda model: model.load_state_dict(
         {name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True
     ),
-    "a new head": lambda model: model.set_output_embeddings(nn.Linear(*model.lm_head.weight.shape[::-1], bias=False)),
+    "new head": lambda model: model.set_output_embeddings(nn.Linear(*model.lm_head.weight.shape[::-1], bias=False)),
 }
 
 
 @pytest.mark.parametrize("edit", UNTIED.values(), ids=UNTIED)
-def test_model_that_was_untied_exports_both(edit: Callable[[Any], object]) -> None:
+def test_untied_model_exports_both_tensors(edit: Callable[[Any], object]) -> None:
     model = tied_model("LlamaForCausalLM")
     edit(model)
-    sent = dict(model.state_dict_adapter.iter_export(model))
-    assert torch.equal(sent[HEAD], model.lm_head.weight)
-    assert torch.equal(sent[EMBEDDINGS], model.model.embed_tokens.weight)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert torch.equal(exported[HEAD], model.lm_head.weight)
+    assert torch.equal(exported[EMBEDDINGS], model.model.embed_tokens.weight)
 
 
-def test_tied_tensor_given_under_its_other_name_is_written(tmp_path: Path) -> None:
+def test_saving_state_dict_with_only_head_name(tmp_path: Path) -> None:
     model = tied_model("LlamaForCausalLM")
-    given = model.state_dict()
-    embeddings = given.pop(EMBEDDINGS)
-    model.save_pretrained(tmp_path, state_dict=given)
+    state_dict = model.state_dict()
+    embeddings = state_dict.pop(EMBEDDINGS)
+    model.save_pretrained(tmp_path, state_dict=state_dict)
     assert torch.equal(stored(tmp_path)[EMBEDDINGS], embeddings)
 
 
-def test_equal_ties_that_contain_nan_load(tmp_path: Path) -> None:
+def test_tied_weights_with_nan_load(tmp_path: Path) -> None:
     model = tied_model("LlamaForCausalLM")
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
@@ -246,7 +246,7 @@ def test_equal_ties_that_contain_nan_load(tmp_path: Path) -> None:
         ([1.0, 2.0], [1.0], False),
     ],
 )
-def test_values_are_compared_with_nan_equal(first: list[float], second: list[float], expected: bool) -> None:
+def test_have_same_values(first: list[float], second: list[float], expected: bool) -> None:
     assert have_same_values(torch.tensor(first), torch.tensor(second)) is expected
 
 
@@ -257,9 +257,7 @@ def test_values_are_compared_with_nan_equal(first: list[float], second: list[flo
         ("Pix2StructForConditionalGeneration", "text_config.tie_word_embeddings", "tie_word_embeddings"),
     ],
 )
-def test_configuration_whose_parts_disagree_is_read_as_the_model_is(
-    architecture: str, key: str, other: str, tmp_path: Path
-) -> None:
+def test_conflicting_tie_keys_round_trip(architecture: str, key: str, other: str, tmp_path: Path) -> None:
     """The configuration classes derive one key from the other when they are read."""
     model = tied_model(architecture)
     untie(model)
@@ -277,7 +275,7 @@ def test_configuration_whose_parts_disagree_is_read_as_the_model_is(
 
 
 COMPUTED: dict[str, Callable[[nn.Module], object]] = {
-    "a parametrization": lambda linear: parametrize.register_parametrization(linear, "weight", nn.Identity()),
+    "parametrization": lambda linear: parametrize.register_parametrization(linear, "weight", nn.Identity()),
     "weight norm": lambda linear: parametrizations.weight_norm(linear),
     "weight norm by a hook": lambda linear: weight_norm(linear),
     "pruning": lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
@@ -288,7 +286,7 @@ COMPUTED: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 @pytest.mark.parametrize("edit", COMPUTED.values(), ids=COMPUTED)
-def test_computed_weight_is_not_exported_under_other_names(edit: Callable[[nn.Module], object]) -> None:
+def test_export_of_parametrized_weight_raises(edit: Callable[[nn.Module], object]) -> None:
     model = tied_model("LlamaForCausalLM")
     before = model.state_dict_adapter
     edit(model.model.layers[0].self_attn.q_proj)
@@ -300,17 +298,17 @@ def test_computed_weight_is_not_exported_under_other_names(edit: Callable[[nn.Mo
         next(before.iter_export(model))
 
 
-def test_parametrization_that_was_removed_is_exported() -> None:
+def test_removed_parametrization_is_exported() -> None:
     model = tied_model("LlamaForCausalLM")
     linear = model.model.layers[0].self_attn.q_proj
     prune.l1_unstructured(linear, "weight", 0.5)
     prune.remove(linear, "weight")
-    sent = dict(model.state_dict_adapter.iter_export(model))
-    assert torch.equal(sent["model.layers.0.self_attn.q_proj.weight"], linear.weight)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert torch.equal(exported["model.layers.0.self_attn.q_proj.weight"], linear.weight)
     assert (linear.weight == 0).sum() == linear.weight.numel() // 2
 
 
-def test_parametrized_head_is_not_taken_for_the_embeddings() -> None:
+def test_parametrized_head_is_not_tied() -> None:
     model = tied_model("LlamaForCausalLM")
     parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
     assert tied_names(model) == {}

@@ -43,7 +43,7 @@ def tensors(llama: PreTrainedModel) -> Tensors:
 # Reading
 
 
-def test_a_state_dict_loads_into_the_parameters_that_are_there(model: PreTrainedModel, tensors: Tensors) -> None:
+def test_load_state_dict_keeps_parameters(model: PreTrainedModel, tensors: Tensors) -> None:
     parameters = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
     assert not any(model.load_state_dict(tensors))
     assert_same(model.state_dict(), tensors)
@@ -63,14 +63,14 @@ def test_a_state_dict_loads_into_the_parameters_that_are_there(model: PreTrained
         lambda tensors: tensors.update({PARTS[2]: tensors[PARTS[2]].bfloat16()}),
         lambda tensors: [tensors.pop(name) for name in list(tensors) if name not in PARTS[:2]],
     ],
-    ids=["missing", "a group's name", "exchanged", "integers", "bfloat16", "two parts"],
+    ids=["missing", "fused name", "swapped", "integers", "bfloat16", "two parts"],
 )
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_said_of_other_state_dicts(
+def test_load_state_dict_result_matches_transformers(
     edit: Callable[[Tensors], object], strict: bool, tied: bool, llama: PreTrainedModel, tensors: Tensors
 ) -> None:
-    """torch's messages, as for transformers' class, because the names are the same."""
+    """The names are the same, so torch reports the same messages as for transformers' class."""
     config = type(llama.config)(**llama.config.to_diff_dict() | {"tie_word_embeddings": tied})
     edit(tensors)
     results, models = [], []
@@ -103,7 +103,7 @@ def test_hub_names_load(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> N
 EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
 
 
-def test_parts_under_hub_names_leave_the_others_as_they_are(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> None:
+def test_partial_hub_state_dict_keeps_other_weights(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> None:
     """Each shard of a checkpoint is loaded separately. Experts of one stack may be in different shards."""
     tensors = stored(mixtral_checkpoint)
     model = AutoModelForCausalLM.from_config(mixtral.config)
@@ -125,9 +125,9 @@ def test_parts_under_hub_names_leave_the_others_as_they_are(mixtral: PreTrainedM
         (lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.int8)}), ("dtype", None)),
         (lambda tensors: tensors.update({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 768, 256)}), None),
     ],
-    ids=["shape", "dtype", "given twice"],
+    ids=["shape", "dtype", "duplicated"],
 )
-def test_hub_tensors_that_do_not_fit_are_refused_before_anything_changes(
+def test_mismatched_hub_state_dict_raises_without_changes(
     edit: Callable[[Tensors], object],
     problem: tuple[str, str | None] | None,
     mixtral: PreTrainedModel,
@@ -145,7 +145,7 @@ def test_hub_tensors_that_do_not_fit_are_refused_before_anything_changes(
     assert_same(model.state_dict(), before)
 
 
-def test_two_models_side_by_side(llama: PreTrainedModel, mixtral: PreTrainedModel) -> None:
+def test_load_state_dict_of_module_with_two_models(llama: PreTrainedModel, mixtral: PreTrainedModel) -> None:
     pair = nn.ModuleDict(
         {name: AutoModelForCausalLM.from_config(part.config) for name, part in (("a", llama), ("b", mixtral))}
     )
@@ -157,7 +157,9 @@ def test_two_models_side_by_side(llama: PreTrainedModel, mixtral: PreTrainedMode
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_assigning(device: str, llama: PreTrainedModel, tensors: Tensors, input_ids: torch.Tensor) -> None:
+def test_load_state_dict_with_assign(
+    device: str, llama: PreTrainedModel, tensors: Tensors, input_ids: torch.Tensor
+) -> None:
     model = AutoModelForCausalLM.from_config(llama.config, device=device, combine=True).eval()
     model.load_state_dict({name: tensor.bfloat16() for name, tensor in tensors.items()}, assign=True)
     assert_same(model.state_dict(), {name: tensor.bfloat16() for name, tensor in tensors.items()})
@@ -180,7 +182,7 @@ def same(model: PreTrainedModel, tensors: Tensors) -> PreTrainedModel:
     return model
 
 
-def test_a_checkpoint_has_the_models_memory_under_hugging_face_names(same: PreTrainedModel, tensors: Tensors) -> None:
+def test_to_checkpoint_shares_memory(same: PreTrainedModel, tensors: Tensors) -> None:
     written = to_checkpoint(same)
     assert_same(written, tensors)
     storages = {tensor.untyped_storage().data_ptr() for tensor in same.state_dict().values()}
@@ -199,20 +201,20 @@ def test_a_checkpoint_has_the_models_memory_under_hugging_face_names(same: PreTr
         (lambda name: False, []),
     ],
 )
-def test_some_tensors_give_themselves(
+def test_to_checkpoint_with_partial_state_dict(
     same: PreTrainedModel, pick: Callable[[str], bool], expected: list[str], tensors: Tensors
 ) -> None:
     given = {name: tensor for name, tensor in same.state_dict().items() if pick(name)}
     assert_same(to_checkpoint(same, given), {name: tensors[name] for name in expected})
 
 
-def test_names_that_transformers_does_not_save_are_left_out(same: PreTrainedModel) -> None:
+def test_keys_to_ignore_on_save_are_skipped(same: PreTrainedModel) -> None:
     same._keys_to_ignore_on_save = {"model.norm.weight"}
     assert set(hf_tensors(same)) - set(to_checkpoint(same)) == {"model.norm.weight"}
 
 
 @since("5.6")
-def test_a_model_is_written_in_the_layout_it_was_read_from(mixtral: PreTrainedModel, tmp_path: Path) -> None:
+def test_to_checkpoint_keeps_layout_of_loaded_checkpoint(mixtral: PreTrainedModel, tmp_path: Path) -> None:
     # For example with stacked experts, which the hub's layout does not have.
     mixtral.save_pretrained(tmp_path / "stacked", save_original_format=False)
     assert "model.layers.0.mlp.experts.down_proj" in stored(tmp_path / "stacked")
@@ -225,7 +227,7 @@ def test_a_model_is_written_in_the_layout_it_was_read_from(mixtral: PreTrainedMo
     )
 
 
-def test_a_state_dict_that_is_not_the_models_is_refused(same: PreTrainedModel, tensors: Tensors) -> None:
+def test_to_checkpoint_with_mismatched_state_dict_raises(same: PreTrainedModel, tensors: Tensors) -> None:
     with pytest.raises(StateDictError) as caught:
         to_checkpoint(same, {"other": tensors[PARTS[0]], "model.norm.weight": torch.ones(2)})
     assert problems(caught.value) == {("unexpected", "other"), ("shape", "model.norm.weight")}
@@ -234,7 +236,7 @@ def test_a_state_dict_that_is_not_the_models_is_refused(same: PreTrainedModel, t
 # Shapes
 
 
-def test_shapes_that_the_configuration_does_not_give_are_refused(same: PreTrainedModel, tmp_path: Path) -> None:
+def test_saving_shapes_that_contradict_config_raises(same: PreTrainedModel, tmp_path: Path) -> None:
     embeddings = same.get_input_embeddings()
     embeddings.weight = nn.Parameter(torch.cat([embeddings.weight.detach(), torch.zeros(8, 256)]))
     for save in (to_checkpoint, lambda model: model.save_pretrained(tmp_path / "saved")):
@@ -248,7 +250,7 @@ def test_shapes_that_the_configuration_does_not_give_are_refused(same: PreTraine
     ("architecture", "name"),
     [("DeepseekV4ForCausalLM", "model.layers.0.mlp.gate.tid2eid"), ("BltForCausalLM", None)],
 )
-def test_a_resize_that_leaves_other_sizes_is_refused(architecture: str, name: str | None, tmp_path: Path) -> None:
+def test_saving_incomplete_resize_raises(architecture: str, name: str | None, tmp_path: Path) -> None:
     model = registry.model_class(architecture).from_config(FamilyCase(registry.model_class(architecture)).config)
     model.save_pretrained(tmp_path / "before")
     model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + 8)
@@ -258,7 +260,7 @@ def test_a_resize_that_leaves_other_sizes_is_refused(architecture: str, name: st
     assert name is None or ("shape", name) in problems(caught.value)
 
 
-def test_a_resize_that_changes_every_size_is_saved(same: PreTrainedModel, tmp_path: Path) -> None:
+def test_resized_model_is_saved(same: PreTrainedModel, tmp_path: Path) -> None:
     same.resize_token_embeddings(520)
     same.save_pretrained(tmp_path)
     assert_same(stored(tmp_path), to_checkpoint(same))
@@ -295,7 +297,7 @@ def headless(model: Any) -> None:
         (headless, "lm_head.weight", "its configuration has it"),
     ],
 )
-def test_names_that_the_configuration_does_not_give(
+def test_saving_names_that_contradict_config_raises(
     edit: Callable[[Any], None], named: str, text: str, llama_config: LlamaConfig, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_config(llama_config)

@@ -55,7 +55,7 @@ def calls(moe: PreTrainedModel, adapter: StateDictAdapter) -> list[Call]:
     return [one_by_one, lambda **keywords: adapter.to_hf(own, **keywords)]
 
 
-def test_weights_are_converted_as_nemo_rl_asks(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
+def test_nemo_rl_conversion_call(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
     exported = {
         hub: part
         for name, tensor in moe.state_dict().items()
@@ -67,7 +67,7 @@ def test_weights_are_converted_as_nemo_rl_asks(moe: PreTrainedModel, adapter: St
     assert_same(exported, adapter.to_hf(moe.state_dict()))
 
 
-def test_a_state_dict_is_converted_as_automodel_asks(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
+def test_nemo_automodel_conversion_calls(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
     own = moe.state_dict()
     saved = adapter.to_hf(
         own,
@@ -85,7 +85,7 @@ def test_a_state_dict_is_converted_as_automodel_asks(moe: PreTrainedModel, adapt
     adapter._paramwrapper_layout_hint = None  # set before each from_hf
 
 
-def test_what_is_excluded_is_left_out(calls: list[Call], adapter: StateDictAdapter) -> None:
+def test_exclude_key_regex(calls: list[Call], adapter: StateDictAdapter) -> None:
     for call in calls:
         everything = call()
         left = call(exclude_key_regex=r".*\.experts\.0\.|lm_head")
@@ -94,7 +94,7 @@ def test_what_is_excluded_is_left_out(calls: list[Call], adapter: StateDictAdapt
         assert call(exclude_key_regex="experts").keys() == everything.keys()
 
 
-def test_state_of_modules_is_not_the_models_and_is_left_out(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
+def test_extra_state_is_excluded_or_raises(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
     own, state = moe.state_dict(), torch.zeros(3)
     assert_same(adapter.to_hf(own | {MODULE_STATE: state}, exclude_key_regex=EXTRA_STATE), adapter.to_hf(own))
     assert adapter.convert_single_tensor_to_hf(MODULE_STATE, state, exclude_key_regex=EXTRA_STATE) == []
@@ -107,13 +107,13 @@ def test_state_of_modules_is_not_the_models_and_is_left_out(moe: PreTrainedModel
         assert problems(caught.value) == {("unexpected", MODULE_STATE)}
 
 
-def test_tensors_of_a_quantized_checkpoint_are_refused(calls: list[Call]) -> None:
+def test_quantization_keyword_raises(calls: list[Call]) -> None:
     for call in calls:
         with pytest.raises(UnknownArgumentError, match="from_pretrained reads a quantized checkpoint"):
             call(quantization=True)
 
 
-def test_an_unknown_keyword_is_refused(calls: list[Call]) -> None:
+def test_unknown_keyword_raises(calls: list[Call]) -> None:
     for call in calls:
         with pytest.raises(
             UnknownArgumentError, match="unknown keyword other_layout: expected exclude_key_regex"
@@ -125,13 +125,13 @@ def test_an_unknown_keyword_is_refused(calls: list[Call]) -> None:
 # Streaming
 
 
-def test_a_stream_is_the_whole(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
+def test_iter_to_hf_matches_to_hf(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
     own = list(moe.state_dict().items())
     random.Random(0).shuffle(own)
     assert_same(dict(adapter.iter_to_hf(own)), adapter.to_hf(dict(own)))
 
 
-def test_a_stream_waits_for_what_is_joined() -> None:
+def test_iter_to_hf_waits_for_all_parts() -> None:
     model = FamilyCase(BaichuanForCausalLM).model()
     adapter, own = model.state_dict_adapter, model.state_dict()
     assert any(len(tensor.parameters) == 3 for tensor in adapter.hub.values())
@@ -160,12 +160,12 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTenso
 
 
 @pytest.mark.parametrize(
-    ("placement", "refused"),
+    ("placement", "raises"),
     [(Replicate(), False), (Shard(2), False), (Shard(1), True), (Shard(0), True), (Partial(), True)],
     ids=str,
 )
-def test_views_of_a_sharded_tensor_are_those_a_rank_has(
-    adapter: StateDictAdapter, mesh: DeviceMesh, placement: Placement, refused: bool
+def test_sharded_tensor_conversion(
+    adapter: StateDictAdapter, mesh: DeviceMesh, placement: Placement, raises: bool
 ) -> None:
     name = f"{EXPERTS}.gate_up_proj"  # dimensions: experts, then gate and up, then features
     whole = torch.randn(adapter.own[name].shape)
@@ -176,7 +176,7 @@ def test_views_of_a_sharded_tensor_are_those_a_rank_has(
         lambda: list(adapter.iter_to_hf([(name, sharded)])),
     ):
         with CommDebugMode() as communication:
-            if refused:
+            if raises:
                 with pytest.raises(ShardingError, match="full_tensor") as caught:
                     convert()
                 assert {problem.subject for problem in caught.value.problems} == {name}
@@ -191,14 +191,14 @@ def test_views_of_a_sharded_tensor_are_those_a_rank_has(
         assert communication.get_total_counts() == 0
 
 
-def test_whole_sharded_tensors_pass_through(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
+def test_unsplit_sharded_tensors_are_returned_unchanged(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     sharded = shard(torch.randn(adapter.own[name].shape), mesh, Shard(0))
     assert adapter.to_hf({name: sharded})[name] is sharded
     assert adapter.from_hf({name: sharded}, strict=False)[name] is sharded
 
 
-def test_sharded_experts_are_not_joined(moe: PreTrainedModel, adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
+def test_from_hf_with_sharded_experts_raises(moe: PreTrainedModel, adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
     given = dict(adapter.to_hf(moe.state_dict()))
     expert = f"{EXPERTS}.1.up_proj.weight"
     given[expert] = shard(given[expert].clone(), mesh, Shard(0))
@@ -207,18 +207,18 @@ def test_sharded_experts_are_not_joined(moe: PreTrainedModel, adapter: StateDict
     assert {problem.subject for problem in caught.value.problems} == {expert}
 
 
-def test_experts_divided_over_a_mesh_are_refused(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
+def test_from_hf_with_expert_mesh_raises(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
     whole = adapter.to_hf({name: torch.zeros(spec.shape) for name, spec in adapter.own.items()})
     with pytest.raises(ShardingError, match="shards experts over 2 ranks"):
         adapter.from_hf(whole, device_mesh=mesh)
     unnamed = init_device_mesh("cpu", (2,))
     with pytest.raises(ShardingError, match="shards experts over 2 ranks"):
         adapter.from_hf(whole, device_mesh=unnamed)
-    beside = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))
-    assert adapter.from_hf(whole, device_mesh=beside).keys() == adapter.own.keys()
+    ep_shard_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))
+    assert adapter.from_hf(whole, device_mesh=ep_shard_mesh).keys() == adapter.own.keys()
 
 
-def test_a_dense_model_takes_the_same_calls() -> None:
+def test_dense_model_accepts_trainer_keywords() -> None:
     dense = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig), dtype=torch.float32)
     adapter, own = dense.state_dict_adapter, dense.state_dict()
     assert_same(adapter.to_hf(own, exclude_key_regex=EXTRA_STATE, quantization=False), own)

@@ -33,7 +33,7 @@ from nrl_models.testing.case import FamilyCase
 Tensors = dict[str, torch.Tensor]
 
 CASE = FamilyCase(registry.model_class("MixtralForCausalLM"), tiny={"tie_word_embeddings": True})
-"""Architectures with tied embeddings, and with experts that are stacked in memory but not on the hub."""
+"""A model with tied embeddings, and with experts that are stacked in memory but not on the hub."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def compiled_in_place(model: Any) -> Any:
     return model
 
 
-def sharded_by_hand(model: Any) -> Any:
+def fully_sharded(model: Any) -> Any:
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -98,7 +98,7 @@ def flattened(model: Any, use_orig_params: bool = False) -> Any:
     )
 
 
-INSIDE: dict[str, Callable[[Any], Any]] = {
+INNER_WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "activation checkpointing": checkpointed,
     "offloading": lambda model: checkpointed(model, offload_wrapper),
     "compiled layers": with_compiled_layers,
@@ -108,40 +108,40 @@ INSIDE: dict[str, Callable[[Any], Any]] = {
 }
 """Wrappers inside a model."""
 
-AROUND: dict[str, Callable[[Any], Any]] = {
+OUTER_WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "compiled": compiled,
     "compiled in place": compiled_in_place,
     "checkpointed": checkpoint_wrapper,
     "DDP": DistributedDataParallel,
     "DDP of compiled": lambda model: DistributedDataParallel(compiled(model)),
-    "fully_shard": sharded_by_hand,
-    "fully_shard of checkpoints": lambda model: sharded_by_hand(checkpointed(model)),
+    "fully_shard": fully_sharded,
+    "fully_shard of checkpoints": lambda model: fully_sharded(checkpointed(model)),
     "FSDP1": flattened,
     "FSDP1 of original parameters": lambda model: flattened(model, use_orig_params=True),
 }
 """Wrappers around a model, or around all of its parameters."""
 
 
-@pytest.mark.parametrize("name", [*INSIDE, *AROUND])
+@pytest.mark.parametrize("name", [*INNER_WRAPPERS, *OUTER_WRAPPERS])
 @pytest.mark.parametrize("is_early", [True, False], ids=["adapter before", "adapter after"])
 @pytest.mark.usefixtures("world")
-def test_wrapped_model_exports_under_its_own_names(name: str, is_early: bool, exported: Tensors) -> None:
+def test_wrapped_model_exports_unwrapped_names(name: str, is_early: bool, exported: Tensors) -> None:
     model = copy.deepcopy(CASE.model())
     adapter = model.state_dict_adapter if is_early else None
-    wrapped = (INSIDE | AROUND)[name](model)
+    wrapped = (INNER_WRAPPERS | OUTER_WRAPPERS)[name](model)
     adapter = adapter or model.state_dict_adapter
     assert [plan for plan, *_ in adapter.export_plan()] == list(exported)
     for options in ({}, {"max_bytes": 2**14}):
-        sent = {key: tensor.clone() for key, tensor in adapter.iter_export(wrapped, **options)}
-        assert list(sent) == list(exported)
-        assert_same(sent, exported)
+        exported_tensors = {key: tensor.clone() for key, tensor in adapter.iter_export(wrapped, **options)}
+        assert list(exported_tensors) == list(exported)
+        assert_same(exported_tensors, exported)
     assert_same(dict(export_adapter(wrapped).iter_export(wrapped)), exported)
     assert unwrapped(wrapped) is model
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_wrapped_model_is_saved_and_loaded_under_its_own_names(name: str, exported: Tensors, tmp_path: Path) -> None:
-    model = INSIDE[name](copy.deepcopy(CASE.model()))
+@pytest.mark.parametrize("name", INNER_WRAPPERS)
+def test_wrapped_model_saves_and_loads_unwrapped_names(name: str, exported: Tensors, tmp_path: Path) -> None:
+    model = INNER_WRAPPERS[name](copy.deepcopy(CASE.model()))
     for number, state_dict in enumerate((None, model.state_dict(), CASE.model().state_dict())):
         model.save_pretrained(tmp_path / str(number), state_dict=state_dict)
         assert_same(stored(tmp_path / str(number)), exported)
@@ -152,15 +152,15 @@ def test_wrapped_model_is_saved_and_loaded_under_its_own_names(name: str, export
             parameter.data.zero_()
         assert not model.load_state_dict(given, strict=False).unexpected_keys
         assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
-    plain = [key for key, _ in CASE.model().named_modules()]
-    assert [key for key, _ in own_modules(model)] == plain
+    unwrapped_names = [key for key, _ in CASE.model().named_modules()]
+    assert [key for key, _ in own_modules(model)] == unwrapped_names
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("name", INNER_WRAPPERS)
 @pytest.mark.usefixtures("world")
-def test_wrapped_model_is_sharded(name: str, exported: Tensors, tmp_path: Path) -> None:
+def test_sharding_of_wrapped_model(name: str, exported: Tensors, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-    model = INSIDE[name](copy.deepcopy(CASE.model()))
+    model = INNER_WRAPPERS[name](copy.deepcopy(CASE.model()))
     parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
@@ -181,28 +181,28 @@ def test_wrapped_model_with_adapters_exports_merged_weights(name: str, is_first:
     torch.manual_seed(0)
     if is_first:
         outer = get_peft_model(model, config)
-        wrapped = (INSIDE | AROUND)[name](model)
+        wrapped = (INNER_WRAPPERS | OUTER_WRAPPERS)[name](model)
         outer = outer if wrapped is model else compiled(outer)
     else:
-        outer = get_peft_model((INSIDE | AROUND)[name](model), config)
-    sent = {key: tensor.clone() for key, tensor in export_adapter(outer).iter_export(outer)}
-    assert list(sent) == list(exported)
-    changed = {key for key in sent if not torch.equal(sent[key], exported[key])}
+        outer = get_peft_model((INNER_WRAPPERS | OUTER_WRAPPERS)[name](model), config)
+    exported_tensors = {key: tensor.clone() for key, tensor in export_adapter(outer).iter_export(outer)}
+    assert list(exported_tensors) == list(exported)
+    changed = {key for key in exported_tensors if not torch.equal(exported_tensors[key], exported[key])}
     assert changed == {key for key in exported if "q_proj" in key}
 
 
 @pytest.mark.parametrize("name", ["activation checkpointing", "compiled layers", "DDP of compiled"])
 @pytest.mark.usefixtures("world")
-def test_stream_of_a_trainer_takes_the_names_of_wrapped_parameters(name: str, exported: Tensors) -> None:
+def test_hub_stream_accepts_wrapped_parameter_names(name: str, exported: Tensors) -> None:
     model = copy.deepcopy(CASE.model())
     stream = HubStream(model)
-    wrapped = (INSIDE | AROUND)[name](model)
+    wrapped = (INNER_WRAPPERS | OUTER_WRAPPERS)[name](model)
     state_dict = {key.removeprefix("module."): tensor for key, tensor in wrapped.state_dict().items()}
     assert_same(dict(stream(state_dict.items(), wrapped)), exported)
 
 
 @pytest.mark.usefixtures("world")
-def test_flattened_model_says_who_gathers_it(tmp_path: Path) -> None:
+def test_saving_flattened_model_raises(tmp_path: Path) -> None:
     model = copy.deepcopy(CASE.model())
     wrapped = flattened(model)
     for call in (lambda: dict(model.state_dict_adapter.iter_export(model)), lambda: model.save_pretrained(tmp_path)):
@@ -216,7 +216,7 @@ def test_flattened_model_says_who_gathers_it(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("world")
 def test_flattened_model_loads_hub_names(name: str, exported: Tensors) -> None:
     model = copy.deepcopy(CASE.model())
-    wrapped = AROUND[name](model)
+    wrapped = OUTER_WRAPPERS[name](model)
     new = {key: tensor * 2 for key, tensor in exported.items()}
     assert not wrapped.load_state_dict(new, strict=False).unexpected_keys
     assert_same(dict(model.state_dict_adapter.iter_export(wrapped)), new)
@@ -228,7 +228,7 @@ def test_flattened_model_loads_hub_names(name: str, exported: Tensors) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_ties_that_fully_shard_parts_are_reported(tmp_path: Path) -> None:
+def test_weights_untied_by_fully_shard_are_exported_and_saved(tmp_path: Path) -> None:
     """It replaces the parameter in the module that it shards, but not in the tied module."""
     model = copy.deepcopy(CASE.model())
     fully_shard(model.model.embed_tokens, mesh=init_device_mesh("cpu", (1,)))
