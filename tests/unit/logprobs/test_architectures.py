@@ -14,7 +14,7 @@ from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies_to
 from nrl_models.testing.suite.conditions import generates, takes_text
 
-REFUSED = {
+UNSUPPORTED = {
     "BlipForConditionalGeneration": "has no output embedding",
     "ChameleonForConditionalGeneration": "fails after its output embedding",  # it masks tokens by position
     "CpmAntForCausalLM": "attends in both directions",  # transformers' class makes every token context
@@ -26,15 +26,15 @@ REFUSED = {
 """Architectures whose logits are not an output embedding of states that see earlier tokens only, with the message."""
 
 if not has_reached("5.24"):  # its head had padding rows in the vocabulary, which it removed
-    REFUSED |= dict.fromkeys(
+    UNSUPPORTED |= dict.fromkeys(
         ("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"), "are not those of its output embedding"
     )
 
 
 @applies_to(generates, takes_text)
-def test_token_logprobs_are_those_of_the_references_logits(family_case: FamilyCase) -> None:
+def test_token_logprobs_match_reference_logits(family_case: FamilyCase) -> None:
     input_ids = family_case.inputs(images=False, length=14)["input_ids"]
-    if message := REFUSED.get(family_case.architecture):
+    if message := UNSUPPORTED.get(family_case.architecture):
         with pytest.raises(HeadError, match=message):
             token_logprobs(family_case.model(), input_ids, chunk_size=5)
         return
@@ -45,8 +45,8 @@ def test_token_logprobs_are_those_of_the_references_logits(family_case: FamilyCa
             with pytest.raises(type(error), match=re.escape(str(error))):
                 token_logprobs(family_case.model(), input_ids, chunk_size=5, entropy=True)
             return
-        found = token_logprobs(family_case.model(), input_ids, chunk_size=5, entropy=True)
+        result = token_logprobs(family_case.model(), input_ids, chunk_size=5, entropy=True)
         logs = logits.log_softmax(-1)[:, :-1]
     expected = logs.gather(-1, input_ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(found.logprobs[:, 1:], expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.entropy[:, 1:], -(logs.exp() * logs).sum(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result.logprobs[:, 1:], expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(result.entropy[:, 1:], -(logs.exp() * logs).sum(-1), rtol=1e-4, atol=1e-4)

@@ -25,7 +25,7 @@ SAMPLINGS = [
     Sampling(top_k=20, top_p=0.6),
     Sampling(0.0, top_k=3),
 ]
-ENDS = {"plain": (1.0, None), "scaled": (0.3, None), "capped": (1.0, 5.0), "both": (0.7, 3.0)}
+LOGIT_TRANSFORMS = {"plain": (1.0, None), "scaled": (0.3, None), "capped": (1.0, 5.0), "both": (0.7, 3.0)}
 
 
 def linear(seed: int, *, bias: bool = False, frozen: bool = False, dtype: torch.dtype = torch.float64) -> nn.Linear:
@@ -55,27 +55,29 @@ def with_gradients(found: TokenStatistics, inputs: list[torch.Tensor]) -> list[t
 
 
 @pytest.fixture
-def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def gpu_functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Use the functions that are compiled on a GPU. Returns the names of those that ran."""
-    ran: list[str] = []
+    names: list[str] = []
 
     def traced(function: Callable[..., Any]) -> Callable[..., Any]:
-        ran.append(function.__name__)
+        names.append(function.__name__)
         return torch.compile(function, dynamic=True, backend="aot_eager")
 
     monkeypatch.setattr(fused, "_compiled", traced)
     monkeypatch.setattr(fused, "_warn_once", pytest.fail)
     for module in (logit_buffers, chunked):
         monkeypatch.setattr(module, "fuses", lambda device: True)
-    return ran
+    return names
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("transform", LOGIT_TRANSFORMS)
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "loss"])
-def test_fused_as_on_a_gpu(ahead: bool, end: str, bias: bool, frozen: bool, as_on_gpu: list[str]) -> None:
-    head, sampling = OutputHead(linear(0, bias=bias, frozen=frozen), *ENDS[end]), Sampling(0.7)
+def test_fused_statistics_match_full_logits(
+    ahead: bool, transform: str, bias: bool, frozen: bool, gpu_functions: list[str]
+) -> None:
+    head, sampling = OutputHead(linear(0, bias=bias, frozen=frozen), *LOGIT_TRANSFORMS[transform]), Sampling(0.7)
     hidden = hidden_states().requires_grad_()
     inputs = [hidden, *(parameter for parameter in head.module.parameters() if not frozen)]
     weights = torch.randn(TOKENS, dtype=torch.float64)
@@ -91,12 +93,10 @@ def test_fused_as_on_a_gpu(ahead: bool, end: str, bias: bool, frozen: bool, as_o
     # Tiles narrower than the vocabulary, the last one narrower than the others.
     actual = gradients(chunked_statistics(hidden, head, tokens(), sampling, chunk_size=13, ahead=loss))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-    assert set(as_on_gpu) == {"log_sum_exp", "logprob_gradient_"}
+    assert set(gpu_functions) == {"log_sum_exp", "logprob_gradient_"}
 
 
-def test_fused_tokens_that_cannot_be_sampled_have_no_gradient(
-    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_excluded_tokens_have_no_gradient(gpu_functions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "gradients_by_tiles", lambda *_, **__: pytest.fail("the logits are computed twice"))
     module = linear(0, bias=True)
     with torch.no_grad():
@@ -111,13 +111,13 @@ def test_fused_tokens_that_cannot_be_sampled_have_no_gradient(
     is_possible = found.logprobs.isfinite()
     assert not is_possible[3]
     (gradient,) = torch.autograd.grad(found.logprobs, hidden, torch.ones_like(found.logprobs))
-    assert as_on_gpu
+    assert gpu_functions
     assert not gradient[~is_possible].any()
     assert gradient[is_possible].any(-1).all()
 
 
-def test_without_a_working_compiler_the_result_is_the_same(
-    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_fallback_without_compiler(
+    gpu_functions: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(function: Callable[..., Any]) -> Callable[..., Any]:
         raise RuntimeError("no C compiler")
@@ -133,10 +133,10 @@ def test_without_a_working_compiler_the_result_is_the_same(
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("transform", LOGIT_TRANSFORMS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_equal_to_full_logits(sampling: Sampling, end: str, bias: bool, frozen: bool) -> None:
-    head = OutputHead(linear(0, bias=bias, frozen=frozen), *ENDS[end])
+def test_chunked_statistics_match_full_logits(sampling: Sampling, transform: str, bias: bool, frozen: bool) -> None:
+    head = OutputHead(linear(0, bias=bias, frozen=frozen), *LOGIT_TRANSFORMS[transform])
     reference = Reference(hidden_states(4), OutputHead(linear(5, frozen=True), 1.0, 7.0))
     hidden = hidden_states().requires_grad_()
     inputs = [hidden, *([] if frozen else head.module.parameters())]
@@ -148,13 +148,14 @@ def test_equal_to_full_logits(sampling: Sampling, end: str, bias: bool, frozen: 
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("transform", LOGIT_TRANSFORMS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_frozen_head_does_not_compute_logits_twice(
-    sampling: Sampling, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_head_computes_logits_once(sampling: Sampling, transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "gradients_by_tiles", lambda *_, **__: pytest.fail("the logits are computed twice"))
-    head, weights = OutputHead(linear(0, frozen=True), *ENDS[end]), torch.randn(TOKENS, dtype=torch.float64)
+    head, weights = (
+        OutputHead(linear(0, frozen=True), *LOGIT_TRANSFORMS[transform]),
+        torch.randn(TOKENS, dtype=torch.float64),
+    )
     hidden = hidden_states().requires_grad_()
     found = chunked_statistics(hidden, head, tokens(), sampling, chunk_size=8)
     full = statistics_of(head(hidden), tokens(), sampling)
@@ -167,7 +168,7 @@ def test_frozen_head_does_not_compute_logits_twice(
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_only_what_is_asked_for_is_computed(frozen: bool) -> None:
+def test_entropy_is_computed_only_on_request(frozen: bool) -> None:
     head, hidden = OutputHead(linear(0, frozen=frozen)), hidden_states().requires_grad_()
     alone = chunked_statistics(hidden, head, tokens(), Sampling(0.7))
     both = chunked_statistics(hidden, head, tokens(), Sampling(0.7), entropy=True)
@@ -179,7 +180,7 @@ def test_only_what_is_asked_for_is_computed(frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 36, 37, 1000])
-def test_any_chunk_size(chunk_size: int) -> None:
+def test_chunk_sizes(chunk_size: int) -> None:
     head, hidden = OutputHead(linear(0)), hidden_states().requires_grad_()
     inputs = [hidden, head.module.weight]
     chunked = chunked_statistics(hidden, head, tokens(), Sampling(), chunk_size=chunk_size)
@@ -190,7 +191,7 @@ def test_any_chunk_size(chunk_size: int) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-def test_entropy_and_divergence_against_closed_forms() -> None:
+def test_entropy_and_kl_match_closed_forms() -> None:
     # A uniform distribution has entropy log V. A reference that prefers one token by log(3) gives known sums.
     head, hidden = OutputHead(linear(0)), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     with torch.no_grad():
@@ -208,7 +209,7 @@ def test_entropy_and_divergence_against_closed_forms() -> None:
     torch.testing.assert_close(found.kl, divergence.expand(TOKENS), rtol=0, atol=1e-7)
 
 
-def test_excluded_tokens_are_minus_infinity_and_have_no_gradient() -> None:
+def test_excluded_tokens_have_minus_infinity_and_no_gradient() -> None:
     head, hidden = OutputHead(linear(0)), hidden_states().requires_grad_()
     sampling = Sampling(top_k=3)
     found = chunked_statistics(hidden, head, tokens(), sampling, chunk_size=8)
@@ -221,7 +222,7 @@ def test_excluded_tokens_are_minus_infinity_and_have_no_gradient() -> None:
     assert not head.module.weight.grad.any()
 
 
-def test_logits_of_minus_infinity_do_no_harm() -> None:
+def test_minus_infinity_logits() -> None:
     # Some models exclude tokens permanently, for example with a bias of -inf.
     head = OutputHead(linear(0, bias=True))
     with torch.no_grad():
@@ -235,7 +236,7 @@ def test_logits_of_minus_infinity_do_no_harm() -> None:
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-10)
 
 
-def test_nan_stays_nan() -> None:
+def test_nan_affects_only_its_token() -> None:
     hidden = hidden_states()
     hidden[3, 0] = float("nan")
     found = chunked_statistics(hidden, OutputHead(linear(0)), tokens(), Sampling(), chunk_size=8)
@@ -243,7 +244,7 @@ def test_nan_stays_nan() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_bf16_is_as_close_as_autograd_with_full_logits(frozen: bool) -> None:
+def test_bf16_error_is_close_to_autograd(frozen: bool) -> None:
     """The softmax is in fp32. The errors are those of the bf16 matmul, as in autograd."""
     exact = with_gradients(
         statistics_of(
@@ -267,7 +268,7 @@ def test_bf16_is_as_close_as_autograd_with_full_logits(frozen: bool) -> None:
     torch.testing.assert_close(chunked[0], autograd[0], rtol=0, atol=1e-5)
 
 
-def test_output_embeddings_that_are_no_plain_linear() -> None:
+def test_output_embedding_with_custom_forward() -> None:
     """For example LoRA on the output embedding: its own forward runs chunk by chunk."""
 
     class Wrapped(nn.Module):
@@ -291,7 +292,7 @@ def test_output_embeddings_that_are_no_plain_linear() -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-def test_autocast_computes_in_its_dtype() -> None:
+def test_autocast_matches_full_logits() -> None:
     head = OutputHead(linear(0, dtype=torch.float32), autocast=torch.bfloat16)
     hidden = hidden_states(dtype=torch.float32).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -304,7 +305,7 @@ def test_autocast_computes_in_its_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.8)], ids=str)
-def test_autocast_leaves_entropy_and_divergence_in_fp32(dtype: torch.dtype, sampling: Sampling) -> None:
+def test_autocast_computes_entropy_and_kl_in_fp32(dtype: torch.dtype, sampling: Sampling) -> None:
     hidden = hidden_states(dtype=torch.float32).requires_grad_()
     head = OutputHead(linear(0, dtype=torch.float32), autocast=dtype)
     theirs = OutputHead(linear(0, frozen=True, dtype=torch.float32), autocast=dtype)
@@ -321,7 +322,7 @@ def test_autocast_leaves_entropy_and_divergence_in_fp32(dtype: torch.dtype, samp
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "of_reference", "of_its_head"),
+    ("dtype", "reference_dtype", "reference_head_dtype"),
     [
         (torch.float64, torch.float32, torch.float32),
         (torch.float32, torch.float64, torch.float64),
@@ -329,24 +330,24 @@ def test_autocast_leaves_entropy_and_divergence_in_fp32(dtype: torch.dtype, samp
     ],
     ids=str,
 )
-def test_references_in_another_dtype(
-    dtype: torch.dtype, of_reference: torch.dtype, of_its_head: torch.dtype, ahead: bool
+def test_reference_in_another_dtype(
+    dtype: torch.dtype, reference_dtype: torch.dtype, reference_head_dtype: torch.dtype, ahead: bool
 ) -> None:
     hidden, head = hidden_states(dtype=dtype).requires_grad_(), OutputHead(linear(0, dtype=dtype))
-    theirs = linear(5, bias=True, frozen=True, dtype=of_its_head)
-    reference = Reference(hidden_states(4, dtype=of_reference), OutputHead(theirs))
+    theirs = linear(5, bias=True, frozen=True, dtype=reference_head_dtype)
+    reference = Reference(hidden_states(4, dtype=reference_dtype), OutputHead(theirs))
     loss = LossAhead(lambda found: (torch.zeros_like(found.kl), None, torch.ones_like(found.kl))) if ahead else None
     found = chunked_statistics(
         hidden, head, tokens(), Sampling(), reference=reference, entropy=True, chunk_size=8, ahead=loss
     )
-    logits = theirs.to(of_reference)(reference.hidden)
+    logits = theirs.to(reference_dtype)(reference.hidden)
     full = statistics_of(head(hidden), tokens(), Sampling(), logits)
-    torch.testing.assert_close(found.kl, full.kl, rtol=1e-2 if of_reference == torch.bfloat16 else 1e-4, atol=1e-4)
+    torch.testing.assert_close(found.kl, full.kl, rtol=1e-2 if reference_dtype == torch.bfloat16 else 1e-4, atol=1e-4)
     (actual,), (expected,) = (torch.autograd.grad(each.kl.sum(), hidden) for each in (found, full))
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_no_tokens() -> None:
+def test_zero_tokens() -> None:
     head, hidden = OutputHead(linear(0)), torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
     found = chunked_statistics(hidden, head, torch.zeros(0, dtype=torch.long), Sampling())
     assert found.logprobs.shape == (0,)
@@ -354,7 +355,7 @@ def test_no_tokens() -> None:
     assert not head.module.weight.grad.any()
 
 
-def test_peak_memory_is_that_of_a_chunk() -> None:
+def test_peak_memory_is_bounded_by_chunk() -> None:
     """Neither forward nor backward allocates a tensor as large as the logits."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -383,8 +384,8 @@ def test_peak_memory_is_that_of_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
-def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
-    given = tokens()
-    given[3] = token
+def test_token_outside_vocabulary_raises(token: int) -> None:
+    token_ids = tokens()
+    token_ids[3] = token
     with pytest.raises(ValueError, match=f"token ids {token} are outside .* vocabulary of {VOCABULARY}"):
-        chunked_statistics(hidden_states(), OutputHead(linear(0)), given, Sampling())
+        chunked_statistics(hidden_states(), OutputHead(linear(0)), token_ids, Sampling())

@@ -41,7 +41,7 @@ def new_model(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> P
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_scale_and_cap_are_observed(
+def test_scale_and_cap_are_detected(
     name: str, config: dict[str, Any], scale: float, cap: float | None, dtype: torch.dtype, input_ids: torch.Tensor
 ) -> None:
     model = new_model(name, dtype, **config)
@@ -55,7 +55,7 @@ def test_scale_and_cap_are_observed(
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GraniteForCausalLM", "Gemma2ForCausalLM"])
-def test_the_default_dtype_does_not_matter(
+def test_default_dtype_does_not_change_results(
     name: str, low_default_dtype: Callable[[], None], input_ids: torch.Tensor
 ) -> None:
     config = {"final_logit_softcapping": 7.3} if name.startswith("Gemma") else {}
@@ -66,7 +66,7 @@ def test_the_default_dtype_does_not_matter(
         assert torch.equal(token_logprobs(model, input_ids).logprobs, expected)
 
 
-def test_a_changed_cap_is_seen(input_ids: torch.Tensor) -> None:
+def test_changed_cap_is_detected(input_ids: torch.Tensor) -> None:
     # No property that depends on the configuration is cached.
     model = new_model("Gemma2ForCausalLM")
     assert hidden_states_and_head(model, input_ids)[1].cap == model.config.final_logit_softcapping
@@ -74,7 +74,7 @@ def test_a_changed_cap_is_seen(input_ids: torch.Tensor) -> None:
     assert hidden_states_and_head(model, input_ids)[1].cap is None
 
 
-def test_the_model_is_left_as_it_was(input_ids: torch.Tensor) -> None:
+def test_model_is_unchanged(input_ids: torch.Tensor) -> None:
     model = new_model("Gemma2ForCausalLM").train()
     before = model(input_ids=input_ids, token_type_ids=None).logits
     token_logprobs(model, input_ids)
@@ -84,7 +84,7 @@ def test_the_model_is_left_as_it_was(input_ids: torch.Tensor) -> None:
     assert torch.equal(model(input_ids=input_ids).logits, before)
 
 
-def test_each_module_keeps_its_mode(input_ids: torch.Tensor) -> None:
+def test_modules_keep_training_mode(input_ids: torch.Tensor) -> None:
     """A frozen part stays in evaluation mode while the model is in training mode."""
     model = new_model("LlamaForCausalLM").train()
     model.model.layers[0].eval()
@@ -93,7 +93,7 @@ def test_each_module_keeps_its_mode(input_ids: torch.Tensor) -> None:
     assert {name: module.training for name, module in model.named_modules()} == modes
 
 
-def test_hooks_on_the_output_embedding_fire(input_ids: torch.Tensor) -> None:
+def test_hooks_on_output_embedding_run(input_ids: torch.Tensor) -> None:
     model, seen = new_model("LlamaForCausalLM"), []
     model.lm_head.register_forward_hook(lambda *_: seen.append(1))
     hidden_states_and_head(model, input_ids)
@@ -112,36 +112,36 @@ def clamped(logits: torch.Tensor) -> torch.Tensor:
     return logits.clamp(-30, 30)
 
 
-def by_position(logits: torch.Tensor) -> torch.Tensor:
+def scaled_by_position(logits: torch.Tensor) -> torch.Tensor:
     return logits / torch.arange(1, logits.shape[1] + 1)[:, None]
 
 
-def without_the_last(logits: torch.Tensor) -> torch.Tensor:
+def without_last_token(logits: torch.Tensor) -> torch.Tensor:
     return logits[..., :-1]
 
 
-def one_token_barred(logits: torch.Tensor) -> torch.Tensor:
+def one_token_masked(logits: torch.Tensor) -> torch.Tensor:
     logits[..., 300] = -100.0
     return logits
 
 
-def first_token_barred(logits: torch.Tensor) -> torch.Tensor:
+def first_token_scaled(logits: torch.Tensor) -> torch.Tensor:
     # The placeholder logits start with zero, which hides it. The comparison with the model's own logits finds it.
     return torch.cat([logits[..., :1] * 3, logits[..., 1:]], -1)
 
 
 @pytest.mark.parametrize(
-    "end",
-    [squared, shifted, clamped, by_position, without_the_last, one_token_barred, first_token_barred],
-    ids=lambda end: end.__name__,
+    "transform",
+    [squared, shifted, clamped, scaled_by_position, without_last_token, one_token_masked, first_token_scaled],
+    ids=lambda transform: transform.__name__,
 )
-def test_another_end_is_refused_and_full_logits_serve(
-    end: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor
+def test_unsupported_logit_transform_requires_full_logits(
+    transform: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor
 ) -> None:
     class Odd(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
-            output.logits = end(output.logits)
+            output.logits = transform(output.logits)
             return output
 
     model = Odd._from_config(tiny_config(transformers.LlamaConfig)).eval()
@@ -153,7 +153,7 @@ def test_another_end_is_refused_and_full_logits_serve(
     torch.testing.assert_close(found.logprobs[:, 1:], expected[..., 0])
 
 
-def test_a_head_beside_the_output_embedding_is_refused(input_ids: torch.Tensor) -> None:
+def test_bypassed_output_embedding_raises(input_ids: torch.Tensor) -> None:
     class Bypassing(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = self.model(*args, **kwargs)
@@ -187,9 +187,9 @@ class NoAutocastAtHead(transformers.LlamaForCausalLM):
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("model_class", [AutocastInside, NoAutocastAtHead])
-@pytest.mark.parametrize("around", [False, True])
-def test_the_head_has_the_autocast_of_the_model(
-    model_class: type[Any], lora: bool, around: bool, input_ids: torch.Tensor
+@pytest.mark.parametrize("outer_autocast", [False, True])
+def test_head_uses_autocast_of_model(
+    model_class: type[Any], lora: bool, outer_autocast: bool, input_ids: torch.Tensor
 ) -> None:
     torch.manual_seed(0)
     model = model_class._from_config(tiny_config(transformers.LlamaConfig), dtype=torch.float32).eval()
@@ -201,7 +201,7 @@ def test_the_head_has_the_autocast_of_the_model(
     results = []
     for chunk_size in (4, None):
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer_autocast):
             found = token_logprobs(model, input_ids, reference=reference, chunk_size=chunk_size)
             loss = -found.logprobs.sum()
         loss.backward()
@@ -213,7 +213,7 @@ def test_the_head_has_the_autocast_of_the_model(
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", None])
-def test_columns_of_images_before_the_tokens_raise(chunk_size: str | None) -> None:
+def test_logits_for_image_columns_raise(chunk_size: str | None) -> None:
     """GIT computes logits for its image, which has no placeholders in the token ids."""
     case = FamilyCase(registry.model_class("GitForCausalLM"))
     inputs = case.inputs(images=True, batch=1)
@@ -222,7 +222,7 @@ def test_columns_of_images_before_the_tokens_raise(chunk_size: str | None) -> No
 
 
 @pytest.mark.parametrize("name", ["Blip2ForConditionalGeneration", "Kosmos2ForConditionalGeneration"])
-def test_a_forward_that_needs_images(name: str) -> None:
+def test_forward_that_requires_images(name: str) -> None:
     case = FamilyCase(registry.model_class(name))
     inputs = case.inputs(images=True, batch=1)
     inputs["score"] = inputs["input_ids"] < 400
@@ -230,12 +230,12 @@ def test_a_forward_that_needs_images(name: str) -> None:
     torch.testing.assert_close(found, token_logprobs(case.model(), **inputs, chunk_size=None).logprobs)
 
 
-def test_a_model_without_output_embedding_is_refused(input_ids: torch.Tensor) -> None:
+def test_model_without_output_embedding_raises(input_ids: torch.Tensor) -> None:
     with pytest.raises(HeadError, match="no output embedding"):
         token_logprobs(new_model("LlamaModel"), input_ids)
 
 
-def test_errors_of_the_model_itself_come_through() -> None:
+def test_model_errors_are_propagated() -> None:
     model = new_model("GPT2LMHeadModel")
     too_long = torch.full((1, model.config.max_position_embeddings + 1), 16)
     with pytest.raises(IndexError, match="index out of range in self"):
@@ -275,7 +275,7 @@ NOT_CAUSAL = {
 
 @pytest.mark.parametrize("chunk_size", [4, None])
 @pytest.mark.parametrize("reason", NOT_CAUSAL)
-def test_models_that_are_not_causal_raise(reason: str, chunk_size: int | None, input_ids: torch.Tensor) -> None:
+def test_non_causal_models_raise(reason: str, chunk_size: int | None, input_ids: torch.Tensor) -> None:
     architecture, config = NOT_CAUSAL[reason]
     model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():  # the logits of the first token depend on the last one
@@ -292,7 +292,7 @@ def test_models_that_are_not_causal_raise(reason: str, chunk_size: int | None, i
         assert "chunk_size" not in str(raised.value)
 
 
-def test_models_with_a_bidirectional_prefix_need_its_types(input_ids: torch.Tensor) -> None:
+def test_bidirectional_prefix_requires_token_type_ids(input_ids: torch.Tensor) -> None:
     model = FamilyCase(registry.model_class("PaliGemmaForConditionalGeneration")).new_pair()[1].eval()
     rows = input_ids[:1].clamp(max=100)
     types = torch.ones_like(rows)
@@ -309,7 +309,7 @@ def test_models_with_a_bidirectional_prefix_need_its_types(input_ids: torch.Tens
             call()
 
 
-def test_families_that_declare_that_they_are_not_causal_raise(input_ids: torch.Tensor) -> None:
+def test_families_declared_non_causal_raise(input_ids: torch.Tensor) -> None:
     model = FamilyCase(registry.model_class("CpmAntForCausalLM")).new_pair()[1].eval()
     rows = input_ids[:1].repeat(2, 1).clamp(min=1, max=127)
     rows[1, -1] -= 1
@@ -337,7 +337,7 @@ def test_families_that_declare_that_they_are_not_causal_raise(input_ids: torch.T
         ),  # its is_decoder=False has no effect
     ],
 )
-def test_decoders_of_such_models_are_causal(architecture: str, config: Any, input_ids: torch.Tensor) -> None:
+def test_causal_decoder_variants(architecture: str, config: Any, input_ids: torch.Tensor) -> None:
     model = getattr(transformers, architecture)(config).eval()
     ids = input_ids.clamp(max=127)
     with torch.no_grad():

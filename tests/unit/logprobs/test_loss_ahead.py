@@ -27,14 +27,14 @@ ROWS, LENGTH, CHUNK = 4, 12, 16
 Loss = Callable[[TokenLogprobs], torch.Tensor]
 
 
-def made(dtype: torch.dtype = torch.float64, **values: Any) -> PreTrainedModel:
+def tiny_llama(dtype: torch.dtype = torch.float64, **values: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, {"vocab_size": 509} | values), dtype=dtype).eval()
     randomize(model)
     return model
 
 
-def given(seed: int = 0) -> dict[str, torch.Tensor]:
+def loss_constants(seed: int = 0) -> dict[str, torch.Tensor]:
     """Constants of a loss: `(sequences, length)` and advantages."""
     generator = torch.Generator().manual_seed(seed)
     old, reference, engine, weights = torch.rand(4, ROWS, LENGTH, generator=generator, dtype=torch.float64)
@@ -48,33 +48,33 @@ def given(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-GIVEN = given()
+CONSTANTS = loss_constants()
 
 
 def cross_entropy(found: TokenLogprobs) -> torch.Tensor:
-    return -(found.logprobs * GIVEN["weights"]).sum() / 100
+    return -(found.logprobs * CONSTANTS["weights"]).sum() / 100
 
 
 def clipped(found: TokenLogprobs) -> torch.Tensor:
-    weights = GIVEN["weights"] * found.mask
+    weights = CONSTANTS["weights"] * found.mask
     return policy_loss(
-        found.logprobs, GIVEN["old"], GIVEN["advantages"], weights, eps_high=0.28,
-        reference=GIVEN["reference"], kl=0.1,
+        found.logprobs, CONSTANTS["old"], CONSTANTS["advantages"], weights, eps_high=0.28,
+        reference=CONSTANTS["reference"], kl=0.1,
     )  # fmt: skip
 
 
 def corrected(found: TokenLogprobs) -> torch.Tensor:
     """On-policy: the old log-probabilities come from this forward."""
     before = found.logprobs.detach()
-    weights = GIVEN["weights"] * found.mask
-    correction = importance_weights(before, GIVEN["engine"], weights > 0, Correction("mis", cap=3.0, floor=0.1))
-    return policy_loss(found.logprobs, before, GIVEN["advantages"], weights, correction=correction)
+    weights = CONSTANTS["weights"] * found.mask
+    correction = importance_weights(before, CONSTANTS["engine"], weights > 0, Correction("mis", cap=3.0, floor=0.1))
+    return policy_loss(found.logprobs, before, CONSTANTS["advantages"], weights, correction=correction)
 
 
 def regularized(found: TokenLogprobs) -> torch.Tensor:
     assert found.entropy is not None
     assert found.kl is not None
-    return clipped(found) - 0.01 * found.entropy.sum() + 0.02 * (found.kl * GIVEN["weights"]).sum()
+    return clipped(found) - 0.01 * found.entropy.sum() + 0.02 * (found.kl * CONSTANTS["weights"]).sum()
 
 
 def preference(found: TokenLogprobs) -> torch.Tensor:
@@ -83,11 +83,11 @@ def preference(found: TokenLogprobs) -> torch.Tensor:
     return dpo_loss(chosen, rejected, before, 1.1 * before)
 
 
-def of_sequences(found: TokenLogprobs) -> torch.Tensor:
+def sequence_ratio(found: TokenLogprobs) -> torch.Tensor:
     """Sequence-level ratios as in GSPO (https://arxiv.org/abs/2507.18071, equation 5)."""
-    old = torch.where(found.mask, GIVEN["old"], 0.0)
+    old = torch.where(found.mask, CONSTANTS["old"], 0.0)
     ratio = ((found.logprobs - old).sum(1) / found.mask.sum(1).clamp(min=1)).exp()
-    gain = GIVEN["advantages"]
+    gain = CONSTANTS["advantages"]
     return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
 
 
@@ -99,7 +99,7 @@ LOSSES: dict[str, tuple[Loss, LossTerms | str | torch.Tensor, dict[str, Any]]] =
     "corrected": (corrected, LossTerms.TOKEN, {}),
     "regularized": (regularized, "token", {"entropy": True}),
     "pairs": (preference, PAIRS, {"chunk_size": 24}),
-    "sequences": (of_sequences, "sequence", {}),
+    "sequences": (sequence_ratio, "sequence", {}),
 }
 
 
@@ -131,9 +131,9 @@ def measured(
     """Return the result, the gradients, and the number of matmuls with the output embedding per token."""
     weight = model.get_output_embeddings().weight
     with torch.no_grad():  # the first call compares the head with the model's own logits
-        token_logprobs(model, GIVEN["input_ids"])
+        token_logprobs(model, CONSTANTS["input_ids"])
     with Products() as products:
-        found = token_logprobs(model, GIVEN["input_ids"], loss=loss, loss_terms=terms, **options)
+        found = token_logprobs(model, CONSTANTS["input_ids"], loss=loss, loss_terms=terms, **options)
         gradient = gradients(model, found.loss * scale)
     return found, gradient, products.multiplied / (weight.numel() * int((found.mask | found.outside).sum()))
 
@@ -147,22 +147,24 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 300}], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_three_products_and_the_same_gradients(name: str, sampling: dict[str, Any]) -> None:
+def test_gradients_match_full_logits_with_three_matmuls(name: str, sampling: dict[str, Any]) -> None:
     loss, terms, options = LOSSES[name]
-    model, reference = made(), made().requires_grad_(False)
+    model, reference = tiny_llama(), tiny_llama().requires_grad_(False)
     with torch.no_grad():
         reference.lm_head.weight.mul_(0.7)
     options = sampling | options | ({"reference": reference} if name == "regularized" else {})
-    full = token_logprobs(model, GIVEN["input_ids"], loss=loss, **options | {"chunk_size": None})
+    full = token_logprobs(model, CONSTANTS["input_ids"], loss=loss, **options | {"chunk_size": None})
     expected = gradients(model, full.loss)
     found, actual, products = measured(model, loss, terms, **{"chunk_size": CHUNK} | options)
     torch.testing.assert_close(found.loss, full.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.logprobs, full.logprobs, rtol=0, atol=1e-10)
     assert_same(actual, expected)
-    assert products == pytest.approx(4 if name == "regularized" else 3), "and one for the reference's logits"
+    assert products == pytest.approx(4 if name == "regularized" else 3), (
+        "three matmuls, and one for the reference's logits"
+    )
 
 
-def test_the_gradient_is_the_slope_of_the_loss() -> None:
+def test_gradient_matches_finite_differences() -> None:
     """Finite differences through the complete function, in fp64."""
     torch.manual_seed(0)
     linear = nn.Linear(3, 11, dtype=torch.float64)
@@ -178,7 +180,7 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
             return torch.autograd.grad(loss(leaves), leaves, allow_unused=True)
 
     head = OutputHead(linear, 0.8, 3.0)
-    given = [hidden, linear.weight.detach().requires_grad_(), linear.bias.detach().requires_grad_()]
+    inputs = [hidden, linear.weight.detach().requires_grad_(), linear.bias.detach().requires_grad_()]
     del linear.weight, linear.bias
 
     def value(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -187,25 +189,27 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
         return loss(chunked_statistics(hidden, head, tokens, Sampling(0.7), entropy=True, chunk_size=3, ahead=ahead))
 
     # A second backward recomputes the logits, so results agree up to rounding.
-    assert torch.autograd.gradcheck(value, given, nondet_tol=1e-12)
+    assert torch.autograd.gradcheck(value, inputs, nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["pairs", "sequences"])
-@pytest.mark.parametrize("told", [True, False], ids=["told", "not-told"])
-def test_terms_that_fit_no_chunk_are_computed_twice(name: str, told: bool) -> None:
+@pytest.mark.parametrize("is_declared", [True, False], ids=["declared", "undeclared"])
+def test_terms_larger_than_a_chunk_are_computed_twice(name: str, is_declared: bool) -> None:
     """The gradients are correct even if the call does not declare such terms."""
     loss, terms, _ = LOSSES[name]
-    model = made()
-    expected = gradients(model, token_logprobs(model, GIVEN["input_ids"], loss=loss, chunk_size=None).loss)
-    _, actual, products = measured(model, loss, terms if told else "token", chunk_size=LENGTH // 2)
+    model = tiny_llama()
+    expected = gradients(model, token_logprobs(model, CONSTANTS["input_ids"], loss=loss, chunk_size=None).loss)
+    _, actual, products = measured(model, loss, terms if is_declared else "token", chunk_size=LENGTH // 2)
     assert_same(actual, expected)
-    assert products == pytest.approx(4 if told else 3 + 3)
+    assert products == pytest.approx(4 if is_declared else 3 + 3)
 
 
 @pytest.mark.parametrize("scale", [3.0, -0.1, 65536.0, 0.0])
-def test_a_loss_that_counts_a_multiple(scale: float) -> None:
-    model = made()
-    expected = gradients(model, scale * token_logprobs(model, GIVEN["input_ids"], loss=clipped, chunk_size=None).loss)
+def test_scaled_loss(scale: float) -> None:
+    model = tiny_llama()
+    expected = gradients(
+        model, scale * token_logprobs(model, CONSTANTS["input_ids"], loss=clipped, chunk_size=None).loss
+    )
     _, actual, products = measured(model, clipped, "token", scale, chunk_size=CHUNK)
     assert products == pytest.approx(3)
     assert actual.keys() == expected.keys()
@@ -213,23 +217,23 @@ def test_a_loss_that_counts_a_multiple(scale: float) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-9 * abs(scale))
 
 
-def test_what_is_added_to_the_loss_counts() -> None:
+def test_additional_loss_terms_contribute_gradients() -> None:
     """Another term with the same log-probabilities outside the loss, and a term with other inputs inside it."""
-    model = made()
+    model = tiny_llama()
 
     def with_norm(found: TokenLogprobs) -> torch.Tensor:
         return clipped(found) + model.model.norm.weight.square().sum()
 
     results = []
     for chunk_size in (CHUNK, None):
-        found = token_logprobs(model, GIVEN["input_ids"], loss=with_norm, chunk_size=chunk_size)
+        found = token_logprobs(model, CONSTANTS["input_ids"], loss=with_norm, chunk_size=chunk_size)
         results.append(gradients(model, found.loss + 0.3 * found.logprobs.square().sum()))
     assert_same(results[0], results[1])
 
 
-def test_a_second_backward_gives_the_same() -> None:
-    model = made()
-    found = token_logprobs(model, GIVEN["input_ids"], loss=clipped, chunk_size=CHUNK)
+def test_second_backward_gives_same_gradients() -> None:
+    model = tiny_llama()
+    found = token_logprobs(model, CONSTANTS["input_ids"], loss=clipped, chunk_size=CHUNK)
     found.loss.backward(retain_graph=True)
     first = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -237,9 +241,9 @@ def test_a_second_backward_gives_the_same() -> None:
     assert_same({name: p.grad for name, p in model.named_parameters()}, first)
 
 
-def test_documents_of_a_row_are_sequences() -> None:
-    model = made()
-    row = {"input_ids": GIVEN["input_ids"][:2].reshape(1, -1), "position_ids": torch.arange(LENGTH).repeat(2)[None]}
+def test_packed_documents_are_separate_sequences() -> None:
+    model = tiny_llama()
+    row = {"input_ids": CONSTANTS["input_ids"][:2].reshape(1, -1), "position_ids": torch.arange(LENGTH).repeat(2)[None]}
 
     def loss(found: TokenLogprobs) -> torch.Tensor:
         return found.logprobs.view(2, LENGTH).mean(1).exp().sum()
@@ -254,8 +258,8 @@ def test_documents_of_a_row_are_sequences() -> None:
 
 
 @pytest.mark.parametrize("case", ["tied", "frozen head", "head alone", "lora", "lora on the head"])
-def test_what_is_trained(case: str) -> None:
-    model: Any = made(tie_word_embeddings=case == "tied")
+def test_trainable_parameter_subsets(case: str) -> None:
+    model: Any = tiny_llama(tie_word_embeddings=case == "tied")
     if case == "frozen head":
         model.lm_head.requires_grad_(False)
     if case == "head alone":
@@ -265,36 +269,36 @@ def test_what_is_trained(case: str) -> None:
         targets = ["q_proj", "lm_head"] if case == "lora on the head" else ["q_proj"]
         model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
     results = [
-        gradients(model, token_logprobs(model, GIVEN["input_ids"], loss=clipped, chunk_size=size).loss)
+        gradients(model, token_logprobs(model, CONSTANTS["input_ids"], loss=clipped, chunk_size=size).loss)
         for size in (CHUNK, None)
     ]
     assert_same(*results, bound=1e-6)  # PEFT's weights are fp32
 
 
-def test_under_autocast_and_in_bf16() -> None:
+def test_autocast_and_bf16_weight_gradients() -> None:
     """Weight gradients are accumulated in fp32, so their error is close to that of autograd."""
     for kind in ("autocast", "bf16"):
-        model = made(torch.float32 if kind == "autocast" else torch.bfloat16)
-        wide = made()
+        model = tiny_llama(torch.float32 if kind == "autocast" else torch.bfloat16)
+        wide = tiny_llama()
         wide.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()})
-        wanted = gradients(wide, token_logprobs(wide, GIVEN["input_ids"], loss=cross_entropy, chunk_size=None).loss)
+        wanted = gradients(wide, token_logprobs(wide, CONSTANTS["input_ids"], loss=cross_entropy, chunk_size=None).loss)
         errors = []
         for size in (CHUNK, None):
             with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-                found = token_logprobs(model, GIVEN["input_ids"], loss=cross_entropy, chunk_size=size)
+                found = token_logprobs(model, CONSTANTS["input_ids"], loss=cross_entropy, chunk_size=size)
             gradient = gradients(model, found.loss)["lm_head.weight"]
             errors.append((gradient.double() - wanted["lm_head.weight"]).norm().item())
         assert errors[0] < 1.25 * errors[1], kind
 
 
-def test_without_gradients_there_is_only_the_loss() -> None:
-    model = made()
+def test_no_grad_computes_only_loss() -> None:
+    model = tiny_llama()
     weight = model.lm_head.weight
     with torch.no_grad(), Products() as products:
-        found = token_logprobs(model, GIVEN["input_ids"], loss=clipped, chunk_size=CHUNK)
+        found = token_logprobs(model, CONSTANTS["input_ids"], loss=clipped, chunk_size=CHUNK)
     assert products.multiplied == weight.numel() * int(found.mask.sum())
     assert found.loss.item() == pytest.approx(clipped(found).item())
-    assert token_logprobs(model, GIVEN["input_ids"]).loss is None
+    assert token_logprobs(model, CONSTANTS["input_ids"]).loss is None
 
 
 @pytest.mark.parametrize(
@@ -309,6 +313,6 @@ def test_without_gradients_there_is_only_the_loss() -> None:
         ({"loss": clipped, "loss_terms": torch.zeros(3)}, r"expected loss_terms of \(4, 12\) or \(4,\), got \(3,\)"),
     ],
 )
-def test_bad_input(options: dict[str, Any], message: str) -> None:
+def test_invalid_loss_raises(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        token_logprobs(made(), GIVEN["input_ids"], **options)
+        token_logprobs(tiny_llama(), CONSTANTS["input_ids"], **options)

@@ -47,14 +47,14 @@ def test_metrics_of_normal_differences(deviation: float) -> None:
     assert kl_k3(trainer, engine) == pytest.approx(math.exp(variance / 2) - 1, rel=2e-3)
 
 
-def test_the_guides_bound_is_a_deviation_of_0_060() -> None:
+def test_documented_bound_matches_deviation_of_0_060() -> None:
     trainer, engine = normal(0.060)
     assert token_mult_prob_error(trainer, engine) == pytest.approx(1.05, abs=5e-4)
     assert kl_k3(trainer, engine) == pytest.approx(1.8e-3, rel=0.01)
 
 
 @pytest.mark.parametrize("shift", [0.3, -0.3])
-def test_metrics_of_a_constant_difference(shift: float) -> None:
+def test_metrics_of_constant_difference(shift: float) -> None:
     engine = torch.linspace(-5, -0.5, 50, dtype=torch.float64)
     trainer = engine + shift
     assert token_mult_prob_error(trainer, engine) == pytest.approx(math.exp(0.3))
@@ -68,7 +68,7 @@ def test_metrics_of_a_constant_difference(shift: float) -> None:
     assert js_divergence_error(trainer, engine) == pytest.approx(sum(k3) / 2)
 
 
-def test_k1_and_k3_estimate_the_divergence_from_samples() -> None:
+def test_k1_and_k3_match_exact_kl() -> None:
     # Two distributions over 3 tokens. Each token occurs as often as the engine samples it, so the means are exact.
     counts = torch.tensor([2, 5, 3])
     engine, trainer = (counts / 10).double().log(), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
@@ -83,7 +83,7 @@ def test_k1_and_k3_estimate_the_divergence_from_samples() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.__name__)
-def test_only_masked_tokens_count(metric: object) -> None:
+def test_mask_excludes_tokens(metric: object) -> None:
     generator = torch.Generator().manual_seed(0)
     trainer, engine = torch.randn(2, 4, 9, generator=generator).log_softmax(-1)
     mask = torch.rand(4, 9, generator=generator) < 0.5
@@ -93,13 +93,13 @@ def test_only_masked_tokens_count(metric: object) -> None:
     assert math.isnan(metric(trainer, engine, torch.zeros_like(mask)))
 
 
-def test_js_does_not_explode_where_the_ratio_does() -> None:
+def test_js_is_bounded_for_extreme_ratios() -> None:
     trainer, engine = torch.tensor([-200.0]), torch.tensor([-1.0])
     assert js_divergence_error(trainer, engine) < 200
     assert token_mult_prob_error(trainer, engine) > 1e80
 
 
-def test_all_metrics_of_a_batch() -> None:
+def test_consistency_metrics() -> None:
     engine = torch.full((3, 4), -2.0)
     trainer = engine.clone()
     trainer[1] += torch.tensor([0.0, 0.1, -0.2, 9.0])
@@ -119,7 +119,7 @@ def test_all_metrics_of_a_batch() -> None:
     assert (found.nan, found.engine_infinite, found.trainer_infinite) == (0, 0, 0)
 
 
-def test_what_is_not_finite_is_counted_and_left_out() -> None:
+def test_non_finite_values_are_counted_and_excluded() -> None:
     inf = float("inf")
     trainer = torch.tensor([[-1.0, -inf, float("nan"), -1.0, -1.5], [-1.0, -1.0, -1.0, -inf, -1.0]])
     engine = torch.tensor([[-1.0, -2.0, -2.0, float("nan"), -1.0], [-inf, -1.0, -1.0, -inf, -1.0]])
@@ -130,7 +130,7 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     assert found.to_json()["token_mult_prob_error"] == found.token_mult_prob_error
 
 
-def test_nothing_to_compare_is_no_agreement() -> None:
+def test_no_valid_tokens_give_nan() -> None:
     found = consistency_metrics(torch.full((1, 3), float("nan")), torch.zeros(1, 3))
     assert found.tokens == 0
     assert math.isnan(found.token_mult_prob_error)
@@ -138,14 +138,14 @@ def test_nothing_to_compare_is_no_agreement() -> None:
     assert found.to_json()["token_mult_prob_error"] is None
 
 
-def test_shapes_must_agree() -> None:
+def test_mismatched_shapes_raise() -> None:
     with pytest.raises(ValueError, match="one shape"):
         token_mult_prob_error(torch.zeros(2, 3), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="sequences, length"):
         consistency_metrics(torch.zeros(3), torch.zeros(3))
 
 
-def test_quantile_is_a_value_that_occurs() -> None:
+def test_quantile_returns_an_observed_value() -> None:
     values = torch.arange(1.0, 201.0)
     assert quantile(values, 0.99) == 198.0
     assert quantile(values, 1.0) == 200.0
@@ -153,7 +153,7 @@ def test_quantile_is_a_value_that_occurs() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.__name__)
-def test_lists_of_numbers(metric: object) -> None:
+def test_list_inputs(metric: object) -> None:
     trainer, engine, mask = [[-0.1, -0.2], [-0.3, -9.0]], [[-0.2, -0.2], [-0.1, -1.0]], [[True, True], [1, 0]]
     tensors = [torch.tensor(values, dtype=torch.float64) for values in (trainer, engine)]
     assert metric(trainer, engine) == metric(*tensors)
@@ -164,7 +164,7 @@ def test_lists_of_numbers(metric: object) -> None:
 
 
 @pytest.mark.parametrize("metric", [*METRICS, consistency_metrics], ids=lambda metric: metric.__name__)
-def test_lists_that_are_not_tensors(metric: object) -> None:
+def test_invalid_inputs_raise(metric: object) -> None:
     values = torch.zeros(2, 2)
     with pytest.raises(UnknownArgumentError, match=r"trainer is a list that is not a tensor .*: expected a tensor or"):
         metric([[-0.1], [-0.2, -0.3]], values)

@@ -1,4 +1,4 @@
-"""Recorded choices of experts belong to the caller's tokens, although these run in another order."""
+"""Recorded expert choices are matched with the caller's tokens, although microbatches reorder them."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def replayed(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return log-probabilities from the model's own forward of a padded batch, and gradients of their sum."""
     model.zero_grad()
-    ids, there = inputs["input_ids"], inputs["attention_mask"].bool()
+    ids, is_token = inputs["input_ids"], inputs["attention_mask"].bool()
     with replay_routing(model, record):
         logs = model(**inputs, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    logs = torch.nn.functional.pad(logs * (there[:, 1:] & there[:, :-1]), (1, 0))
+    logs = torch.nn.functional.pad(logs * (is_token[:, 1:] & is_token[:, :-1]), (1, 0))
     logs.sum().backward()
     return logs.detach(), gradients_of(model)
 
@@ -89,7 +89,7 @@ def engine_choices(model: PreTrainedModel, sequences: list[torch.Tensor]) -> lis
 
 @pytest.mark.parametrize("chunk_size", [4, None])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_left_padding(
+def test_replay_with_left_padding(
     pair: tuple[PreTrainedModel, PreTrainedModel],
     sequences: list[torch.Tensor],
     chunk_size: int | None,
@@ -113,9 +113,9 @@ def test_left_padding(
     with record_routing(model) as record:
         token_logprobs(model, **inputs)
     assert flip_rate(record, recorded(model, **batch_of(sequences, "left"))) < 0.5  # only padding may differ
-    there = inputs["attention_mask"].bool().flatten()
+    is_token = inputs["attention_mask"].bool().flatten()
     for name, (choice,) in recorded(model, **batch_of(sequences, "left")).items():
-        assert torch.equal(record[name][0].view(len(there), -1)[there], choice.view(len(there), -1)[there])
+        assert torch.equal(record[name][0].view(len(is_token), -1)[is_token], choice.view(len(is_token), -1)[is_token])
 
 
 @pytest.mark.parametrize("layout", ["padded", "wide", "row", "engine", "rollouts"])
@@ -124,7 +124,7 @@ def test_left_padding(
     [{}, {"row_tokens": 14}, {"row_tokens": 24, "loss_terms": torch.tensor([0, 1, 0, 1, 2])}],
     ids=["one", "many", "pairs"],
 )
-def test_rollouts(
+def test_replay_in_rollouts(
     pair: tuple[PreTrainedModel, PreTrainedModel],
     sequences: list[torch.Tensor],
     layout: str,
@@ -138,8 +138,8 @@ def test_rollouts(
         wide = {name: torch.nn.functional.pad(value, (0, 3)) for name, value in inputs.items()}
         record = recorded(model, **wide)
     elif layout == "row":
-        there = inputs["attention_mask"].bool().flatten()
-        record = {name: [choice.view(len(there), -1)[there]] for name, (choice,) in record.items()}
+        is_token = inputs["attention_mask"].bool().flatten()
+        record = {name: [choice.view(len(is_token), -1)[is_token]] for name, (choice,) in record.items()}
     elif layout == "engine":  # without the choice of the last token, whose output is not used
         record = engine_routing(other, engine_choices(model, sequences), LONGEST)
     elif layout == "rollouts":
@@ -154,7 +154,7 @@ def test_rollouts(
     torch.testing.assert_close(gradients_of(other), gradients, rtol=1e-3, atol=1e-4)
 
 
-def test_one_rollout(pair: tuple[PreTrainedModel, PreTrainedModel], sequences: list[torch.Tensor]) -> None:
+def test_replay_in_one_rollout(pair: tuple[PreTrainedModel, PreTrainedModel], sequences: list[torch.Tensor]) -> None:
     model, other = pair
     sequence = sequences[1][None]
     record = recorded(model, input_ids=sequence)
@@ -168,7 +168,7 @@ def test_one_rollout(pair: tuple[PreTrainedModel, PreTrainedModel], sequences: l
             torch.testing.assert_close(rollout_logprobs(other, sequence.tolist()).logprobs, expected)
 
 
-def test_rollouts_recompute_with_the_recorded_experts(
+def test_recomputed_microbatches_use_recorded_experts(
     pair: tuple[PreTrainedModel, PreTrainedModel], sequences: list[torch.Tensor]
 ) -> None:
     """A loss that reads all sequences together runs microbatches twice."""
@@ -187,20 +187,20 @@ def test_rollouts_recompute_with_the_recorded_experts(
         torch.testing.assert_close(gradients, results[0], rtol=1e-3, atol=1e-2)
 
 
-def test_the_record_of_rollouts_is_that_of_the_padded_batch(
+def test_rollout_record_matches_padded_batch(
     pair: tuple[PreTrainedModel, PreTrainedModel], sequences: list[torch.Tensor]
 ) -> None:
     model, other = pair
     inputs = batch_of(sequences)
-    there = inputs["attention_mask"].bool().flatten()
+    is_token = inputs["attention_mask"].bool().flatten()
     with record_routing(model) as record:
         for row_tokens in (100, 14):
             rollout_logprobs(model, sequences, row_tokens=row_tokens)
     for name, (choice,) in recorded(model, **inputs).items():
         (found,) = record[name]
         assert found.shape == choice.shape
-        assert torch.equal(found.view(len(there), -1)[there], choice.view(len(there), -1)[there])
-        assert (found.view(len(there), -1)[~there] == -1).all()
+        assert torch.equal(found.view(len(is_token), -1)[is_token], choice.view(len(is_token), -1)[is_token])
+        assert (found.view(len(is_token), -1)[~is_token] == -1).all()
     with record_routing(other) as others:
         rollout_logprobs(other, sequences)
     name = next(iter(record))
@@ -208,7 +208,7 @@ def test_the_record_of_rollouts_is_that_of_the_padded_batch(
     assert flip_rate({name: record[name]}, others) == pytest.approx(flipped.sum().item() / sum(LENGTHS))
 
 
-def test_microbatches_that_only_other_ranks_need_have_no_record(
+def test_extra_microbatches_of_other_ranks_are_not_recorded(
     pair: tuple[PreTrainedModel, PreTrainedModel], sequences: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = pair
@@ -229,7 +229,7 @@ def test_microbatches_that_only_other_ranks_need_have_no_record(
     assert {choice.numel() // choice.shape[-1] for (choice,) in own.values()} == {len(LENGTHS) * LONGEST}
 
 
-def test_records_of_other_batches_raise(
+def test_mismatched_records_raise(
     pair: tuple[PreTrainedModel, PreTrainedModel], sequences: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = pair

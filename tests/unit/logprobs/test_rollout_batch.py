@@ -27,7 +27,7 @@ BUDGET = 24
 
 WIDE = torch.float64
 
-STRICT, MENDED = 1e-11, 1e-6
+STRICT, TWO_PASS = 1e-11, 1e-6
 """Bounds in fp64. Norms compute in fp32, and a gradient computed in two parts is rounded twice."""
 
 
@@ -45,7 +45,7 @@ ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -2.0, 0.7, 1.5, -1.0, 0.3], dtype=WI
 Loss = Callable[[TokenLogprobs], torch.Tensor]
 
 
-def made(dtype: torch.dtype = WIDE, seed: int = 0, **values: Any) -> PreTrainedModel:
+def tiny_llama(dtype: torch.dtype = WIDE, seed: int = 0, **values: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, values), dtype=dtype).eval()
     randomize(model)
@@ -73,7 +73,7 @@ def preference(found: TokenLogprobs) -> torch.Tensor:
     return dpo_loss(chosen, rejected, torch.full_like(chosen, -9.0), torch.full_like(chosen, -10.0))
 
 
-def of_all_together(found: TokenLogprobs) -> torch.Tensor:
+def coupled_loss(found: TokenLogprobs) -> torch.Tensor:
     """A loss whose derivatives depend on every log-probability."""
     return (found.logprobs.sum() / 40).exp() + found.logprobs.square().mean()
 
@@ -107,7 +107,7 @@ class Forwards:
         self.handle.remove()
 
 
-def at_a_time(model: nn.Module, sequences: Sequence[torch.Tensor], loss: Loss, **options: Any) -> TokenLogprobs:
+def separate_forwards(model: nn.Module, sequences: Sequence[torch.Tensor], loss: Loss, **options: Any) -> TokenLogprobs:
     """A simple reference: one forward per sequence with the model's logits, and one loss over all of them."""
     options.pop("loss_terms", None)
     found = [
@@ -133,7 +133,7 @@ def assert_equal_runs(
     model: nn.Module, sequences: Sequence[torch.Tensor], loss: Loss, bound: float, **options: Any
 ) -> None:
     """Compare `rollout_logprobs` with one forward per sequence. Gradients agree to `bound` of their largest value."""
-    expected = at_a_time(model, sequences, loss, **options)
+    expected = separate_forwards(model, sequences, loss, **options)
     assert expected.loss is not None
     expected.loss.backward()
     wanted = gradients_of(model)
@@ -171,7 +171,7 @@ ROUNDING = {"NemotronHForCausalLM": 1e-6, "Llama4ForCausalLM": 1e-6}
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE], ids=["fp32", "fp64"])
-def test_models_that_pack_and_that_pad(
+def test_packed_and_padded_models(
     name: str, dtype: torch.dtype, sequences: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = FamilyCase(registry.model_class(name)).new_pair(dtype)[1]
@@ -184,7 +184,7 @@ def test_models_that_pack_and_that_pad(
     shapes = [shape for shape in forwards.shapes if shape != (1, 4)][len(LENGTHS) :]
     assert all(rows * length <= BUDGET for rows, length in shapes)
     if CASES[name] == "packed":
-        assert sorted(shapes) == [(1, 19), (1, 19), (1, 20)], "rows of like lengths"
+        assert sorted(shapes) == [(1, 19), (1, 19), (1, 20)], "rows have similar lengths"
     elif CASES[name] == "padded":
         assert len(shapes) < len(LENGTHS)
         assert max(rows for rows, _ in shapes) > 1
@@ -194,36 +194,36 @@ def test_models_that_pack_and_that_pad(
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 300}], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_of_the_whole_batch(name: str, sampling: dict[str, Any], sequences: list[torch.Tensor]) -> None:
+def test_batch_losses(name: str, sampling: dict[str, Any], sequences: list[torch.Tensor]) -> None:
     loss, options = LOSSES[name]
-    model = made()
+    model = tiny_llama()
     # The number of tokens allowed by top_k and top_p, by which entropy is divided, is known only at the end.
     twice = name == "entropy and divergence" and "top_k" in sampling
     if name == "entropy and divergence":
-        options = options | {"reference": made(seed=1).requires_grad_(False)}
+        options = options | {"reference": tiny_llama(seed=1).requires_grad_(False)}
     with Forwards(model) as forwards:
-        assert_equal_runs(model, sequences, loss, MENDED if twice else STRICT, **options, **sampling)
+        assert_equal_runs(model, sequences, loss, TWO_PASS if twice else STRICT, **options, **sampling)
     packed = [shape for shape in forwards.shapes if shape[1] > max(LENGTHS)]
-    assert len(packed) == (5 if twice else 3), "in the last everything is known"
+    assert len(packed) == (5 if twice else 3), "the last microbatch is not run twice"
 
 
-def test_a_loss_that_reads_more_than_was_said_runs_twice(sequences: list[torch.Tensor]) -> None:
-    model = made()
+def test_loss_with_undeclared_coupling_runs_twice(sequences: list[torch.Tensor]) -> None:
+    model = tiny_llama()
     with Forwards(model) as forwards:
-        assert_equal_runs(model, sequences, of_all_together, MENDED)
+        assert_equal_runs(model, sequences, coupled_loss, TWO_PASS)
     assert len([shape for shape in forwards.shapes if shape[1] > max(LENGTHS)]) == 5
-    assert_equal_runs(model, sequences, preference, MENDED)  # pairs in different rows
-    assert_equal_runs(model, sequences, preference, MENDED, loss_terms=torch.zeros(8))  # a unit that fits no row
+    assert_equal_runs(model, sequences, preference, TWO_PASS)  # pairs in different rows
+    assert_equal_runs(model, sequences, preference, TWO_PASS, loss_terms=torch.zeros(8))  # a unit that fits no row
 
 
-def test_dropout_is_the_same_in_the_second_run(sequences: list[torch.Tensor]) -> None:
+def test_second_pass_uses_same_dropout(sequences: list[torch.Tensor]) -> None:
     """The gradient belongs to the returned log-probabilities. Finite differences use the same dropout."""
-    model = made(attention_dropout=0.3).train()
+    model = tiny_llama(attention_dropout=0.3).train()
     weight = model.model.norm.weight
 
     def value() -> float:
         torch.manual_seed(3)
-        found = rollout_logprobs(model, sequences, loss=of_all_together, row_tokens=BUDGET)
+        found = rollout_logprobs(model, sequences, loss=coupled_loss, row_tokens=BUDGET)
         assert found.loss is not None
         return found.loss.item()
 
@@ -239,8 +239,8 @@ def test_dropout_is_the_same_in_the_second_run(sequences: list[torch.Tensor]) ->
     assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
 
 
-def test_other_terms_of_a_loss_count_once(sequences: list[torch.Tensor]) -> None:
-    model = made()
+def test_additional_loss_terms_count_once(sequences: list[torch.Tensor]) -> None:
+    model = tiny_llama()
 
     def loss(found: TokenLogprobs) -> torch.Tensor:
         return LOSSES["grpo"][0](found) + model.model.norm.weight.square().sum()
@@ -248,8 +248,8 @@ def test_other_terms_of_a_loss_count_once(sequences: list[torch.Tensor]) -> None
     assert_equal_runs(model, sequences, loss, STRICT)
 
 
-def test_gradients_are_added_to_those_that_are_there(sequences: list[torch.Tensor]) -> None:
-    model, loss = made(), LOSSES["grpo"][0]
+def test_gradients_accumulate(sequences: list[torch.Tensor]) -> None:
+    model, loss = tiny_llama(), LOSSES["grpo"][0]
     rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET)
     once = {name: p.grad.clone() for name, p in model.named_parameters()}
     rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET)
@@ -257,8 +257,8 @@ def test_gradients_are_added_to_those_that_are_there(sequences: list[torch.Tenso
         torch.testing.assert_close(gradient, 2 * once[name])
 
 
-def test_without_a_loss_there_is_no_gradient(sequences: list[torch.Tensor]) -> None:
-    model = made()
+def test_no_loss_computes_no_gradient(sequences: list[torch.Tensor]) -> None:
+    model = tiny_llama()
     found = rollout_logprobs(model, [row.tolist() for row in sequences], row_tokens=BUDGET)
     assert (found.loss, found.entropy, found.kl) == (None, None, None)
     assert found.logprobs.shape == found.mask.shape == (len(LENGTHS), max(LENGTHS))
@@ -270,30 +270,30 @@ def test_without_a_loss_there_is_no_gradient(sequences: list[torch.Tensor]) -> N
     assert not any(p.grad is not None for p in model.parameters())
 
 
-def test_what_teaches_nothing_has_no_backward(sequences: list[torch.Tensor]) -> None:
-    model = made()
+def test_zero_loss_skips_backward(sequences: list[torch.Tensor]) -> None:
+    model = tiny_llama()
     found = rollout_logprobs(model, sequences, loss=lambda found: 0.0 * found.logprobs.sum(), row_tokens=BUDGET)
     assert found.loss == 0.0
     assert gradients_of(model) == {}
 
 
-def test_transformers_classes_are_padded(sequences: list[torch.Tensor]) -> None:
+def test_transformers_models_are_padded(sequences: list[torch.Tensor]) -> None:
     """In transformers' classes, documents may attend to each other or pass on a state."""
     model = LlamaForCausalLM(tiny_config(LlamaConfig)).to(WIDE).eval()
     with Forwards(model) as forwards:
         assert_equal_runs(model, sequences, LOSSES["dapo"][0], STRICT)
     assert all(rows == 1 or length <= max(LENGTHS) for rows, length in forwards.shapes)
-    with Forwards(ours := made()) as forwards:
+    with Forwards(ours := tiny_llama()) as forwards:
         rollout_logprobs(ours, sequences, reference=model, row_tokens=BUDGET)
-    assert max(rows for rows, _ in forwards.shapes) > 1, "nor is a model whose reference is"
+    assert max(rows for rows, _ in forwards.shapes) > 1, "sequences are padded if the reference requires it"
 
 
-def test_under_autocast(sequences: list[torch.Tensor]) -> None:
+def test_autocast(sequences: list[torch.Tensor]) -> None:
     """The forward runs in bf16. The backward runs outside of autocast, as torch recommends."""
-    model = made(torch.float32)
+    model = tiny_llama(torch.float32)
     loss = LOSSES["dapo"][0]
     with torch.autocast("cpu", torch.bfloat16):
-        expected = at_a_time(model, sequences, loss)
+        expected = separate_forwards(model, sequences, loss)
     assert expected.loss is not None
     expected.loss.backward()
     wanted, seen = gradients_of(model), []
@@ -301,14 +301,16 @@ def test_under_autocast(sequences: list[torch.Tensor]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET)
     assert seen == [False] * 3
-    assert (found.logprobs - rollout_logprobs(model, sequences, score=SCORE).logprobs).abs().max() > 1e-3, "in bf16"
+    assert (found.logprobs - rollout_logprobs(model, sequences, score=SCORE).logprobs).abs().max() > 1e-3, (
+        "the forward ran in bf16"
+    )
     for name, gradient in gradients_of(model).items():
         assert (gradient - wanted[name]).norm() < 0.02 * wanted[name].norm(), name
 
 
 @pytest.mark.parametrize(("row_tokens", "lengths"), [(None, [58]), (12, [12, 12, 12, 11, 11]), (57, [29, 29])])
-def test_budgets(row_tokens: int | None, lengths: list[int], sequences: list[torch.Tensor]) -> None:
-    model = made()
+def test_row_tokens(row_tokens: int | None, lengths: list[int], sequences: list[torch.Tensor]) -> None:
+    model = tiny_llama()
     rollout_logprobs(model, sequences[:1])  # the first call also compares the head
     with Forwards(model) as forwards:
         rollout_logprobs(model, sequences, row_tokens=row_tokens)
@@ -316,12 +318,12 @@ def test_budgets(row_tokens: int | None, lengths: list[int], sequences: list[tor
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_shorter_sequences_keep_their_factors_of_longrope(share_prompts: bool) -> None:
+def test_longrope_factors_of_short_and_long_sequences(share_prompts: bool) -> None:
     """The longest sequence of a forward decides the factors of all, so both kinds run apart."""
     config = tiny_config(LlamaConfig)
     size = config.head_dim // 2
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-    model = made(rope_parameters=rope | {"short_factor": [1.0] * size, "long_factor": [4.0] * size})
+    model = tiny_llama(rope_parameters=rope | {"short_factor": [1.0] * size, "long_factor": [4.0] * size})
     prompt = torch.arange(20, 30)
     sequences = [torch.cat([prompt, torch.arange(40, 40 + more)]) for more in (3, 12, 6, 7, 2)]
     weights = torch.randn(5, 22, generator=torch.Generator().manual_seed(0), dtype=WIDE)
@@ -337,63 +339,72 @@ def test_shorter_sequences_keep_their_factors_of_longrope(share_prompts: bool) -
         assert (gradient - wanted[name]).abs().max() < 1e-6 * scale, name
 
 
-def test_sequences_may_come_from_a_generator() -> None:
-    model = made()
+def test_sequences_from_generator() -> None:
+    model = tiny_llama()
     rows = [[20, 21, 22], [23, 24]]
     assert torch.equal(rollout_logprobs(model, iter(rows)).logprobs, rollout_logprobs(model, rows).logprobs)
 
 
-@pytest.mark.parametrize("given", [{"share_prompts": "never"}, {"share_prompts": 1}, {"loss": "grpo"}])
-def test_options_of_another_type_raise(given: dict[str, Any]) -> None:
-    (name,) = given
+@pytest.mark.parametrize("arguments", [{"share_prompts": "never"}, {"share_prompts": 1}, {"loss": "grpo"}])
+def test_invalid_option_types_raise(arguments: dict[str, Any]) -> None:
+    (name,) = arguments
     with pytest.raises(UnknownArgumentError, match=f"{name}=.*: expected"):
-        rollout_logprobs(made(), **bad(**given))
+        rollout_logprobs(tiny_llama(), **call_arguments(**arguments))
 
 
-def bad(**given: Any) -> dict[str, Any]:
-    return {"sequences": [[1, 2, 3], [4, 5]]} | given
+def call_arguments(**arguments: Any) -> dict[str, Any]:
+    return {"sequences": [[1, 2, 3], [4, 5]]} | arguments
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (
-            bad(sequences=[[1], [], [2] * 257, [0.5], [[1, 2]], ["a"], [3, -100]], row_tokens=200),
+            call_arguments(sequences=[[1], [], [2] * 257, [0.5], [[1, 2]], ["a"], [3, -100]], row_tokens=200),
             r"sequence 1 is empty; sequence 2 has 257 tokens, and the model takes 256; sequence 2 has 257 tokens, and "
             r"row_tokens allows 200; sequence 3 is \(1,\) of torch.float32: expected token ids, \(length,\); "
             r"sequence 4 is \(1, 2\) of torch.int64: .*; sequence 5 is not a list of token ids: .*; sequence 6 has "
             r"the token ID -100, and LlamaForCausalLM has embeddings for 0 to 511: pass sequences without padding$",
         ),
-        (bad(sequences=[[]] * 30), r"sequence 19 is empty; and 10 more$"),
-        (bad(sequences=[]), "^there are no sequences$"),
+        (call_arguments(sequences=[[]] * 30), r"sequence 19 is empty; and 10 more$"),
+        (call_arguments(sequences=[]), "^there are no sequences$"),
         (
-            bad(sequences=torch.zeros(2, 3, dtype=torch.long)),
+            call_arguments(sequences=torch.zeros(2, 3, dtype=torch.long)),
             "a tensor is not a list of sequences: use `token_logprobs`",
         ),
-        (bad(row_tokens=0), "row_tokens=0: expected a whole number of at least 1"),
+        (call_arguments(row_tokens=0), "row_tokens=0: expected a whole number of at least 1"),
         (
-            bad(sequences=[[3, 600]]),
+            call_arguments(sequences=[[3, 600]]),
             "sequence 0 has the token ID 600, and LlamaForCausalLM has embeddings for 0 to 511",
         ),
-        (bad(sequences=None), "None is not a list of sequences"),
-        (bad(row_tokens="auto"), "row_tokens='auto': expected a whole number"),
-        (bad(row_tokens=16.5), r"row_tokens=16\.5: expected a whole number"),
+        (call_arguments(sequences=None), "None is not a list of sequences"),
+        (call_arguments(row_tokens="auto"), "row_tokens='auto': expected a whole number"),
+        (call_arguments(row_tokens=16.5), r"row_tokens=16\.5: expected a whole number"),
         (
-            bad(score=[[0.0, 1.0, math.nan], [0, 1]]),
+            call_arguments(score=[[0.0, 1.0, math.nan], [0, 1]]),
             "score of sequence 0 is not a list of bools: score has the value nan",
         ),
-        (bad(score=True), "score=True: expected a list of masks"),
-        (bad(model_inputs=[1, 2]), "model_inputs of sequence 0 is a int: expected a dict"),
-        (bad(score=[[True] * 3]), "score has 1 masks for 2 sequences"),
-        (bad(score=[[True] * 2, [True]]), r"score of sequence 0 is \(2,\): expected \(3,\), as its .*; score of sequ"),
-        (bad(score=[[True] * 3, ["a"] * 2]), "score of sequence 1 is not a list of bools: "),
-        (bad(loss_terms="pair"), "loss_terms='pair': expected token, sequence, or a number of each sequence"),
-        (bad(loss_terms=torch.zeros(3)), r"loss_terms is \(3,\): expected \(2,\)"),
-        (bad(loss=lambda found: found.logprobs.sum(1)), r"the loss returned \(2,\): expected a tensor without dimens"),
+        (call_arguments(score=True), "score=True: expected a list of masks"),
+        (call_arguments(model_inputs=[1, 2]), "model_inputs of sequence 0 is a int: expected a dict"),
+        (call_arguments(score=[[True] * 3]), "score has 1 masks for 2 sequences"),
+        (
+            call_arguments(score=[[True] * 2, [True]]),
+            r"score of sequence 0 is \(2,\): expected \(3,\), as its .*; score of sequ",
+        ),
+        (call_arguments(score=[[True] * 3, ["a"] * 2]), "score of sequence 1 is not a list of bools: "),
+        (
+            call_arguments(loss_terms="pair"),
+            "loss_terms='pair': expected token, sequence, or a number of each sequence",
+        ),
+        (call_arguments(loss_terms=torch.zeros(3)), r"loss_terms is \(3,\): expected \(2,\)"),
+        (
+            call_arguments(loss=lambda found: found.logprobs.sum(1)),
+            r"the loss returned \(2,\): expected a tensor without dimens",
+        ),
     ],
 )
-def test_bad_input(given: dict[str, Any], message: str) -> None:
-    model = made()
+def test_invalid_input_raises(arguments: dict[str, Any], message: str) -> None:
+    model = tiny_llama()
     with pytest.raises(ValueError, match=message):
-        rollout_logprobs(model, **given)
+        rollout_logprobs(model, **arguments)
     assert gradients_of(model) == {}

@@ -64,9 +64,7 @@ def alone(model: Any, row: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk_size", ["auto", None])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_logprobs_equal_those_of_each_sequence(
-    name: str, chunk_size: str | None, sequences: list[torch.Tensor]
-) -> None:
+def test_logprobs_match_separate_sequences(name: str, chunk_size: str | None, sequences: list[torch.Tensor]) -> None:
     model = adapted(ADAPTERS[name]())
     rollouts = rollout_logprobs(model, sequences, chunk_size=chunk_size)
     rows = [row.flip(0) for row in sequences]  # pads on the left
@@ -80,7 +78,7 @@ def test_logprobs_equal_those_of_each_sequence(
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_gradients_equal_those_of_full_logits(name: str, sequences: list[torch.Tensor]) -> None:
+def test_gradients_match_full_logits(name: str, sequences: list[torch.Tensor]) -> None:
     model = adapted(ADAPTERS[name]())
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rollout_logprobs(model, sequences, loss=lambda result: -result.logprobs.sum())
@@ -104,7 +102,7 @@ def test_packed_rows_raise(name: str, sequences: list[torch.Tensor]) -> None:
         token_logprobs(model.get_base_model(), torch.cat(sequences)[None], position_ids=positions, reference=model)
 
 
-def test_virtual_tokens_of_a_disabled_adapter_are_not_expected(sequences: list[torch.Tensor]) -> None:
+def test_disabled_adapter_has_no_virtual_tokens(sequences: list[torch.Tensor]) -> None:
     model = adapted(ADAPTERS["prompt tuning"]())
     for chunk_size in ("auto", None):
         with model.disable_adapter():
@@ -113,7 +111,7 @@ def test_virtual_tokens_of_a_disabled_adapter_are_not_expected(sequences: list[t
         torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=BOUND)
 
 
-def test_activated_lora_on_the_output_embedding_needs_full_logits(sequences: list[torch.Tensor]) -> None:
+def test_activated_lora_on_output_embedding_requires_full_logits(sequences: list[torch.Tensor]) -> None:
     model = adapted(activated_lora("q_proj", "lm_head"))
     with pytest.raises(HeadError, match=r"depends on the row.*chunk_size=None"):
         token_logprobs(model, sequences[0][None])
@@ -122,5 +120,5 @@ def test_activated_lora_on_the_output_embedding_needs_full_logits(sequences: lis
         torch.testing.assert_close(found.logprobs[number, 1 : len(row)], alone(model, row), rtol=0, atol=BOUND)
 
 
-def test_plain_lora_is_packed() -> None:
+def test_lora_is_packed() -> None:
     assert layout_of(adapted(LoraConfig(target_modules=["q_proj"]))) is Layout.PACKED

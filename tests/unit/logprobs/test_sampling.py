@@ -34,13 +34,13 @@ def test_kept_tokens(sampling: dict[str, float], expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.5}])
-def test_equal_tokens_stay_or_go_together(sampling: dict[str, float]) -> None:
+def test_ties_are_kept_or_excluded_together(sampling: dict[str, float]) -> None:
     assert kept([0.3, 0.15, 0.3, 0.25], **sampling) == [0, 2]
     assert kept([0.4, 0.2, 0.2, 0.2], **sampling) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 2}, {"top_p": 0.6}])
-def test_the_bound_is_clear_of_both_sides(sampling: dict[str, float]) -> None:
+def test_threshold_is_midway_between_neighbors(sampling: dict[str, float]) -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
     assert smallest_kept(logits, Sampling(**sampling)).item() in (1.5, 2.5)
 
@@ -53,7 +53,7 @@ def test_rows_are_independent() -> None:
     ]
 
 
-def test_greedy_tokens_have_plain_logprobs() -> None:
+def test_greedy_sampling_does_not_process_logits() -> None:
     sampling = Sampling(temperature=0.0, top_k=5, top_p=0.5)
     assert sampling.greedy
     assert not sampling.truncates
@@ -72,7 +72,7 @@ def test_greedy_tokens_have_plain_logprobs() -> None:
         ({"top_p": 1.5}, "top_p"),
     ],
 )
-def test_values_out_of_range_are_refused(values: dict[str, float], named: str) -> None:
+def test_out_of_range_values_raise(values: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Sampling(**values)
 

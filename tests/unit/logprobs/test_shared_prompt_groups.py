@@ -11,8 +11,8 @@ from nrl_models.logprobs.shared_prompts import units_with_shared_prompts
 
 def test_groups_save_the_most_tokens() -> None:
     first, second, third = (torch.arange(start, start + 30) for start in (0, 100, 200))
-    begins_alike = torch.cat([torch.full((10,), 7), first]), torch.cat([torch.full((10,), 7), second])
-    ids = [begins_alike[0], begins_alike[1], torch.cat([begins_alike[0], third]), third]
+    share_prefix = torch.cat([torch.full((10,), 7), first]), torch.cat([torch.full((10,), 7), second])
+    ids = [share_prefix[0], share_prefix[1], torch.cat([share_prefix[0], third]), third]
     units = units_with_shared_prompts(ids, [torch.zeros(len(row)).bool() for row in ids], 200)
     found = {frozenset(unit.numbers): (unit.tokens, sorted(unit.shared)) for unit in units}
     assert found == {frozenset({0, 2}): (70, [0, 40]), frozenset({1}): (40, [0]), frozenset({3}): (30, [0])}
@@ -28,7 +28,7 @@ def test_groups_fit_the_budget_and_have_equal_scores() -> None:
     assert sorted(unit.tokens for unit in units_with_shared_prompts(ids, scores, 100)) == [25, 45]
 
 
-def test_documents_must_exist() -> None:
+def test_positions_without_prompt_document_raise() -> None:
     with sharing_prompts():
         for positions in ([[0, 1, 2, 5, 6]], [[2, 3, 0, 1]], [[0, 1, 2, 1, 2], [0, 1, 2, 3, 4]]):
             with pytest.raises(ValueError, match=r"no such document|must be in one row"):
@@ -41,6 +41,6 @@ def test_documents_must_exist() -> None:
         assert found.chunked(3).lengths_with_prompts == [3, 1, 3, 2, 2]
 
 
-def test_equal_sequences_run_once() -> None:
+def test_identical_sequences_run_once() -> None:
     (unit,) = units_with_shared_prompts([torch.arange(20)] * 3, [torch.ones(20).bool()] * 3, 100)
     assert (unit.tokens, unit.shared) == (20, (0, 20, 20))

@@ -52,7 +52,9 @@ OLD, REFERENCE = -8 * torch.rand(2, *SAMPLED.shape, generator=torch.Generator().
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -2.0, 0.7, 1.5, -1.0, 0.3], dtype=WIDE)
 
 
-def made(config_class: Any = LlamaConfig, dtype: torch.dtype = WIDE, seed: int = 0, **values: Any) -> PreTrainedModel:
+def tiny_model(
+    config_class: Any = LlamaConfig, dtype: torch.dtype = WIDE, seed: int = 0, **values: Any
+) -> PreTrainedModel:
     torch.manual_seed(seed)
     options = {name: values.pop(name) for name in ("attn_implementation",) if name in values}
     model = AutoModelForCausalLM.from_config(tiny_config(config_class, values), dtype=dtype, **options).eval()
@@ -64,11 +66,11 @@ def grpo(found: TokenLogprobs) -> torch.Tensor:
     return policy_loss(found.logprobs, OLD, ADVANTAGES, SAMPLED / SAMPLED.sum(), reference=REFERENCE, kl=0.1)
 
 
-def of_sequences(found: TokenLogprobs) -> torch.Tensor:
+def sequence_loss(found: TokenLogprobs) -> torch.Tensor:
     return (found.logprobs.sum(1) / 9).exp().mean()
 
 
-def of_all_together(found: TokenLogprobs) -> torch.Tensor:
+def coupled_loss(found: TokenLogprobs) -> torch.Tensor:
     return (found.logprobs.sum() / 40).exp() + found.logprobs.square().mean()
 
 
@@ -124,10 +126,10 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 CASES: Mapping[str, tuple[Loss, dict[str, Any]]] = {
     "grpo": (grpo, {"score": SCORE}),
-    "prompts are scored": (lambda found: (found.logprobs * OLD).sum(), {}),
-    "sequences": (of_sequences, {"score": SCORE, "loss_terms": "sequence"}),
-    "sequences with scored prompts": (of_sequences, {"loss_terms": "sequence"}),
-    "all together": (of_all_together, {}),
+    "scored prompts": (lambda found: (found.logprobs * OLD).sum(), {}),
+    "sequences": (sequence_loss, {"score": SCORE, "loss_terms": "sequence"}),
+    "sequences with scored prompts": (sequence_loss, {"loss_terms": "sequence"}),
+    "all together": (coupled_loss, {}),
     "pairs": (preference, {"score": SCORE, "loss_terms": torch.arange(4).repeat(2)}),
     "entropy and divergence": (with_entropy, {"score": SCORE, "entropy": True}),
     "truncated": (grpo, {"score": SCORE, "top_k": 300, "top_p": 0.95, "temperature": 0.7}),
@@ -137,25 +139,27 @@ CASES: Mapping[str, tuple[Loss, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses(name: str, sequences: list[torch.Tensor]) -> None:
+def test_shared_prompt_losses(name: str, sequences: list[torch.Tensor]) -> None:
     loss, options = CASES[name]
     if name == "entropy and divergence":
-        options = options | {"reference": made(seed=1).requires_grad_(False)}
-    values, gradients = differences(made(), sequences, loss, **options)
+        options = options | {"reference": tiny_model(seed=1).requires_grad_(False)}
+    values, gradients = differences(tiny_model(), sequences, loss, **options)
     assert values < 1e-6
     assert gradients < 1e-6
 
 
-def test_values_equal_one_forward_per_sequence(sequences: list[torch.Tensor]) -> None:
-    model = made()
+def test_values_match_separate_forwards(sequences: list[torch.Tensor]) -> None:
+    model = tiny_model()
     found = rollout_logprobs(model, sequences)
     for row, sequence in enumerate(sequences):
         alone = token_logprobs(model, sequence[None]).logprobs[0]
         torch.testing.assert_close(found.logprobs[row, : len(sequence)], alone.detach(), rtol=0, atol=1e-6)
 
 
-def test_equal_sequences() -> None:
-    assert max(differences(made(), [torch.arange(16, 36)] * 3, lambda found: found.logprobs.square().sum())) < 1e-6
+def test_identical_sequences() -> None:
+    assert (
+        max(differences(tiny_model(), [torch.arange(16, 36)] * 3, lambda found: found.logprobs.square().sum())) < 1e-6
+    )
 
 
 MODELS: Mapping[str, dict[str, Any]] = {
@@ -176,7 +180,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (WIDE, 1e-6)], ids=["fp32", "fp64"])
-def test_models(
+def test_shared_prompts_by_architecture(
     name: str, dtype: torch.dtype, bound: float, sequences: list[torch.Tensor], computed: list[int]
 ) -> None:
     model = FamilyCase(registry.model_class(name), tiny=MODELS[name]).model(dtype)
@@ -190,33 +194,33 @@ def test_models(
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_implementations(attention: str, sequences: list[torch.Tensor]) -> None:
-    model = made(MistralConfig, sliding_window=5, attn_implementation=attention)
+    model = tiny_model(MistralConfig, sliding_window=5, attn_implementation=attention)
     assert can_share_prompts(model)
     assert max(differences(model, sequences, grpo, score=SCORE)) < 1e-6
 
 
 def test_activation_checkpointing(sequences: list[torch.Tensor]) -> None:
-    model = made(MistralConfig, sliding_window=5).train()
+    model = tiny_model(MistralConfig, sliding_window=5).train()
     model.gradient_checkpointing_enable()
     assert max(differences(model, sequences, grpo, score=SCORE)) < 1e-6
 
 
 def test_compiled_layers(sequences: list[torch.Tensor]) -> None:
-    model = made()
+    model = tiny_model()
     expected = rollout_logprobs(model, sequences, share_prompts=False).logprobs
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
     torch.testing.assert_close(rollout_logprobs(model, sequences).logprobs, expected, rtol=0, atol=1e-6)
 
 
-# Wrong ways of sharing
+# Bugs that the comparison must detect
 
 
-def _completions_attend_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def let_completions_attend_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "_continuing", lambda *_: lambda batch, head, query, key: key <= query)
 
 
-def _windows_count_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def count_window_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     right = masks._continuing
 
     def wrong(documents: Documents, window: int | None, device: Any) -> Any:
@@ -226,7 +230,7 @@ def _windows_count_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "_continuing", wrong)
 
 
-def _windows_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def shift_window_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention._causal
 
     def wrong(query: Any, key: Any, value: Any, *, window: int | None, **options: Any) -> Any:
@@ -236,11 +240,11 @@ def _windows_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_causal", wrong)
 
 
-def _first_tokens_follow_the_previous_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def score_first_tokens_from_previous_column(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "columns_before", lambda positions: torch.arange(positions.shape[1])[None] - 1)
 
 
-def _positions_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     right = MicrobatchInputs.of
 
     def wrong(batch: Any, part: Microbatch, layout: Any) -> MicrobatchInputs:
@@ -259,40 +263,40 @@ def _positions_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "attention"),
     [
-        (_completions_attend_to_each_other, "eager"),
-        (_windows_count_columns, "eager"),
-        (_windows_are_off_by_one, "sdpa"),
-        (_first_tokens_follow_the_previous_column, "sdpa"),
-        (_positions_are_off_by_one, "sdpa"),
+        (let_completions_attend_to_each_other, "eager"),
+        (count_window_in_columns, "eager"),
+        (shift_window_by_one, "sdpa"),
+        (score_first_tokens_from_previous_column, "sdpa"),
+        (shift_positions_by_one, "sdpa"),
     ],
 )
-def test_planted_bugs_are_found(
+def test_comparison_detects_injected_bugs(
     plant: Callable[[pytest.MonkeyPatch], None],
     attention: str,
     sequences: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = made(MistralConfig, sliding_window=5, attn_implementation=attention)
+    model = tiny_model(MistralConfig, sliding_window=5, attn_implementation=attention)
     assert max(differences(model, sequences, grpo, score=SCORE)) < 1e-6
     plant(monkeypatch)
     assert min(differences(model, sequences, grpo, score=SCORE)) > 1e-4
 
 
-# Where prompts are not shared
+# Cases without shared prompts
 
 
-def test_dropout_is_not_shared() -> None:
-    model = made(attention_dropout=0.3)
+def test_dropout_disables_sharing() -> None:
+    model = tiny_model(attention_dropout=0.3)
     assert can_share_prompts(model)
     assert not can_share_prompts(model.train())
-    assert can_share_prompts(made().train())
-    model = made()
+    assert can_share_prompts(tiny_model().train())
+    model = tiny_model()
     model.model.embed_tokens.dropout = nn.Dropout(0.1).eval()
     assert can_share_prompts(model)
     assert not can_share_prompts(model.train())
 
 
-def test_recorded_and_replayed_routing_is_not_shared(sequences: list[torch.Tensor], computed: list[int]) -> None:
+def test_recorded_routing_disables_sharing(sequences: list[torch.Tensor], computed: list[int]) -> None:
     model = FamilyCase(registry.model_class("Qwen3MoeForCausalLM")).model()
     with record_routing(model):
         rollout_logprobs(model, sequences)
@@ -301,7 +305,7 @@ def test_recorded_and_replayed_routing_is_not_shared(sequences: list[torch.Tenso
     assert sum(computed) == sum(LENGTHS) + sum(COMPUTED)
 
 
-def test_other_models_do_not_share() -> None:
+def test_unsupported_models_do_not_share() -> None:
     assert not can_share_prompts(LlamaForCausalLM(tiny_config(LlamaConfig)))
     for name in (
         "BloomForCausalLM",
@@ -312,8 +316,8 @@ def test_other_models_do_not_share() -> None:
     ):
         assert not can_share_prompts(FamilyCase(registry.model_class(name)).model())
     assert not can_share_prompts(FamilyCase(registry.model_class("FalconForCausalLM"), tiny={"alibi": True}).model())
-    assert not can_share_prompts(made(), LlamaForCausalLM(tiny_config(LlamaConfig)))
-    model = made()
+    assert not can_share_prompts(tiny_model(), LlamaForCausalLM(tiny_config(LlamaConfig)))
+    model = tiny_model()
     for name in ("one of another library", "flex_attention"):
         model.config._attn_implementation = name
         assert not can_share_prompts(model)
@@ -331,18 +335,18 @@ def test_other_models_do_not_share() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_declared_limits_are_true(name: str, tiny: dict[str, Any]) -> None:
+def test_declared_limits_are_required(name: str, tiny: dict[str, Any]) -> None:
     with pytest.raises((AssertionError, ValueError), match=r"not close|cannot share a prompt"):
         suite()["test_shared_prompts"](FamilyCase(registry.model_class(name), tiny=tiny))
 
 
-def test_masks_with_other_parts_raise() -> None:
+def test_unsupported_mask_raises() -> None:
     model = FamilyCase(registry.model_class("GitForCausalLM")).model()
     positions = torch.tensor([[0, 1, 2, 3, 2, 3]])
     with sharing_prompts(), pytest.raises(ValueError, match="cannot share a prompt"):
         model(input_ids=positions + 16, position_ids=positions)
 
 
-def test_option(sequences: list[torch.Tensor], computed: list[int]) -> None:
-    rollout_logprobs(made(), sequences, share_prompts=False)
+def test_share_prompts_false(sequences: list[torch.Tensor], computed: list[int]) -> None:
+    rollout_logprobs(tiny_model(), sequences, share_prompts=False)
     assert sum(computed) == sum(LENGTHS)

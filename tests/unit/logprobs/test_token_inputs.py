@@ -32,7 +32,7 @@ def llama() -> PreTrainedModel:
 
 IDS = torch.randint(16, 480, (2, 9), generator=torch.Generator().manual_seed(0))
 
-LEFT: dict[str, dict[str, Any]] = {
+LEFT_PADDED: dict[str, dict[str, Any]] = {
     "BartForCausalLM": {},  # learned positions that count columns
     "Llama4ForCausalLM": {"attention_chunk_size": 4},  # chunks that count columns
     "RecurrentGemmaForCausalLM": {},  # padding enters the state
@@ -41,13 +41,13 @@ LEFT: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": {"mamba_proj_bias": True},
     "LlamaForCausalLM": {},
 }
-"""Models in which transformers' class has other logits for a row that begins with padding, and one that has not."""
+"""Models whose transformers class computes different logits with left padding, and one (Llama) that does not."""
 
 
-@pytest.mark.parametrize("architecture", LEFT)
+@pytest.mark.parametrize("architecture", LEFT_PADDED)
 @pytest.mark.parametrize("terms", ["token", "sequence", "numbers"])
-def test_padding_before_a_row_changes_nothing(architecture: str, terms: str) -> None:
-    model = new_model(architecture, **LEFT[architecture])
+def test_left_padding_does_not_change_values(architecture: str, terms: str) -> None:
+    model = new_model(architecture, **LEFT_PADDED[architecture])
     rows = [IDS[0], IDS[1, :5], IDS[1, 2:8]]
     starts = (2, 6, 3)
     ids, mask = torch.full((3, 12), 3), torch.zeros(3, 12, dtype=torch.long)
@@ -77,7 +77,7 @@ def test_padding_before_a_row_changes_nothing(architecture: str, terms: str) -> 
     assert (actual - wanted).abs().max() < 1e-6 * wanted.abs().max()
 
 
-def test_padding_after_packed_documents_may_have_any_position() -> None:
+def test_padding_after_packed_documents_with_any_position() -> None:
     """RoBERTa's decoder computes positions of documents itself, from the padding token on."""
     model = new_model("RobertaForCausalLM")
     row = torch.cat([IDS[0], IDS[1, :5], torch.full((3,), 3)])[None]
@@ -88,7 +88,7 @@ def test_padding_after_packed_documents_may_have_any_position() -> None:
     torch.testing.assert_close(found[:14], torch.cat(alone), rtol=0, atol=1e-6)
 
 
-def test_boundaries_separate_sequences(llama: PreTrainedModel) -> None:
+def test_cu_seqlens_separate_sequences(llama: PreTrainedModel) -> None:
     """The first token of a document has no log-probability, whether positions or boundaries separate documents."""
     boundaries = torch.tensor([0, 4, 9], dtype=torch.int32)
     given = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": 5, "max_length_k": 5}
@@ -109,7 +109,7 @@ def test_boundaries_separate_sequences(llama: PreTrainedModel) -> None:
         token_logprobs(llama, IDS[:1], position_ids=torch.arange(9)[None], **given)
 
 
-def boundaries_of(*lengths: int) -> dict[str, Any]:
+def cu_seqlens(*lengths: int) -> dict[str, Any]:
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts} | dict.fromkeys(
         ("max_length_q", "max_length_k"), max(lengths)
@@ -117,7 +117,7 @@ def boundaries_of(*lengths: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "RobertaForCausalLM"])
-def test_one_document_keeps_the_positions_of_its_model(architecture: str) -> None:
+def test_single_document_keeps_model_positions(architecture: str) -> None:
     """Positions of M-RoPE come from images, and those of RoBERTa from token IDs."""
     case = FamilyCase(registry.model_class(architecture))
     inputs, model = case.inputs(images="VL" in architecture, batch=1), case.model()
@@ -126,13 +126,13 @@ def test_one_document_keeps_the_positions_of_its_model(architecture: str) -> Non
     logprobs = case.reference()(input_ids=ids, use_cache=False, **inputs).logits.log_softmax(-1)
     expected = logprobs[:, :-1].gather(2, ids[:, 1:, None].clamp_max(logprobs.shape[-1] - 1))[..., 0]
     scored = ids < logprobs.shape[-1] - 16  # placeholders of images have IDs after the vocabulary
-    for more in (boundaries_of(ids.shape[1]), {"position_ids": torch.arange(ids.shape[1])[None]}):
+    for more in (cu_seqlens(ids.shape[1]), {"position_ids": torch.arange(ids.shape[1])[None]}):
         found = token_logprobs(model, ids, score=scored, **inputs, **more).logprobs
         torch.testing.assert_close(found[:, 1:], expected * scored[:, 1:], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["image text", "text image", "image text image"])
-def test_packed_documents_have_the_positions_of_their_images(order: str) -> None:
+def test_packed_images_keep_mrope_positions(order: str) -> None:
     case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
     inputs, model = case.inputs(images=True, batch=1), case.model()
     types = inputs.pop("mm_token_type_ids")
@@ -148,12 +148,12 @@ def test_packed_documents_have_the_positions_of_their_images(order: str) -> None
     lengths = [documents[kind].shape[1] for kind in kinds]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     expected = torch.cat([alone[kind] for kind in kinds], 1)
-    for more in (boundaries_of(*lengths), {"position_ids": positions, "mm_token_type_ids": all_types}):
+    for more in (cu_seqlens(*lengths), {"position_ids": positions, "mm_token_type_ids": all_types}):
         found = token_logprobs(model, packed, score=packed < 400, **media, **more).logprobs
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_videos_need_token_types() -> None:
+def test_videos_require_token_types() -> None:
     """Without types, all images of a batch with a video would have positions of text."""
     case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
     inputs, model = case.inputs(images=True, batch=1), case.model()
@@ -171,7 +171,7 @@ def test_videos_need_token_types() -> None:
             token_logprobs(model, row, score=row < 400, **given)
 
 
-def test_packed_images_of_a_class_that_computes_positions_by_row() -> None:
+def test_packed_images_with_row_positions_raise() -> None:
     case = FamilyCase(registry.model_class("Qwen2_5OmniThinkerForConditionalGeneration"))
     inputs, model = case.inputs(images=True, batch=1), case.model()
     ids = torch.cat([inputs.pop("input_ids"), IDS[:1]], 1)
@@ -184,8 +184,8 @@ def test_packed_images_of_a_class_that_computes_positions_by_row() -> None:
     ("value", "shown"), [(2, "2"), (-1, "-1"), (0.5, "0.5"), (math.nan, "nan"), (-math.inf, "-inf"), (-1e9, "-1e\\+09")]
 )
 @pytest.mark.parametrize("name", ["attention_mask", "score"])
-def test_masks_have_zeros_and_ones(llama: PreTrainedModel, name: str, value: float, shown: str) -> None:
-    """An additive mask is 0 for tokens, which a mask of ones and zeros calls padding."""
+def test_non_binary_mask_raises(llama: PreTrainedModel, name: str, value: float, shown: str) -> None:
+    """Rejects additive masks, in which 0 marks a token. In a binary mask, 0 marks padding."""
     mask = torch.ones(2, 9, dtype=torch.tensor(value).dtype)
     mask[1, 3] = value
     with pytest.raises(ValueError, match=f"{name} has the value {shown}: expected 1 or True for tokens"):
@@ -193,7 +193,7 @@ def test_masks_have_zeros_and_ones(llama: PreTrainedModel, name: str, value: flo
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16])
-def test_masks_of_any_dtype(llama: PreTrainedModel, dtype: torch.dtype) -> None:
+def test_mask_dtypes(llama: PreTrainedModel, dtype: torch.dtype) -> None:
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = mask[1, 7:] = 0
     expected = token_logprobs(llama, IDS, attention_mask=mask, score=mask)
@@ -203,7 +203,7 @@ def test_masks_of_any_dtype(llama: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])
-def test_token_ids_of_any_dtype(llama: PreTrainedModel, dtype: torch.dtype) -> None:
+def test_token_id_dtypes(llama: PreTrainedModel, dtype: torch.dtype) -> None:
     ids = IDS.clamp(max=250)
     assert torch.equal(token_logprobs(llama, ids.to(dtype)).logprobs, token_logprobs(llama, ids).logprobs)
 
@@ -220,7 +220,7 @@ def test_token_ids_of_any_dtype(llama: PreTrainedModel, dtype: torch.dtype) -> N
         ({"position_ids": torch.zeros(2, 9)}, "position_ids is of torch.float32: expected whole numbers"),
     ],
 )
-def test_wrong_values_raise(llama: PreTrainedModel, given: dict[str, Any], message: str) -> None:
+def test_invalid_values_raise(llama: PreTrainedModel, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         token_logprobs(llama, **{"input_ids": IDS} | given)
 
@@ -236,13 +236,13 @@ def test_wrong_values_raise(llama: PreTrainedModel, given: dict[str, Any], messa
         ({"loss": "grpo"}, "loss='grpo': expected a function"),
     ],
 )
-def test_wrong_arguments_raise(llama: PreTrainedModel, given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(llama: PreTrainedModel, given: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownArgumentError, match=message):
         token_logprobs(llama, **{"input_ids": IDS} | given)
 
 
 @pytest.mark.parametrize("model", [None, "a model", torch.nn.Linear(2, 2)])
-def test_other_objects_have_no_output_embedding(llama: PreTrainedModel, model: Any) -> None:
+def test_objects_without_output_embedding_raise(llama: PreTrainedModel, model: Any) -> None:
     with pytest.raises(HeadError, match="has no output embedding"):
         token_logprobs(model, IDS)
     if model is not None:
@@ -250,7 +250,7 @@ def test_other_objects_have_no_output_embedding(llama: PreTrainedModel, model: A
             token_logprobs(llama, IDS, reference=model)
 
 
-def test_complete_logits_need_no_output_embedding(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_logits_without_output_embedding(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = token_logprobs(llama, IDS).logprobs
     monkeypatch.setattr(type(llama), "get_output_embeddings", lambda self: None)
     assert torch.allclose(token_logprobs(llama, IDS, chunk_size=None).logprobs, expected, atol=1e-5)
@@ -263,13 +263,13 @@ def test_complete_logits_need_no_output_embedding(llama: PreTrainedModel, monkey
 @pytest.mark.parametrize(
     "given", [{"temperature": True}, {"temperature": 1e-40}, {"top_k": True}, {"top_p": True}, {"temperature": "0.7"}]
 )
-def test_sampling_parameters_are_numbers(llama: PreTrainedModel, given: dict[str, Any]) -> None:
+def test_invalid_sampling_parameter_types_raise(llama: PreTrainedModel, given: dict[str, Any]) -> None:
     (name,) = given
     with pytest.raises(SamplingError, match=f"{name}=.*: expected a"):
         token_logprobs(llama, IDS, **given)
 
 
-def test_a_head_that_computes_in_another_dtype_than_the_model() -> None:
+def test_head_with_other_dtype_than_model() -> None:
     """BEAM's logits are in fp32, also of a model in fp64."""
     model = new_model("BeamForCausalLM")
     model.set_experts_implementation("eager")

@@ -36,7 +36,7 @@ def documents() -> list[torch.Tensor]:
     return [torch.randint(16, 480, (size,), generator=generator) for size in DOCUMENTS]
 
 
-def by_hand(model: PreTrainedModel, document: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(model: PreTrainedModel, document: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Compute log-probabilities of all tokens but the first from the model's logits, one document at a time."""
     with torch.no_grad():
         logs = (model(input_ids=document[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
@@ -45,12 +45,12 @@ def by_hand(model: PreTrainedModel, document: torch.Tensor, temperature: float =
     ]
 
 
-def test_each_token_has_the_logprob_of_itself(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+def test_logprobs_match_reference(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     for document in documents:
         found = token_logprobs(model, document[None])
         assert found.mask.tolist() == [[False] + [True] * (len(document) - 1)]
         assert found.logprobs[0, 0] == 0.0
-        torch.testing.assert_close(found.logprobs[0, 1:], by_hand(model, document), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.logprobs[0, 1:], reference_logprobs(model, document), rtol=0, atol=1e-5)
         assert not found.outside.any()
         assert found.entropy is None
         assert found.kl is None
@@ -69,7 +69,7 @@ def test_padding(model: PreTrainedModel, documents: list[torch.Tensor], side: st
     for row, (place, document) in enumerate(zip(places, documents, strict=True)):
         assert found.mask[row].sum() == len(document) - 1
         scored = found.logprobs[row, place][1:]
-        torch.testing.assert_close(scored, by_hand(model, document, 0.7), rtol=0, atol=1e-5)
+        torch.testing.assert_close(scored, reference_logprobs(model, document, 0.7), rtol=0, atol=1e-5)
     assert not found.logprobs[~found.mask].any()
 
 
@@ -77,23 +77,23 @@ def test_packing(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     position_ids = torch.cat([torch.arange(len(document)) for document in documents])[None]
     found = token_logprobs(model, torch.cat(documents)[None], position_ids=position_ids)
     assert torch.equal(found.mask, position_ids > 0)
-    expected = torch.cat([by_hand(model, document) for document in documents])
+    expected = torch.cat([reference_logprobs(model, document) for document in documents])
     torch.testing.assert_close(found.logprobs[found.mask], expected, rtol=0, atol=1e-5)
 
 
-def test_only_what_is_to_be_scored(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+def test_score_mask_selects_tokens(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     document = documents[1][None]
     score = torch.zeros_like(document, dtype=torch.bool)
     score[0, [0, 3, 4, 11]] = True
     found = token_logprobs(model, document, score=score, entropy=True)
     everything = token_logprobs(model, document, entropy=True)
     assert found.mask.nonzero()[:, 1].tolist() == [3, 4, 11]
-    for ours, all_of_them in ((found.logprobs, everything.logprobs), (found.entropy, everything.entropy)):
-        torch.testing.assert_close(ours[found.mask], all_of_them[found.mask], rtol=0, atol=1e-5)
+    for ours, all_values in ((found.logprobs, everything.logprobs), (found.entropy, everything.entropy)):
+        torch.testing.assert_close(ours[found.mask], all_values[found.mask], rtol=0, atol=1e-5)
         assert not ours[~found.mask].any()
 
 
-def test_excluded_tokens_are_not_in_the_mask(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+def test_excluded_tokens_are_not_in_mask(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     document = documents[1][None]
     with torch.no_grad():
         top = model(input_ids=document).logits[0, :-1].topk(50).indices
@@ -103,10 +103,10 @@ def test_excluded_tokens_are_not_in_the_mask(model: PreTrainedModel, documents: 
     assert torch.equal(found.mask[0, 1:], inside)
     assert torch.equal(found.outside[0, 1:], ~inside)
     assert found.logprobs.isfinite().all()
-    assert (found.logprobs[0, 1:][inside] > by_hand(model, document[0])[inside]).all()
+    assert (found.logprobs[0, 1:][inside] > reference_logprobs(model, document[0])[inside]).all()
 
 
-def test_gradients_are_those_of_full_logits(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+def test_gradients_match_full_logits(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     document = documents[1][None]
     gradients = []
     for chunk_size in (5, None):
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_full_logits(model: PreTrainedModel, documents: l
         torch.testing.assert_close(gradients[0][name], expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-def test_divergence_from_a_reference(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+def test_kl_from_reference(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     torch.manual_seed(1)
     reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     document = documents[1][None]
@@ -136,7 +136,7 @@ def test_divergence_from_a_reference(model: PreTrainedModel, documents: list[tor
     model.zero_grad()
 
 
-def test_a_reference_of_another_vocabulary_is_refused(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+def test_reference_with_other_vocabulary_size_raises(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     other = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, {"vocab_size": 500}))
     with pytest.raises(ValueError, match="vocabulary of 512 and the reference one of 500"):
         token_logprobs(model, documents[0][None], reference=other)
@@ -151,7 +151,7 @@ HEADS = {
 
 @pytest.mark.parametrize("ours", HEADS)
 @pytest.mark.parametrize("theirs", HEADS)
-def test_divergence_with_peft_on_the_head(
+def test_kl_with_peft_on_output_embedding(
     model: PreTrainedModel, documents: list[torch.Tensor], ours: str, theirs: str
 ) -> None:
     pair = []
@@ -171,7 +171,7 @@ def test_divergence_with_peft_on_the_head(
     assert all(parameter.grad is None for parameter in reference.parameters())
 
 
-def test_no_token_to_score_with_lora_on_the_head(model: PreTrainedModel) -> None:
+def test_no_scored_tokens_with_lora_on_output_embedding(model: PreTrainedModel) -> None:
     base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     adapted = get_peft_model(base, HEADS["lora"])
     found = token_logprobs(adapted, torch.tensor([[16]]))
@@ -179,7 +179,7 @@ def test_no_token_to_score_with_lora_on_the_head(model: PreTrainedModel) -> None
     assert not found.mask.any()
 
 
-def test_a_mask_with_holes_is_transformers_own(
+def test_mask_with_holes_matches_transformers(
     llama: PreTrainedModel, model: PreTrainedModel, documents: list[torch.Tensor]
 ) -> None:
     """Positions count tokens, as in `generate` and OpenRLHF. The text before a hole is part of the sequence."""
@@ -210,7 +210,7 @@ def test_a_mask_with_holes_is_transformers_own(
 @pytest.mark.parametrize(
     "architecture", ["Qwen2_5_VLForConditionalGeneration", "RecurrentGemmaForCausalLM", "GPT2LMHeadModel"]
 )
-def test_holes_have_the_positions_of_generate(architecture: str) -> None:
+def test_mask_with_holes_uses_positions_of_generate(architecture: str) -> None:
     case = FamilyCase(registry.model_class(architecture))
     ids = case.inputs(length=12, images=False)["input_ids"]
     mask = torch.ones_like(ids)
@@ -226,7 +226,7 @@ def test_holes_have_the_positions_of_generate(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["RobertaForCausalLM", "Qwen2_5_VLForConditionalGeneration"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_leaves_positions_to_models_that_compute_them(architecture: str, side: str) -> None:
+def test_padding_with_model_computed_positions(architecture: str, side: str) -> None:
     case = FamilyCase(registry.model_class(architecture))
     inputs = case.inputs(length=16)
     pad = case.config.get_text_config().pad_token_id or 0
@@ -249,13 +249,13 @@ def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
     document = documents[1][None]
     found = token_logprobs(adapted, document)
-    torch.testing.assert_close(found.logprobs[0, 1:], by_hand(adapted, document[0]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.logprobs[0, 1:], reference_logprobs(adapted, document[0]), rtol=0, atol=1e-5)
     found.logprobs.sum().backward()
     assert {"lora_" in name for name, parameter in adapted.named_parameters() if parameter.grad is not None} == {True}
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "position_ids", "score"])
-def test_shapes_must_agree(model: PreTrainedModel, name: str) -> None:
+def test_mismatched_shapes_raise(model: PreTrainedModel, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         token_logprobs(model, torch.zeros(2, 8, dtype=torch.long), **{name: torch.ones(2, 9, dtype=torch.long)})
 
@@ -274,7 +274,7 @@ def test_unknown_options_raise(model: PreTrainedModel, options: dict[str, object
     [{"use_cache": False}, {"use_cache": None}, {"logits_to_keep": 0}, {"min_p": 0.0, "repetition_penalty": 1.0}],
     ids=str,
 )
-def test_keywords_that_change_nothing_are_taken(
+def test_keywords_without_effect_are_accepted(
     model: PreTrainedModel, documents: list[torch.Tensor], given: dict[str, object], chunk_size: str | None
 ) -> None:
     expected = token_logprobs(model, documents[0][None], chunk_size=chunk_size)
@@ -295,7 +295,7 @@ def test_keywords_that_change_nothing_are_taken(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_keywords_that_make_no_sense_are_refused(
+def test_unsupported_keywords_raise(
     model: PreTrainedModel,
     documents: list[torch.Tensor],
     given: dict[str, object],
@@ -306,7 +306,7 @@ def test_keywords_that_make_no_sense_are_refused(
         token_logprobs(model, documents[0][None], chunk_size=chunk_size, **given)
 
 
-def test_nothing_to_score(model: PreTrainedModel) -> None:
+def test_single_token_sequences(model: PreTrainedModel) -> None:
     found = token_logprobs(model, torch.full((3, 1), 17))
     assert not found.mask.any()
     assert found.logprobs.tolist() == [[0.0]] * 3
@@ -318,7 +318,7 @@ def test_nothing_to_score(model: PreTrainedModel) -> None:
     ids=["prune", "weight_norm"],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-def test_a_weight_that_a_hook_computes_gets_gradients(
+def test_hook_computed_weight_gets_gradients(
     model: PreTrainedModel, documents: list[torch.Tensor], hook: Callable[[nn.Module], object]
 ) -> None:
     model = copy.deepcopy(model)
@@ -333,7 +333,7 @@ def test_a_weight_that_a_hook_computes_gets_gradients(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_hooks_end_with_the_batch(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+def test_hooks_run_for_probe_and_batch(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     model, shapes = copy.deepcopy(model), []
     model.model.layers[0].mlp.register_forward_hook(lambda *call: shapes.append(tuple(call[2].shape[:2])))
     token_logprobs(model, documents[1][None])
