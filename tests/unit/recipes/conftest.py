@@ -1,4 +1,4 @@
-"""A file of rows."""
+"""Fixtures for recipe tests: a JSONL data set file."""
 
 from __future__ import annotations
 

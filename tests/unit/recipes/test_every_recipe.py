@@ -82,19 +82,19 @@ def small(recipe: Recipe, checkpoint: Path, rows: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in recipes()]
 )
-def test_three_steps(name: str, rows_file: Path, tmp_path: Path) -> None:
+def test_three_training_steps(name: str, rows_file: Path, tmp_path: Path) -> None:
     file = recipes()[name]
-    whole = read_recipe(file)
-    model = tiny_model(name, whole)
-    images = "images" in whole.data.arguments
+    full_recipe = read_recipe(file)
+    model = tiny_model(name, full_recipe)
+    images = "images" in full_recipe.data.arguments
     checkpoint = save_with_tokenizer(model, tmp_path / "checkpoint", images=images)
     rows = rows_with_images(tmp_path) if images else rows_file
-    recipe = read_recipe(file, list(small(whole, checkpoint, rows)))
-    told: list[str] = []
-    run = train(recipe, out=tmp_path / "out", note=told.append)
+    recipe = read_recipe(file, list(small(full_recipe, checkpoint, rows)))
+    messages: list[str] = []
+    run = train(recipe, out=tmp_path / "out", note=messages.append)
 
     assert len(run.steps) == 3
-    assert sum(line.startswith("step ") for line in told) == 3
+    assert sum(line.startswith("step ") for line in messages) == 3
     assert all(math.isfinite(value) for step in run.steps for value in step.values())
     assert {gate.metric for gate in recipe.gates} <= set(run.steps[0])
     assert len(run.verdicts) == len(recipe.gates) > 0

@@ -43,7 +43,7 @@ def prompts(processor: Any) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
 # Rows and prompts
 
 
-def test_rows_have_their_images_opened(tmp_path: Path) -> None:
+def test_rows_open_images(tmp_path: Path) -> None:
     found = rows(str(rows_with_images(tmp_path)), images="images", columns={"prompt": "$problem"})
     assert [image.size for image in found[0]["images"]] == [(96, 48)]
     assert found[1]["images"][0].getpixel((0, 0)) == (25, 230, 90)
@@ -59,14 +59,14 @@ def test_rows_have_their_images_opened(tmp_path: Path) -> None:
         ({"images": [3]}, r"images has int: expected an image, or a file's name"),
     ],
 )
-def test_images_that_are_none_are_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_images_raise(row: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
     with pytest.raises(RecipeError, match=message):
         rows(str(file), images="images")
 
 
-def test_an_image_stands_where_the_prompt_has_it(processor: Any) -> None:
+def test_image_prompt_placeholder_positions(processor: Any) -> None:
     image = processor.image_token_id
     ids, inputs = image_prompt(processor, MESSAGES, [RED])
     assert processor.tokenizer.decode([token for token in ids if token != image]) == "uA<boi><eoi>Ba"
@@ -78,7 +78,7 @@ def test_an_image_stands_where_the_prompt_has_it(processor: Any) -> None:
     assert not torch.equal(others["pixel_values"], inputs["pixel_values"])
 
 
-def test_a_prompt_does_not_end_where_the_tokenizer_appends_eos(processor: Any) -> None:
+def test_image_prompt_has_no_appended_eos(processor: Any) -> None:
     expected, inputs = image_prompt(processor, MESSAGES, [RED])
     appending = gemma4_processor(CASE.reference().config)
     tokenizer = appending.tokenizer
@@ -94,7 +94,7 @@ def test_a_prompt_does_not_end_where_the_tokenizer_appends_eos(processor: Any) -
     }
 
 
-def test_prompts_and_images_that_do_not_fit_are_refused(processor: Any) -> None:
+def test_mismatched_prompts_and_images_raise(processor: Any) -> None:
     with pytest.raises(RecipeError, match=r"names 1 images .* and the row has 2"):
         image_prompt(processor, MESSAGES, [RED, BLUE])
     with pytest.raises(RecipeError, match="has to be a list of messages"):
@@ -110,7 +110,7 @@ def test_prompts_and_images_that_do_not_fit_are_refused(processor: Any) -> None:
         ("llama/sft", "data.images=images", r"only grpo, dr_grpo and dapo support images"),
     ],
 )
-def test_recipes_that_would_leave_images_out_are_refused(name: str, override: str, message: str) -> None:
+def test_recipes_without_image_support_raise(name: str, override: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         read_recipe(recipes()[name], [override])
 
@@ -118,7 +118,7 @@ def test_recipes_that_would_leave_images_out_are_refused(name: str, override: st
 # Engine and trainer
 
 
-def test_replies_are_scored_with_the_images_that_they_were_sampled_with(prompts: list[Any]) -> None:
+def test_rollouts_are_scored_with_their_images(prompts: list[Any]) -> None:
     """One batch with two completions for each of two images, and one without an image. The tokens are the same."""
     (red, of_red), (blue, of_blue) = prompts
     assert red == blue
@@ -139,7 +139,7 @@ def test_replies_are_scored_with_the_images_that_they_were_sampled_with(prompts:
         rollout_logprobs(model, batch.sequences, model_inputs=inputs[:2])
 
 
-def test_a_reply_ends_before_a_token_that_stands_for_an_image(prompts: list[Any]) -> None:
+def test_completion_ends_before_image_placeholder(prompts: list[Any]) -> None:
     (red, inputs), _ = prompts
     model = CASE.new_pair()[0]
     image, word = model.config.image_token_id, 120
@@ -171,10 +171,10 @@ def test_a_reply_ends_before_a_token_that_stands_for_an_image(prompts: list[Any]
         assert not weights[1].any()
     forwards.clear()
     (text,) = engine.generate([red], Sampling(), max_new_tokens=4, ignore_end=False)
-    assert text.tokens[2] == image, "without an image it is a token as any other"
+    assert text.tokens[2] == image, "without images, the placeholder is an ordinary token"
 
 
-def test_a_sequence_is_scored_with_its_images(prompts: list[Any]) -> None:
+def test_engine_scores_sequence_with_images(prompts: list[Any]) -> None:
     (red, inputs), _ = prompts
     engine = HFEngine(CASE.new_pair()[0])
     (sample,) = engine.generate([red], Sampling(), max_new_tokens=3, ignore_end=False, model_inputs=[inputs])
@@ -186,7 +186,7 @@ def test_a_sequence_is_scored_with_its_images(prompts: list[Any]) -> None:
     assert other[-count:] != pytest.approx(sample.logprobs, abs=1e-5)
 
 
-def test_token_ids_and_masks_of_a_processor_are_left_out(prompts: list[Any]) -> None:
+def test_processor_token_ids_and_masks_are_ignored(prompts: list[Any]) -> None:
     (red, inputs), _ = prompts
     model = CASE.model()
     engine, options = HFEngine(model), {"max_new_tokens": 3, "ignore_end": False}
@@ -202,7 +202,7 @@ def test_token_ids_and_masks_of_a_processor_are_left_out(prompts: list[Any]) -> 
     assert found.tolist() == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def test_token_ids_and_masks_that_contradict_the_prompt(prompts: list[Any]) -> None:
+def test_conflicting_processor_inputs_raise(prompts: list[Any]) -> None:
     (red, inputs), _ = prompts
     engine = HFEngine(CASE.model())
     ids = torch.tensor([red])
@@ -221,14 +221,14 @@ def test_token_ids_and_masks_that_contradict_the_prompt(prompts: list[Any]) -> N
             rollout_logprobs(engine.model, [red, red], **given)
 
 
-def test_raw_images_are_refused_by_an_engine_without_a_processor(prompts: list[Any]) -> None:
+def test_raw_images_without_processor_raise(prompts: list[Any]) -> None:
     (red, _), _ = prompts
     engine = HFEngine(CASE.new_pair()[0], name="some engine")
     with pytest.raises(EngineError, match="some engine accepts no raw images here, and 1 of 1 prompts have some"):
         engine.generate([red], Sampling(), max_new_tokens=1, images=[[object()]])
 
 
-def test_an_engine_that_takes_no_images_says_so() -> None:
+def test_engine_without_image_support_raises() -> None:
     engine = HFEngine(FamilyCase(registry.model_class("LlamaForCausalLM")).model(), name="some engine")
     with pytest.raises(EngineError, match="some engine accepts only token ids here, and 1 of 2 prompts have images"):
         engine.generate([[20], [21]], Sampling(), max_new_tokens=1, model_inputs=[{}, {"pixel_values": torch.zeros(1)}])

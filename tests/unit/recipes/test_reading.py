@@ -61,7 +61,7 @@ def write(tmp_path: Path) -> Any:
     return written
 
 
-def wrong(file: Path, *overrides: str) -> dict[str, str]:
+def read_problems(file: Path, *overrides: str) -> dict[str, str]:
     """Return the problems by key."""
     with pytest.raises(RecipeError) as raised:
         read_recipe(file, overrides)
@@ -69,7 +69,7 @@ def wrong(file: Path, *overrides: str) -> dict[str, str]:
     return {problem.subject: f"{problem.detail} {problem.advice}" for problem in raised.value.problems}
 
 
-def test_a_recipe_becomes_frozen_dataclasses(write: Any) -> None:
+def test_recipe_is_frozen_dataclass(write: Any) -> None:
     recipe = read_recipe(write())
     assert isinstance(recipe, PolicyRecipe)
     assert recipe.model.function == AutoModelForCausalLM.from_pretrained
@@ -86,7 +86,7 @@ def test_a_recipe_becomes_frozen_dataclasses(write: Any) -> None:
         recipe.seed = 1
 
 
-def test_overrides_replace_add_and_leave_out(write: Any) -> None:
+def test_overrides_replace_add_and_remove_keys(write: Any) -> None:
     overrides = ("training.steps=3", "loss.kl=0.1", "freeze_config.vision=null", "engine.dtype=null", "seed=7")
     recipe = read_recipe(write(), [*overrides, "gates=[last(reward) > 0.5]"])
     assert (recipe.training.steps, recipe.loss.kl, recipe.seed) == (3, 0.1, 7)
@@ -95,18 +95,18 @@ def test_overrides_replace_add_and_leave_out(write: Any) -> None:
     assert recipe.gates == (Gate("last", "reward", ">", 0.5),)
 
 
-def test_a_watch_is_a_section_of_its_own(write: Any) -> None:
+def test_watch_section(write: Any) -> None:
     assert read_recipe(write()).watch is None
     assert read_recipe(write(watch="{}")).watch == WatchSettings(fail=True, probe_every=1)
     assert read_recipe(write(watch="{fail: false, probe_every: 0}")).watch == WatchSettings(fail=False, probe_every=0)
-    assert "expected true or false" in wrong(write(watch="{fail: 3}"))["watch.fail"]
-    assert "expected at least 0" in wrong(write(watch="{probe_every: -1}"))["watch"]
-    (problem,) = wrong(write(watch="{}"), "training.dropout=true").values()
+    assert "expected true or false" in read_problems(write(watch="{fail: 3}"))["watch.fail"]
+    assert "expected at least 0" in read_problems(write(watch="{probe_every: -1}"))["watch"]
+    (problem,) = read_problems(write(watch="{}"), "training.dropout=true").values()
     assert "expected training.dropout=false" in problem
 
 
-def test_the_loss_decides_what_else_is_read(write: Any) -> None:
-    found = wrong(write(loss="{name: sft}"))
+def test_loss_determines_accepted_sections(write: Any) -> None:
+    found = read_problems(write(loss="{name: sft}"))
     assert found["reward"].startswith("nothing reads it")
     assert found["engine"].startswith("nothing reads it")
     assert found["training.batch"].startswith("is missing")
@@ -126,12 +126,12 @@ def test_the_loss_decides_what_else_is_read(write: Any) -> None:
         ("training.step=3", "steps"),
     ],
 )
-def test_suggestions_include_keys_of_other_parts(write: Any, override: str, nearest: str) -> None:
-    (problem,) = wrong(write(), override).values()
+def test_suggestions_include_keys_of_other_sections(write: Any, override: str, nearest: str) -> None:
+    (problem,) = read_problems(write(), override).values()
     assert problem.startswith(f"nothing reads it (did you mean {nearest}?)")
 
 
-def test_everything_is_said_at_once_with_the_nearest_names(write: Any) -> None:
+def test_error_lists_all_problems_with_suggestions(write: Any) -> None:
     file = write(
         backend="{attn: sdpa, linear: te}",
         freeze_config="{vison: true, language: maybe}",
@@ -140,7 +140,7 @@ def test_everything_is_said_at_once_with_the_nearest_names(write: Any) -> None:
         gates='["median(token_mult_prob_eror) < 1.05"]',
         engin="{}",
     )
-    found = wrong(file, "seed=true")
+    found = read_problems(file, "seed=true")
     assert "did you mean engine" in found["engin"]
     assert "did you mean steps" in found["training.step"]
     assert "is missing" in found["training.steps"]
@@ -156,7 +156,7 @@ def test_everything_is_said_at_once_with_the_nearest_names(write: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "key", "words"),
+    ("loss", "key", "message"),
     [
         ("{name: dap}", "loss.name", "did you mean dapo?"),
         ("{name: dap}", "loss.name", "expected one of sft, dpo, reward, grpo, dr_grpo, dapo"),
@@ -171,21 +171,21 @@ def test_everything_is_said_at_once_with_the_nearest_names(write: Any) -> None:
         ("{name: dapo, overlong_buffer: 51}", "recipe.yaml", "at most training.new_tokens, 50"),
     ],
 )
-def test_losses(write: Any, loss: str, key: str, words: str) -> None:
-    assert words in wrong(write(loss=loss))[key]
+def test_invalid_losses(write: Any, loss: str, key: str, message: str) -> None:
+    assert message in read_problems(write(loss=loss))[key]
 
 
-def test_what_does_not_fit_together_is_told_at_once(write: Any) -> None:
+def test_inconsistent_training_values(write: Any) -> None:
     file = write(
         training="{steps: 1, questions: 4, group: 8, max_prompt: 100, new_tokens: 50, updates: 3, row_tokens: 149}"
     )
-    (message,) = wrong(file).values()
+    (message,) = read_problems(file).values()
     assert "updates=3: expected a divisor of the 4 questions" in message
     assert "row_tokens=149: expected at least the 150 of max_prompt and new_tokens" in message
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("optimizer.lr=fast", "is 'fast': expected a number"),
         ("optimizer.lr=-1", "is -1, which AdamW does not accept: Invalid learning rate"),
@@ -206,27 +206,27 @@ def test_what_does_not_fit_together_is_told_at_once(write: Any) -> None:
         ("seed=1180591620717411303424", "expected a whole number from 0 to 4294967295"),
     ],
 )
-def test_invalid_values(write: Any, override: str, words: str) -> None:
-    (problem,) = wrong(write(), override).items()
+def test_invalid_values(write: Any, override: str, message: str) -> None:
+    (problem,) = read_problems(write(), override).items()
     assert problem[0] == override.partition("=")[0]
-    assert words in problem[1]
+    assert message in problem[1]
 
 
-def test_invalid_values_of_sums(write: Any) -> None:
+def test_invalid_sums_arguments(write: Any) -> None:
     data = "{_target_: nrl_models.recipes.sums.sums, count: many, largest: 2.5}"
     expected = {"data.count": "is 'many': expected a whole number ", "data.largest": "is 2.5: expected a whole number "}
-    assert wrong(write(data=data)) == expected
+    assert read_problems(write(data=data)) == expected
 
 
-def test_optimizer_arguments_that_need_each_other(write: Any) -> None:
+def test_dependent_optimizer_arguments(write: Any) -> None:
     sgd = write(optimizer="{_target_: torch.optim.SGD, nesterov: true, lr: 1}")
-    assert "Nesterov momentum requires a momentum" in wrong(sgd)["optimizer.nesterov"]
+    assert "Nesterov momentum requires a momentum" in read_problems(sgd)["optimizer.nesterov"]
     assert read_recipe(sgd, ["optimizer.momentum=0.9"]).optimizer.arguments["nesterov"] is True
-    assert set(wrong(sgd, "optimizer.momentum=0.9", "optimizer.lr=-1")) == {"optimizer.lr"}
+    assert set(read_problems(sgd, "optimizer.momentum=0.9", "optimizer.lr=-1")) == {"optimizer.lr"}
 
 
 @pytest.mark.parametrize(
-    ("gate", "words"),
+    ("gate", "message"),
     [
         ("median(reward)", "expected a gate such as"),
         ("medium(reward) > 1", "unknown statistic medium: expected one of median, mean"),
@@ -235,10 +235,10 @@ def test_optimizer_arguments_that_need_each_other(write: Any) -> None:
         ("median(perplexity) < 1", "this run measures token_mult_prob_error, kl_k3, reward"),
     ],
 )
-def test_gates_that_mean_nothing(gate: str, words: str) -> None:
+def test_invalid_gates_raise(gate: str, message: str) -> None:
     with pytest.raises(UnknownArgumentError) as raised:
         Gate.parse(gate, POLICY_METRICS)
-    assert words in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_gates() -> None:
@@ -249,7 +249,7 @@ def test_gates() -> None:
             verdict = Gate.parse(f"{name}(reward) {relation} {value}", ["reward"]).check(history)
             assert (verdict.value, verdict.passed) == (value, passed)
     gate = Gate.parse("median(reward) < 10", ["reward"])
-    assert not gate.check([]).passed, "nothing was measured"
+    assert not gate.check([]).passed, "gates fail without measurements"
     assert not gate.check([{"loss": 1.0}]).passed
     assert not gate.check([*history, {"reward": float("nan")}]).passed
     assert gate.check([*history, {"loss": 1.0}]).passed
@@ -258,25 +258,23 @@ def test_gates() -> None:
 # Invalid files
 
 
-def test_a_recipe_names_only_what_is_listed(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_target_only_from_command_line(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere.py").write_text(
         "from pathlib import Path\nPath(__file__).with_name('imported').touch()\n"
         "def reward(row, completion, ended): return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     file = write(reward="{_target_: elsewhere.reward}")
-    found = wrong(file, "training.steps=1")
+    found = read_problems(file, "training.steps=1")
     assert "elsewhere.reward is code from elsewhere" in found["reward._target_"]
     assert "give it on the command line: reward._target_=elsewhere.reward" in found["reward._target_"]
-    assert not (tmp_path / "imported").exists(), "it is not imported, either"
+    assert not (tmp_path / "imported").exists(), "the module is not imported"
     recipe = read_recipe(file, ["reward._target_=elsewhere.reward"])
     assert recipe.reward.function({}, "", True) == 1.0
     assert (tmp_path / "imported").exists()
 
 
-def test_parameters_of_a_reward_function_may_have_any_names(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reward_function_signatures(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(
         "def named(example, text, finished, *, scale=1.0): return scale\n"
         "def variadic(*args): return 1.0\n"
@@ -286,13 +284,13 @@ def test_parameters_of_a_reward_function_may_have_any_names(
     recipe = read_recipe(write(reward="{scale: 2.0}"), ["reward._target_=my_rewards.named"])
     assert recipe.reward.function({}, "", True, **recipe.reward.arguments) == 2.0
     assert read_recipe(write(), ["reward._target_=my_rewards.variadic"]).reward.function({}, "", True) == 1.0
-    found = wrong(write(), "reward._target_=my_rewards.short")
+    found = read_problems(write(), "reward._target_=my_rewards.short")
     assert found["reward._target_"].strip() == "takes 2 positional arguments; expected row, completion, ended"
 
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["os.system", "nrl_models.auto.torch.os.system", "builtins.eval", "subprocess.Popen"])
-def test_no_part_of_a_file_names_anything_else(write: Any, slot: str, name: str) -> None:
+def test_unlisted_targets_in_file_raise(write: Any, slot: str, name: str) -> None:
     text = POLICY.replace(
         "model:\n  _target_: nrl_models.AutoModelForCausalLM.from_pretrained\n", "model:\n  _target_: x\n"
     )
@@ -300,16 +298,16 @@ def test_no_part_of_a_file_names_anything_else(write: Any, slot: str, name: str)
         file = write(text.replace("_target_: x", f"_target_: {name}"))
     else:
         file = write(**{slot: f"{{_target_: {name}}}"})
-    assert "is code from elsewhere" in wrong(file)[f"{slot}._target_"]
+    assert "is code from elsewhere" in read_problems(file)[f"{slot}._target_"]
 
 
-def test_a_target_inside_another_is_no_target(write: Any) -> None:
+def test_nested_target_raises(write: Any) -> None:
     file = write(data="{_target_: nrl_models.recipes.rows.rows, path: x, columns: {_target_: os.system}}")
-    assert "only the first level" in wrong(file)["data.columns._target_"]
+    assert "only the first level" in read_problems(file)["data.columns._target_"]
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value", "message"),
     [
         ("model.trust_remote_code", "true", "run code"),
         ("model.offload_folder", "/tmp/x", "write files"),
@@ -319,33 +317,33 @@ def test_a_target_inside_another_is_no_target(write: Any) -> None:
         ("engine.options.trust_remote_code", "true", "code to run"),
     ],
 )
-def test_what_runs_code_is_given_on_the_command_line(write: Any, key: str, value: str, words: str) -> None:
+def test_options_that_run_code_only_from_command_line(write: Any, key: str, value: str, message: str) -> None:
     part, name = key.rsplit(".", 1)
     text = POLICY.replace("  dtype: float32\n", f"  dtype: float32\n  {name}: {value}\n", part == "model")
     text = text.replace("enforce_eager: true", f"{name}: {value}") if part != "model" else text
-    found = wrong(write(text))
-    assert words in found[key]
+    found = read_problems(write(text))
+    assert message in found[key]
     assert f"{key}=" in found[key]
     read_recipe(write(), [f"{key}={value}"])
 
 
 @pytest.mark.parametrize("key", ["backend.attn", "model.attn_implementation"])
-def test_kernels_of_the_hub_are_given_on_the_command_line(write: Any, key: str) -> None:
+def test_hub_kernels_only_from_command_line(write: Any, key: str) -> None:
     text = POLICY.replace("attn: sdpa", "attn: someone/kernel")
     if key.startswith("model"):
         text = POLICY.replace("  dtype: float32\n", "  dtype: float32\n  attn_implementation: someone/kernel\n")
-    assert "whose code would be downloaded and run" in wrong(write(text))[key.partition(".")[0]]
+    assert "whose code would be downloaded and run" in read_problems(write(text))[key.partition(".")[0]]
     read_recipe(write(), [f"{key}=someone/kernel"])
 
 
-def test_safe_options_are_options() -> None:
+def test_safe_loading_options_exist() -> None:
     from nrl_models.loading.options import KEYWORDS
 
     assert set(SAFE_LOADING) <= {*KEYWORDS, "pretrained_model_name_or_path"}
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("a: &x [1]\nb: *x\n", "anchor or alias"),
         ("- 1\n", "not a mapping"),
@@ -356,52 +354,52 @@ def test_safe_options_are_options() -> None:
         ("\n".join(f"{' ' * level}a:" for level in range(100)), "nested deeper than 32 levels"),
         ("a: " + "x" * 2**16, "has more than"),
     ],
-    ids=["anchor", "list", "twice", "tag", "open", "deep flow", "deep blocks", "large"],
+    ids=["anchor", "list", "duplicate key", "tag", "unclosed", "deep flow", "deep blocks", "large"],
 )
-def test_yaml_that_is_no_recipe(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_yaml(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
-    (detail,) = wrong(file).values()
-    assert words in detail
+    (detail,) = read_problems(file).values()
+    assert message in detail
 
 
-def test_interpolation_is_not_read(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolation_raises(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
-    found = wrong(write(POLICY.replace("some/model", "${oc.env:SECRET}")))
+    found = read_problems(write(POLICY.replace("some/model", "${oc.env:SECRET}")))
     assert "interpolation" in found["model.pretrained_model_name_or_path"]
     assert "hunter2" not in str(found)
 
 
 @pytest.mark.parametrize("override", ["training.steps", "=3", "training.steps.x=1", "a.[=1"])
-def test_overrides_that_mean_nothing(write: Any, override: str) -> None:
-    assert wrong(write(), override)
+def test_invalid_overrides(write: Any, override: str) -> None:
+    assert read_problems(write(), override)
 
 
-def test_the_model_is_of_the_kind_that_the_loss_needs(write: Any) -> None:
+def test_model_class_must_match_loss(write: Any) -> None:
     text = POLICY.replace("AutoModelForCausalLM", "AutoModelForSequenceClassification")
-    assert "needs a model that writes text" in wrong(write(text))["model._target_"]
+    assert "needs a model that writes text" in read_problems(write(text))["model._target_"]
 
 
-def test_a_misspelled_option_of_loading_is_found(write: Any) -> None:
+def test_misspelled_loading_option(write: Any) -> None:
     text = POLICY.replace("  dtype: float32", "  dtpye: float32")
-    assert "did you mean dtype" in wrong(write(text))["model.dtpye"]
+    assert "did you mean dtype" in read_problems(write(text))["model.dtpye"]
     text = POLICY.replace("  dtype: float32", "  router_aux_loss_coef: 0.0")
     assert read_recipe(write(text)).model.arguments["router_aux_loss_coef"] == 0.0
 
 
-def test_a_recipe_that_is_not_there() -> None:
+def test_unknown_recipe_name_raises() -> None:
     with pytest.raises(RecipeError, match="did you mean llama/grpo"):
         recipe_file("llama/grpp")
     assert recipe_file("llama/grpo") == recipes()["llama/grpo"]
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_every_recipe_that_comes_along_is_read(name: str) -> None:
+def test_bundled_recipes_are_valid(name: str) -> None:
     recipe = read_recipe(recipes()[name])
     assert isinstance(recipe, (PolicyRecipe, SupervisedRecipe))
-    assert recipe.gates, "a recipe says what has to hold"
+    assert recipe.gates, "recipes define gates"
     lines = recipes()[name].read_text().splitlines()
-    assert sum("#" in line for line in lines) >= 3, "it is commented"
+    assert sum("#" in line for line in lines) >= 3, "recipes have comments"
     assert lines[0].startswith("# ")
 
 

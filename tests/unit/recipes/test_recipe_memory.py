@@ -18,16 +18,16 @@ from nrl_models.recipes.recipe import PolicyRecipe
 GPU = 80e9
 """Memory of a device in bytes."""
 
-TRAINED = 16
+TRAINING_BYTES = 16
 """Bytes per trained weight in fp32: weight, gradient and two AdamW states."""
 
-REFERENCE = 4
+REFERENCE_BYTES = 4
 """Bytes per weight of the reference."""
 
-ROOM = 0.95
+USABLE_SHARE = 0.95
 """Share of a device for weights and engine. Activations need the rest."""
 
-CACHE = 1.5e9
+MINIMUM_CACHE = 1.5e9
 """Minimum bytes of an engine in addition to its weights, on each device."""
 
 NAMES = {**ALIASES, "unsloth/gpt-oss-20b-BF16": "openai/gpt-oss-20b"}
@@ -50,7 +50,7 @@ def parameters(repository: str) -> int | None:
 
 
 @pytest.mark.parametrize("name", [name for name in recipes() if not name.startswith("demo/")])
-def test_recipe_fits_the_devices_of_its_comment(name: str) -> None:
+def test_recipe_fits_devices_in_comment(name: str) -> None:
     file = recipes()[name]
     recipe = read_recipe(file)
     found = _COMMENT.search(file.read_text())
@@ -67,12 +67,12 @@ def test_recipe_fits_the_devices_of_its_comment(name: str) -> None:
         ranks = options.get("tensor_parallel_size", 1)
         engine = options["gpu_memory_utilization"] * GPU
         assert ranks <= devices
-        needed = 2 * weights / ranks + CACHE
+        needed = 2 * weights / ranks + MINIMUM_CACHE
         assert needed <= engine, f"the engine needs {needed / 1e9:.1f} GB on a device, and has {engine / 1e9:.1f}"
     keeps_reference = isinstance(recipe.loss, PreferenceLoss) or getattr(recipe.loss, "kl", 0) > 0
-    share = (TRAINED + REFERENCE * keeps_reference) * weights / devices
-    assert share + engine <= ROOM * GPU, f"{share / 1e9:.1f} GB for training, {engine / 1e9:.1f} for the engine"
+    share = (TRAINING_BYTES + REFERENCE_BYTES * keeps_reference) * weights / devices
+    assert share + engine <= USABLE_SHARE * GPU, f"{share / 1e9:.1f} GB for training, {engine / 1e9:.1f} for the engine"
 
 
-def test_most_recipes_state_their_size() -> None:
+def test_most_recipes_document_their_size() -> None:
     assert sum(bool(_COMMENT.search(file.read_text())) for file in recipes().values()) > 15

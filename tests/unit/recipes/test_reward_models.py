@@ -1,4 +1,4 @@
-"""Recipes of reward models: scores equal those that transformers computes of sequences without padding."""
+"""Reward model recipes: scores equal transformers' scores of sequences without padding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ training: {{steps: 1, batch: 2, max_length: 64, micro_batch: {micro_batch}}}
 
 
 @pytest.mark.parametrize("pad", [5, 0, -1, None], ids=lambda pad: f"pad={pad}")
-def test_scores_are_those_without_padding(pad: int | None, tmp_path: Path) -> None:
+def test_scores_match_sequences_without_padding(pad: int | None, tmp_path: Path) -> None:
     """The configuration names the padding token after which no token is scored; the tokenizer's is 0."""
     config = tiny_config(LlamaConfig, {"num_labels": 1})
     config.pad_token_id = pad

@@ -29,7 +29,7 @@ from nrl_models.watch import Watch
 SAMPLES = [Sample((5, 6), (7, 2), (-0.5, -0.25), "stop"), Sample((5, 6, 7), (8, 9, 2), (-1.0, -2.0, -3.0), "stop")]
 
 
-def test_only_what_was_sampled_is_learned_from() -> None:
+def test_sample_batch_masks() -> None:
     batch = SampleBatch.of(SAMPLES)
     assert batch.sequences == [(5, 6, 7, 2), (5, 6, 7, 8, 9, 2)]
     assert batch.sampled.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]
@@ -75,7 +75,7 @@ def weights(loop: PolicyLoop) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
 
 
-def test_the_engine_stays_with_the_trainer(make: Callable[..., PolicyLoop]) -> None:
+def test_engine_matches_trainer_after_refits(make: Callable[..., PolicyLoop]) -> None:
     loop = make()
     before = weights(loop)
     for step in range(3):
@@ -86,13 +86,13 @@ def test_the_engine_stays_with_the_trainer(make: Callable[..., PolicyLoop]) -> N
     assert not torch.equal(weights(loop), before)
 
 
-def test_log_probabilities_are_those_of_what_is_sampled_from(make: Callable[..., PolicyLoop]) -> None:
+def test_logprobs_use_sampling_parameters(make: Callable[..., PolicyLoop]) -> None:
     found = make(sampling=Sampling(temperature=0.6, top_k=20, top_p=0.9)).step(questions(), 2, seed=0)
     assert found["token_mult_prob_error"] < 1.0001
     assert found["outside"] == 0
 
 
-def test_the_reference_holds_the_policy(make: Callable[..., PolicyLoop]) -> None:
+def test_kl_moves_policy_to_reference(make: Callable[..., PolicyLoop]) -> None:
     """With constant rewards, a policy far from its reference moves back to it."""
     reference = make().model.requires_grad_(False)
     loop = make("grpo", kl=1.0, reward=lambda row, completion, ended: 0.0, reference=reference, lr=0.01)
@@ -105,7 +105,7 @@ def test_the_reference_holds_the_policy(make: Callable[..., PolicyLoop]) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"updates": 2}, {"sampling": Sampling(temperature=0.6, top_p=0.9)}])
-def test_a_watch_finds_nothing_in_healthy_steps(make: Callable[..., PolicyLoop], options: dict[str, Any]) -> None:
+def test_watch_has_no_findings_in_healthy_steps(make: Callable[..., PolicyLoop], options: dict[str, Any]) -> None:
     loop = make(**options)
     sampling = loop.sampling
     loop = dataclasses.replace(loop, watch=Watch(loop.model, loop.engine, sampling=sampling, optimizer=loop.optimizer))
@@ -116,7 +116,7 @@ def test_a_watch_finds_nothing_in_healthy_steps(make: Callable[..., PolicyLoop],
     assert not loop.watch.findings
 
 
-def test_a_watch_stops_before_the_update(make: Callable[..., PolicyLoop]) -> None:
+def test_watch_raises_before_update(make: Callable[..., PolicyLoop]) -> None:
     loop = make()
     loop = dataclasses.replace(loop, watch=Watch(loop.model, loop.engine))
     loop.step(questions(), 2, seed=0)
@@ -128,7 +128,7 @@ def test_a_watch_stops_before_the_update(make: Callable[..., PolicyLoop]) -> Non
     assert torch.equal(weights(loop), before)
 
 
-def test_a_watch_that_does_not_fail_counts(make: Callable[..., PolicyLoop]) -> None:
+def test_non_failing_watch_counts_drift(make: Callable[..., PolicyLoop]) -> None:
     loop = make()
     loop = dataclasses.replace(loop, watch=Watch(loop.model, loop.engine, fail=False))
     with torch.no_grad():
@@ -137,19 +137,17 @@ def test_a_watch_that_does_not_fail_counts(make: Callable[..., PolicyLoop]) -> N
     assert loop.step(questions(), 2, seed=1)["drift"] == 0
 
 
-def test_an_engine_of_other_weights_shows(make: Callable[..., PolicyLoop]) -> None:
+def test_metrics_detect_different_engine_weights(make: Callable[..., PolicyLoop]) -> None:
     loop = make()
     with torch.no_grad():
         loop.engine.model.lm_head.weight.mul_(1.2)
     found = loop.step(questions(), 2, seed=0)
     assert found["token_mult_prob_error"] > 1.01
     assert found["kl_k3"] > 1e-4
-    assert loop.step(questions(), 2, seed=1)["token_mult_prob_error"] < 1.0001, "the refit brought them"
+    assert loop.step(questions(), 2, seed=1)["token_mult_prob_error"] < 1.0001, "the refit updates the engine"
 
 
-def test_a_weight_that_is_not_written_is_an_error(
-    make: Callable[..., PolicyLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritten_weight_raises(make: Callable[..., PolicyLoop], monkeypatch: pytest.MonkeyPatch) -> None:
     loop = make()
     adapter = loop.model.state_dict_adapter
     whole = adapter.iter_export
@@ -158,7 +156,7 @@ def test_a_weight_that_is_not_written_is_an_error(
         loop.step(questions(), 1, seed=0)
 
 
-def test_groups_of_equal_rewards_change_nothing(make: Callable[..., PolicyLoop]) -> None:
+def test_equal_rewards_do_not_change_weights(make: Callable[..., PolicyLoop]) -> None:
     loop = make(reward=lambda row, completion, ended: 1.0)
     before = weights(loop)
     found = loop.step(questions(), 2, seed=0)
@@ -166,7 +164,7 @@ def test_groups_of_equal_rewards_change_nothing(make: Callable[..., PolicyLoop])
     assert torch.equal(weights(loop), before)
 
 
-def test_rewards_are_fp32_whatever_the_default_dtype_is(
+def test_rewards_are_fp32_for_any_default_dtype(
     make: Callable[..., PolicyLoop], low_default_dtype: Callable[[], None]
 ) -> None:
     rewards = itertools.cycle([1.0, 1.0001])
@@ -179,7 +177,7 @@ def test_rewards_are_fp32_whatever_the_default_dtype_is(
     torch.testing.assert_close(rollouts.advantages.flatten(), expected, rtol=1e-2, atol=0)
 
 
-def test_dynamic_sampling_asks_until_enough_groups_teach(make: Callable[..., PolicyLoop]) -> None:
+def test_dynamic_sampling_generates_until_enough_groups(make: Callable[..., PolicyLoop]) -> None:
     counted = itertools.count()
 
     def reward(row: int, completion: str, ended: bool) -> float:
@@ -195,10 +193,10 @@ def test_dynamic_sampling_asks_until_enough_groups_teach(make: Callable[..., Pol
     found = loop.step(questions(), 2, seed=0)
     assert loop.engine.batches == 3
     assert found["groups"] == 0
-    assert "token_mult_prob_error" not in found, "nothing was compared, and a gate on it does not pass"
+    assert "token_mult_prob_error" not in found, "the metric is missing, so a gate on it fails"
 
 
-def test_long_replies_are_worth_less(make: Callable[..., PolicyLoop]) -> None:
+def test_overlong_completions_are_penalized(make: Callable[..., PolicyLoop]) -> None:
     loop = make(reward=lambda row, completion, ended: 0.0, overlong_buffer=2)
     lengths = iter([6, 5, 4, 2])
 
@@ -213,7 +211,7 @@ def test_long_replies_are_worth_less(make: Callable[..., PolicyLoop]) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_rows_of_any_size_make_no_difference(make: Callable[..., PolicyLoop], name: str, level: str) -> None:
+def test_row_tokens_do_not_change_updates(make: Callable[..., PolicyLoop], name: str, level: str) -> None:
     found = []
     for size in (9, 30, None):
         loop = make(name, row_tokens=size, correction=Correction("tis", level=level))
@@ -224,13 +222,13 @@ def test_rows_of_any_size_make_no_difference(make: Callable[..., PolicyLoop], na
         assert other[1:] == pytest.approx(found[0][1:], rel=1e-4, abs=5e-6)
 
 
-def test_later_updates_are_clipped_against_the_first_policy(make: Callable[..., PolicyLoop]) -> None:
+def test_later_updates_are_clipped(make: Callable[..., PolicyLoop]) -> None:
     one, two = make("grpo", lr=1.0), make("grpo", lr=1.0, updates=2)
     assert one.step(questions(), 4, seed=0)["clipped"] == 0.0
     assert two.step(questions(), 4, seed=0)["clipped"] > 0.0
 
 
-def test_a_correction_counts_what_the_engine_thought_unlikely(make: Callable[..., PolicyLoop]) -> None:
+def test_correction_cap_limits_update(make: Callable[..., PolicyLoop]) -> None:
     """With a cap close to zero, weights barely change."""
     moved = []
     for correction in (None, Correction("tis", cap=1e-3), Correction("mis", cap=1e-3)):
@@ -246,7 +244,7 @@ def test_a_correction_counts_what_the_engine_thought_unlikely(make: Callable[...
 # Truncated sampling
 
 
-def by_hand(model: Any, ids: torch.Tensor, temperature: float, top_k: int = 0) -> torch.Tensor:
+def reference_logprobs(model: Any, ids: torch.Tensor, temperature: float, top_k: int = 0) -> torch.Tensor:
     """Return the log-probabilities of the last two tokens of each row. -inf for a token that `top_k` excludes."""
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[:, 1:3] / temperature
@@ -257,7 +255,7 @@ def by_hand(model: Any, ids: torch.Tensor, temperature: float, top_k: int = 0) -
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("correction", [None, Correction("tis"), Correction("mis", cap=1e9, level="sequence")])
-def test_tokens_outside_the_support_are_masked(
+def test_excluded_tokens_are_masked(
     make: Callable[..., PolicyLoop], updates: int, correction: Correction | None
 ) -> None:
     """Loss, divergence and metrics, computed manually. The reference is not truncated; excluded tokens do not count."""
@@ -276,7 +274,7 @@ def test_tokens_outside_the_support_are_masked(
         first = torch.where(torch.arange(8)[:, None] % 3 == 0, unlikely, likely)
         second = loop.model(input_ids=torch.cat([prompts, first], 1)).logits[:, -1].topk(5).indices[:, 4:]
     ids = torch.cat([prompts, first, second], 1)
-    old, theirs = by_hand(loop.model, ids, 0.8, 40), by_hand(reference, ids, 0.8)
+    old, theirs = reference_logprobs(loop.model, ids, 0.8, 40), reference_logprobs(reference, ids, 0.8)
     inside = old.isfinite()
     assert 0 < (~inside).sum() < 8
     engine = torch.where(inside, old, -3.0) + 0.1 * torch.rand(8, 2, generator=generator).double()
@@ -321,7 +319,7 @@ def test_non_finite_rewards_raise_or_are_skipped(make: Callable[..., PolicyLoop]
     found = loop.step(questions(), 2, seed=0)
     assert found["skipped"] == 1
     assert math.isfinite(found["reward"])
-    assert found["groups"] == (2 if name == "dapo" else 1), "dynamic sampling asks for another group"
+    assert found["groups"] == (2 if name == "dapo" else 1), "dynamic sampling generates another group"
     assert weights(loop).isfinite().all()
     assert not torch.equal(weights(loop), before)
 
@@ -367,12 +365,12 @@ def test_non_finite_advantages_raise_or_are_skipped(make: Callable[..., PolicyLo
 
 
 @pytest.mark.parametrize("value", [None, "much", [1.0, 2.0]], ids=str)
-def test_a_reward_that_is_not_a_number_raises(make: Callable[..., PolicyLoop], value: Any) -> None:
+def test_non_numeric_reward_raises(make: Callable[..., PolicyLoop], value: Any) -> None:
     with pytest.raises(NonFiniteError, match="expected a number"):
         make(reward=lambda row, completion, ended: value).step(questions(), 1, seed=0)
 
 
-def test_an_update_with_a_non_finite_gradient_is_skipped(make: Callable[..., PolicyLoop]) -> None:
+def test_update_with_non_finite_gradient_is_skipped(make: Callable[..., PolicyLoop]) -> None:
     loop = make()
     before = weights(loop)
     handle = loop.model.model.layers[0].mlp.down_proj.weight.register_hook(lambda gradient: gradient * math.inf)
@@ -385,7 +383,7 @@ def test_an_update_with_a_non_finite_gradient_is_skipped(make: Callable[..., Pol
     assert not torch.equal(weights(loop), before)
 
 
-def test_an_unknown_way_to_treat_non_finite_values_raises(make: Callable[..., PolicyLoop]) -> None:
+def test_invalid_on_non_finite_raises(make: Callable[..., PolicyLoop]) -> None:
     with pytest.raises(UnknownOptionError, match="on_non_finite='ignore': expected raise, skip"):
         make(on_non_finite="ignore")
 
@@ -406,7 +404,7 @@ def test_dynamic_sampling_compares_rewards_without_penalties(make: Callable[...,
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_step_computes_without_dropout_unless_asked(make: Callable[..., PolicyLoop], checkpointing: bool) -> None:
+def test_dropout_is_off_by_default(make: Callable[..., PolicyLoop], checkpointing: bool) -> None:
     found = {}
     for name, options in {"eval": {}, "train": {}, "dropout": {"dropout": True}}.items():
         loop = make("grpo", kl=0.5, reference=make().model, updates=2, **options)
@@ -427,4 +425,4 @@ def test_a_step_computes_without_dropout_unless_asked(make: Callable[..., Policy
     torch.testing.assert_close(found["train"][1], found["eval"][1], rtol=0, atol=1e-6)
     assert found["dropout"][0] > 1.01
     if checkpointing:
-        assert found["train"][2] == found["dropout"][2] > found["eval"][2], "layers still run again in the backward"
+        assert found["train"][2] == found["dropout"][2] > found["eval"][2], "layers are recomputed in the backward pass"

@@ -22,13 +22,13 @@ QUESTION = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize("answer", [None, 5, {"role": "assistant", "content": "Ho"}, ["Ho"], [{"content": "Ho"}]])
-def test_answers_of_another_type_raise(answer: Any) -> None:
+def test_invalid_answer_types_raise(answer: Any) -> None:
     with pytest.raises(NRLModelsError, match=r"the answer is .*: expected text, or a list of messages"):
         answered_ids(TOKENIZER, QUESTION, answer)
 
 
 @pytest.mark.parametrize("prompt", [None, 5, QUESTION[0], ["Hi"], [{"role": "user"}]])
-def test_prompts_of_another_type_raise(prompt: Any) -> None:
+def test_invalid_prompt_types_raise(prompt: Any) -> None:
     with pytest.raises(NRLModelsError, match=r"the prompt is .*: expected text, or a list of messages"):
         prompt_ids(TOKENIZER, prompt)
     if prompt is not None:
@@ -36,7 +36,7 @@ def test_prompts_of_another_type_raise(prompt: Any) -> None:
             answered_ids(TOKENIZER, prompt, "Ho")
 
 
-def test_text_that_begins_with_bos_has_it_once() -> None:
+def test_text_with_bos_is_not_prefixed_again() -> None:
     """Chats that were rendered to text begin with BOS, and the tokenizer prepends one."""
     tokenizer = byte_tokenizer(CONFIG, {"<start>": 300})
     tokenizer.bos_token = "<start>"
@@ -49,14 +49,14 @@ def test_text_that_begins_with_bos_has_it_once() -> None:
         assert tokenizer.decode(answered_ids(tokenizer, None, prompt)[0]) == "<start>Hi<end>"
 
 
-def test_a_tokenizer_without_an_end_token_raises() -> None:
+def test_tokenizer_without_eos_raises() -> None:
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.eos_token = None
     with pytest.raises(NRLModelsError, match="has no `eos_token`, so the model would not learn to stop"):
         answered_ids(tokenizer, "Hi", "Ho")
 
 
-def test_the_unknown_token_ends_no_turn() -> None:
+def test_unknown_token_is_not_end_of_turn() -> None:
     """A tokenizer without a token for a line break writes its unknown token there."""
     tokenizer = byte_tokenizer(CONFIG, {"<unknown>": 300})
     tokenizer.unk_token = "<unknown>"
@@ -66,14 +66,14 @@ def test_the_unknown_token_ends_no_turn() -> None:
 
 
 @pytest.mark.parametrize("rule", [last_number, boxed])
-def test_a_reward_names_the_missing_column(rule: Any) -> None:
+def test_reward_rule_names_missing_column(rule: Any) -> None:
     with pytest.raises(RecipeError, match="a row: has solution: expected answer, the right answer"):
         rule({"solution": "3"}, "3", True)
 
 
 @pytest.mark.parametrize("name", ["group", "new_tokens", "updates"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
-def test_numbers_of_a_loop_are_checked(name: str, value: Any) -> None:
+def test_invalid_policy_loop_numbers_raise(name: str, value: Any) -> None:
     parts: Any = dict.fromkeys(("model", "optimizer", "engine", "tokenizer", "reward", "settings"))
     with pytest.raises(UnknownArgumentError, match=f"{name}=.*: expected a whole number above 0"):
         PolicyLoop(**parts, **{"group": 2, "new_tokens": 4, name: value})

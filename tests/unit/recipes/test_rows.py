@@ -31,17 +31,17 @@ CONFIG = tiny_config(LlamaConfig)
 TOKENIZER = byte_tokenizer(CONFIG)
 
 
-def text(ids: list[int], chosen: list[bool] | None = None) -> str:
-    return TOKENIZER.decode([token for place, token in enumerate(ids) if chosen is None or chosen[place]])
+def text(ids: list[int], trained: list[bool] | None = None) -> str:
+    return TOKENIZER.decode([token for place, token in enumerate(ids) if trained is None or trained[place]])
 
 
-def test_rows_of_a_file(rows_file: Path) -> None:
+def test_rows_from_file(rows_file: Path) -> None:
     found = rows(str(rows_file))
     assert len(found) == len(ROWS)
     assert found[0] == ROWS[0]
 
 
-def test_a_file_may_be_larger_than_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_limit_applies_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl_models.recipes.data_sets.sources.MOST_BYTES", 100)
     monkeypatch.setattr("nrl_models.common.checkpoint.json_reading.MOST_BYTES", 100)
     file = tmp_path / "rows.jsonl"
@@ -52,7 +52,7 @@ def test_a_file_may_be_larger_than_a_line(tmp_path: Path, monkeypatch: pytest.Mo
         rows(str(file))
 
 
-def test_columns_are_filled(rows_file: Path) -> None:
+def test_column_templates(rows_file: Path) -> None:
     columns = {
         "prompt": "Q: $question", "same": "$messages", "price": "$$5", "flag": True, "nothing": None, "number": 5,
         "chat": [{"role": "user", "content": "$question $answer"}],
@@ -67,7 +67,7 @@ def test_columns_are_filled(rows_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "words"),
+    ("content", "options", "message"),
     [
         ("", {}, "has no rows"),
         ("[1]\n", {}, "line 1"),
@@ -81,21 +81,21 @@ def test_columns_are_filled(rows_file: Path) -> None:
         ('{"a": 1}\n', {"columns": {"b": "$c"}}, "'c' is not a column; it has a"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, content: str, options: dict[str, Any], words: str) -> None:
+def test_invalid_files_raise(tmp_path: Path, content: str, options: dict[str, Any], message: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(content)
-    with pytest.raises(NRLModelsError, match=words):
+    with pytest.raises(NRLModelsError, match=message):
         rows(str(file), **options)
 
 
-def test_a_file_with_another_suffix_is_no_data_set(tmp_path: Path) -> None:
+def test_file_with_other_suffix_raises(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text("{}")
     with pytest.raises(RecipeError, match=r"is a file without the suffix .jsonl"):
         rows(str(file))
 
 
-def test_a_directory_without_data(tmp_path: Path) -> None:
+def test_directory_without_data_raises(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "code.py").write_text("")
     with pytest.raises(RecipeError, match="cannot be loaded by datasets"):
@@ -103,9 +103,7 @@ def test_a_directory_without_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsnl", "rows.json", "row.jsonl", "./rows", "data/rows"])
-def test_a_missing_file_is_not_requested_from_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_missing_file_is_not_requested_from_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", None)
     monkeypatch.chdir(tmp_path)
     for folder in (tmp_path, tmp_path / "data"):
@@ -117,7 +115,7 @@ def test_a_missing_file_is_not_requested_from_the_hub(
         rows(name)
 
 
-def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` only reads its cache. Its requests are repeated with pauses."""
     datasets = pytest.importorskip("datasets")
 
@@ -136,7 +134,7 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "asked", "learned"),
+    ("prompt", "answer", "untrained_text", "trained_text"),
     [
         ("2 + 2 =", " 4", "2 + 2 =", " 4<end>"),
         (None, "a text", "", "a text<end>"),
@@ -146,10 +144,10 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ignored", ROWS[0]["messages"], "u3 + 1?<end>a", "4<end>"),
     ],
 )
-def test_answers_are_what_is_learned(prompt: Any, answer: Any, asked: str, learned: str) -> None:
-    ids, chosen = answered_ids(TOKENIZER, prompt, answer)
-    assert text(ids, chosen) == learned
-    assert text(ids, [not value for value in chosen]) == asked
+def test_only_answers_are_trained(prompt: Any, answer: Any, untrained_text: str, trained_text: str) -> None:
+    ids, trained = answered_ids(TOKENIZER, prompt, answer)
+    assert text(ids, trained) == trained_text
+    assert text(ids, [not value for value in trained]) == untrained_text
     if prompt not in (None, "ignored") and not (isinstance(prompt, str) and isinstance(answer, list)):
         assert ids[: len(prompt_ids(TOKENIZER, prompt))] == prompt_ids(TOKENIZER, prompt)
 
@@ -161,7 +159,7 @@ def chat(*messages: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "answer", "learned"),
+    ("prompt", "answer", "trained_text"),
     [
         (chat("uHi"), chat("aHo", "uAnd?", "aSo"), "Ho<end>So<end>"),
         (chat("uHi"), chat("aHo", "uAnd?"), "Ho<end>"),
@@ -175,33 +173,33 @@ def chat(*messages: str) -> list[dict[str, str]]:
     ],
 )
 @pytest.mark.parametrize("blank", ["", "\n", " \n"])
-def test_of_messages_the_assistants_are_learned(prompt: Any, answer: Any, learned: str, blank: str) -> None:
+def test_only_assistant_messages_are_trained(prompt: Any, answer: Any, trained_text: str, blank: str) -> None:
     """The end token of each message is trained. Text that the template adds after it is not."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", f"eos_token + {blank!r}")
-    ids, chosen = answered_ids(tokenizer, prompt, answer)
-    assert text(ids, chosen) == learned
+    ids, trained = answered_ids(tokenizer, prompt, answer)
+    assert text(ids, trained) == trained_text
     messages = [*(chat(f"u{prompt}") if isinstance(prompt, str) else prompt or []), *answer]
     assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
 
 
 @pytest.mark.parametrize("before", [chat(), chat("sBe"), chat("uHm", "aHa")])
-def test_a_whole_chat_has_its_prompt_once(before: list[dict[str, str]]) -> None:
-    ids, chosen = answered_ids(TOKENIZER, chat("uHi"), [*before, *chat("uHi", "aHo")])
+def test_prompt_is_not_repeated_in_complete_chat(before: list[dict[str, str]]) -> None:
+    ids, trained = answered_ids(TOKENIZER, chat("uHi"), [*before, *chat("uHi", "aHo")])
     assert ids == TOKENIZER.apply_chat_template([*before, *chat("uHi", "aHo")], return_dict=False)
-    assert text(ids, chosen) == "Ho<end>"
+    assert text(ids, trained) == "Ho<end>"
 
 
-def test_the_end_of_a_turn_is_any_special_token() -> None:
+def test_special_token_ends_turn() -> None:
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_tokens([AddedToken("<turn>", special=True)])
     tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", "'<turn>\n'")
-    ids, chosen = answered_ids(tokenizer, "Hi", chat("aHo"))
-    assert tokenizer.decode([token for token, own in zip(ids, chosen, strict=True) if own]) == "Ho<turn>"
+    ids, trained = answered_ids(tokenizer, "Hi", chat("aHo"))
+    assert tokenizer.decode([token for token, own in zip(ids, trained, strict=True) if own]) == "Ho<turn>"
 
 
 @pytest.mark.parametrize("end", ["", "\n", "###"])
-def test_a_template_without_an_end_of_turn_raises(end: str) -> None:
+def test_template_without_end_of_turn_raises(end: str) -> None:
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", repr(end))
     with pytest.raises(NRLModelsError, match="no end-of-turn token after an answer"):
@@ -211,7 +209,7 @@ def test_a_template_without_an_end_of_turn_raises(end: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "answer"), [(chat("uHi"), chat("t5")), (None, chat("uHi", "aHo", "uAnd?")), (None, chat("uHi", "uHo"))]
 )
-def test_answers_of_other_roles_raise(prompt: Any, answer: Any) -> None:
+def test_answer_with_other_role_raises(prompt: Any, answer: Any) -> None:
     with pytest.raises(NRLModelsError, match=r"messages of the role (tool|user): expected one of the assistant"):
         answered_ids(TOKENIZER, prompt, answer)
 
@@ -228,45 +226,45 @@ def appending(before: str, after: str) -> Any:
 
 @pytest.mark.parametrize("before", ["", "<start>"])
 @pytest.mark.parametrize("after", ["", "<end>", "<pad>"])
-def test_tokens_that_a_tokenizer_appends(before: str, after: str) -> None:
+def test_tokens_appended_by_tokenizer(before: str, after: str) -> None:
     """A prompt has no end token, and an answer has one."""
     tokenizer = appending(before, after)
     assert tokenizer.decode(tokenizer("x")["input_ids"]) == f"{before}x{after}"
     for given in ("2 + 2 =", "", "ends<end>"):
         assert tokenizer.decode(prompt_ids(tokenizer, given)) == before + given
     for given, written in (("a text", "a text<end>"), ("a text<end>", "a text<end>"), ("", "<end>")):
-        ids, chosen = answered_ids(tokenizer, None, given)
+        ids, trained = answered_ids(tokenizer, None, given)
         assert tokenizer.decode(ids) == before + written
-        assert all(chosen)
-        ids, chosen = answered_ids(tokenizer, "2 + 2 =", given)
+        assert all(trained)
+        ids, trained = answered_ids(tokenizer, "2 + 2 =", given)
         assert tokenizer.decode(ids) == f"{before}2 + 2 ={written}"
-        assert tokenizer.decode([token for token, own in zip(ids, chosen, strict=True) if own]) == written
+        assert tokenizer.decode([token for token, own in zip(ids, trained, strict=True) if own]) == written
     ids, _ = answered_ids(tokenizer, chat("uHi"), "Ho")
     assert tokenizer.decode(ids) == "uHi<end>aHo<end>"
 
 
-def test_a_template_that_writes_questions_otherwise_once_answered() -> None:
+def test_template_with_changing_prompt_raises() -> None:
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = "{% if add_generation_prompt %}think {% endif %}{{ messages[0]['content'] }}"
     with pytest.raises(NRLModelsError, match="renders a question differently once an answer follows"):
         answered_ids(tokenizer, None, ROWS[0]["messages"])
 
 
-def test_a_row_without_what_the_loss_needs() -> None:
+def test_missing_columns_raise() -> None:
     with pytest.raises(RecipeError, match="has chosen, rejected: expected prompt and completion"):
         sequences_of(TOKENIZER, {"chosen": "a", "rejected": "b"}, pairs=False)
     with pytest.raises(RecipeError, match="has text: expected chosen and rejected"):
         sequences_of(TOKENIZER, {"text": "a"}, pairs=True)
 
 
-def test_rows_come_in_another_order_each_time_round() -> None:
+def test_rows_are_reshuffled_each_epoch() -> None:
     order = [row["number"] for row in islice(shuffled([{"number": n} for n in range(5)], 0), 15)]
     assert [sorted(order[start : start + 5]) for start in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
     assert order[:5] != order[5:10]
 
 
 @pytest.mark.parametrize(
-    ("answer", "completion", "ended", "worth"),
+    ("answer", "completion", "ended", "reward"),
     [
         ("so #### 1,234", "It is 1234", True, 1.0),
         ("#### 42", "41, no: 42.", True, 1.0),
@@ -288,12 +286,12 @@ def test_rows_come_in_another_order_each_time_round() -> None:
         ("5e-99999999999999999999", "5e-99999999999999999999", True, 0.0),
     ],
 )
-def test_last_number(answer: str, completion: str, ended: bool, worth: float) -> None:
-    assert last_number({"answer": answer}, completion, ended) == worth
+def test_last_number(answer: str, completion: str, ended: bool, reward: float) -> None:
+    assert last_number({"answer": answer}, completion, ended) == reward
 
 
 @pytest.mark.parametrize(
-    ("answer", "completion", "ended", "worth"),
+    ("answer", "completion", "ended", "reward"),
     [
         ("34", r"so \boxed{34}", True, 1.0),
         ("34", r"\boxed{33}, no: \boxed{34}", True, 1.0),
@@ -305,8 +303,8 @@ def test_last_number(answer: str, completion: str, ended: bool, worth: float) ->
         (r"\frac{\sqrt{\frac{1}{2}}}{2}", r"\boxed{\frac{\sqrt{\frac{1}{2}}}{2}}, not \boxed{", True, 1.0),
     ],
 )
-def test_boxed(answer: str, completion: str, ended: bool, worth: float) -> None:
-    assert boxed({"solution": answer}, completion, ended, answer="solution") == worth
+def test_boxed(answer: str, completion: str, ended: bool, reward: float) -> None:
+    assert boxed({"solution": answer}, completion, ended, answer="solution") == reward
 
 
 # Steps
@@ -328,7 +326,7 @@ def encoded(*, pairs: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
-def test_a_step_is_its_definition_in_micro_batches_of_any_size(name: str) -> None:
+def test_micro_batch_size_does_not_change_step(name: str) -> None:
     found = {}
     for size in (1, 3, 5):
         made = loop(name, size)
@@ -342,7 +340,7 @@ def test_a_step_is_its_definition_in_micro_batches_of_any_size(name: str) -> Non
         torch.testing.assert_close(found[size][1], found[5][1], rtol=1e-3, atol=1e-5)
 
 
-def test_supervised_learning_is_the_models_own_loss() -> None:
+def test_sft_loss_matches_model_loss() -> None:
     made = loop("sft")
     batch = [row[0] for row in islice(encoded(pairs=False), 5)]
     ids, there, answers = padded_rows(batch, 0, torch.device("cpu"))
@@ -350,7 +348,7 @@ def test_supervised_learning_is_the_models_own_loss() -> None:
     assert made.step(encoded(pairs=False), 5)["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_what_pairs_measure() -> None:
+def test_pair_metrics() -> None:
     made = loop("reward")
     pairs = list(islice(encoded(pairs=True), 5))
     scores = []
@@ -366,11 +364,11 @@ def test_what_pairs_measure() -> None:
     reference = loop("dpo")
     reference.reference.load_state_dict(reference.model.state_dict())
     found = reference.step(encoded(pairs=True), 5)
-    assert found["loss"] == pytest.approx(math.log(2), abs=1e-4), "where the policy is its reference"
+    assert found["loss"] == pytest.approx(math.log(2), abs=1e-4), "the policy equals its reference"
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
-def test_dropout_is_off_unless_asked(name: str) -> None:
+def test_dropout_is_off_by_default(name: str) -> None:
     found = {}
     for mode, dropout in ((False, False), (True, False), (True, True)):
         made = loop(name)
@@ -389,7 +387,7 @@ def test_dropout_is_off_unless_asked(name: str) -> None:
         assert found[True, False] == pytest.approx(math.log(2), abs=1e-5)
 
 
-def test_a_supervised_update_with_a_non_finite_gradient_is_skipped() -> None:
+def test_update_with_non_finite_gradient_is_skipped() -> None:
     made = loop("sft")
     made.optimizer.param_groups[0]["lr"] = 0.1
     before = copy.deepcopy(made.model.state_dict())
@@ -400,7 +398,7 @@ def test_a_supervised_update_with_a_non_finite_gradient_is_skipped() -> None:
     assert made.step(encoded(pairs=False), 5)["skipped_updates"] == 0
 
 
-def test_a_maximum_gradient_norm_of_zero_does_not_clip() -> None:
+def test_zero_clip_gradient_norm_does_not_clip() -> None:
     made = dataclasses.replace(loop("sft"), clip_gradient_norm=0.0)
     measured = made.step(encoded(pairs=False), 5)
     squared = sum(p.grad.square().sum().item() for p in made.model.parameters() if p.grad is not None)
@@ -429,7 +427,7 @@ def test_learning_rate_increases_during_warmup(schedule: LearningRateSchedule, w
     assert rates == pytest.approx([2.0 * step / warmup for step in range(warmup)] + [2.0 * factor for factor in decay])
 
 
-def test_rows_are_json_of_somebody_else(tmp_path: Path) -> None:
+def test_deeply_nested_row_raises(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"a": 1}) + "\n" + "[" * 100_000 + "\n")
     with pytest.raises(NRLModelsError, match="line 2"):

@@ -28,13 +28,13 @@ def small(llama: PreTrainedModel, rows_file: Path, tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_it_trains_and_holds_the_gates(small: list[str], tmp_path: Path) -> None:
+def test_train_passes_gates(small: list[str], tmp_path: Path) -> None:
     file, out = tmp_path / "run.json", tmp_path / "out"
     arguments = ["--json", str(file), "--out", str(out), "gates=[max(loss) < 100, last(tokens) > 0]"]
     result = runner.invoke(app, ["train", "llama/sft", *small, *arguments])
     assert result.exit_code == 0, result.output
     assert "last(gradient_norm)" in unframed(result.output)
-    assert unframed(result.output).count("last(tokens)") == 1, "the row of the gate"
+    assert unframed(result.output).count("last(tokens)") == 1, "the table has one line for this metric"
     printed = result.output.splitlines()
     (heading,) = (number for number, line in enumerate(printed) if "measured" in line)
     assert printed.index("PASS: 2 of 2 gates passed") < heading
@@ -47,7 +47,7 @@ def test_it_trains_and_holds_the_gates(small: list[str], tmp_path: Path) -> None
     assert (out / "tokenizer.json").is_file()
 
 
-def test_a_gate_that_does_not_hold_fails_the_command(small: list[str], tmp_path: Path) -> None:
+def test_failed_gate_fails_command(small: list[str], tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     result = runner.invoke(
         app, ["train", "llama/sft", *small, "gates=[last(loss) < 0.1, last(loss) > 0]", "--json", str(file)]
@@ -57,13 +57,13 @@ def test_a_gate_that_does_not_hold_fails_the_command(small: list[str], tmp_path:
     assert [gate["passed"] for gate in json.loads(file.read_text())["gates"]] == [False, True]
 
 
-def test_out_does_not_replace_a_checkpoint(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_requires_overwrite(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     shutil.copytree(checkpoint, out)
     before = [(folder / "model.safetensors").read_bytes() for folder in (checkpoint, out)]
     with monkeypatch.context() as patch:
         patch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # the error is raised before anything loads
-        for folder, options, words in (
+        for folder, options, message in (
             (out, [], "pass --overwrite"),
             (checkpoint, [], "is the checkpoint itself"),
             (checkpoint, ["--overwrite"], "is the checkpoint itself"),
@@ -71,7 +71,7 @@ def test_out_does_not_replace_a_checkpoint(small: list[str], tmp_path: Path, mon
             result = runner.invoke(app, ["train", "llama/sft", *small, "--out", str(folder), *options])
             assert result.exit_code == 2
             assert "error: CheckpointError" in result.output
-            assert words in unframed(result.output)
+            assert message in unframed(result.output)
     assert [(folder / "model.safetensors").read_bytes() for folder in (checkpoint, out)] == before
     result = runner.invoke(app, ["train", "llama/sft", *small, "--out", str(out), "--overwrite", "gates=[]"])
     assert result.exit_code == 0, result.output
@@ -80,15 +80,15 @@ def test_out_does_not_replace_a_checkpoint(small: list[str], tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "message"),
     [
         (None, "has no chat template, which rows with messages need What to do: add chat_template.jinja"),
         ("{{ raise_exception('no system message') }}", "TemplateError: no system message"),
         ("{{ 'a' + messages }}", "the chat template cannot be applied to [{'role': 'user', 'content': "),
     ],
 )
-def test_chat_template_problems_are_found_before_the_model_loads(
-    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, words: str
+def test_chat_template_errors_before_model_loads(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, message: str
 ) -> None:
     file = tmp_path / "checkpoint" / "chat_template.jinja"
     file.unlink() if template is None else file.write_text(template)
@@ -97,7 +97,7 @@ def test_chat_template_problems_are_found_before_the_model_loads(
     result = runner.invoke(app, ["train", "llama/sft", *small, chats])
     assert result.exit_code == 2
     assert f"file: {tmp_path / 'checkpoint'}: " in unframed(result.output)
-    assert words in unframed(result.output)
+    assert message in unframed(result.output)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
@@ -106,7 +106,7 @@ def test_activation_checkpointing_logs_no_deprecation(small: list[str]) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_rows_without_a_prompt(small: list[str], rows_file: Path, tmp_path: Path) -> None:
+def test_rows_without_prompt_fail(small: list[str], rows_file: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1 + 1?", "answer": "2"}')
     overrides = [small[0], f"data.path={file}", "data.columns=null", "engine.name=hf-generate"]
@@ -115,14 +115,14 @@ def test_rows_without_a_prompt(small: list[str], rows_file: Path, tmp_path: Path
     assert "a row: has question, answer: expected prompt" in unframed(result.output)
 
 
-def test_rows_that_are_cut_are_logged(small: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_rows_are_logged(small: list[str], caplog: pytest.LogCaptureFixture) -> None:
     for length, count in ((32, 0), (8, 1)):
         result = runner.invoke(app, ["train", "llama/sft", *small, f"training.max_length={length}"])
         assert result.exit_code in (0, 1), result.output
         assert sum("longer than max_length: they are truncated" in message for message in caplog.messages) == count
 
 
-def test_the_list() -> None:
+def test_list_option() -> None:
     result = runner.invoke(app, ["train", "--list"])
     assert result.exit_code == 0
     assert all(name in result.output for name in recipes())
@@ -130,7 +130,7 @@ def test_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([], "`nrl-models train --list` shows the bundled recipes"),
         (["llama/grpp"], "did you mean llama/grpo"),
@@ -142,14 +142,14 @@ def test_the_list() -> None:
         (["llama/sft", "model.path=./nowhere"], "model.path (sft.yaml): nothing reads it (did you mean pretrained_"),
     ],
 )
-def test_mistakes_are_answered_before_anything_starts(arguments: list[str], words: str) -> None:
+def test_invalid_arguments_fail_before_training(arguments: list[str], message: str) -> None:
     result = runner.invoke(app, ["train", *arguments])
     assert result.exit_code == 2
-    assert words in unframed(result.output)
+    assert message in unframed(result.output)
     assert "Traceback" not in result.output
 
 
-def test_repository_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_repository_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised before transformers requests the tokenizer, six times with pauses."""
 
     def fail(*_: object, **__: object) -> None:
