@@ -21,16 +21,16 @@ ONE_DOCUMENT = torch.arange(6).expand(2, 6)
 
 
 class Layer(nn.Module):
-    """A layer that scales by the document's number, and records the documents it receives."""
+    """Scale hidden states by the document's number, and record the documents that each call receives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.told: list[Documents | None] = []
+        self.received: list[Documents | None] = []
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         documents = documents_running(self)
-        self.told.append(documents)
+        self.received.append(documents)
         scale = 1 if documents is None else documents.index.float() + 2
         return hidden * self.weight * self.weight * scale
 
@@ -48,18 +48,18 @@ class Model(nn.Module):
         return self.layer(hidden) if function is None else function(self.layer, hidden)
 
 
-def checkpointed(how: str) -> Model:
+def checkpointed(mode: str) -> Model:
     model = Model()
-    if how == "wrapper":
+    if mode == "wrapper":
         model.layer = checkpoint_wrapper(model.layer)
-    elif how != "none":
-        model.layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=how == "reentrant")
+    elif mode != "none":
+        model.layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=mode == "reentrant")
     return model
 
 
-def told(model: Model) -> list[Documents | None]:
+def received_documents(model: Model) -> list[Documents | None]:
     layer = model.layer
-    return (layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer).told
+    return (layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer).received
 
 
 def documents(positions: list, mask: list | None = None) -> Documents:
@@ -81,7 +81,7 @@ def documents(positions: list, mask: list | None = None) -> Documents:
     ],
     ids=str,
 )
-def test_documents_begin_where_positions_or_padding_do(positions: list, mask: list | None, lengths: tuple) -> None:
+def test_document_lengths_from_positions_and_mask(positions: list, mask: list | None, lengths: tuple) -> None:
     found = documents(positions, mask)
     assert found.lengths == lengths
     flat = [length for row in lengths for length in row]
@@ -92,7 +92,7 @@ def test_documents_begin_where_positions_or_padding_do(positions: list, mask: li
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_a_split_tensor_joins_again(dim: int) -> None:
+def test_split_and_join_round_trip(dim: int) -> None:
     found = Documents.from_positions(TWO_ROWS)
     tensor = torch.randn(2, *[6 if place == dim else 3 for place in (1, 2)])
     parts = found.split(tensor, dim)
@@ -101,21 +101,21 @@ def test_a_split_tensor_joins_again(dim: int) -> None:
     assert torch.equal(found.join(parts, dim), tensor)
 
 
-def test_outside_a_packed_batch_there_are_none() -> None:
+def test_unpacked_batch_has_no_documents() -> None:
     model = checkpointed("none")
     model(torch.ones(2, 6), position_ids=ONE_DOCUMENT)
-    assert told(model) == [None]
+    assert received_documents(model) == [None]
     assert documents_running() is None
 
 
-@pytest.mark.parametrize("how", ["none", "reentrant", "plain", "wrapper"])
+@pytest.mark.parametrize("mode", ["none", "reentrant", "plain", "wrapper"])
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_layers_that_run_again_are_told_the_same(how: str, in_thread: bool) -> None:
+def test_recomputed_layers_receive_same_documents(mode: str, in_thread: bool) -> None:
     # Two batches before one backward pass, as with gradient accumulation or with a policy and its reference.
-    model = checkpointed(how)
+    model = checkpointed(mode)
     hidden = torch.arange(1.0, 13).view(2, 6).requires_grad_()
     losses = [model(hidden, position_ids=positions).sum() for positions in (TWO_ROWS, ONE_DOCUMENT)]
-    packed, other = told(model)
+    packed, other = received_documents(model)
     assert packed is not None
     assert packed.lengths == ((3, 2, 1), (1, 5))
     assert other is None
@@ -125,28 +125,28 @@ def test_layers_that_run_again_are_told_the_same(how: str, in_thread: bool) -> N
         thread.join()
     else:
         sum(losses).backward()
-    again = told(model)[2:]
-    assert sorted(map(id, again)) == ([] if how == "none" else sorted((id(packed), id(None))))
+    again = received_documents(model)[2:]
+    assert sorted(map(id, again)) == ([] if mode == "none" else sorted((id(packed), id(None))))
     assert torch.equal(hidden.grad, packed.index + 3.0)
 
 
-def test_a_model_with_a_checkpoint_that_carries_is_copied_as_it_is() -> None:
+def test_pickle_of_model_with_wrapped_checkpoint_function() -> None:
     model = checkpointed("plain")
     for _ in range(2):
         model(torch.ones(2, 6, requires_grad=True), position_ids=TWO_ROWS)
     function = model.layer._gradient_checkpointing_func
-    assert function.args[0].func is checkpoint  # wrapped once, however often it ran
-    told(model).clear()
+    assert function.args[0].func is checkpoint  # wrapped only once, although it ran twice
+    received_documents(model).clear()
     copied = pickle.loads(pickle.dumps(model))
     hidden = torch.ones(2, 6, requires_grad=True)
     copied(hidden, position_ids=TWO_ROWS).sum().backward()
     assert hidden.grad.unique().tolist() == [2, 3, 4]
 
 
-@pytest.mark.parametrize("how", ["reentrant", "plain", "wrapper"])
-def test_checkpointing_works_after_packed_passes_without_gradients(how: str) -> None:
+@pytest.mark.parametrize("mode", ["reentrant", "plain", "wrapper"])
+def test_checkpointing_after_packed_pass_without_gradients(mode: str) -> None:
     """Score a packed rollout, then train on padded sequences."""
-    model = checkpointed(how)
+    model = checkpointed(mode)
     with torch.no_grad():
         model(torch.ones(2, 6), position_ids=TWO_ROWS)
     hidden = torch.ones(2, 6, requires_grad=True)
@@ -154,19 +154,19 @@ def test_checkpointing_works_after_packed_passes_without_gradients(how: str) -> 
     assert hidden.grad.unique().tolist() == [1]
 
 
-@pytest.mark.parametrize("how", ["reentrant", "plain"])
+@pytest.mark.parametrize("mode", ["reentrant", "plain"])
 @pytest.mark.parametrize("positions", [TWO_ROWS, ONE_DOCUMENT, None], ids=["packed", "padded", "without positions"])
-def test_checkpointing_works_after_it_was_disabled(how: str, positions: torch.Tensor | None) -> None:
-    model = checkpointed(how)
+def test_checkpointing_after_new_checkpoint_function(mode: str, positions: torch.Tensor | None) -> None:
+    model = checkpointed(mode)
     model(torch.ones(2, 6, requires_grad=True), position_ids=TWO_ROWS).sum().backward()
-    model.layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=how == "reentrant")
+    model.layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=mode == "reentrant")
     hidden = torch.ones(2, 6, requires_grad=True)
     model(hidden, position_ids=positions).sum().backward()
     assert hidden.grad.unique().tolist() == ([2, 3, 4] if positions is TWO_ROWS else [1])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_another_checkpoint_is_an_error_and_not_a_wrong_gradient(reentrant: bool) -> None:
+def test_unsupported_checkpoint_function_raises(reentrant: bool) -> None:
     packed, other = checkpointed("none"), checkpointed("none")
     for model in (packed, other):
         plain = model.layer.forward

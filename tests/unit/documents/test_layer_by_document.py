@@ -38,7 +38,7 @@ class Sum(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, rotary: Any = None, mask: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given = rotary, mask, kwargs
+        self.received = rotary, mask, kwargs
         summed = hidden_states.cumsum(1)
         return summed, summed[:, -1]
 
@@ -52,7 +52,7 @@ def case() -> FamilyCase:
     return FamilyCase(registry.model_class("Qwen3_5ForCausalLM"))
 
 
-def test_each_document_begins_without_a_state() -> None:
+def test_state_resets_for_each_document() -> None:
     hidden = torch.randn(2, LENGTH, 3, dtype=torch.float64)
     documents = Documents.from_positions(POSITIONS)
     with running(documents):
@@ -63,22 +63,22 @@ def test_each_document_begins_without_a_state() -> None:
     assert not torch.allclose(summed, Sum()(hidden)[0])
 
 
-def test_a_batch_that_is_not_packed_is_left_alone() -> None:
+def test_unpacked_batch_runs_once() -> None:
     hidden = torch.randn(2, LENGTH, 3)
     layer = SumByDocument()
     with running(None):
         assert torch.equal(layer(hidden, hidden, seq_idx=hidden)[0], hidden.cumsum(1))
-    assert layer.given == (hidden, None, {"seq_idx": hidden})
+    assert layer.received == (hidden, None, {"seq_idx": hidden})
 
 
-def test_every_argument_is_cut_to_the_document() -> None:
+def test_arguments_are_split_by_document() -> None:
     hidden, rotary = torch.randn(2, LENGTH, 3), torch.randn(1, LENGTH, 4)
     square = torch.randn(1, 1, LENGTH, LENGTH)
     sizes = torch.tensor([[7]])
     layer = SumByDocument()
     with running(Documents.from_positions(POSITIONS)):
         layer(hidden, (rotary, rotary), mask=hidden[..., 0], square=square, rows={"a": [hidden]}, sizes=sizes)
-    (cos, sin), mask, others = layer.given
+    (cos, sin), mask, others = layer.received
     assert torch.equal(cos, rotary[:, -2:])
     assert cos is not sin
     assert torch.equal(mask, hidden[1:, -2:, 0])
@@ -87,13 +87,13 @@ def test_every_argument_is_cut_to_the_document() -> None:
     assert others["sizes"] is sizes
 
 
-def test_kernels_are_told_of_no_boundaries_within_a_document() -> None:
+def test_boundary_arguments_are_removed() -> None:
     hidden = torch.randn(2, LENGTH, 3)
     documents = Documents.from_positions(POSITIONS)
     layer = SumByDocument()
     with running(documents):
         layer(hidden, seq_idx=documents.index, cu_seq_lens_q=documents.cu_seqlens, max_length_q=4, left=1)
-    assert layer.given[2] == {"left": 1}
+    assert layer.received[2] == {"left": 1}
 
 
 class Stack(Sum):
@@ -109,7 +109,7 @@ class StackByDocument(ByDocument, Stack):
     """`Stack`, run separately for each document."""
 
 
-def test_outputs_of_decoders_are_joined() -> None:
+def test_decoder_outputs_are_joined() -> None:
     hidden = torch.randn(2, LENGTH, 3)
     documents = Documents.from_positions(POSITIONS)
     expected = documents.join([part.cumsum(1) for part in documents.split(hidden)])
@@ -140,7 +140,7 @@ class CountingByDocument(DecoderByDocument, Counting):
     """`Counting`, run separately for each document."""
 
 
-def test_a_decoder_counts_positions_of_each_document() -> None:
+def test_decoder_positions_restart_for_each_document() -> None:
     input_ids, decoder = torch.zeros_like(POSITIONS), CountingByDocument()
     with running(Documents.from_positions(POSITIONS)):
         assert torch.equal(decoder(input_ids), POSITIONS + 100)
@@ -149,15 +149,15 @@ def test_a_decoder_counts_positions_of_each_document() -> None:
     assert torch.equal(decoder(input_ids, POSITIONS), POSITIONS)
 
 
-def test_a_decoder_is_given_nothing_that_could_be_of_any_document() -> None:
+def test_decoder_inputs_without_document_raise() -> None:
     input_ids, states = torch.zeros_like(POSITIONS), torch.zeros(2, LENGTH, 3)
-    given = {"encoder_hidden_states": states, "pixel_values": states[:, :5], "sizes": torch.zeros(1)}
+    extra_inputs = {"encoder_hidden_states": states, "pixel_values": states[:, :5], "sizes": torch.zeros(1)}
     message = r"encoder_hidden_states \(2, 12, 3\), pixel_values \(2, 5, 3\), sizes \(1,\) are unknown"
     with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match=message):
-        CountingByDocument()(input_ids, position_ids=POSITIONS, **given)
+        CountingByDocument()(input_ids, position_ids=POSITIONS, **extra_inputs)
 
 
-def test_a_decoder_that_fsdp_shards_takes_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_decoder_with_documents_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each document would gather the layers, and ranks may have different numbers of documents."""
     decoder = CountingByDocument()
     decoder.layer = nn.Linear(1, 1)
@@ -167,7 +167,7 @@ def test_a_decoder_that_fsdp_shards_takes_no_documents(monkeypatch: pytest.Monke
     decoder(torch.zeros_like(POSITIONS))
 
 
-def test_rollouts_are_padded_where_packing_gains_nothing() -> None:
+def test_rollout_layout_by_architecture() -> None:
     packs, alone = (registry.model_class(name) for name in ("LlamaForCausalLM", "BartForCausalLM"))
     assert layout_of(FamilyCase(packs).model()) is Layout.PACKED
     assert layout_of(FamilyCase(alone).model()) is Layout.PADDED
@@ -175,7 +175,7 @@ def test_rollouts_are_padded_where_packing_gains_nothing() -> None:
 
 @pytest.mark.parametrize("architecture", ["BartForCausalLM", "RobertaForCausalLM", "Llama4ForCausalLM"])
 @torch.no_grad()
-def test_packed_log_probabilities_are_those_of_documents_alone(architecture: str) -> None:
+def test_packed_logprobs_match_separate_documents(architecture: str) -> None:
     case = FamilyCase(registry.model_class(architecture))
     sequences = [row[:length] for row, length in zip(case.inputs(batch=4, length=9)["input_ids"], ROWS[0], strict=True)]
     expected = [token_logprobs(case.model(), sequence[None]).logprobs[0] for sequence in sequences]
@@ -183,41 +183,41 @@ def test_packed_log_probabilities_are_those_of_documents_alone(architecture: str
     torch.testing.assert_close(actual, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_within_a_document_nothing_is_packed() -> None:
-    class Asks(nn.Module):
+def test_no_running_documents_inside_a_document() -> None:
+    class ChecksDocuments(nn.Module):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             assert documents_running() is None
             return hidden_states
 
-    class AsksByDocument(ByDocument, Asks):
+    class ChecksDocumentsByDocument(ByDocument, ChecksDocuments):
         pass
 
     hidden = torch.randn(2, LENGTH, 3)
     with running(Documents.from_positions(POSITIONS)):
-        assert torch.equal(AsksByDocument()(hidden), hidden)
+        assert torch.equal(ChecksDocumentsByDocument()(hidden), hidden)
         assert documents_running() is not None
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "BambaForCausalLM", "Lfm2ForCausalLM"])
-def test_padding_of_a_single_row_reaches_no_state(architecture: str) -> None:
+def test_padding_does_not_change_state(architecture: str) -> None:
     """Before 5.15, transformers' layers include padding in the state."""
     case = FamilyCase(registry.model_class(architecture))
-    model, words = case.model(), case.inputs(images=False, length=6)["input_ids"][:1]
+    model, input_ids = case.model(), case.inputs(images=False, length=6)["input_ids"][:1]
     with torch.no_grad():
-        alone = model(words, use_cache=False).logits
+        alone = model(input_ids, use_cache=False).logits
         for before, after in ((3, 0), (0, 2)):
-            mask = F.pad(torch.ones_like(words), (before, after))
-            logits = model(F.pad(words, (before, after), value=7), attention_mask=mask, use_cache=False).logits
+            mask = F.pad(torch.ones_like(input_ids), (before, after))
+            logits = model(F.pad(input_ids, (before, after), value=7), attention_mask=mask, use_cache=False).logits
             found = logits[:, before : before + 6]
             torch.testing.assert_close(found, alone, rtol=0, atol=1e-5 * float(alone.abs().max()))
 
 
-def test_a_row_in_parts_is_refused() -> None:
+def test_input_with_other_length_raises() -> None:
     with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match=r"SumByDocument .*\(2, 6, 3\)"):
         SumByDocument()(torch.randn(2, 6, 3))
 
 
-def test_the_class_is_upstreams_with_groups_and_their_signature(case: FamilyCase) -> None:
+def test_layer_classes_and_signature(case: FamilyCase) -> None:
     layer = case.model().model.layers[0].linear_attn
     assert isinstance(layer, ByDocument)
     assert isinstance(layer, CombinedProjections)
@@ -248,32 +248,32 @@ def packed(model: nn.Module, input_ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "recomputed", "recomputed reentrantly"])
-def test_what_is_learned_is_what_documents_alone_teach(case: FamilyCase, checkpointing: bool | None) -> None:
+def test_packed_gradients_match_separate_documents(case: FamilyCase, checkpointing: bool | None) -> None:
     model = case.new_pair()[1]
     input_ids = case.inputs(images=False, length=LENGTH)["input_ids"]
     expected = alone(model, input_ids)
-    learned = gradients(model, loss_of(expected))
+    expected_gradients = gradients(model, loss_of(expected))
     if checkpointing is not None:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     actual = packed(model, input_ids)
     alone(model, input_ids)  # another forward before the backward pass
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # the logits have values of several units
-    for ours, theirs in zip(gradients(model, loss_of(actual)), learned, strict=True):
+    for ours, theirs in zip(gradients(model, loss_of(actual)), expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
-def test_copies_do_the_same(case: FamilyCase, copied: Any) -> None:
+def test_copied_model_keeps_documents_apart(case: FamilyCase, copied: Any) -> None:
     input_ids = case.inputs(images=False, length=LENGTH)["input_ids"]
     with torch.no_grad():
         expected = packed(case.model(), input_ids)
         torch.testing.assert_close(packed(copied(case.model()), input_ids), expected)
 
 
-def test_a_compiled_layer_keeps_documents_apart() -> None:
+def test_compiled_layer_keeps_documents_apart() -> None:
     """A compiler cannot read the running documents. It falls back to Python, or fails if one graph is required."""
     hidden, documents = torch.randn(2, LENGTH, 3), Documents.from_positions(POSITIONS)
     layer = SumByDocument()

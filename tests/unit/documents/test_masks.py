@@ -61,11 +61,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[DocumentMask]:
     return found
 
 
-def made(how: str = "sdpa", function: Any = masking_utils.causal_mask_function, **options: Any) -> Any:
+def registry_mask(
+    attn_implementation: str = "sdpa", function: Any = masking_utils.causal_mask_function, **options: Any
+) -> Any:
     """Create the mask of transformers' registry for a batch with these positions."""
     attend_by_document()
-    asked = {"batch_size": 2, "q_length": 30, "kv_length": 30, "q_offset": 0, "kv_offset": 0, "device": "cpu"}
-    return ALL_MASK_ATTENTION_FUNCTIONS[how](**(asked | {"mask_function": function} | options))
+    arguments = {"batch_size": 2, "q_length": 30, "kv_length": 30, "q_offset": 0, "kv_offset": 0, "device": "cpu"}
+    return ALL_MASK_ATTENTION_FUNCTIONS[attn_implementation](**(arguments | {"mask_function": function} | options))
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def packed() -> Iterator[Documents]:
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
-def test_rows_of_documents_are_computed_as_each_alone(
+def test_packed_rows_match_separate_documents(
     model: PreTrainedModel, checkpointing: dict | None, built: list[DocumentMask]
 ) -> None:
     if checkpointing is not None:
@@ -98,7 +100,7 @@ def test_rows_of_documents_are_computed_as_each_alone(
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_document_is_bit_for_bit_what_it_is_alone() -> None:
+def test_packed_attention_is_bitwise_equal_to_separate_documents() -> None:
     query, key, value = (torch.randn(2, heads, 30, 16) for heads in (4, 2, 2))
     documents = Documents.from_positions(POSITIONS)
     found = attend(query, key, value, documents).transpose(1, 2)
@@ -109,8 +111,8 @@ def test_a_document_is_bit_for_bit_what_it_is_alone() -> None:
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 13, 30])
 @pytest.mark.parametrize("width", [16, 24])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "batches"])
-def test_attention_is_that_of_the_mask(window: int | None, width: int, alone: bool) -> None:
-    # Also values wider than keys, as in multi-head latent attention.
+def test_attention_matches_mask(window: int | None, width: int, alone: bool) -> None:
+    # Includes values wider than keys, as in multi-head latent attention.
     shapes = ((2, 4, 30, 16), (2, 2, 30, 16), (2, 2, 30, width))
     query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
     documents, place = Documents.from_positions(POSITIONS), torch.arange(30)
@@ -125,7 +127,7 @@ def test_attention_is_that_of_the_mask(window: int | None, width: int, alone: bo
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_kernel_gets_the_rows_one_after_the_other(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_kernel_receives_concatenated_rows(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(tensors: Any, boundaries: tuple[Any, ...], left: int, scale: float | None) -> torch.Tensor:
         starts, also, longest, longest_keys = boundaries
         assert torch.equal(starts, also)
@@ -147,8 +149,8 @@ def test_a_kernel_gets_the_rows_one_after_the_other(window: int | None, monkeypa
     torch.testing.assert_close(attend(query, key, value, documents, window=window), expected)
 
 
-def test_what_looks_inside_gets_the_mask(packed: Documents, built: list[DocumentMask]) -> None:
-    mask = made()
+def test_mask_is_built_when_read(packed: Documents, built: list[DocumentMask]) -> None:
+    mask = registry_mask()
     assert isinstance(mask, DocumentMask)
     assert (mask.shape, mask.dtype, mask.ndim, mask.device.type) == ((2, 1, 30, 30), torch.bool, 4, "cpu")
     assert mask[:, :, :, :30] is mask
@@ -164,9 +166,9 @@ def test_what_looks_inside_gets_the_mask(packed: Documents, built: list[Document
     assert built
 
 
-def test_torch_attends_by_document_where_it_gets_the_mask(packed: Documents, built: list[DocumentMask]) -> None:
+def test_torch_attention_with_mask_attends_by_document(packed: Documents, built: list[DocumentMask]) -> None:
     query = torch.randn(2, 4, 30, 16)
-    found = scaled_dot_product_attention(query, query, query, attn_mask=made())
+    found = scaled_dot_product_attention(query, query, query, attn_mask=registry_mask())
     assert torch.equal(found, attend(query, query, query, packed).transpose(1, 2))
     assert not built
 
@@ -192,36 +194,38 @@ def test_torch_attends_by_document_where_it_gets_the_mask(packed: Documents, bui
     ],
     ids=["causal", "window", "chunks", "chunks and window"],
 )
-def test_a_mask_is_told_by_what_made_it(function: Any, documents: tuple, window: int | None, packed: Documents) -> None:
-    mask = made(function=function)
+def test_mask_function_determines_documents_and_window(
+    function: Any, documents: tuple, window: int | None, packed: Documents
+) -> None:
+    mask = registry_mask(function=function)
     assert (mask.documents.lengths, mask.window) == (documents, window)
-    assert made(how="flash_attention_2", function=function).documents.lengths == documents
+    assert registry_mask(attn_implementation="flash_attention_2", function=function).documents.lengths == documents
 
 
-@pytest.mark.parametrize("how", ["sdpa", "eager"])
-def test_chunks_begin_with_their_document(how: str, packed: Documents) -> None:
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_chunks_restart_with_each_document(attn_implementation: str, packed: Documents) -> None:
     """Independent of positions in the row: transformers 5.18 counts chunks from the start of the row."""
     chunks = masking_utils.chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long))
-    mask = made(how, chunks)
-    seen = mask == 0 if how == "eager" else (mask * 1).bool()
+    mask = registry_mask(attn_implementation, chunks)
+    seen = mask == 0 if attn_implementation == "eager" else (mask * 1).bool()
     same = packed.index[:, :, None] == packed.index[:, None]
     chunk = POSITIONS // 8
     expected = same & (chunk[:, :, None] == chunk[:, None]) & torch.ones(30, 30, dtype=torch.bool).tril()
     assert torch.equal(seen[:, 0], expected)
 
 
-@pytest.mark.parametrize("how", ["sdpa", "eager"])
-def test_other_masks_are_built_and_keep_documents_apart(how: str, packed: Documents) -> None:
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_custom_mask_functions_keep_documents_apart(attn_implementation: str, packed: Documents) -> None:
     def odd(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (query - key) % 2 == 0
 
     function = masking_utils.and_masks(masking_utils.causal_mask_function, odd)
-    mask = made(how, function, dtype=torch.float32)
+    mask = registry_mask(attn_implementation, function, dtype=torch.float32)
     assert type(mask) is torch.Tensor
     place = torch.arange(30)
     apart = packed.index[:, :, None] == packed.index[:, None]
     expected = apart & (place[:, None] >= place) & ((place[:, None] - place) % 2 == 0)
-    assert torch.equal(mask[:, 0] if how == "sdpa" else mask[:, 0] == 0, expected)
+    assert torch.equal(mask[:, 0] if attn_implementation == "sdpa" else mask[:, 0] == 0, expected)
 
 
 @pytest.mark.parametrize(
@@ -235,22 +239,22 @@ def test_other_masks_are_built_and_keep_documents_apart(how: str, packed: Docume
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_masks_of_something_else_are_transformers_own(other: dict, packed: Documents) -> None:
-    mask = made(**other)
+def test_unrelated_masks_match_transformers(other: dict, packed: Documents) -> None:
+    mask = registry_mask(**other)
     with running(None):
-        expected = made(**other)
+        expected = registry_mask(**other)
     assert type(mask) is type(expected)
     assert mask is None or torch.equal(mask, expected)
 
 
-def test_a_mask_of_ones_says_nothing(packed: Documents) -> None:
-    mask = made(attention_mask=torch.ones(2, 30, dtype=torch.bool))
+def test_mask_of_ones_is_ignored(packed: Documents) -> None:
+    mask = registry_mask(attention_mask=torch.ones(2, 30, dtype=torch.bool))
     assert mask.documents is packed
-    assert torch.equal(mask.built(), made().built())
+    assert torch.equal(mask.built(), registry_mask().built())
 
 
-def test_nothing_is_done_where_no_packed_batch_runs() -> None:
-    assert made() is None
+def test_no_mask_without_packed_batch() -> None:
+    assert registry_mask() is None
     assert ALL_ATTENTION_FUNCTIONS["sdpa"].__name__ == "sdpa_attention_forward"
     assert type(ALL_ATTENTION_FUNCTIONS)()["sdpa"].__module__.startswith("transformers.")  # the registered function
 
@@ -258,10 +262,10 @@ def test_nothing_is_done_where_no_packed_batch_runs() -> None:
 @pytest.mark.skipif(
     "position_bias" not in inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters, reason="transformers 5.5"
 )
-def test_a_bias_of_positions_is_added_to_the_mask(packed: Documents, built: list[DocumentMask]) -> None:
+def test_position_bias_is_added_to_mask(packed: Documents, built: list[DocumentMask]) -> None:
     attend_by_document()
     query, bias = torch.randn(2, 4, 30, 16), torch.randn(1, 4, 30, 30)
-    found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Module(), query, query, query, made(), position_bias=bias)
+    found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Module(), query, query, query, registry_mask(), position_bias=bias)
     place = torch.arange(30)
     sees = (packed.index[:, :, None] == packed.index[:, None]) & (place[:, None] >= place)
     mask = torch.where(sees[:, None], bias, float("-inf"))
@@ -269,24 +273,29 @@ def test_a_bias_of_positions_is_added_to_the_mask(packed: Documents, built: list
     assert built
 
 
-def test_flash_attention_is_told_where_documents_begin(packed: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_receives_cu_seqlens(packed: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
     from nrl_models.common.documents import masks
 
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(masks, "flash_attention", lambda *args, **kwargs: told.update(kwargs, args=args))
+    call_arguments: dict[str, Any] = {}
+    monkeypatch.setattr(masks, "flash_attention", lambda *args, **kwargs: call_arguments.update(kwargs, args=args))
     window = masking_utils.sliding_window_causal_mask_function(6)
     query = torch.randn(2, 4, 30, 16)
     attention = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    attention(None, query, query, query, made("flash_attention_2", window), scaling=0.5, softcap=3.0)
-    assert told["args"][4] is None
-    assert (told["max_length_q"], told["sliding_window"], told["scaling"], told["softcap"]) == (20, 6, 0.5, 3.0)
-    assert torch.equal(told["cu_seq_lens_q"], packed.cu_seqlens)
-    assert torch.equal(told["cu_seq_lens_k"], packed.cu_seqlens)
+    attention(None, query, query, query, registry_mask("flash_attention_2", window), scaling=0.5, softcap=3.0)
+    assert call_arguments["args"][4] is None
+    assert (
+        call_arguments["max_length_q"],
+        call_arguments["sliding_window"],
+        call_arguments["scaling"],
+        call_arguments["softcap"],
+    ) == (20, 6, 0.5, 3.0)
+    assert torch.equal(call_arguments["cu_seq_lens_q"], packed.cu_seqlens)
+    assert torch.equal(call_arguments["cu_seq_lens_k"], packed.cu_seqlens)
 
 
-def test_parts_of_a_mask_by_name() -> None:
+def test_mask_parts() -> None:
     window = masking_utils.sliding_window_causal_mask_function(6)
     assert mask_parts(window) == {"sliding_window_overlay": {"sliding_window": 6}, "causal_mask_function": {}}
     either = masking_utils.or_masks(window, masking_utils.causal_mask_function)
     assert mask_parts(either).keys() == {"or_masks"}
-    assert mask_parts(lambda *indices: True).keys() == {f"{__name__}.test_parts_of_a_mask_by_name"}
+    assert mask_parts(lambda *indices: True).keys() == {f"{__name__}.test_mask_parts"}

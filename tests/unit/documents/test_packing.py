@@ -43,7 +43,7 @@ def model(llama: PreTrainedModel) -> PreTrainedModel:
     return built
 
 
-def test_transformers_lets_documents_see_each_other_where_there_is_a_mask_or_a_cache(llama: PreTrainedModel) -> None:
+def test_transformers_mixes_documents_with_mask_or_cache(llama: PreTrainedModel) -> None:
     # This bug is why `keep_documents_apart` exists. Once this check fails, the function can be removed.
     input_ids = torch.arange(16, 28)[None]
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_transformers_lets_documents_see_each_other_where_there_is_a_mask_or_a_c
     assert not torch.allclose(apart, cached, atol=1e-3)
 
 
-def test_here_neither_a_mask_nor_a_cache_changes_anything(model: PreTrainedModel) -> None:
+def test_mask_and_cache_keep_documents_apart(model: PreTrainedModel) -> None:
     input_ids = torch.arange(16, 28)[None]
     with torch.no_grad():
         apart = model(input_ids, position_ids=PACKED, use_cache=False).logits
@@ -66,7 +66,7 @@ def test_here_neither_a_mask_nor_a_cache_changes_anything(model: PreTrainedModel
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
-def test_copies_do_the_same(model: PreTrainedModel, copied) -> None:
+def test_copied_model_keeps_documents_apart(model: PreTrainedModel, copied) -> None:
     input_ids = torch.arange(16, 28)[None]
     with torch.no_grad():
         apart = model(input_ids, position_ids=PACKED).logits
@@ -76,7 +76,7 @@ def test_copies_do_the_same(model: PreTrainedModel, copied) -> None:
 
 LENGTHS = [4, 3, 5]
 INNER = ["LlamaForCausalLM", "Qwen3_5ForCausalLM", "OPTForCausalLM"]
-"""Packing in transformers is wrong for these: with a mask of ones, in a layer with a state, and in every case."""
+"""transformers packs these incorrectly: with a mask of ones, in layers with a state, and always (in this order)."""
 
 
 def in_documents(run: Callable[..., Any], input_ids: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def test_base_model_without_support_raises(model: PreTrainedModel) -> None:
     limited.model(input_ids=torch.arange(12)[None])
 
 
-def test_inner_models_look_like_upstreams(model: PreTrainedModel, llama: PreTrainedModel) -> None:
+def test_base_model_class_matches_transformers(model: PreTrainedModel, llama: PreTrainedModel) -> None:
     inner = model.model
     assert isinstance(inner, LlamaModel)
     assert repr(inner) == repr(llama.model)
@@ -154,7 +154,7 @@ def test_inner_models_look_like_upstreams(model: PreTrainedModel, llama: PreTrai
     assert inspect.signature(inner.forward) == inspect.signature(llama.model.forward)
 
 
-def test_replaced_forward_of_a_base_model_keeps_documents_apart() -> None:
+def test_replaced_base_model_forward_keeps_documents_apart() -> None:
     model = registry.model_class("Qwen3_5ForCausalLM")
     case = FamilyCase(model)
     base = AutoModel.from_config(case.config).eval()
@@ -165,7 +165,7 @@ def test_replaced_forward_of_a_base_model_keeps_documents_apart() -> None:
         torch.testing.assert_close(hidden, in_documents(base, input_ids), rtol=1e-4, atol=1e-4)
 
 
-def test_class_patches_take_effect_and_can_be_undone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_patches_take_effect_and_are_reversible(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Liger patches transformers' classes, before or after our classes are created."""
 
     def patched(self: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def test_compiled_model_keeps_documents_apart() -> None:
     torch.compiler.reset()
 
 
-def test_the_signature_is_upstreams() -> None:
+def test_forward_signature_matches_transformers() -> None:
     ours = AutoModelForCausalLM.from_config(LlamaForCausalLM.config_class(num_hidden_layers=0), device="meta")
     assert inspect.signature(ours.forward) == inspect.signature(LlamaForCausalLM(ours.config).forward)
 
@@ -220,9 +220,9 @@ def test_the_signature_is_upstreams() -> None:
     ],
     ids=str,
 )
-def test_one_document_a_row_is_left_as_it_is(mask: list, positions: list) -> None:
-    given = torch.tensor(mask)
-    assert Spy().forward(attention_mask=given, position_ids=torch.tensor(positions)) is given
+def test_mask_of_single_document_rows_is_unchanged(mask: list, positions: list) -> None:
+    attention_mask = torch.tensor(mask)
+    assert Spy().forward(attention_mask=attention_mask, position_ids=torch.tensor(positions)) is attention_mask
 
 
 @pytest.mark.parametrize(
@@ -232,23 +232,23 @@ def test_one_document_a_row_is_left_as_it_is(mask: list, positions: list) -> Non
         ([[1, 1, 1, 1, 0]], [[0, 1, 0, 1, 0]]),
         ([[1, 1, 1, 1, 0]], [[0, 1, 0, 1, 2]]),  # padding may continue after the last token
         ([[0, 1, 1, 1, 1]], [[0, 0, 1, 0, 1]]),
-        ([[1, 1, 0, 1, 1]], [[0, 1, 2, 0, 1]]),  # also between documents
+        ([[1, 1, 0, 1, 1]], [[0, 1, 2, 0, 1]]),  # padding between documents
         ([[1, 1, 1, 1], [1, 1, 1, 1]], [[0, 1, 2, 3], [0, 1, 0, 1]]),
     ],
     ids=str,
 )
-def test_the_mask_goes_where_positions_say_it_all(mask: list, positions: list) -> None:
+def test_mask_of_packed_rows_is_removed(mask: list, positions: list) -> None:
     assert Spy().forward(attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions)) is None
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1], [0, 0, 1, 0, 1]], ids=str)
-def test_a_hole_inside_a_document_of_a_packed_batch_is_refused(positions: list) -> None:
+def test_hole_inside_packed_document_raises(positions: list) -> None:
     mask, positions = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 1]]), torch.tensor([[0, 1, 2, 3, 4], positions])
     with pytest.raises(ValueError, match="token 1 of row 1 is padding"):
         Spy().forward(attention_mask=mask, position_ids=positions)
 
 
-def test_a_packed_row_has_more_than_one_score(llama: PreTrainedModel) -> None:
+def test_sequence_classification_of_packed_row_raises(llama: PreTrainedModel) -> None:
     values = llama.config.to_dict() | {"num_labels": 1, "pad_token_id": 0}
     model = AutoModelForSequenceClassification.from_config(type(llama.config)(**values)).eval()
     ids = torch.arange(16, 28)[None]
@@ -265,12 +265,12 @@ def test_a_packed_row_has_more_than_one_score(llama: PreTrainedModel) -> None:
     ],
     ids=str,
 )
-def test_a_document_that_does_not_start_at_zero_is_refused(positions: list, message: str) -> None:
+def test_document_not_starting_at_zero_raises(positions: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Spy().forward(position_ids=torch.tensor(positions))
-    words = torch.ones(len(positions), 5, dtype=torch.long)
-    words[-1, 3:] = 0  # padding may have any position
-    Spy().forward(attention_mask=words, position_ids=torch.tensor(positions))
+    mask = torch.ones(len(positions), 5, dtype=torch.long)
+    mask[-1, 3:] = 0  # padding may have any position
+    Spy().forward(attention_mask=mask, position_ids=torch.tensor(positions))
 
 
 @pytest.mark.parametrize(
@@ -285,36 +285,34 @@ def test_a_document_that_does_not_start_at_zero_is_refused(positions: list, mess
     ],
     ids=str,
 )
-def test_boundaries_that_are_none_are_refused(boundaries: list, message: str, model: PreTrainedModel) -> None:
+def test_invalid_cu_seqlens_raise(boundaries: list, message: str, model: PreTrainedModel) -> None:
     starts = torch.tensor(boundaries, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         model(torch.arange(12)[None], position_ids=PACKED, cu_seq_lens_q=starts)
 
 
-def test_boundaries_say_what_positions_do(model: PreTrainedModel) -> None:
+def test_cu_seqlens_match_position_ids(model: PreTrainedModel) -> None:
     starts, ids = torch.tensor([0, 4, 7, 12], dtype=torch.int32), torch.arange(16, 28)[None]
-    told = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
+    boundaries_arguments = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
     with torch.no_grad():
         apart = model(ids, position_ids=PACKED).logits
-        assert torch.equal(model(ids, **told).logits, apart)
-        assert torch.equal(model(ids, position_ids=PACKED, **told).logits, apart)
+        assert torch.equal(model(ids, **boundaries_arguments).logits, apart)
+        assert torch.equal(model(ids, position_ids=PACKED, **boundaries_arguments).logits, apart)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_masks_are_kept_with_a_cache(name: str) -> None:
+def test_mask_is_kept_with_cache(name: str) -> None:
     mask, cache = torch.ones(1, 3, dtype=torch.long), {name: object()}
     assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]]), **cache) is mask
 
 
-def test_other_masks_are_the_callers_business() -> None:
+def test_4d_mask_is_unchanged() -> None:
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]])) is mask
     assert Spy().forward(attention_mask=None, position_ids=torch.tensor([[0, 1, 0]])) is None
 
 
-def test_where_documents_would_see_each_other_packing_is_refused_and_nothing_else(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_without_support_raises(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(model), "limits", {"packed sequences": "its attention looks everywhere"})
     ids = torch.arange(12)[None]
     for mask in (None, torch.ones_like(ids)):

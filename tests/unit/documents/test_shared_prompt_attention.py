@@ -1,4 +1,4 @@
-"""Attention of documents that continue a shared prompt: with masks, on a CPU and with kernels for variable lengths."""
+"""Attention of documents that continue a shared prompt: with masks, on a CPU, and with varlen kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_batches(documents: Documents) -> Documents:
 
 
 def expected_mask(window: int | None) -> torch.Tensor:
-    """Written from the definition, one pair of tokens after the other."""
+    """Build the mask from its definition, one pair of tokens at each step."""
     mask = torch.zeros(SIZE, SIZE, dtype=torch.bool)
     of = [number for number, size in enumerate(LENGTHS) for _ in range(size)]
     for query in range(SIZE):
@@ -55,7 +55,7 @@ def inputs(width: int = 16) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("width", [16, 24])
 @pytest.mark.parametrize("tile", [2, 1024])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "batches"])
-def test_attention_is_that_of_the_mask(
+def test_attention_matches_mask(
     window: int | None, width: int, tile: int, alone: bool, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "TILE", tile)
@@ -68,7 +68,7 @@ def test_attention_is_that_of_the_mask(
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_masks(window: int | None, attention: str, documents: Documents) -> None:
+def test_masks_with_shared_prompts(window: int | None, attention: str, documents: Documents) -> None:
     masks.attend_by_document()
     function = masking_utils.causal_mask_function
     if window is not None:
@@ -81,7 +81,7 @@ def test_masks(window: int | None, attention: str, documents: Documents) -> None
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_batches_have_the_gradients_of_documents_alone(window: int | None, documents: Documents) -> None:
+def test_batched_gradients_match_separate_documents(window: int | None, documents: Documents) -> None:
     given = [tensor.requires_grad_() for tensor in inputs()]
     weights = torch.randn(1, SIZE, 4, 16, dtype=torch.float64)
     found = []
@@ -92,7 +92,7 @@ def test_batches_have_the_gradients_of_documents_alone(window: int | None, docum
         torch.testing.assert_close(gradient, alone_gradient)
 
 
-def test_documents_of_similar_lengths_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_similar_length_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = (100, 40, 80, 75, 31, 74, 99, 30)
     documents = Documents.from_positions(torch.cat([torch.arange(length) for length in lengths])[None])
     batches = DocumentBatches.of(documents)
@@ -134,7 +134,9 @@ def aligned(to_end: bool) -> Any:
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("to_end", [True, False])
-def test_kernels(window: int | None, to_end: bool, documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_kernels_with_shared_prompts(
+    window: int | None, to_end: bool, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query, key, value = inputs()
     expected = attend(query, key, value, documents, window=window)
     kernel, calls = aligned(to_end), []
@@ -146,10 +148,10 @@ def test_kernels(window: int | None, to_end: bool, documents: Documents, monkeyp
 
     monkeypatch.setattr(attention, "_kernel", lambda: counted)
     torch.testing.assert_close(attend(query, key, value, documents, window=window), expected)
-    assert calls == ([2, SIZE] if to_end else [2]), "a kernel that aligns the first tokens is not used"
+    assert calls == ([2, SIZE] if to_end else [2]), "kernels that align queries with the first keys are not used"
 
 
-def test_flash_attention_gets_prompts_as_keys(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_receives_prompts_as_keys(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
     masks.attend_by_document()
     seen: dict[str, Any] = {}
     monkeypatch.setattr(masks, "flash_attention", lambda *args, **kwargs: seen.update(kwargs, args=args))
