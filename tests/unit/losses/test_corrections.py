@@ -25,7 +25,7 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
         (Correction("mis", cap=0.5, level="sequence"), [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
     ],
 )
-def test_weights(correction: Correction, expected: list[list[float]]) -> None:
+def test_importance_weights(correction: Correction, expected: list[list[float]]) -> None:
     trainer = torch.full((2, 3), -1.0, requires_grad=True)
     engine = torch.where(MASK, -1.0 - RATIOS.log(), math.nan)  # values outside of the mask may be anything
     found = importance_weights(trainer, engine, MASK, correction)
@@ -33,7 +33,7 @@ def test_weights(correction: Correction, expected: list[list[float]]) -> None:
     assert not found.requires_grad
 
 
-def test_engine_and_trainer_that_agree_are_left_alone() -> None:
+def test_equal_logprobs_have_weight_one() -> None:
     logprobs = -torch.rand(4, 7)
     for correction in (Correction("tis"), Correction("mis", floor=0.5), Correction("mis", level="sequence")):
         assert importance_weights(logprobs, logprobs.double(), torch.ones(4, 7), correction).eq(1.0).all()
@@ -50,7 +50,7 @@ def test_non_finite_engine_logprobs_raise(value: float, kind: str, level: str) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "messages"),
     [
         ({"cap": 2.0}, ("Invalid truncated importance sampling type: None", "has no type", "tis or mis")),
         ({"type": "icepop"}, ("Invalid truncated importance sampling type: icepop", "tis or mis")),
@@ -63,21 +63,21 @@ def test_non_finite_engine_logprobs_raise(value: float, kind: str, level: str) -
         ({"type": "tis", "cap": True}, ("cap=True: expected a number above 0",)),
     ],
 )
-def test_what_is_refused(arguments: dict[str, object], words: tuple[str, ...]) -> None:
+def test_invalid_correction_raises(arguments: dict[str, object], messages: tuple[str, ...]) -> None:
     with pytest.raises(UnknownArgumentError) as raised:
         Correction(**arguments)
-    for word in words:
+    for word in messages:
         assert word in str(raised.value)
 
 
-def test_a_correction_is_a_correction() -> None:
+def test_non_correction_argument_raises() -> None:
     with pytest.raises(UnknownArgumentError, match="correction='tis': expected a Correction"):
         importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), "tis")
 
 
 @pytest.mark.parametrize("kind", ["tis", "mis"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_nan_of_the_trainer_is_not_hidden(kind: str, level: str) -> None:
+def test_trainer_nan_is_propagated(kind: str, level: str) -> None:
     """A weight of 0 would drop the token silently."""
     trainer = torch.tensor([[-1.0, math.nan], [-1.0, -1.0]])
     found = importance_weights(trainer, torch.full((2, 2), -1.0), torch.ones(2, 2), Correction(kind, level=level))
@@ -86,7 +86,7 @@ def test_nan_of_the_trainer_is_not_hidden(kind: str, level: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3,)])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_nothing_is_broadcast(shape: tuple[int, ...], place: int) -> None:
+def test_mismatched_shapes_raise(shape: tuple[int, ...], place: int) -> None:
     arguments = [torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)]
     arguments[place] = torch.ones(shape)
     with pytest.raises(ValueError, match=r"expected \(sequences, length\) of all; got trainer"):

@@ -22,17 +22,17 @@ MASK = torch.tensor([[True, True, False], [True, False, False]])
         (Normalize.LONGEST, 5, [[1 / 10, 1 / 10, 0], [1 / 10, 0, 0]]),
     ],
 )
-def test_what_a_token_counts(normalize: Normalize, longest: int | None, expected: list[list[float]]) -> None:
+def test_token_weights(normalize: Normalize, longest: int | None, expected: list[list[float]]) -> None:
     torch.testing.assert_close(token_weights(MASK, normalize, longest), torch.tensor(expected))
 
 
-def test_a_sequence_without_tokens_counts_as_a_sequence() -> None:
+def test_token_weights_with_empty_sequence() -> None:
     weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalize.SEQUENCE)
     torch.testing.assert_close(weights, torch.tensor([[0.25, 0.25], [0.0, 0.0]]))
     assert token_weights(torch.zeros(2, 2), Normalize.TOKEN).sum() == 0  # no division by zero
 
 
-def test_the_longest_length_is_given_where_it_is_used_and_only_there() -> None:
+def test_longest_is_required_only_for_longest_normalization() -> None:
     with pytest.raises(ValueError, match="longest=None"):
         token_weights(MASK, Normalize.LONGEST)
     with pytest.raises(ValueError, match="longest=5"):
@@ -53,7 +53,7 @@ def test_the_longest_length_is_given_where_it_is_used_and_only_there() -> None:
         (1.5, 0.0, 0.0, 0.0),
     ],
 )
-def test_the_clipped_objective_and_its_gradient(ratio: float, advantage: float, loss: float, slope: float) -> None:
+def test_clipped_objective_and_gradient(ratio: float, advantage: float, loss: float, slope: float) -> None:
     old = torch.tensor([[-1.0]])
     logprobs = (old + math.log(ratio)).requires_grad_()
     arguments = logprobs, old, torch.tensor([advantage]), torch.ones(1, 1)
@@ -64,7 +64,7 @@ def test_the_clipped_objective_and_its_gradient(ratio: float, advantage: float, 
     assert clipped_share(*arguments, eps_low=0.2, eps_high=0.28) == (slope == 0.0 and advantage != 0.0)
 
 
-def test_a_whole_batch_by_hand() -> None:
+def test_batch_loss_matches_manual_computation() -> None:
     """Two sequences, of two tokens and of one, with corrections. The methods differ in the divisor."""
     old = torch.log(torch.tensor([[0.5, 0.25, 0.5], [0.2, 0.5, 0.5]]))
     ratios = torch.tensor([[1.1, 0.7, 9.0], [1.4, 9.0, 9.0]])
@@ -86,7 +86,7 @@ def test_a_whole_batch_by_hand() -> None:
         torch.testing.assert_close(logprobs.grad, torch.tensor(slopes) * weights)
 
 
-def test_the_divergence_from_the_reference() -> None:
+def test_kl_penalty() -> None:
     logprobs = torch.log(torch.tensor([[0.5]])).requires_grad_()
     reference = torch.log(torch.tensor([[0.25]]))
     found = policy_loss(
@@ -99,7 +99,7 @@ def test_the_divergence_from_the_reference() -> None:
         policy_loss(logprobs, logprobs, torch.zeros(1), torch.ones(1, 1), kl=0.1)
 
 
-def test_micro_batches_add_up_to_the_step() -> None:
+def test_micro_batch_gradients_sum_to_batch_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     old, theirs = (-torch.rand(6, 9, generator=generator) for _ in range(2))
     mask = torch.rand(6, 9, generator=generator) > 0.3
@@ -113,12 +113,12 @@ def test_micro_batches_add_up_to_the_step() -> None:
         torch.testing.assert_close(parts.grad, whole.grad)
 
 
-@pytest.mark.parametrize("nothing", [math.nan, -math.inf, math.inf])
-def test_what_was_not_sampled_reaches_neither_loss_nor_gradient(nothing: float) -> None:
+@pytest.mark.parametrize("fill_value", [math.nan, -math.inf, math.inf])
+def test_masked_tokens_do_not_affect_loss_or_gradient(fill_value: float) -> None:
     weights = token_weights(MASK, Normalize.TOKEN)
-    filled = torch.where(MASK, -1.0, nothing)
+    filled = torch.where(MASK, -1.0, fill_value)
     logprobs = torch.full((2, 3), -1.0, requires_grad=True)
-    arguments = {"correction": torch.where(MASK, 1.0, nothing), "reference": filled, "kl": 0.1}
+    arguments = {"correction": torch.where(MASK, 1.0, fill_value), "reference": filled, "kl": 0.1}
     loss = policy_loss(logprobs, filled, torch.tensor([1.0, -1.0]), weights, **arguments)
     loss.backward()
     assert loss.item() == pytest.approx(-1 / 3)
@@ -157,11 +157,11 @@ def test_loss_and_gradient_are_finite_for_any_log_ratio(log_ratio: float, advant
         assert logprobs.grad.item() == pytest.approx(-ratio * advantage, rel=1e-4)
     else:
         assert loss.item() > 1e36
-        assert logprobs.grad.item() > 1e36 or log_ratio == math.inf, "the token still becomes less likely"
+        assert logprobs.grad.item() > 1e36 or log_ratio == math.inf, "the update lowers the token's probability"
 
 
 @pytest.mark.parametrize(("logprob", "reference"), [(-math.inf, -1.0), (-1.0, -math.inf), (-1.0, math.inf)])
-def test_the_divergence_is_finite_for_infinite_log_ratios(logprob: float, reference: float) -> None:
+def test_kl_penalty_is_finite_for_infinite_log_ratios(logprob: float, reference: float) -> None:
     logprobs = torch.tensor([[logprob, -1.0]], requires_grad=True)
     theirs = torch.tensor([[reference, -1.0]])
     loss = policy_loss(
@@ -174,7 +174,7 @@ def test_the_divergence_is_finite_for_infinite_log_ratios(logprob: float, refere
 
 
 @pytest.mark.parametrize("behind", [-1e4, -1.0, 0.5, 80.0, 89.0, 1e4])
-def test_the_divergence_is_finite_for_any_reference(behind: float) -> None:
+def test_kl_penalty_is_finite_for_any_reference(behind: float) -> None:
     logprobs = torch.tensor([[-2.0]], requires_grad=True)
     arguments = logprobs, logprobs.detach(), torch.zeros(1), torch.ones(1, 1)
     loss = policy_loss(*arguments, reference=logprobs.detach() + behind, kl=0.5)
@@ -184,11 +184,11 @@ def test_the_divergence_is_finite_for_any_reference(behind: float) -> None:
         assert loss.item() == pytest.approx(0.5 * (math.exp(behind) - 1 - behind), rel=1e-4)
         assert logprobs.grad.item() == pytest.approx(0.5 * (1 - math.exp(behind)), rel=1e-4)
     else:
-        assert -math.inf < logprobs.grad.item() < -1e30, "the token still becomes likelier"
+        assert -math.inf < logprobs.grad.item() < -1e30, "the update raises the token's probability"
 
 
 @pytest.mark.parametrize("advantage", [math.nan, math.inf])
-def test_a_sequence_without_counted_tokens_has_no_say(advantage: float) -> None:
+def test_sequence_with_zero_weights_is_ignored(advantage: float) -> None:
     weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalize.TOKEN)
     logprobs = torch.full((2, 2), -1.0, requires_grad=True)
     loss = policy_loss(logprobs, logprobs.detach(), torch.tensor([1.0, advantage]), weights)
@@ -197,7 +197,7 @@ def test_a_sequence_without_counted_tokens_has_no_say(advantage: float) -> None:
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.5, -0.5], [0.0, 0.0]]))
 
 
-def test_strings_are_options() -> None:
+def test_normalize_accepts_strings() -> None:
     for normalize in Normalize:
         longest = 5 if normalize is Normalize.LONGEST else None
         assert torch.equal(token_weights(MASK, str(normalize), longest), token_weights(MASK, normalize, longest))
@@ -211,7 +211,7 @@ def test_strings_are_options() -> None:
         loss_named("grpo", normalize=None)
 
 
-def test_shapes_are_checked() -> None:
+def test_mismatched_shapes_raise() -> None:
     logprobs = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"advantages of \(2,\), got \(3,\)"):
         policy_loss(logprobs, logprobs, torch.zeros(3), torch.ones(2, 3))
@@ -228,7 +228,7 @@ def _with(value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("overrides", "message"),
     [
         ({"old": _with(NAN)}, "old of token 2 of sequence 1: nan"),
         ({"logprobs": _with(-INFINITE), "old": _with(-INFINITE)}, "old of token 2 of sequence 1: -inf"),
@@ -241,17 +241,17 @@ def _with(value: float) -> torch.Tensor:
         ({"weights": _with(0.0)}, "weights of token 0 of sequence 0: -1"),
     ],
 )
-def test_non_finite_arguments_raise(given: dict[str, Any], message: str) -> None:
-    arguments = {"logprobs": GRID, "old": GRID, "advantages": torch.ones(2), "weights": torch.ones(2, 3)} | given
+def test_non_finite_arguments_raise(overrides: dict[str, Any], message: str) -> None:
+    arguments = {"logprobs": GRID, "old": GRID, "advantages": torch.ones(2), "weights": torch.ones(2, 3)} | overrides
     with pytest.raises(NonFiniteError, match=f"{message}.*expected|{message}.*Expected"):
         policy_loss(**arguments)
-    if "weights" not in given:  # the same values in tokens that do not count
+    if "weights" not in overrides:  # the same values in tokens that do not count
         arguments["weights"] = torch.zeros(2, 3)
         assert policy_loss(**arguments).item() == 0.0
 
 
-def test_nan_of_the_policy_reaches_the_loss() -> None:
-    """Training skips such an update. Advantages and corrections of the sequence are of no interest then."""
+def test_policy_nan_is_propagated() -> None:
+    """Training skips such an update, so non-finite corrections of the same sequence do not raise."""
     correction = torch.tensor([[NAN, NAN, NAN], [1.0, 1.0, 1.0]])
     logprobs = torch.tensor([[NAN, -1.0, -1.0], [-1.0, -1.0, -1.0]])
     loss = policy_loss(logprobs, logprobs, torch.ones(2), torch.ones(2, 3), correction=correction)
@@ -259,7 +259,7 @@ def test_nan_of_the_policy_reaches_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("overrides", "error", "message"),
     [
         ({"eps_low": 2.0}, UnknownArgumentError, r"eps_low=2\.0: expected a number from 0 to 1"),
         ({"eps_high": -0.5}, UnknownArgumentError, r"eps_high=-0\.5: expected a number of at least 0"),
@@ -272,8 +272,8 @@ def test_nan_of_the_policy_reaches_the_loss() -> None:
         ({"correction": torch.ones(1, 3)}, ValueError, r"correction \(1, 3\)"),
     ],
 )
-def test_settings_and_types_are_checked(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"logprobs": GRID, "old": GRID, "advantages": torch.ones(2), "weights": torch.ones(2, 3)} | given
+def test_invalid_settings_and_types_raise(overrides: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"logprobs": GRID, "old": GRID, "advantages": torch.ones(2), "weights": torch.ones(2, 3)} | overrides
     with pytest.raises(error, match=message):
         policy_loss(**arguments)
     assert policy_loss(GRID, GRID, torch.ones(2), torch.ones(2, 3), eps_high=INFINITE).item() == -6.0  # without a clip
@@ -289,11 +289,13 @@ def test_settings_and_types_are_checked(given: dict[str, Any], error: type[Excep
         ((MASK, "longest", True), UnknownArgumentError, "longest=True"),
     ],
 )
-def test_arguments_of_weights_are_checked(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_invalid_token_weights_arguments_raise(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         token_weights(*arguments)
 
 
-def test_the_clipped_share_is_of_equal_shapes() -> None:
+def test_clipped_share_with_mismatched_shapes_raises() -> None:
     with pytest.raises(ValueError, match=r"old \(2, 2\)"):
         clipped_share(torch.zeros(1, 2), torch.zeros(2, 2), torch.ones(1), torch.ones(1, 2))

@@ -22,7 +22,7 @@ from nrl_models.losses import (
 )
 
 
-def test_advantages_are_relative_to_the_group() -> None:
+def test_group_advantages() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.2, 0.2, 0.2, 0.2]])
     plain = torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.0, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(group_advantages(rewards, scale=False), plain)
@@ -47,7 +47,7 @@ def test_equal_rewards_have_no_advantage(size: int, reward: float, dtype: torch.
     assert not group_advantages(torch.full((2, size), reward, dtype=dtype), scale=scale).any()
 
 
-def test_advantages_of_large_and_whole_rewards() -> None:
+def test_advantages_of_large_and_integer_rewards() -> None:
     large = torch.tensor([[1e8, 1e8 + 1, 1e8 + 2, 1e8 + 3]], dtype=torch.float64)
     assert group_advantages(large, scale=False).tolist() == [[-1.5, -0.5, 0.5, 1.5]]
     assert group_advantages(torch.tensor([[2**24 + 1, 2**24 + 2]]), scale=False).tolist() == [[-0.5, 0.5]]
@@ -58,7 +58,7 @@ def test_advantages_of_large_and_whole_rewards() -> None:
 
 
 @pytest.mark.parametrize("rewards", [torch.ones(3), torch.ones(1, 2, 3)])
-def test_rewards_are_of_groups(rewards: torch.Tensor) -> None:
+def test_rewards_without_group_dimension_raise(rewards: torch.Tensor) -> None:
     for function in (teaching_groups, lambda given: group_advantages(given, scale=True)):
         with pytest.raises(ValueError, match=r"expected \(groups, group_size\) of all; got rewards"):
             function(rewards)
@@ -66,19 +66,19 @@ def test_rewards_are_of_groups(rewards: torch.Tensor) -> None:
             function(rewards.tolist())
 
 
-def test_complex_rewards_are_an_error() -> None:
+def test_complex_rewards_raise() -> None:
     for function in (teaching_groups, lambda given: group_advantages(given, scale=True)):
         with pytest.raises(UnknownArgumentError, match=r"rewards is of torch\.complex64: expected real numbers"):
             function(torch.ones(2, 2, dtype=torch.complex64))
 
 
-def test_scale_is_a_bool() -> None:
+def test_non_bool_scale_raises() -> None:
     """TRL's "none" would be truthy."""
     with pytest.raises(UnknownArgumentError, match="scale='none': expected True or False"):
         group_advantages(torch.ones(1, 2), scale="none")
 
 
-def test_groups_of_equal_rewards_teach_nothing() -> None:
+def test_teaching_groups() -> None:
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.5 + 1e-6]])
     assert teaching_groups(rewards).tolist() == [False, False, True, True]
     assert teaching_groups(torch.zeros(2, 0)).tolist() == [False, False]
@@ -86,7 +86,7 @@ def test_groups_of_equal_rewards_teach_nothing() -> None:
         teaching_groups(torch.tensor([[1.0, math.nan]]))
 
 
-def test_the_penalty_falls_from_the_buffer_to_the_limit() -> None:
+def test_overlong_penalty() -> None:
     lengths = torch.tensor([0, 80, 81, 90, 100, 120])
     expected = torch.tensor([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
     torch.testing.assert_close(overlong_penalty(lengths, 100, 20), expected)
@@ -98,7 +98,7 @@ def test_the_penalty_falls_from_the_buffer_to_the_limit() -> None:
             overlong_penalty(*arguments)
 
 
-def test_log_probabilities_of_answers_leave_out_what_is_none() -> None:
+def test_sequence_logprobs_ignore_masked_tokens() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, math.nan], [-4.0, math.inf, -8.0]])
     mask = torch.tensor([[True, True, False], [False, False, True]])
     assert sequence_logprobs(logprobs, mask).tolist() == [-3.0, -8.0]
@@ -106,14 +106,14 @@ def test_log_probabilities_of_answers_leave_out_what_is_none() -> None:
 
 @pytest.mark.parametrize("name", ["reference_chosen", "reference_rejected"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_dpo_with_a_reference_that_is_not_finite_names_the_pair(name: str, value: float) -> None:
+def test_dpo_with_non_finite_reference_raises(name: str, value: float) -> None:
     arguments = {key: torch.zeros(3) for key in ("chosen", "rejected", "reference_chosen", "reference_rejected")}
     arguments[name][1] = value
     with pytest.raises(NonFiniteError, match=rf"{name} of pair 1 is {value}: expected finite numbers"):
         dpo_loss(**arguments)
 
 
-def test_dpo() -> None:
+def test_dpo_loss_and_gradient() -> None:
     chosen, rejected = (torch.tensor(values, requires_grad=True) for values in ([-1.0, -4.0], [-2.0, -3.0]))
     reference = torch.tensor([-1.5, -4.0]), torch.tensor([-1.5, -4.0])
     margins = [(-1.0 + 1.5) - (-2.0 + 1.5), (-4.0 + 4.0) - (-3.0 + 4.0)]
@@ -126,7 +126,7 @@ def test_dpo() -> None:
     torch.testing.assert_close(rejected.grad, -slopes)
 
 
-def test_ranking() -> None:
+def test_ranking_loss_and_gradient() -> None:
     chosen, rejected = torch.tensor([2.0, 0.0], requires_grad=True), torch.tensor([1.0, 0.5])
     loss = ranking_loss(chosen, rejected, margin=0.25)
     loss.backward()
@@ -135,7 +135,7 @@ def test_ranking() -> None:
     torch.testing.assert_close(chosen.grad, torch.tensor(expected))
 
 
-def test_pairs_are_not_broadcast() -> None:
+def test_mismatched_pair_shapes_raise() -> None:
     with pytest.raises(ValueError, match=r"expected \(pairs\) of all; got chosen \(2,\), rejected \(1,\)"):
         ranking_loss(torch.zeros(2), torch.zeros(1))
     with pytest.raises(ValueError, match=r"expected \(pairs\) of all; got chosen \(2, 1\)"):
@@ -149,7 +149,7 @@ def test_pairs_are_not_broadcast() -> None:
             loss(*torch.zeros(4 if loss is dpo_loss else 2, 0))
 
 
-def test_settings_of_pairs_are_checked() -> None:
+def test_invalid_pair_settings_raise() -> None:
     for beta in (0.0, -1.0, math.nan, "0.1"):
         with pytest.raises(UnknownArgumentError, match=r"beta=.*: expected a number above 0"):
             dpo_loss(*torch.zeros(4, 2), beta=beta)
@@ -164,7 +164,7 @@ def test_pairs_in_bf16_are_computed_in_fp32() -> None:
     assert loss.item() == pytest.approx(math.log1p(math.exp(0.1)))
 
 
-def test_the_order_of_scores() -> None:
+def test_misordered() -> None:
     assert misordered([1.0, 2.0], [-5.25, 1.9]) == []
     assert misordered(torch.tensor([1.0, 0.0, 3.0, math.nan, 1.0]), [0.0, 1.0, 3.0, 0.0, math.nan]) == [1, 2, 3, 4]
     with pytest.raises(ValueError, match="two lists of one length"):
@@ -173,7 +173,7 @@ def test_the_order_of_scores() -> None:
         misordered([], [])
 
 
-def test_losses_by_name() -> None:
+def test_loss_named() -> None:
     assert loss_named("dapo", eps_high=0.3).eps_high == 0.3
     assert loss_named("dapo").eps_high == 0.28
     assert loss_named("grpo", correction=Correction("tis")).correction == Correction("tis")
@@ -203,6 +203,6 @@ def test_losses_by_name() -> None:
         (["grpo"], {}, r"unknown loss \['grpo'\]"),
     ],
 )
-def test_settings_of_another_type_raise(name: str, settings: dict[str, object], message: str) -> None:
+def test_invalid_setting_types_raise(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(UnknownArgumentError, match=message):
         loss_named(name, **settings)

@@ -31,7 +31,13 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 GROUP, LONGEST = 4, 6
-SILENT: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "bf16": False}
+QUIET_OPTIONS: dict[str, Any] = {
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "bf16": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def gradients(loss: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Ten
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
 
 
-def same(ours: torch.Tensor, theirs: torch.Tensor, model: torch.nn.Module) -> None:
+def assert_same_loss_and_gradients(ours: torch.Tensor, theirs: torch.Tensor, model: torch.nn.Module) -> None:
     """Compare two losses and their gradients, which must not be trivial."""
     first, second = gradients(theirs, model), gradients(ours, model)
     assert max(gradient.abs().max().item() for gradient in first.values()) > 1e-4
@@ -82,7 +88,7 @@ CORRECTIONS = {
 @pytest.mark.parametrize("mode", CORRECTIONS)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("method", METHODS)
-def test_policy_losses(
+def test_policy_loss_matches_trl(
     method: str,
     beta: float,
     mode: str,
@@ -104,7 +110,7 @@ def test_policy_losses(
     arguments = trl.GRPOConfig(
         str(tmp_path), per_device_train_batch_size=2 * GROUP, num_generations=GROUP, max_completion_length=LONGEST,
         beta=beta, use_bias_correction_kl=False, vllm_importance_sampling_mode=mode, gradient_checkpointing=False,
-        **bounds, **options, **SILENT,
+        **bounds, **options, **QUIET_OPTIONS,
     )  # fmt: skip
     policy = llama()
     policy.config._name_or_path = str(tmp_path / "reference")  # where the trainer loads the reference from
@@ -114,11 +120,11 @@ def test_policy_losses(
         policy, reward_funcs=reward, args=arguments, processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_list(prompts),
     )  # fmt: skip
-    asked = [tokenizer(row["prompt"])["input_ids"] for row in prompts]
+    prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in prompts]
     answers = rows_of_ids([6, 2, 3, 6, 1, 4, 5, 6], seed=1)
     generator = torch.Generator().manual_seed(2)
     engine = [[0.0] * len(answer) for answer in answers]
-    monkeypatch.setattr(trainer, "_generate", lambda _: (asked, answers, None, [""] * 8, engine, {}, None, None))
+    monkeypatch.setattr(trainer, "_generate", lambda _: (prompt_ids, answers, None, [""] * 8, engine, {}, None, None))
     trainer.use_vllm = True  # from here on, the fixed samples count as engine samples
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.model
@@ -141,9 +147,9 @@ def test_policy_losses(
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     theirs = trainer.compute_loss(model, inputs)
-    whole = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    there = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    logprobs = trainer._get_per_token_logps_and_entropies(model, whole, there, mask.shape[1])[0]
+    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    logprobs = trainer._get_per_token_logps_and_entropies(model, input_ids, attention_mask, mask.shape[1])[0]
     ours = policy_loss(
         logprobs, old, advantages, token_weights(mask, normalize, LONGEST if method == "dr_grpo" else None),
         eps_high=0.28 if method == "dapo" else 0.2, correction=weights,
@@ -151,10 +157,10 @@ def test_policy_losses(
     )  # fmt: skip
     ratios = (logprobs - old).exp()[mask]
     assert ratios.min() < 0.8 < 1.28 < ratios.max()
-    same(ours, theirs, model)
+    assert_same_loss_and_gradients(ours, theirs, model)
 
 
-def test_the_overlong_penalty() -> None:
+def test_overlong_penalty_matches_trl() -> None:
     from trl.rewards import get_soft_overlong_punishment
 
     lengths = list(range(1, 131))
@@ -171,10 +177,10 @@ def texts(lengths: list[int], seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_dpo(beta: float, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_dpo_loss_matches_trl(beta: float, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     rows = {"prompt": texts([3, 2], 0), "chosen": texts([4, 6], 1), "rejected": texts([5, 2], 2)}
     arguments = trl.DPOConfig(
-        str(tmp_path), beta=beta, per_device_train_batch_size=2, gradient_checkpointing=False, **SILENT
+        str(tmp_path), beta=beta, per_device_train_batch_size=2, gradient_checkpointing=False, **QUIET_OPTIONS
     )
     model, reference = llama(), llama(initializer_range=0.03)
     trainer = trl.DPOTrainer(
@@ -191,12 +197,14 @@ def test_dpo(beta: float, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) ->
 
     with torch.no_grad():
         before = scores(trainer.ref_model)
-    same(dpo_loss(*scores(trainer.model), *before, beta=beta), theirs, trainer.model)
+    assert_same_loss_and_gradients(dpo_loss(*scores(trainer.model), *before, beta=beta), theirs, trainer.model)
 
 
-def test_ranking(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_ranking_loss_matches_trl(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     rows = {"chosen": texts([4, 6, 3], 1), "rejected": texts([5, 2, 7], 2)}
-    arguments = trl.RewardConfig(str(tmp_path), per_device_train_batch_size=3, gradient_checkpointing=False, **SILENT)
+    arguments = trl.RewardConfig(
+        str(tmp_path), per_device_train_batch_size=3, gradient_checkpointing=False, **QUIET_OPTIONS
+    )
     trainer = trl.RewardTrainer(
         llama("ForSequenceClassification", num_labels=1), args=arguments, processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_dict(rows),
@@ -206,4 +214,4 @@ def test_ranking(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     chosen, rejected = trainer.model(**inputs).logits[:, 0].chunk(2)
     (accuracy,) = trainer._metrics["train"]["accuracy"]
     assert len(misordered(chosen, rejected)) == round(3 * (1 - accuracy))
-    same(ranking_loss(chosen, rejected), theirs, trainer.model)
+    assert_same_loss_and_gradients(ranking_loss(chosen, rejected), theirs, trainer.model)
