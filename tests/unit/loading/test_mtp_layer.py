@@ -79,7 +79,7 @@ def last_hidden(model: Any, input_ids: torch.Tensor = TOKENS, **options: Any) ->
 
 
 def reference_logits(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Tensor:
-    """Compute the logits with transformers' own decoder class, which has the layer as an additional layer."""
+    """Compute the logits with transformers' decoder class, with the MTP layer as an additional decoder layer."""
     parts, number = MTPParts.of(model.mtp_form, MTPNames(model).first), model.config.num_hidden_layers
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = number + 1

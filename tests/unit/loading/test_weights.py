@@ -78,7 +78,7 @@ def meta_model(folder: Path) -> LlamaForCausalLM:
         return LlamaForCausalLM(AutoConfig.from_pretrained(folder))
 
 
-# Checkpoints that fit
+# Matching checkpoints
 
 
 @pytest.mark.parametrize("name", ["llama_checkpoint", "llama_shards"])
@@ -237,7 +237,7 @@ def test_load_shards_in_any_tensor_order(folder: Path, llama: PreTrainedModel) -
     assert_same_model(model, llama)
 
 
-# Checkpoints that do not fit
+# Mismatched checkpoints
 
 
 def pop(*keys: str) -> Callable[[Tensors], object]:
