@@ -141,7 +141,7 @@ def test_generation_config_moved_during_read_is_used(
 
 
 def publish_file_by_file(stage: Path, target: Path) -> None:
-    """Publish in the former way, file by file."""
+    """Publish file by file, as earlier versions did."""
     for path in sorted(stage.iterdir()):
         os.replace(path, target / path.name)
 
@@ -162,9 +162,9 @@ BUGS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 def test_checks_detect_injected_bugs(
     saved: list[Generation], bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found_by, plant = BUGS[bug]
+    detected_by, plant = BUGS[bug]
     plant(monkeypatch)
-    if found_by == KILL:
+    if detected_by == KILL:
         with pytest.raises((WrongError, SaveError)):
             kill_at_every_call(tmp_path / "work", saved, 0, 3, following=1)
     else:
@@ -273,7 +273,7 @@ def test_disk_full_at_any_call(saved: list[Generation], tmp_path: Path) -> None:
     """From one call on, every call that needs disk space fails. The save raises, and leaves a complete checkpoint."""
     at, found, failed = 0, [], True
     while failed:
-        at, failed, said = at + 1, False, ""
+        at, failed, message = at + 1, False, ""
         target, left = prepare(tmp_path / "work", saved[0]), at
         writer = Writer(saved[2], target, lambda: None)
 
@@ -288,10 +288,10 @@ def test_disk_full_at_any_call(saved: list[Generation], tmp_path: Path) -> None:
             with calls(full):
                 writer.save()
         except SaveError as error:
-            failed, said = True, str(error)
+            failed, message = True, str(error)
         found.append(read(target, saved))
-        assert found[-1] == (2 if not failed or "is saved" in said else 0)
-        assert not failed or "is saved" in said or "did not change" in said
+        assert found[-1] == (2 if not failed or "is saved" in message else 0)
+        assert not failed or "is saved" in message or "did not change" in message
         Writer(saved[1], target, lambda: None).save()
         check_saved(target, saved[1], set(OTHERS))
     assert found[0] == 0

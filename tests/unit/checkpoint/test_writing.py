@@ -51,7 +51,7 @@ def small_model(seed: int) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """The old and the new model."""
+    """Return the old and the new model."""
     return small_model(0), small_model(1)
 
 
@@ -74,7 +74,7 @@ UNRELATED = {"optimizer.pt", "logs/model.txt"}
 
 
 def checkpoint_index(folder: Path, models: tuple[PreTrainedModel, ...]) -> int:
-    """Return which of `models` the folder holds. nrl_models and transformers must read exactly the same one."""
+    """Return the index of the model in the folder. nrl_models and transformers must read the same tensors."""
     loaded = [hf_tensors(AutoModelForCausalLM.from_pretrained(folder)), HFLlama.from_pretrained(folder).state_dict()]
     assert_same(*loaded)
     return next(
@@ -147,29 +147,29 @@ def test_interrupted_save_leaves_old_or_new_model(
 ) -> None:
     spare = shutil.copytree(target, target.parent / "spare")
     models[1].save_pretrained(target.parent / "new", max_shard_size=SIZES[after])
-    found = []
+    indices = []
     while True:
         with pytest.MonkeyPatch.context() as patch:
-            steps = interrupting(patch, len(found) + 1, interrupt)
+            steps = interrupting(patch, len(indices) + 1, interrupt)
             try:
                 models[1].save_pretrained(target, max_shard_size=SIZES[after])
             except InterruptedError:
                 pass
             else:
                 break
-        assert steps() >= len(found) + 1
+        assert steps() >= len(indices) + 1
         assert files_of(target) >= UNRELATED
         assert not list(target.glob(".*"))  # the temporary folder is removed
-        found.append(checkpoint_index(target, models))
+        indices.append(checkpoint_index(target, models))
         # A later save repairs the checkpoint.
         models[1].save_pretrained(target, max_shard_size=SIZES[after])
         assert files_of(target) == files_of(target.parent / "new") | UNRELATED
         assert checkpoint_index(target, models) == 1
         shutil.rmtree(target)
         shutil.copytree(spare, target)
-    assert found[0] == 0
-    assert found == sorted(found)  # the new checkpoint never turns back into the old one
-    assert len(found) >= 3
+    assert indices[0] == 0
+    assert indices == sorted(indices)  # the new checkpoint never turns back into the old one
+    assert len(indices) >= 3
 
 
 @transitions
@@ -306,7 +306,7 @@ def test_variant_is_saved_next_to_weights(
 
 
 @pytest.mark.parametrize("sizes", [("5GB", "100KB"), ("100KB", "5GB"), ("100KB", "300KB")])
-def test_saving_variant_again_replaces_its_files(
+def test_saving_variant_twice_replaces_files(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, sizes: tuple[str, str]
 ) -> None:
     target = tmp_path / "target"
