@@ -191,7 +191,7 @@ def assert_same_adapter(some: StateDictAdapter, other: StateDictAdapter) -> None
     assert list(map(describe_conversion, conversions[0])) == list(map(describe_conversion, conversions[1]))
 
 
-def test_own_tensors_are_those_of_transformers(adapter: StateDictAdapter, tensors: Tensors) -> None:
+def test_own_tensors_match_transformers(adapter: StateDictAdapter, tensors: Tensors) -> None:
     assert list(adapter.own) == list(adapter.transformers) == list(tensors)
     assert all(adapter.from_hf(tensors)[name] is tensor for name, tensor in tensors.items())
 

@@ -36,13 +36,13 @@ def float32(name: str) -> torch.dtype:
 
 
 class Recorded:
-    """A conversion of tables that records the number of its tensors."""
+    """A conversion of tables that records the number of tensors in each call."""
 
     def __init__(self, change: Callable[[dict[str, HFTensor]], dict[str, HFTensor]]) -> None:
-        self.change, self.given = change, []
+        self.change, self.counts = change, []
 
     def __call__(self, tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
-        self.given.append(len(tensors))
+        self.counts.append(len(tensors))
         return self.change(tensors)
 
 
@@ -56,7 +56,7 @@ def test_convert_by_layer_converts_few_layers_of_each_kind() -> None:
         lambda tensors: renamed(tensors, lambda name: name.replace("model.layers", "h").replace("q", "w1"))
     )
     result = convert_by_layer(table(*names), float32, convert)
-    assert convert.given == [2 + 2 * 6]  # 0 and 9, 10 and 99, 100 and 119
+    assert convert.counts == [2 + 2 * 6]  # 0 and 9, 10 and 99, 100 and 119
     assert list(result.items()) == list(convert.change(table(*names)).items())
 
 
@@ -66,7 +66,7 @@ def test_layers_with_other_shapes_or_dtypes_are_converted() -> None:
     dtypes = {"model.layers.5.k.weight": torch.float16}
     convert = Recorded(lambda tensors: tensors)
     result = convert_by_layer(table(*names, shapes=shapes), lambda name: dtypes.get(name, torch.float32), convert)
-    assert convert.given == [2 * (2 + 1 + 1)]
+    assert convert.counts == [2 * (2 + 1 + 1)]
     assert result == table(*names, shapes=shapes)
 
 
@@ -104,7 +104,7 @@ def test_layer_dependent_conversions_convert_all_layers(change: Any) -> None:
     tensors = table(*layers(10, "q.weight", "k.weight"))
     convert = Recorded(change)
     result = convert_by_layer(tensors, float32, convert)
-    assert convert.given == [4, 20]
+    assert convert.counts == [4, 20]
     assert list(result.items()) == list(change(tensors).items())
 
 

@@ -67,8 +67,8 @@ def matched(*keys: str, tied: dict[str, str] | None = None, **options: Any) -> M
     return match(given, TABLE.get, OWN, absent, tied or {}, **options)
 
 
-def kinds(found: Match) -> set[tuple[str, str]]:
-    return {(problem.kind, problem.subject) for problem in found.problems}
+def kinds(result: Match) -> set[tuple[str, str]]:
+    return {(problem.kind, problem.subject) for problem in result.problems}
 
 
 EVERYTHING = ("q", "k", "v", "norm", "embed", "head")
@@ -76,19 +76,19 @@ EVERYTHING = ("q", "k", "v", "norm", "embed", "head")
 
 @pytest.mark.parametrize("keys", [EVERYTHING, EVERYTHING[::-1], ("qk", "v", "norm and embed", "head")])
 def test_complete_match(keys: tuple[str, ...]) -> None:
-    found = matched(*keys)
-    assert not found.problems
-    assert not found.missing
-    assert found.sources.keys() == OWN.keys()
-    for name, sources in found.sources.items():
+    result = matched(*keys)
+    assert not result.problems
+    assert not result.missing
+    assert result.sources.keys() == OWN.keys()
+    for name, sources in result.sources.items():
         assert [target for _, target in sources] == [TABLE[key] for key, _ in sources]
         assert all(name in target.parameters for _, target in sources)
 
 
 def test_missing_tensors() -> None:
-    found = matched("q", "k", "v", "embed")
-    assert kinds(found) == {("missing", "norm"), ("missing", "head")}
-    assert found.missing == ["norm", "head"]
+    result = matched("q", "k", "v", "embed")
+    assert kinds(result) == {("missing", "norm"), ("missing", "head")}
+    assert result.missing == ["norm", "head"]
 
 
 def test_missing_fused_tensor_lists_parts() -> None:
@@ -96,21 +96,21 @@ def test_missing_fused_tensor_lists_parts() -> None:
 
 
 def test_may_miss_reports_no_problem() -> None:
-    found = matched("q", "k", "v", may_miss=lambda name: name != "norm")
-    assert kinds(found) == {("missing", "norm")}
-    assert found.missing == ["norm", "embed", "head"]
+    result = matched("q", "k", "v", may_miss=lambda name: name != "norm")
+    assert kinds(result) == {("missing", "norm")}
+    assert result.missing == ["norm", "embed", "head"]
 
 
 def test_missing_part_is_partial_despite_may_miss() -> None:
-    found = matched("k", "norm", may_miss=lambda name: True)
-    (problem,) = found.problems
+    result = matched("k", "norm", may_miss=lambda name: True)
+    (problem,) = result.problems
     assert (problem.kind, problem.subject) == ("partial", "k")
     assert problem.detail == "fill only a part of qkv; q, v not found"
 
 
 def test_wrong_packed_shape_is_reported_once() -> None:
-    found = matched("q", "k", "v", "head", changed={"norm and embed": TensorSpec((6, 4), torch.float32)})
-    assert kinds(found) == {("shape", "norm and embed")}
+    result = matched("q", "k", "v", "head", changed={"norm and embed": TensorSpec((6, 4), torch.float32)})
+    assert kinds(result) == {("shape", "norm and embed")}
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def test_wrong_packed_shape_is_reported_once() -> None:
     ],
 )
 def test_overlapping_tensors_are_duplicated(keys: tuple[str, ...], listed: str) -> None:
-    found = matched(*keys, may_miss=lambda name: True)
-    assert kinds(found) == {("duplicated", listed)}
+    result = matched(*keys, may_miss=lambda name: True)
+    assert kinds(result) == {("duplicated", listed)}
 
 
 def test_wrong_shape_is_reported_once() -> None:
-    found = matched(
+    result = matched(
         "q", "k", "norm", "head", changed={"v": TensorSpec((3, 4), torch.float32), "embed": TensorSpec((), None)}
     )
-    assert kinds(found) == {("shape", "v"), ("shape", "embed")}
-    assert "(3, 4), the model expects (2, 4)" in str(found.problems[0])
+    assert kinds(result) == {("shape", "v"), ("shape", "embed")}
+    assert "(3, 4), the model expects (2, 4)" in str(result.problems[0])
 
 
 @pytest.mark.parametrize("second", [torch.bfloat16, torch.float64])
@@ -143,9 +143,9 @@ def test_parts_with_mixed_floating_point_dtypes_match(second: torch.dtype) -> No
 
 @pytest.mark.parametrize("second", [torch.int8, torch.float8_e4m3fn])
 def test_parts_mixing_quantized_dtypes_are_a_problem(second: torch.dtype) -> None:
-    found = matched(*EVERYTHING, changed={"k": TensorSpec((2, 4), second)})
-    assert kinds(found) == {("dtype", "q, k, v")}
-    assert str(second) in found.problems[0].detail
+    result = matched(*EVERYTHING, changed={"k": TensorSpec((2, 4), second)})
+    assert kinds(result) == {("dtype", "q, k, v")}
+    assert str(second) in result.problems[0].detail
     # All have the same shape, so the match cannot decide.
     alike = {key: TensorSpec(TABLE[key].shape, second) for key in ("q", "k", "v")}
     assert not matched(*EVERYTHING, changed=alike).problems
@@ -153,25 +153,25 @@ def test_parts_mixing_quantized_dtypes_are_a_problem(second: torch.dtype) -> Non
 
 def test_unknown_names_are_unexpected_unless_ignored() -> None:
     assert kinds(matched(*EVERYTHING, "other")) == {("unexpected", "other")}
-    found = matched(*EVERYTHING, "other", why_unexpected=lambda key: None)
-    assert not found.problems
-    assert "other" not in [key for sources in found.sources.values() for key, _ in sources]
+    result = matched(*EVERYTHING, "other", why_unexpected=lambda key: None)
+    assert not result.problems
+    assert "other" not in [key for sources in result.sources.values() for key, _ in sources]
 
 
 @pytest.mark.parametrize(("given", "other"), [("embed", "head"), ("head", "embed")])
 def test_tied_tensor_matches_under_either_name(given: str, other: str) -> None:
-    found = matched("q", "k", "v", "norm", given, tied={"head": "embed"})
-    assert not found.problems
-    assert not found.missing
-    assert found.copies == {other: given}
+    result = matched("q", "k", "v", "norm", given, tied={"head": "embed"})
+    assert not result.problems
+    assert not result.missing
+    assert result.copies == {other: given}
 
 
 def test_tied_tensors_both_passed_or_both_missing() -> None:
-    found = matched(*EVERYTHING, tied={"head": "embed"})
-    assert not found.copies
-    assert not found.problems
-    found = matched("q", "k", "v", "norm", tied={"head": "embed"})
-    assert kinds(found) == {("missing", "embed"), ("missing", "head")}
+    result = matched(*EVERYTHING, tied={"head": "embed"})
+    assert not result.copies
+    assert not result.problems
+    result = matched("q", "k", "v", "norm", tied={"head": "embed"})
+    assert kinds(result) == {("missing", "embed"), ("missing", "head")}
 
 
 def test_problems_list_all_subjects_with_files() -> None:
@@ -181,8 +181,8 @@ def test_problems_list_all_subjects_with_files() -> None:
         "embed": StoredTensor("", "two", (6,), torch.float32, 0),
         "other": StoredTensor("", "three", (1,), torch.float32, 0),
     }
-    found = matched(changed=files)
-    assert {(problem.kind, problem.subject, problem.file) for problem in found.problems} == {
+    result = matched(changed=files)
+    assert {(problem.kind, problem.subject, problem.file) for problem in result.problems} == {
         ("duplicated", "q, older q", "one, two"),
         ("shape", "embed", "two"),
         ("unexpected", "other", "three"),
@@ -193,7 +193,7 @@ def test_problems_list_all_subjects_with_files() -> None:
 
 def test_long_lists_are_truncated() -> None:
     table = {f"e{index}": rows(f"e{index}", "w", index, 1) for index in range(20)}
-    found = match(
+    result = match(
         {key: TensorSpec((1, 4), torch.float32) for key in list(table)[:10]},
         table.get,
         {"w": TensorSpec((20, 4), torch.float32)},
@@ -201,7 +201,7 @@ def test_long_lists_are_truncated() -> None:
         {},
         why_unexpected=lambda key: None,
     )
-    (problem,) = found.problems
+    (problem,) = result.problems
     assert problem.subject.endswith("e7, and 2 more")
     assert "e10, e11" in problem.detail
     assert problem.detail.endswith("e17, and 2 more not found")

@@ -93,12 +93,12 @@ def test_adapter_accepts_megatron_layout() -> None:
     plan = adapter.export_plan(layout=rank)
     exported = list(adapter.iter_export(model, 10_000, layout=rank))
     assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in exported] == plan
-    given = adapter.to_hf(model.state_dict(), layout=rank)
-    assert all(torch.equal(given[name], tensor) for name, tensor in exported)
+    megatron_tensors = adapter.to_hf(model.state_dict(), layout=rank)
+    assert all(torch.equal(megatron_tensors[name], tensor) for name, tensor in exported)
     own = "model.layers.0.mlp.down_proj.weight"
     ((name, tensor),) = adapter.convert_single_tensor_to_hf(own, model.state_dict()[own], layout=rank)
     assert name == "decoder.layers.0.mlp.linear_fc2.weight"
-    assert torch.equal(tensor, given[name])
+    assert torch.equal(tensor, megatron_tensors[name])
 
 
 def test_error_lists_all_unsupported_tensors() -> None:
@@ -192,7 +192,7 @@ def test_too_small_padded_vocabulary_raises() -> None:
 
 @pytest.mark.long
 def test_every_supported_decoder_round_trips() -> None:
-    found = 0
+    checked = 0
     for architecture in registry.architectures(aliases=False):
         if not architecture.endswith("ForCausalLM") or registry.unmet_requirement(architecture):
             continue
@@ -213,5 +213,5 @@ def test_every_supported_decoder_round_trips() -> None:
                     tensor.zero_()
             from_megatron(model, copies)
             assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items()), architecture
-            found += 1
-    assert found >= (90 if has_reached("5.23") else 80)
+            checked += 1
+    assert checked >= (90 if has_reached("5.23") else 80)

@@ -108,14 +108,14 @@ def test_partial_hub_state_dict_keeps_other_weights(mixtral: PreTrainedModel, mi
     tensors = stored(mixtral_checkpoint)
     model = AutoModelForCausalLM.from_config(mixtral.config)
     before = {name: tensor.clone() for name, tensor in model.state_dict_adapter.to_hf(model.state_dict()).items()}
-    given = {EXPERT: tensors[EXPERT], "model.norm.weight": tensors["model.norm.weight"]}
-    result = model.load_state_dict(given, strict=False)
+    state_dict = {EXPERT: tensors[EXPERT], "model.norm.weight": tensors["model.norm.weight"]}
+    result = model.load_state_dict(state_dict, strict=False)
     assert not result.unexpected_keys
     assert {EXPERT.replace("experts.1", "experts.0"), "lm_head.weight"} <= set(result.missing_keys)
     assert EXPERT not in result.missing_keys
-    assert_same(model.state_dict_adapter.to_hf(model.state_dict()), before | given)
+    assert_same(model.state_dict_adapter.to_hf(model.state_dict()), before | state_dict)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\).*experts\.0\.w1"):
-        model.load_state_dict(given)
+        model.load_state_dict(state_dict)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_load_state_dict_of_module_with_two_models(llama: PreTrainedModel, mixtr
     pair = nn.ModuleDict(
         {name: AutoModelForCausalLM.from_config(part.config) for name, part in (("a", llama), ("b", mixtral))}
     )
-    given = {f"a.{name}": tensor for name, tensor in llama.state_dict().items()}
-    given |= {f"b.{name}": tensor for name, tensor in mixtral.state_dict().items()}
-    pair.load_state_dict(given)
+    state_dict = {f"a.{name}": tensor for name, tensor in llama.state_dict().items()}
+    state_dict |= {f"b.{name}": tensor for name, tensor in mixtral.state_dict().items()}
+    pair.load_state_dict(state_dict)
     assert_same(pair["a"].state_dict(), llama.state_dict())
     assert_same(pair["b"].state_dict(), mixtral.state_dict())
 
@@ -204,8 +204,8 @@ def test_to_checkpoint_shares_memory(same: PreTrainedModel, tensors: Tensors) ->
 def test_to_checkpoint_with_partial_state_dict(
     same: PreTrainedModel, pick: Callable[[str], bool], expected: list[str], tensors: Tensors
 ) -> None:
-    given = {name: tensor for name, tensor in same.state_dict().items() if pick(name)}
-    assert_same(to_checkpoint(same, given), {name: tensors[name] for name in expected})
+    state_dict = {name: tensor for name, tensor in same.state_dict().items() if pick(name)}
+    assert_same(to_checkpoint(same, state_dict), {name: tensors[name] for name in expected})
 
 
 def test_keys_to_ignore_on_save_are_skipped(same: PreTrainedModel) -> None:

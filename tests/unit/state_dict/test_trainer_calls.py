@@ -42,7 +42,7 @@ def adapter(moe: PreTrainedModel) -> StateDictAdapter:
 
 @pytest.fixture
 def calls(moe: PreTrainedModel, adapter: StateDictAdapter) -> list[Call]:
-    """The methods that accept their keywords, each on all own tensors. All give the same result."""
+    """Conversion methods that accept the trainers' keywords. All return the same result for the complete model."""
     own = moe.state_dict()
 
     def one_by_one(**keywords: Any) -> dict[str, torch.Tensor]:
@@ -148,7 +148,7 @@ def test_iter_to_hf_waits_for_all_parts() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of two ranks, of which one does not exist."""
+    """A mesh of two ranks. Only the first rank exists."""
     dist.init_process_group("fake", rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     dist.destroy_process_group()
@@ -199,11 +199,11 @@ def test_unsplit_sharded_tensors_are_returned_unchanged(adapter: StateDictAdapte
 
 
 def test_from_hf_with_sharded_experts_raises(moe: PreTrainedModel, adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
-    given = dict(adapter.to_hf(moe.state_dict()))
+    state_dict = dict(adapter.to_hf(moe.state_dict()))
     expert = f"{EXPERTS}.1.up_proj.weight"
-    given[expert] = shard(given[expert].clone(), mesh, Shard(0))
+    state_dict[expert] = shard(state_dict[expert].clone(), mesh, Shard(0))
     with pytest.raises(ShardingError, match="cannot be joined") as caught:
-        adapter.from_hf(given)
+        adapter.from_hf(state_dict)
     assert {problem.subject for problem in caught.value.problems} == {expert}
 
 

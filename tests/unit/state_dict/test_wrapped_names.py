@@ -147,10 +147,10 @@ def test_wrapped_model_saves_and_loads_unwrapped_names(name: str, exported: Tens
         assert_same(stored(tmp_path / str(number)), exported)
     assert_same({key: model.state_dict_adapter.to_hf(model.state_dict())[key] for key in exported}, exported)
     assert_same(dict(model.state_dict_adapter.hf_views(model)), exported)
-    for given in (exported, CASE.model().state_dict()):
+    for state_dict in (exported, CASE.model().state_dict()):
         for parameter in model.parameters():
             parameter.data.zero_()
-        assert not model.load_state_dict(given, strict=False).unexpected_keys
+        assert not model.load_state_dict(state_dict, strict=False).unexpected_keys
         assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
     unwrapped_names = [key for key, _ in CASE.model().named_modules()]
     assert [key for key, _ in own_modules(model)] == unwrapped_names
