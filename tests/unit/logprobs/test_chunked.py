@@ -43,15 +43,15 @@ def tokens() -> torch.Tensor:
     return torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(2))
 
 
-def with_gradients(found: TokenStatistics, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def with_gradients(statistics: TokenStatistics, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the statistics, and the gradients of a random combination of all their finite values."""
     weights = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     loss = sum(
         (torch.where(tensor.isfinite(), tensor, 0) * weight).sum()
-        for tensor, weight in zip(found, weights, strict=True)
+        for tensor, weight in zip(statistics, weights, strict=True)
     )
     gradients = torch.autograd.grad(loss, inputs)
-    return [*(tensor.detach() for tensor in found), *gradients]
+    return [*(tensor.detach() for tensor in statistics), *gradients]
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def test_fused_statistics_match_full_logits(
     inputs = [hidden, *(parameter for parameter in head.module.parameters() if not frozen)]
     weights = torch.randn(TOKENS, dtype=torch.float64)
 
-    def derivatives(found: TokenStatistics) -> Derivatives:
+    def derivatives(statistics: TokenStatistics) -> Derivatives:
         return weights, None, None
 
-    def gradients(found: TokenStatistics) -> list[torch.Tensor]:
-        return [found.logprobs.detach(), *torch.autograd.grad((found.logprobs * weights).sum(), inputs)]
+    def gradients(statistics: TokenStatistics) -> list[torch.Tensor]:
+        return [statistics.logprobs.detach(), *torch.autograd.grad((statistics.logprobs * weights).sum(), inputs)]
 
     expected = gradients(statistics_of(head(hidden), tokens(), sampling))
     loss = LossAhead(derivatives) if ahead else None
@@ -104,13 +104,13 @@ def test_fused_excluded_tokens_have_no_gradient(gpu_functions: list[str], monkey
         module.bias[tokens()[3]] = float("-inf")
     hidden = hidden_states().requires_grad_()
 
-    def derivatives(found: TokenStatistics) -> Derivatives:
-        return torch.ones_like(found.logprobs), None, None
+    def derivatives(statistics: TokenStatistics) -> Derivatives:
+        return torch.ones_like(statistics.logprobs), None, None
 
-    found = chunked_statistics(hidden, OutputHead(module), tokens(), Sampling(), ahead=LossAhead(derivatives))
-    is_possible = found.logprobs.isfinite()
+    statistics = chunked_statistics(hidden, OutputHead(module), tokens(), Sampling(), ahead=LossAhead(derivatives))
+    is_possible = statistics.logprobs.isfinite()
     assert not is_possible[3]
-    (gradient,) = torch.autograd.grad(found.logprobs, hidden, torch.ones_like(found.logprobs))
+    (gradient,) = torch.autograd.grad(statistics.logprobs, hidden, torch.ones_like(statistics.logprobs))
     assert gpu_functions
     assert not gradient[~is_possible].any()
     assert gradient[is_possible].any(-1).all()
@@ -157,13 +157,13 @@ def test_frozen_head_computes_logits_once(sampling: Sampling, transform: str, mo
         torch.randn(TOKENS, dtype=torch.float64),
     )
     hidden = hidden_states().requires_grad_()
-    found = chunked_statistics(hidden, head, tokens(), sampling, chunk_size=8)
+    statistics = chunked_statistics(hidden, head, tokens(), sampling, chunk_size=8)
     full = statistics_of(head(hidden), tokens(), sampling)
     is_possible = full.logprobs.isfinite()
-    assert torch.equal(found.logprobs.isfinite(), is_possible)
+    assert torch.equal(statistics.logprobs.isfinite(), is_possible)
     (expected,) = torch.autograd.grad((full.logprobs * weights)[is_possible].sum(), hidden)
     for _ in range(2):
-        (actual,) = torch.autograd.grad((found.logprobs * weights)[is_possible].sum(), hidden, retain_graph=True)
+        (actual,) = torch.autograd.grad((statistics.logprobs * weights)[is_possible].sum(), hidden, retain_graph=True)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
@@ -200,24 +200,24 @@ def test_entropy_and_kl_match_closed_forms() -> None:
         theirs.module.weight[7, 0] = torch.tensor(3.0).log()
     ones = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     ones[:, 0] = 1.0
-    found = chunked_statistics(
+    statistics = chunked_statistics(
         hidden, head, tokens(), Sampling(), entropy=True, reference=Reference(ones, theirs), chunk_size=9
     )
     size = torch.tensor(float(VOCABULARY), dtype=torch.float64)
-    torch.testing.assert_close(found.entropy, size.log().expand(TOKENS))
+    torch.testing.assert_close(statistics.entropy, size.log().expand(TOKENS))
     divergence = ((size + 2) / size).log() - torch.tensor(3.0, dtype=torch.float64).log() / size
-    torch.testing.assert_close(found.kl, divergence.expand(TOKENS), rtol=0, atol=1e-7)
+    torch.testing.assert_close(statistics.kl, divergence.expand(TOKENS), rtol=0, atol=1e-7)
 
 
 def test_excluded_tokens_have_minus_infinity_and_no_gradient() -> None:
     head, hidden = OutputHead(linear(0)), hidden_states().requires_grad_()
     sampling = Sampling(top_k=3)
-    found = chunked_statistics(hidden, head, tokens(), sampling, chunk_size=8)
+    statistics = chunked_statistics(hidden, head, tokens(), sampling, chunk_size=8)
     top = head(hidden).topk(3).indices
     expected = (top == tokens()[:, None]).any(-1)
     assert 0 < expected.sum() < TOKENS
-    assert torch.equal(found.logprobs.isfinite(), expected)
-    found.logprobs[~expected].sum().backward()
+    assert torch.equal(statistics.logprobs.isfinite(), expected)
+    statistics.logprobs[~expected].sum().backward()
     assert not hidden.grad.any()
     assert not head.module.weight.grad.any()
 
@@ -228,19 +228,19 @@ def test_minus_infinity_logits() -> None:
     with torch.no_grad():
         head.module.bias[50:] = float("-inf")
     hidden = hidden_states().requires_grad_()
-    found = chunked_statistics(hidden, head, tokens() % 50, Sampling(), entropy=True, chunk_size=8)
+    statistics = chunked_statistics(hidden, head, tokens() % 50, Sampling(), entropy=True, chunk_size=8)
     full = statistics_of(head(hidden), tokens() % 50, Sampling())
     inputs = [hidden, head.module.weight]
     expected = with_gradients(full._replace(kl=0 * full.kl), inputs)
-    for actual, wanted in zip(with_gradients(found, inputs), expected, strict=True):
+    for actual, wanted in zip(with_gradients(statistics, inputs), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-10)
 
 
 def test_nan_affects_only_its_token() -> None:
     hidden = hidden_states()
     hidden[3, 0] = float("nan")
-    found = chunked_statistics(hidden, OutputHead(linear(0)), tokens(), Sampling(), chunk_size=8)
-    assert found.logprobs.isnan().nonzero().tolist() == [[3]]
+    statistics = chunked_statistics(hidden, OutputHead(linear(0)), tokens(), Sampling(), chunk_size=8)
+    assert statistics.logprobs.isnan().nonzero().tolist() == [[3]]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -296,10 +296,10 @@ def test_autocast_matches_full_logits() -> None:
     head = OutputHead(linear(0, dtype=torch.float32), autocast=torch.bfloat16)
     hidden = hidden_states(dtype=torch.float32).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        found = chunked_statistics(hidden, head, tokens(), Sampling(), chunk_size=8)
+        statistics = chunked_statistics(hidden, head, tokens(), Sampling(), chunk_size=8)
         full = statistics_of(head(hidden), tokens(), Sampling())
-    torch.testing.assert_close(found.logprobs, full.logprobs, rtol=0, atol=1e-5)
-    found.logprobs.sum().backward()
+    torch.testing.assert_close(statistics.logprobs, full.logprobs, rtol=0, atol=1e-5)
+    statistics.logprobs.sum().backward()
     assert hidden.grad.dtype == head.module.weight.grad.dtype == torch.float32
 
 
@@ -311,12 +311,14 @@ def test_autocast_computes_entropy_and_kl_in_fp32(dtype: torch.dtype, sampling: 
     theirs = OutputHead(linear(0, frozen=True, dtype=torch.float32), autocast=dtype)
     reference = Reference(hidden.detach(), theirs)
     with torch.autocast("cpu", dtype):
-        found = chunked_statistics(hidden, head, tokens(), sampling, entropy=True, reference=reference, chunk_size=8)
+        statistics = chunked_statistics(
+            hidden, head, tokens(), sampling, entropy=True, reference=reference, chunk_size=8
+        )
         full = statistics_of(head(hidden), tokens(), sampling, theirs(hidden).detach())
-    torch.testing.assert_close(found.entropy, full.entropy, rtol=0, atol=2e-5)
-    torch.testing.assert_close(found.kl, full.kl, rtol=0, atol=2e-5)
+    torch.testing.assert_close(statistics.entropy, full.entropy, rtol=0, atol=2e-5)
+    torch.testing.assert_close(statistics.kl, full.kl, rtol=0, atol=2e-5)
     if not sampling.truncates:  # the divergence of a model from itself has no gradient
-        (gradient,) = torch.autograd.grad(found.kl.sum(), hidden)
+        (gradient,) = torch.autograd.grad(statistics.kl.sum(), hidden)
         assert gradient.abs().max() < 1e-4
 
 
@@ -336,22 +338,28 @@ def test_reference_in_another_dtype(
     hidden, head = hidden_states(dtype=dtype).requires_grad_(), OutputHead(linear(0, dtype=dtype))
     theirs = linear(5, bias=True, frozen=True, dtype=reference_head_dtype)
     reference = Reference(hidden_states(4, dtype=reference_dtype), OutputHead(theirs))
-    loss = LossAhead(lambda found: (torch.zeros_like(found.kl), None, torch.ones_like(found.kl))) if ahead else None
-    found = chunked_statistics(
+    loss = (
+        LossAhead(lambda statistics: (torch.zeros_like(statistics.kl), None, torch.ones_like(statistics.kl)))
+        if ahead
+        else None
+    )
+    statistics = chunked_statistics(
         hidden, head, tokens(), Sampling(), reference=reference, entropy=True, chunk_size=8, ahead=loss
     )
     logits = theirs.to(reference_dtype)(reference.hidden)
     full = statistics_of(head(hidden), tokens(), Sampling(), logits)
-    torch.testing.assert_close(found.kl, full.kl, rtol=1e-2 if reference_dtype == torch.bfloat16 else 1e-4, atol=1e-4)
-    (actual,), (expected,) = (torch.autograd.grad(each.kl.sum(), hidden) for each in (found, full))
+    torch.testing.assert_close(
+        statistics.kl, full.kl, rtol=1e-2 if reference_dtype == torch.bfloat16 else 1e-4, atol=1e-4
+    )
+    (actual,), (expected,) = (torch.autograd.grad(each.kl.sum(), hidden) for each in (statistics, full))
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_zero_tokens() -> None:
     head, hidden = OutputHead(linear(0)), torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
-    found = chunked_statistics(hidden, head, torch.zeros(0, dtype=torch.long), Sampling())
-    assert found.logprobs.shape == (0,)
-    found.logprobs.sum().backward()
+    statistics = chunked_statistics(hidden, head, torch.zeros(0, dtype=torch.long), Sampling())
+    assert statistics.logprobs.shape == (0,)
+    statistics.logprobs.sum().backward()
     assert not head.module.weight.grad.any()
 
 
@@ -377,8 +385,10 @@ def test_peak_memory_is_bounded_by_chunk() -> None:
     reference = Reference(torch.randn(count, HIDDEN), OutputHead(linear(5, frozen=True, dtype=torch.float32)))
     for sampling in (Sampling(), Sampling(0.7, top_p=0.9)):
         with Largest() as largest:
-            found = chunked_statistics(hidden, head, ids, sampling, entropy=True, reference=reference, chunk_size=chunk)
-            sum(output.sum() for output in found).backward()
+            statistics = chunked_statistics(
+                hidden, head, ids, sampling, entropy=True, reference=reference, chunk_size=chunk
+            )
+            sum(output.sum() for output in statistics).backward()
         assert largest.elements <= max(chunk * VOCABULARY, count * HIDDEN)
         assert largest.elements < count * VOCABULARY / 4
 

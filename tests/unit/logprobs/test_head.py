@@ -148,9 +148,9 @@ def test_unsupported_logit_transform_requires_full_logits(
     with pytest.raises(HeadError, match="chunk_size=None"):
         token_logprobs(model, input_ids)
     with torch.no_grad():
-        found = token_logprobs(model, input_ids, chunk_size=None)
+        result = token_logprobs(model, input_ids, chunk_size=None)
         expected = model(input_ids=input_ids).logits.log_softmax(-1)[:, :-1].gather(-1, input_ids[:, 1:, None])
-    torch.testing.assert_close(found.logprobs[:, 1:], expected[..., 0])
+    torch.testing.assert_close(result.logprobs[:, 1:], expected[..., 0])
 
 
 def test_bypassed_output_embedding_raises(input_ids: torch.Tensor) -> None:
@@ -202,11 +202,11 @@ def test_head_uses_autocast_of_model(
     for chunk_size in (4, None):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=outer_autocast):
-            found = token_logprobs(model, input_ids, reference=reference, chunk_size=chunk_size)
-            loss = -found.logprobs.sum()
+            result = token_logprobs(model, input_ids, reference=reference, chunk_size=chunk_size)
+            loss = -result.logprobs.sum()
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        results.append((found.logprobs, found.kl, gradients))
+        results.append((result.logprobs, result.kl, gradients))
     torch.testing.assert_close(results[0][:2], results[1][:2], rtol=0, atol=2e-5)
     for gradient, expected in zip(results[0][2], results[1][2], strict=True):
         assert (gradient - expected).norm() <= 1e-2 * expected.norm() + 1e-6
@@ -226,8 +226,8 @@ def test_forward_that_requires_images(name: str) -> None:
     case = FamilyCase(registry.model_class(name))
     inputs = case.inputs(images=True, batch=1)
     inputs["score"] = inputs["input_ids"] < 400
-    found = token_logprobs(case.model(), **inputs).logprobs
-    torch.testing.assert_close(found, token_logprobs(case.model(), **inputs, chunk_size=None).logprobs)
+    result = token_logprobs(case.model(), **inputs).logprobs
+    torch.testing.assert_close(result, token_logprobs(case.model(), **inputs, chunk_size=None).logprobs)
 
 
 def test_model_without_output_embedding_raises(input_ids: torch.Tensor) -> None:
@@ -341,6 +341,6 @@ def test_causal_decoder_variants(architecture: str, config: Any, input_ids: torc
     model = getattr(transformers, architecture)(config).eval()
     ids = input_ids.clamp(max=127)
     with torch.no_grad():
-        found = token_logprobs(model, ids)
+        result = token_logprobs(model, ids)
         expected = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(found.logprobs[:, 1:], expected)
+    torch.testing.assert_close(result.logprobs[:, 1:], expected)

@@ -51,42 +51,42 @@ def loss_constants(seed: int = 0) -> dict[str, torch.Tensor]:
 CONSTANTS = loss_constants()
 
 
-def cross_entropy(found: TokenLogprobs) -> torch.Tensor:
-    return -(found.logprobs * CONSTANTS["weights"]).sum() / 100
+def cross_entropy(result: TokenLogprobs) -> torch.Tensor:
+    return -(result.logprobs * CONSTANTS["weights"]).sum() / 100
 
 
-def clipped(found: TokenLogprobs) -> torch.Tensor:
-    weights = CONSTANTS["weights"] * found.mask
+def clipped(result: TokenLogprobs) -> torch.Tensor:
+    weights = CONSTANTS["weights"] * result.mask
     return policy_loss(
-        found.logprobs, CONSTANTS["old"], CONSTANTS["advantages"], weights, eps_high=0.28,
+        result.logprobs, CONSTANTS["old"], CONSTANTS["advantages"], weights, eps_high=0.28,
         reference=CONSTANTS["reference"], kl=0.1,
     )  # fmt: skip
 
 
-def corrected(found: TokenLogprobs) -> torch.Tensor:
+def corrected(result: TokenLogprobs) -> torch.Tensor:
     """On-policy: the old log-probabilities come from this forward."""
-    before = found.logprobs.detach()
-    weights = CONSTANTS["weights"] * found.mask
+    before = result.logprobs.detach()
+    weights = CONSTANTS["weights"] * result.mask
     correction = importance_weights(before, CONSTANTS["engine"], weights > 0, Correction("mis", cap=3.0, floor=0.1))
-    return policy_loss(found.logprobs, before, CONSTANTS["advantages"], weights, correction=correction)
+    return policy_loss(result.logprobs, before, CONSTANTS["advantages"], weights, correction=correction)
 
 
-def regularized(found: TokenLogprobs) -> torch.Tensor:
-    assert found.entropy is not None
-    assert found.kl is not None
-    return clipped(found) - 0.01 * found.entropy.sum() + 0.02 * (found.kl * CONSTANTS["weights"]).sum()
+def regularized(result: TokenLogprobs) -> torch.Tensor:
+    assert result.entropy is not None
+    assert result.kl is not None
+    return clipped(result) - 0.01 * result.entropy.sum() + 0.02 * (result.kl * CONSTANTS["weights"]).sum()
 
 
-def preference(found: TokenLogprobs) -> torch.Tensor:
-    chosen, rejected = sequence_logprobs(found.logprobs, found.mask).chunk(2)
+def preference(result: TokenLogprobs) -> torch.Tensor:
+    chosen, rejected = sequence_logprobs(result.logprobs, result.mask).chunk(2)
     before = -10 * torch.ones_like(chosen)
     return dpo_loss(chosen, rejected, before, 1.1 * before)
 
 
-def sequence_ratio(found: TokenLogprobs) -> torch.Tensor:
+def sequence_ratio(result: TokenLogprobs) -> torch.Tensor:
     """Sequence-level ratios as in GSPO (https://arxiv.org/abs/2507.18071, equation 5)."""
-    old = torch.where(found.mask, CONSTANTS["old"], 0.0)
-    ratio = ((found.logprobs - old).sum(1) / found.mask.sum(1).clamp(min=1)).exp()
+    old = torch.where(result.mask, CONSTANTS["old"], 0.0)
+    ratio = ((result.logprobs - old).sum(1) / result.mask.sum(1).clamp(min=1)).exp()
     gain = CONSTANTS["advantages"]
     return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
 
@@ -120,9 +120,9 @@ class Products(TorchDispatchMode):
 def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return result
 
 
 def measured(
@@ -133,9 +133,9 @@ def measured(
     with torch.no_grad():  # the first call compares the head with the model's own logits
         token_logprobs(model, CONSTANTS["input_ids"])
     with Products() as products:
-        found = token_logprobs(model, CONSTANTS["input_ids"], loss=loss, loss_terms=terms, **options)
-        gradient = gradients(model, found.loss * scale)
-    return found, gradient, products.multiplied / (weight.numel() * int((found.mask | found.outside).sum()))
+        result = token_logprobs(model, CONSTANTS["input_ids"], loss=loss, loss_terms=terms, **options)
+        gradient = gradients(model, result.loss * scale)
+    return result, gradient, products.multiplied / (weight.numel() * int((result.mask | result.outside).sum()))
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 1e-9) -> None:
@@ -155,9 +155,9 @@ def test_gradients_match_full_logits_with_three_matmuls(name: str, sampling: dic
     options = sampling | options | ({"reference": reference} if name == "regularized" else {})
     full = token_logprobs(model, CONSTANTS["input_ids"], loss=loss, **options | {"chunk_size": None})
     expected = gradients(model, full.loss)
-    found, actual, products = measured(model, loss, terms, **{"chunk_size": CHUNK} | options)
-    torch.testing.assert_close(found.loss, full.loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found.logprobs, full.logprobs, rtol=0, atol=1e-10)
+    result, actual, products = measured(model, loss, terms, **{"chunk_size": CHUNK} | options)
+    torch.testing.assert_close(result.loss, full.loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.logprobs, full.logprobs, rtol=0, atol=1e-10)
     assert_same(actual, expected)
     assert products == pytest.approx(4 if name == "regularized" else 3), (
         "three matmuls, and one for the reference's logits"
@@ -171,12 +171,12 @@ def test_gradient_matches_finite_differences() -> None:
     hidden = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     tokens, weights = torch.randint(11, (7,)), torch.randn(3, 7, dtype=torch.float64)
 
-    def loss(found: TokenStatistics) -> torch.Tensor:
-        return (found.logprobs.exp() * weights[0] + found.entropy * weights[1]).sum()
+    def loss(result: TokenStatistics) -> torch.Tensor:
+        return (result.logprobs.exp() * weights[0] + result.entropy * weights[1]).sum()
 
-    def derivatives(found: TokenStatistics) -> Any:
+    def derivatives(result: TokenStatistics) -> Any:
         with torch.enable_grad():
-            leaves = TokenStatistics(*(values.detach().clone().requires_grad_() for values in found))
+            leaves = TokenStatistics(*(values.detach().clone().requires_grad_() for values in result))
             return torch.autograd.grad(loss(leaves), leaves, allow_unused=True)
 
     head = OutputHead(linear, 0.8, 3.0)
@@ -221,23 +221,23 @@ def test_additional_loss_terms_contribute_gradients() -> None:
     """Another term with the same log-probabilities outside the loss, and a term with other inputs inside it."""
     model = tiny_llama()
 
-    def with_norm(found: TokenLogprobs) -> torch.Tensor:
-        return clipped(found) + model.model.norm.weight.square().sum()
+    def with_norm(result: TokenLogprobs) -> torch.Tensor:
+        return clipped(result) + model.model.norm.weight.square().sum()
 
     results = []
     for chunk_size in (CHUNK, None):
-        found = token_logprobs(model, CONSTANTS["input_ids"], loss=with_norm, chunk_size=chunk_size)
-        results.append(gradients(model, found.loss + 0.3 * found.logprobs.square().sum()))
+        result = token_logprobs(model, CONSTANTS["input_ids"], loss=with_norm, chunk_size=chunk_size)
+        results.append(gradients(model, result.loss + 0.3 * result.logprobs.square().sum()))
     assert_same(results[0], results[1])
 
 
 def test_second_backward_gives_same_gradients() -> None:
     model = tiny_llama()
-    found = token_logprobs(model, CONSTANTS["input_ids"], loss=clipped, chunk_size=CHUNK)
-    found.loss.backward(retain_graph=True)
+    result = token_logprobs(model, CONSTANTS["input_ids"], loss=clipped, chunk_size=CHUNK)
+    result.loss.backward(retain_graph=True)
     first = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    found.loss.backward()
+    result.loss.backward()
     assert_same({name: p.grad for name, p in model.named_parameters()}, first)
 
 
@@ -245,14 +245,14 @@ def test_packed_documents_are_separate_sequences() -> None:
     model = tiny_llama()
     row = {"input_ids": CONSTANTS["input_ids"][:2].reshape(1, -1), "position_ids": torch.arange(LENGTH).repeat(2)[None]}
 
-    def loss(found: TokenLogprobs) -> torch.Tensor:
-        return found.logprobs.view(2, LENGTH).mean(1).exp().sum()
+    def loss(result: TokenLogprobs) -> torch.Tensor:
+        return result.logprobs.view(2, LENGTH).mean(1).exp().sum()
 
     weight = model.lm_head.weight
     with Products() as products:
-        found = token_logprobs(model, **row, loss=loss, loss_terms="sequence", chunk_size=LENGTH)
-        actual = gradients(model, found.loss)
-    assert products.multiplied == 3 * weight.numel() * int(found.mask.sum())
+        result = token_logprobs(model, **row, loss=loss, loss_terms="sequence", chunk_size=LENGTH)
+        actual = gradients(model, result.loss)
+    assert products.multiplied == 3 * weight.numel() * int(result.mask.sum())
     full = token_logprobs(model, **row, loss=loss, chunk_size=None)
     assert_same(actual, gradients(model, full.loss))
 
@@ -285,8 +285,8 @@ def test_autocast_and_bf16_weight_gradients() -> None:
         errors = []
         for size in (CHUNK, None):
             with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-                found = token_logprobs(model, CONSTANTS["input_ids"], loss=cross_entropy, chunk_size=size)
-            gradient = gradients(model, found.loss)["lm_head.weight"]
+                result = token_logprobs(model, CONSTANTS["input_ids"], loss=cross_entropy, chunk_size=size)
+            gradient = gradients(model, result.loss)["lm_head.weight"]
             errors.append((gradient.double() - wanted["lm_head.weight"]).norm().item())
         assert errors[0] < 1.25 * errors[1], kind
 
@@ -295,17 +295,20 @@ def test_no_grad_computes_only_loss() -> None:
     model = tiny_llama()
     weight = model.lm_head.weight
     with torch.no_grad(), Products() as products:
-        found = token_logprobs(model, CONSTANTS["input_ids"], loss=clipped, chunk_size=CHUNK)
-    assert products.multiplied == weight.numel() * int(found.mask.sum())
-    assert found.loss.item() == pytest.approx(clipped(found).item())
+        result = token_logprobs(model, CONSTANTS["input_ids"], loss=clipped, chunk_size=CHUNK)
+    assert products.multiplied == weight.numel() * int(result.mask.sum())
+    assert result.loss.item() == pytest.approx(clipped(result).item())
     assert token_logprobs(model, CONSTANTS["input_ids"]).loss is None
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": lambda found: found.logprobs.sum(1)}, r"the loss returned \(4,\): expected a tensor without dimens"),
-        ({"loss": lambda found: 0.0}, "the loss returned 0.0: expected a tensor without dimensions"),
+        (
+            {"loss": lambda result: result.logprobs.sum(1)},
+            r"the loss returned \(4,\): expected a tensor without dimens",
+        ),
+        ({"loss": lambda result: 0.0}, "the loss returned 0.0: expected a tensor without dimensions"),
         (
             {"loss": clipped, "loss_terms": "document"},
             "loss_terms='document': expected token, sequence, or term",

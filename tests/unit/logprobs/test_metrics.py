@@ -106,36 +106,38 @@ def test_consistency_metrics() -> None:
     trainer[2] += torch.tensor([0.05, 0.05, 0.05, 0.05])
     mask = torch.ones(3, 4, dtype=torch.bool)
     mask[1, 3] = False  # excludes the 9.0
-    found = consistency_metrics(trainer, engine, mask)
-    assert found.tokens == 11
-    assert found.worst_sequence_index == 1
-    assert found.worst_sequence == pytest.approx((1 + math.exp(0.1) + math.exp(0.2)) / 3)
-    assert found.max == pytest.approx(0.2)
-    assert found.p99 == pytest.approx(0.2)
-    assert found.token_mult_prob_error == token_mult_prob_error(trainer, engine, mask)
-    assert found.sampling_importance_ratio == sampling_importance_ratio(trainer, engine, mask)
-    assert (found.kl_k1, found.kl_k2, found.kl_k3) == tuple(f(trainer, engine, mask) for f in (kl_k1, kl_k2, kl_k3))
-    assert found.js_divergence_error == pytest.approx(js_divergence_error(trainer, engine, mask))
-    assert (found.nan, found.engine_infinite, found.trainer_infinite) == (0, 0, 0)
+    metrics = consistency_metrics(trainer, engine, mask)
+    assert metrics.tokens == 11
+    assert metrics.worst_sequence_index == 1
+    assert metrics.worst_sequence == pytest.approx((1 + math.exp(0.1) + math.exp(0.2)) / 3)
+    assert metrics.max == pytest.approx(0.2)
+    assert metrics.p99 == pytest.approx(0.2)
+    assert metrics.token_mult_prob_error == token_mult_prob_error(trainer, engine, mask)
+    assert metrics.sampling_importance_ratio == sampling_importance_ratio(trainer, engine, mask)
+    assert (metrics.kl_k1, metrics.kl_k2, metrics.kl_k3) == tuple(
+        f(trainer, engine, mask) for f in (kl_k1, kl_k2, kl_k3)
+    )
+    assert metrics.js_divergence_error == pytest.approx(js_divergence_error(trainer, engine, mask))
+    assert (metrics.nan, metrics.engine_infinite, metrics.trainer_infinite) == (0, 0, 0)
 
 
 def test_non_finite_values_are_counted_and_excluded() -> None:
     inf = float("inf")
     trainer = torch.tensor([[-1.0, -inf, float("nan"), -1.0, -1.5], [-1.0, -1.0, -1.0, -inf, -1.0]])
     engine = torch.tensor([[-1.0, -2.0, -2.0, float("nan"), -1.0], [-inf, -1.0, -1.0, -inf, -1.0]])
-    found = consistency_metrics(trainer, engine)
-    assert (found.nan, found.engine_infinite, found.trainer_infinite) == (2, 2, 2)
-    assert found.tokens == 5
-    assert found.token_mult_prob_error == pytest.approx((4 + math.exp(0.5)) / 5)
-    assert found.to_json()["token_mult_prob_error"] == found.token_mult_prob_error
+    metrics = consistency_metrics(trainer, engine)
+    assert (metrics.nan, metrics.engine_infinite, metrics.trainer_infinite) == (2, 2, 2)
+    assert metrics.tokens == 5
+    assert metrics.token_mult_prob_error == pytest.approx((4 + math.exp(0.5)) / 5)
+    assert metrics.to_json()["token_mult_prob_error"] == metrics.token_mult_prob_error
 
 
 def test_no_valid_tokens_give_nan() -> None:
-    found = consistency_metrics(torch.full((1, 3), float("nan")), torch.zeros(1, 3))
-    assert found.tokens == 0
-    assert math.isnan(found.token_mult_prob_error)
-    assert found.worst_sequence_index == -1
-    assert found.to_json()["token_mult_prob_error"] is None
+    metrics = consistency_metrics(torch.full((1, 3), float("nan")), torch.zeros(1, 3))
+    assert metrics.tokens == 0
+    assert math.isnan(metrics.token_mult_prob_error)
+    assert metrics.worst_sequence_index == -1
+    assert metrics.to_json()["token_mult_prob_error"] is None
 
 
 def test_mismatched_shapes_raise() -> None:

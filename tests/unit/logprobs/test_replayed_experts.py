@@ -103,11 +103,11 @@ def test_replay_with_left_padding(
         other.train().gradient_checkpointing_enable()
     other.zero_grad()
     with replay_routing(other, record):
-        found = token_logprobs(
+        result = token_logprobs(
             other, inputs["input_ids"], attention_mask=inputs["attention_mask"], chunk_size=chunk_size
         ).logprobs
-        found.sum().backward()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        result.sum().backward()
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradients_of(other), gradients, rtol=1e-3, atol=1e-4)
     del inputs["position_ids"]
     with record_routing(model) as record:
@@ -147,9 +147,9 @@ def test_replay_in_rollouts(
             rollout_logprobs(model, sequences, row_tokens=12)
     other.zero_grad()
     with replay_routing(other, record):
-        found = rollout_logprobs(other, sequences, loss=lambda each: each.logprobs.sum(), **options)
+        result = rollout_logprobs(other, sequences, loss=lambda each: each.logprobs.sum(), **options)
         scored = rollout_logprobs(other, sequences, row_tokens=options.get("row_tokens"))
-    torch.testing.assert_close(found.logprobs, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.logprobs, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scored.logprobs, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradients_of(other), gradients, rtol=1e-3, atol=1e-4)
 
@@ -197,10 +197,10 @@ def test_rollout_record_matches_padded_batch(
         for row_tokens in (100, 14):
             rollout_logprobs(model, sequences, row_tokens=row_tokens)
     for name, (choice,) in recorded(model, **inputs).items():
-        (found,) = record[name]
-        assert found.shape == choice.shape
-        assert torch.equal(found.view(len(is_token), -1)[is_token], choice.view(len(is_token), -1)[is_token])
-        assert (found.view(len(is_token), -1)[~is_token] == -1).all()
+        (result,) = record[name]
+        assert result.shape == choice.shape
+        assert torch.equal(result.view(len(is_token), -1)[is_token], choice.view(len(is_token), -1)[is_token])
+        assert (result.view(len(is_token), -1)[~is_token] == -1).all()
     with record_routing(other) as others:
         rollout_logprobs(other, sequences)
     name = next(iter(record))
@@ -223,8 +223,8 @@ def test_extra_microbatches_of_other_ranks_are_not_recorded(
     expected, gradients = replayed(other, record, batch_of(sequences))
     other.zero_grad()
     with replay_routing(other, record), record_routing(other) as own:
-        found = rollout_logprobs(other, sequences, loss=lambda each: each.logprobs.sum())
-    torch.testing.assert_close(found.logprobs, expected, rtol=1e-4, atol=1e-5)
+        result = rollout_logprobs(other, sequences, loss=lambda each: each.logprobs.sum())
+    torch.testing.assert_close(result.logprobs, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradients_of(other), gradients, rtol=1e-3, atol=1e-4)
     assert {choice.numel() // choice.shape[-1] for (choice,) in own.values()} == {len(LENGTHS) * LONGEST}
 

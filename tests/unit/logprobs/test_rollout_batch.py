@@ -55,27 +55,27 @@ def tiny_llama(dtype: torch.dtype = WIDE, seed: int = 0, **values: Any) -> PreTr
 def policy(normalize: Normalize, longest: int | None = None, **options: Any) -> Loss:
     weights = token_weights(SAMPLED, normalize, longest)
 
-    def loss(found: TokenLogprobs) -> torch.Tensor:
-        return policy_loss(found.logprobs, OLD, ADVANTAGES, weights * found.mask, eps_high=0.28, **options)
+    def loss(result: TokenLogprobs) -> torch.Tensor:
+        return policy_loss(result.logprobs, OLD, ADVANTAGES, weights * result.mask, eps_high=0.28, **options)
 
     return loss
 
 
-def with_entropy_and_divergence(found: TokenLogprobs) -> torch.Tensor:
-    assert found.entropy is not None
-    assert found.kl is not None
-    kept = policy(Normalize.TOKEN, reference=REFERENCE, kl=0.1)(found)
-    return kept - 0.01 * found.entropy.sum() / found.mask.sum() + (found.kl * ADVANTAGES[:, None]).mean()
+def with_entropy_and_divergence(result: TokenLogprobs) -> torch.Tensor:
+    assert result.entropy is not None
+    assert result.kl is not None
+    kept = policy(Normalize.TOKEN, reference=REFERENCE, kl=0.1)(result)
+    return kept - 0.01 * result.entropy.sum() / result.mask.sum() + (result.kl * ADVANTAGES[:, None]).mean()
 
 
-def preference(found: TokenLogprobs) -> torch.Tensor:
-    chosen, rejected = sequence_logprobs(found.logprobs, found.mask).chunk(2)
+def preference(result: TokenLogprobs) -> torch.Tensor:
+    chosen, rejected = sequence_logprobs(result.logprobs, result.mask).chunk(2)
     return dpo_loss(chosen, rejected, torch.full_like(chosen, -9.0), torch.full_like(chosen, -10.0))
 
 
-def coupled_loss(found: TokenLogprobs) -> torch.Tensor:
+def coupled_loss(result: TokenLogprobs) -> torch.Tensor:
     """A loss whose derivatives depend on every log-probability."""
-    return (found.logprobs.sum() / 40).exp() + found.logprobs.square().mean()
+    return (result.logprobs.sum() / 40).exp() + result.logprobs.square().mean()
 
 
 PAIRS = torch.arange(4).repeat(2)
@@ -86,7 +86,7 @@ LOSSES: dict[str, tuple[Loss, dict[str, Any]]] = {
     "dr_grpo": (policy(Normalize.LONGEST, 16), {}),
     "entropy and divergence": (with_entropy_and_divergence, {"entropy": True}),
     "pairs": (preference, {"loss_terms": PAIRS}),
-    "sequences": (lambda found: (found.logprobs.sum(1) / 9).exp().mean(), {"loss_terms": "sequence"}),
+    "sequences": (lambda result: (result.logprobs.sum(1) / 9).exp().mean(), {"loss_terms": "sequence"}),
 }
 
 
@@ -110,13 +110,13 @@ class Forwards:
 def separate_forwards(model: nn.Module, sequences: Sequence[torch.Tensor], loss: Loss, **options: Any) -> TokenLogprobs:
     """A simple reference: one forward per sequence with the model's logits, and one loss over all of them."""
     options.pop("loss_terms", None)
-    found = [
+    result = [
         token_logprobs(model, row[None], score=torch.tensor(mask)[None], chunk_size=None, **options)
         for row, mask in zip(sequences, SCORE, strict=True)
     ]
 
     def grid(name: str) -> torch.Tensor | None:
-        rows = [getattr(each, name) for each in found]
+        rows = [getattr(each, name) for each in result]
         return None if rows[0] is None else pad_sequence([row[0] for row in rows], batch_first=True)
 
     whole: Any = {name: grid(name) for name in ("logprobs", "mask", "outside", "entropy", "kl")}
@@ -124,9 +124,9 @@ def separate_forwards(model: nn.Module, sequences: Sequence[torch.Tensor], loss:
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return result
 
 
 def assert_equal_runs(
@@ -137,16 +137,16 @@ def assert_equal_runs(
     assert expected.loss is not None
     expected.loss.backward()
     wanted = gradients_of(model)
-    found = rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET, **options)
+    result = rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET, **options)
     actual = gradients_of(model)
     for name in ("logprobs", "entropy", "kl", "loss"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(result, name), getattr(expected, name)
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert not ours.requires_grad
             torch.testing.assert_close(ours, theirs.detach().to(ours), rtol=bound, atol=bound, msg=name)
-    assert torch.equal(found.mask, expected.mask)
-    assert torch.equal(found.outside, expected.outside)
+    assert torch.equal(result.mask, expected.mask)
+    assert torch.equal(result.outside, expected.outside)
     assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
         if name.endswith("k_proj.bias"):
@@ -223,9 +223,9 @@ def test_second_pass_uses_same_dropout(sequences: list[torch.Tensor]) -> None:
 
     def value() -> float:
         torch.manual_seed(3)
-        found = rollout_logprobs(model, sequences, loss=coupled_loss, row_tokens=BUDGET)
-        assert found.loss is not None
-        return found.loss.item()
+        result = rollout_logprobs(model, sequences, loss=coupled_loss, row_tokens=BUDGET)
+        assert result.loss is not None
+        return result.loss.item()
 
     value()
     slope = gradients_of(model)["model.norm.weight"][0].item()
@@ -242,8 +242,8 @@ def test_second_pass_uses_same_dropout(sequences: list[torch.Tensor]) -> None:
 def test_additional_loss_terms_count_once(sequences: list[torch.Tensor]) -> None:
     model = tiny_llama()
 
-    def loss(found: TokenLogprobs) -> torch.Tensor:
-        return LOSSES["grpo"][0](found) + model.model.norm.weight.square().sum()
+    def loss(result: TokenLogprobs) -> torch.Tensor:
+        return LOSSES["grpo"][0](result) + model.model.norm.weight.square().sum()
 
     assert_equal_runs(model, sequences, loss, STRICT)
 
@@ -259,21 +259,21 @@ def test_gradients_accumulate(sequences: list[torch.Tensor]) -> None:
 
 def test_no_loss_computes_no_gradient(sequences: list[torch.Tensor]) -> None:
     model = tiny_llama()
-    found = rollout_logprobs(model, [row.tolist() for row in sequences], row_tokens=BUDGET)
-    assert (found.loss, found.entropy, found.kl) == (None, None, None)
-    assert found.logprobs.shape == found.mask.shape == (len(LENGTHS), max(LENGTHS))
-    assert found.mask.sum(1).tolist() == [length - 1 for length in LENGTHS]
+    result = rollout_logprobs(model, [row.tolist() for row in sequences], row_tokens=BUDGET)
+    assert (result.loss, result.entropy, result.kl) == (None, None, None)
+    assert result.logprobs.shape == result.mask.shape == (len(LENGTHS), max(LENGTHS))
+    assert result.mask.sum(1).tolist() == [length - 1 for length in LENGTHS]
     for row, sequence in enumerate(sequences):
         alone = token_logprobs(model, sequence[None]).logprobs[0]
-        torch.testing.assert_close(found.logprobs[row, : len(sequence)], alone.detach(), rtol=0, atol=1e-12)
-        assert not found.logprobs[row, len(sequence) :].any()
+        torch.testing.assert_close(result.logprobs[row, : len(sequence)], alone.detach(), rtol=0, atol=1e-12)
+        assert not result.logprobs[row, len(sequence) :].any()
     assert not any(p.grad is not None for p in model.parameters())
 
 
 def test_zero_loss_skips_backward(sequences: list[torch.Tensor]) -> None:
     model = tiny_llama()
-    found = rollout_logprobs(model, sequences, loss=lambda found: 0.0 * found.logprobs.sum(), row_tokens=BUDGET)
-    assert found.loss == 0.0
+    result = rollout_logprobs(model, sequences, loss=lambda result: 0.0 * result.logprobs.sum(), row_tokens=BUDGET)
+    assert result.loss == 0.0
     assert gradients_of(model) == {}
 
 
@@ -299,9 +299,9 @@ def test_autocast(sequences: list[torch.Tensor]) -> None:
     wanted, seen = gradients_of(model), []
     model.model.norm.register_full_backward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     with torch.autocast("cpu", torch.bfloat16):
-        found = rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET)
+        result = rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET)
     assert seen == [False] * 3
-    assert (found.logprobs - rollout_logprobs(model, sequences, score=SCORE).logprobs).abs().max() > 1e-3, (
+    assert (result.logprobs - rollout_logprobs(model, sequences, score=SCORE).logprobs).abs().max() > 1e-3, (
         "the forward ran in bf16"
     )
     for name, gradient in gradients_of(model).items():
@@ -331,8 +331,8 @@ def test_longrope_factors_of_short_and_long_sequences(share_prompts: bool) -> No
     sum((row * weights[number, : len(row)]).sum() for number, row in enumerate(alone)).backward()
     wanted = gradients_of(model)
     options: dict[str, Any] = {"share_prompts": share_prompts, "loss_terms": torch.tensor([0, 0, 1, 1, 2])}
-    found = rollout_logprobs(model, sequences, loss=lambda found: (found.logprobs * weights).sum(), **options)
-    for row, expected in zip(found.logprobs, alone, strict=True):
+    result = rollout_logprobs(model, sequences, loss=lambda result: (result.logprobs * weights).sum(), **options)
+    for row, expected in zip(result.logprobs, alone, strict=True):
         torch.testing.assert_close(row[: len(expected)], expected.detach(), rtol=0, atol=STRICT * 1e4)
     scale = max(gradient.abs().max() for gradient in wanted.values())
     for name, gradient in gradients_of(model).items():
@@ -398,7 +398,7 @@ def call_arguments(**arguments: Any) -> dict[str, Any]:
         ),
         (call_arguments(loss_terms=torch.zeros(3)), r"loss_terms is \(3,\): expected \(2,\)"),
         (
-            call_arguments(loss=lambda found: found.logprobs.sum(1)),
+            call_arguments(loss=lambda result: result.logprobs.sum(1)),
             r"the loss returned \(2,\): expected a tensor without dimens",
         ),
     ],

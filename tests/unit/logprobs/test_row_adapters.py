@@ -82,12 +82,12 @@ def test_gradients_match_full_logits(name: str, sequences: list[torch.Tensor]) -
     model = adapted(ADAPTERS[name]())
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rollout_logprobs(model, sequences, loss=lambda result: -result.logprobs.sum())
-    found = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     model.zero_grad()
     for row in sequences:
         logits = model(input_ids=row[None]).logits[0, -len(row) :]
         torch.nn.functional.cross_entropy(logits[:-1], row[1:], reduction="sum").backward()
-    for gradient, parameter in zip(found, parameters, strict=True):
+    for gradient, parameter in zip(gradients, parameters, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
@@ -106,18 +106,18 @@ def test_disabled_adapter_has_no_virtual_tokens(sequences: list[torch.Tensor]) -
     model = adapted(ADAPTERS["prompt tuning"]())
     for chunk_size in ("auto", None):
         with model.disable_adapter():
-            found = token_logprobs(model, sequences[0][None], chunk_size=chunk_size)
+            output = token_logprobs(model, sequences[0][None], chunk_size=chunk_size)
         expected = token_logprobs(model.get_base_model(), sequences[0][None])
-        torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=BOUND)
+        torch.testing.assert_close(output.logprobs, expected.logprobs, rtol=0, atol=BOUND)
 
 
 def test_activated_lora_on_output_embedding_requires_full_logits(sequences: list[torch.Tensor]) -> None:
     model = adapted(activated_lora("q_proj", "lm_head"))
     with pytest.raises(HeadError, match=r"depends on the row.*chunk_size=None"):
         token_logprobs(model, sequences[0][None])
-    found = rollout_logprobs(model, sequences, chunk_size=None)
+    output = rollout_logprobs(model, sequences, chunk_size=None)
     for number, row in enumerate(sequences):
-        torch.testing.assert_close(found.logprobs[number, 1 : len(row)], alone(model, row), rtol=0, atol=BOUND)
+        torch.testing.assert_close(output.logprobs[number, 1 : len(row)], alone(model, row), rtol=0, atol=BOUND)
 
 
 def test_lora_is_packed() -> None:

@@ -14,8 +14,8 @@ def test_groups_save_the_most_tokens() -> None:
     share_prefix = torch.cat([torch.full((10,), 7), first]), torch.cat([torch.full((10,), 7), second])
     ids = [share_prefix[0], share_prefix[1], torch.cat([share_prefix[0], third]), third]
     units = units_with_shared_prompts(ids, [torch.zeros(len(row)).bool() for row in ids], 200)
-    found = {frozenset(unit.numbers): (unit.tokens, sorted(unit.shared)) for unit in units}
-    assert found == {frozenset({0, 2}): (70, [0, 40]), frozenset({1}): (40, [0]), frozenset({3}): (30, [0])}
+    result = {frozenset(unit.numbers): (unit.tokens, sorted(unit.shared)) for unit in units}
+    assert result == {frozenset({0, 2}): (70, [0, 40]), frozenset({1}): (40, [0]), frozenset({3}): (30, [0])}
 
 
 def test_groups_fit_the_budget_and_have_equal_scores() -> None:
@@ -33,12 +33,12 @@ def test_positions_without_prompt_document_raise() -> None:
         for positions in ([[0, 1, 2, 5, 6]], [[2, 3, 0, 1]], [[0, 1, 2, 1, 2], [0, 1, 2, 3, 4]]):
             with pytest.raises(ValueError, match=r"no such document|must be in one row"):
                 Documents.from_positions(torch.tensor(positions))
-        found = Documents.from_positions(torch.tensor([[0, 1, 2, 3, 2, 3, 4, 0, 1]]))
-        assert found.lengths_with_prompts == [4, 5, 2]
-        assert found.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1]]
-        chunks = found.chunked(2)
+        result = Documents.from_positions(torch.tensor([[0, 1, 2, 3, 2, 3, 4, 0, 1]]))
+        assert result.lengths_with_prompts == [4, 5, 2]
+        assert result.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1]]
+        chunks = result.chunked(2)
         assert chunks.prompts is None
-        assert found.chunked(3).lengths_with_prompts == [3, 1, 3, 2, 2]
+        assert result.chunked(3).lengths_with_prompts == [3, 1, 3, 2, 2]
 
 
 def test_identical_sequences_run_once() -> None:

@@ -28,7 +28,7 @@ WIDE = torch.float64
 
 LENGTHS = (24, 17, 20, 14, 22, 19, 12, 9)
 PROMPTS = (13, 13, 13, 13, 9, 9, 9, 3)
-"""Four rollouts of a prompt, two of another that also ends one, and one of a prompt that is too short to share."""
+"""Prompt lengths: four rollouts of one prompt, three of another, and one whose common prefix is too short."""
 
 COMPUTED = [13 + 11 + 4 + 7 + 1, 9 + 13 + 10 + 3, 9]
 
@@ -62,47 +62,47 @@ def tiny_model(
     return model
 
 
-def grpo(found: TokenLogprobs) -> torch.Tensor:
-    return policy_loss(found.logprobs, OLD, ADVANTAGES, SAMPLED / SAMPLED.sum(), reference=REFERENCE, kl=0.1)
+def grpo(result: TokenLogprobs) -> torch.Tensor:
+    return policy_loss(result.logprobs, OLD, ADVANTAGES, SAMPLED / SAMPLED.sum(), reference=REFERENCE, kl=0.1)
 
 
-def sequence_loss(found: TokenLogprobs) -> torch.Tensor:
-    return (found.logprobs.sum(1) / 9).exp().mean()
+def sequence_loss(result: TokenLogprobs) -> torch.Tensor:
+    return (result.logprobs.sum(1) / 9).exp().mean()
 
 
-def coupled_loss(found: TokenLogprobs) -> torch.Tensor:
-    return (found.logprobs.sum() / 40).exp() + found.logprobs.square().mean()
+def coupled_loss(result: TokenLogprobs) -> torch.Tensor:
+    return (result.logprobs.sum() / 40).exp() + result.logprobs.square().mean()
 
 
-def with_entropy(found: TokenLogprobs) -> torch.Tensor:
-    assert found.entropy is not None
-    assert found.kl is not None
-    return grpo(found) - 0.01 * (found.entropy * ADVANTAGES[:, None]).sum() + found.kl.mean()
+def with_entropy(result: TokenLogprobs) -> torch.Tensor:
+    assert result.entropy is not None
+    assert result.kl is not None
+    return grpo(result) - 0.01 * (result.entropy * ADVANTAGES[:, None]).sum() + result.kl.mean()
 
 
-def preference(found: TokenLogprobs) -> torch.Tensor:
-    chosen, rejected = sequence_logprobs(found.logprobs, found.mask).chunk(2)
+def preference(result: TokenLogprobs) -> torch.Tensor:
+    chosen, rejected = sequence_logprobs(result.logprobs, result.mask).chunk(2)
     return dpo_loss(chosen, rejected, torch.full_like(chosen, -9.0), torch.full_like(chosen, -10.0))
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return result
 
 
 def differences(model: nn.Module, sequences: list[torch.Tensor], loss: Loss, **options: Any) -> tuple[float, float]:
     """Return the largest differences of statistics and of gradients from sequences without shared prompts."""
     expected = rollout_logprobs(model, sequences, loss=loss, share_prompts=False, **options)
     wanted = gradients_of(model)
-    found = rollout_logprobs(model, sequences, loss=loss, **options)
+    result = rollout_logprobs(model, sequences, loss=loss, **options)
     actual = gradients_of(model)
-    assert torch.equal(found.mask, expected.mask)
-    assert torch.equal(found.outside, expected.outside)
+    assert torch.equal(result.mask, expected.mask)
+    assert torch.equal(result.outside, expected.outside)
     assert actual.keys() == wanted.keys()
     values = []
     for name in ("logprobs", "entropy", "kl", "loss"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(result, name), getattr(expected, name)
         assert (ours is None) == (theirs is None)
         if ours is not None:
             values.append((ours - theirs).abs().max().item())
@@ -126,7 +126,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 CASES: Mapping[str, tuple[Loss, dict[str, Any]]] = {
     "grpo": (grpo, {"score": SCORE}),
-    "scored prompts": (lambda found: (found.logprobs * OLD).sum(), {}),
+    "scored prompts": (lambda result: (result.logprobs * OLD).sum(), {}),
     "sequences": (sequence_loss, {"score": SCORE, "loss_terms": "sequence"}),
     "sequences with scored prompts": (sequence_loss, {"loss_terms": "sequence"}),
     "all together": (coupled_loss, {}),
@@ -150,15 +150,15 @@ def test_shared_prompt_losses(name: str, sequences: list[torch.Tensor]) -> None:
 
 def test_values_match_separate_forwards(sequences: list[torch.Tensor]) -> None:
     model = tiny_model()
-    found = rollout_logprobs(model, sequences)
+    result = rollout_logprobs(model, sequences)
     for row, sequence in enumerate(sequences):
         alone = token_logprobs(model, sequence[None]).logprobs[0]
-        torch.testing.assert_close(found.logprobs[row, : len(sequence)], alone.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(result.logprobs[row, : len(sequence)], alone.detach(), rtol=0, atol=1e-6)
 
 
 def test_identical_sequences() -> None:
     assert (
-        max(differences(tiny_model(), [torch.arange(16, 36)] * 3, lambda found: found.logprobs.square().sum())) < 1e-6
+        max(differences(tiny_model(), [torch.arange(16, 36)] * 3, lambda result: result.logprobs.square().sum())) < 1e-6
     )
 
 
@@ -248,14 +248,14 @@ def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     right = MicrobatchInputs.of
 
     def wrong(batch: Any, part: Microbatch, layout: Any) -> MicrobatchInputs:
-        found = right(batch, part, layout)
-        positions = found.inputs.get("position_ids")
+        result = right(batch, part, layout)
+        positions = result.inputs.get("position_ids")
         if positions is not None:
             documents = (positions[0].diff(prepend=torch.tensor([-1])) != 1).cumsum(0)
             for document in documents.unique():
                 own = documents == document
                 positions[0, own] += int(positions[0, own][0] > 0)
-        return found
+        return result
 
     monkeypatch.setattr(MicrobatchInputs, "of", wrong)
 

@@ -57,23 +57,23 @@ def test_left_padding_does_not_change_values(architecture: str, terms: str) -> N
     alone = [token_logprobs(model, row[None], entropy=True) for row in rows]
     expected = torch.zeros(3, 12, dtype=WIDE)
     entropy = torch.zeros(3, 12, dtype=WIDE)
-    for number, (found, start) in enumerate(zip(alone, starts, strict=True)):
-        place = slice(start, start + found.logprobs.shape[1])
-        expected[number, place], entropy[number, place] = found.logprobs[0], found.entropy[0]
+    for number, (result, start) in enumerate(zip(alone, starts, strict=True)):
+        place = slice(start, start + result.logprobs.shape[1])
+        expected[number, place], entropy[number, place] = result.logprobs[0], result.entropy[0]
     wanted = torch.autograd.grad((expected * weights).sum(), model.get_output_embeddings().weight)[0]
     loss_terms = torch.arange(36).view(3, 12) % 4 if terms == "numbers" else terms
-    found = token_logprobs(
+    result = token_logprobs(
         model,
         ids,
         attention_mask=mask,
         entropy=True,
-        loss=lambda found: (found.logprobs * weights).sum(),
+        loss=lambda result: (result.logprobs * weights).sum(),
         loss_terms=loss_terms,
     )
-    assert torch.equal(found.mask, mask.bool() & torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool())
-    torch.testing.assert_close(found.logprobs, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=1e-6)
-    actual = torch.autograd.grad(found.loss, model.get_output_embeddings().weight)[0]
+    assert torch.equal(result.mask, mask.bool() & torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool())
+    torch.testing.assert_close(result.logprobs, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(result.entropy, entropy, rtol=0, atol=1e-6)
+    actual = torch.autograd.grad(result.loss, model.get_output_embeddings().weight)[0]
     assert (actual - wanted).abs().max() < 1e-6 * wanted.abs().max()
 
 
@@ -83,30 +83,30 @@ def test_padding_after_packed_documents_with_any_position() -> None:
     row = torch.cat([IDS[0], IDS[1, :5], torch.full((3,), 3)])[None]
     position_ids = torch.cat([torch.arange(9), torch.arange(5), torch.zeros(3, dtype=torch.long)])[None]
     mask = (torch.arange(17) < 14)[None]
-    found = token_logprobs(model, row, attention_mask=mask, position_ids=position_ids).logprobs[0]
+    result = token_logprobs(model, row, attention_mask=mask, position_ids=position_ids).logprobs[0]
     alone = [token_logprobs(model, part[None]).logprobs[0] for part in (IDS[0], IDS[1, :5])]
-    torch.testing.assert_close(found[:14], torch.cat(alone), rtol=0, atol=1e-6)
+    torch.testing.assert_close(result[:14], torch.cat(alone), rtol=0, atol=1e-6)
 
 
 def test_cu_seqlens_separate_sequences(llama: PreTrainedModel) -> None:
     """The first token of a document has no log-probability, whether positions or boundaries separate documents."""
     boundaries = torch.tensor([0, 4, 9], dtype=torch.int32)
-    given = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": 5, "max_length_k": 5}
+    arguments = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": 5, "max_length_k": 5}
     position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     expected = token_logprobs(llama, IDS[:1], position_ids=position_ids)
     for more in ({}, {"position_ids": position_ids}):
-        found = token_logprobs(llama, IDS[:1], **given, **more)
-        assert torch.equal(found.mask, expected.mask)
-        assert torch.equal(found.logprobs, expected.logprobs)
+        result = token_logprobs(llama, IDS[:1], **arguments, **more)
+        assert torch.equal(result.mask, expected.mask)
+        assert torch.equal(result.logprobs, expected.logprobs)
     padded = torch.cat([IDS.new_zeros(1, 2), IDS[:1]], 1)
     mask = (torch.arange(11) >= 2)[None]
     boundaries = torch.tensor([0, 2, 6, 11], dtype=torch.int32)
-    found = token_logprobs(
-        llama, padded, attention_mask=mask, **given | {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+    result = token_logprobs(
+        llama, padded, attention_mask=mask, **arguments | {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
     )
-    torch.testing.assert_close(found.logprobs[:, 2:], expected.logprobs)
+    torch.testing.assert_close(result.logprobs[:, 2:], expected.logprobs)
     with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids disagree at token 4"):
-        token_logprobs(llama, IDS[:1], position_ids=torch.arange(9)[None], **given)
+        token_logprobs(llama, IDS[:1], position_ids=torch.arange(9)[None], **arguments)
 
 
 def cu_seqlens(*lengths: int) -> dict[str, Any]:
@@ -127,8 +127,8 @@ def test_single_document_keeps_model_positions(architecture: str) -> None:
     expected = logprobs[:, :-1].gather(2, ids[:, 1:, None].clamp_max(logprobs.shape[-1] - 1))[..., 0]
     scored = ids < logprobs.shape[-1] - 16  # placeholders of images have IDs after the vocabulary
     for more in (cu_seqlens(ids.shape[1]), {"position_ids": torch.arange(ids.shape[1])[None]}):
-        found = token_logprobs(model, ids, score=scored, **inputs, **more).logprobs
-        torch.testing.assert_close(found[:, 1:], expected * scored[:, 1:], rtol=0, atol=1e-5)
+        result = token_logprobs(model, ids, score=scored, **inputs, **more).logprobs
+        torch.testing.assert_close(result[:, 1:], expected * scored[:, 1:], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["image text", "text image", "image text image"])
@@ -149,8 +149,8 @@ def test_packed_images_keep_mrope_positions(order: str) -> None:
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     expected = torch.cat([alone[kind] for kind in kinds], 1)
     for more in (cu_seqlens(*lengths), {"position_ids": positions, "mm_token_type_ids": all_types}):
-        found = token_logprobs(model, packed, score=packed < 400, **media, **more).logprobs
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        result = token_logprobs(model, packed, score=packed < 400, **media, **more).logprobs
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
 
 
 def test_videos_require_token_types() -> None:
@@ -164,11 +164,11 @@ def test_videos_require_token_types() -> None:
     videos = {"pixel_values_videos": inputs["pixel_values"], "video_grid_thw": inputs["image_grid_thw"]}
     image = token_logprobs(model, ids, score=ids < 400, **media).logprobs
     all_types = torch.cat([types, 2 * types])
-    found = token_logprobs(model, both, score=both < 400, mm_token_type_ids=all_types, **media, **videos).logprobs
-    torch.testing.assert_close(found[:1], image, rtol=0, atol=1e-5)
-    for row, given in ((both, media | videos), (video, videos)):
+    result = token_logprobs(model, both, score=both < 400, mm_token_type_ids=all_types, **media, **videos).logprobs
+    torch.testing.assert_close(result[:1], image, rtol=0, atol=1e-5)
+    for row, arguments in ((both, media | videos), (video, videos)):
         with pytest.raises(ValueError, match="mm_token_type_ids is missing"):
-            token_logprobs(model, row, score=row < 400, **given)
+            token_logprobs(model, row, score=row < 400, **arguments)
 
 
 def test_packed_images_with_row_positions_raise() -> None:
@@ -197,9 +197,9 @@ def test_mask_dtypes(llama: PreTrainedModel, dtype: torch.dtype) -> None:
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = mask[1, 7:] = 0
     expected = token_logprobs(llama, IDS, attention_mask=mask, score=mask)
-    found = token_logprobs(llama, IDS, attention_mask=mask.to(dtype), score=mask.to(dtype))
-    assert torch.equal(found.logprobs, expected.logprobs)
-    assert torch.equal(found.mask, expected.mask)
+    result = token_logprobs(llama, IDS, attention_mask=mask.to(dtype), score=mask.to(dtype))
+    assert torch.equal(result.logprobs, expected.logprobs)
+    assert torch.equal(result.mask, expected.mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])
@@ -209,7 +209,7 @@ def test_token_id_dtypes(llama: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"input_ids": IDS + 512}, "token ID .*, and LlamaForCausalLM has embeddings for 0 to 511. Fill padding"),
         ({"input_ids": IDS.masked_fill(IDS[1, 8] == IDS, -100)}, "token ID -100, and LlamaForCausalLM"),
@@ -220,13 +220,13 @@ def test_token_id_dtypes(llama: PreTrainedModel, dtype: torch.dtype) -> None:
         ({"position_ids": torch.zeros(2, 9)}, "position_ids is of torch.float32: expected whole numbers"),
     ],
 )
-def test_invalid_values_raise(llama: PreTrainedModel, given: dict[str, Any], message: str) -> None:
+def test_invalid_values_raise(llama: PreTrainedModel, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        token_logprobs(llama, **{"input_ids": IDS} | given)
+        token_logprobs(llama, **{"input_ids": IDS} | arguments)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"input_ids": IDS.tolist()}, "input_ids=.*: expected a tensor"),
         ({"attention_mask": [[1] * 9] * 2}, "attention_mask=.*: expected a tensor"),
@@ -236,9 +236,9 @@ def test_invalid_values_raise(llama: PreTrainedModel, given: dict[str, Any], mes
         ({"loss": "grpo"}, "loss='grpo': expected a function"),
     ],
 )
-def test_invalid_arguments_raise(llama: PreTrainedModel, given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(llama: PreTrainedModel, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownArgumentError, match=message):
-        token_logprobs(llama, **{"input_ids": IDS} | given)
+        token_logprobs(llama, **{"input_ids": IDS} | arguments)
 
 
 @pytest.mark.parametrize("model", [None, "a model", torch.nn.Linear(2, 2)])
@@ -261,12 +261,13 @@ def test_full_logits_without_output_embedding(llama: PreTrainedModel, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "given", [{"temperature": True}, {"temperature": 1e-40}, {"top_k": True}, {"top_p": True}, {"temperature": "0.7"}]
+    "arguments",
+    [{"temperature": True}, {"temperature": 1e-40}, {"top_k": True}, {"top_p": True}, {"temperature": "0.7"}],
 )
-def test_invalid_sampling_parameter_types_raise(llama: PreTrainedModel, given: dict[str, Any]) -> None:
-    (name,) = given
+def test_invalid_sampling_parameter_types_raise(llama: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    (name,) = arguments
     with pytest.raises(SamplingError, match=f"{name}=.*: expected a"):
-        token_logprobs(llama, IDS, **given)
+        token_logprobs(llama, IDS, **arguments)
 
 
 def test_head_with_other_dtype_than_model() -> None:
@@ -277,5 +278,5 @@ def test_head_with_other_dtype_than_model() -> None:
         logits = model(input_ids=IDS, use_cache=False).logits
     assert logits.dtype == torch.float32
     expected = logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
-    found = token_logprobs(model, IDS).logprobs[:, 1:]
-    torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-5)
+    result = token_logprobs(model, IDS).logprobs[:, 1:]
+    torch.testing.assert_close(result, expected.double(), rtol=0, atol=1e-5)

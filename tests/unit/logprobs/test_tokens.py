@@ -47,13 +47,13 @@ def reference_logprobs(model: PreTrainedModel, document: torch.Tensor, temperatu
 
 def test_logprobs_match_reference(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     for document in documents:
-        found = token_logprobs(model, document[None])
-        assert found.mask.tolist() == [[False] + [True] * (len(document) - 1)]
-        assert found.logprobs[0, 0] == 0.0
-        torch.testing.assert_close(found.logprobs[0, 1:], reference_logprobs(model, document), rtol=0, atol=1e-5)
-        assert not found.outside.any()
-        assert found.entropy is None
-        assert found.kl is None
+        result = token_logprobs(model, document[None])
+        assert result.mask.tolist() == [[False] + [True] * (len(document) - 1)]
+        assert result.logprobs[0, 0] == 0.0
+        torch.testing.assert_close(result.logprobs[0, 1:], reference_logprobs(model, document), rtol=0, atol=1e-5)
+        assert not result.outside.any()
+        assert result.entropy is None
+        assert result.kl is None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -65,32 +65,32 @@ def test_padding(model: PreTrainedModel, documents: list[torch.Tensor], side: st
     ]
     for row, (place, document) in enumerate(zip(places, documents, strict=True)):
         rows[row, place], mask[row, place] = document, 1
-    found = token_logprobs(model, rows, attention_mask=mask, temperature=0.7)
+    result = token_logprobs(model, rows, attention_mask=mask, temperature=0.7)
     for row, (place, document) in enumerate(zip(places, documents, strict=True)):
-        assert found.mask[row].sum() == len(document) - 1
-        scored = found.logprobs[row, place][1:]
+        assert result.mask[row].sum() == len(document) - 1
+        scored = result.logprobs[row, place][1:]
         torch.testing.assert_close(scored, reference_logprobs(model, document, 0.7), rtol=0, atol=1e-5)
-    assert not found.logprobs[~found.mask].any()
+    assert not result.logprobs[~result.mask].any()
 
 
 def test_packing(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     position_ids = torch.cat([torch.arange(len(document)) for document in documents])[None]
-    found = token_logprobs(model, torch.cat(documents)[None], position_ids=position_ids)
-    assert torch.equal(found.mask, position_ids > 0)
+    result = token_logprobs(model, torch.cat(documents)[None], position_ids=position_ids)
+    assert torch.equal(result.mask, position_ids > 0)
     expected = torch.cat([reference_logprobs(model, document) for document in documents])
-    torch.testing.assert_close(found.logprobs[found.mask], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(result.logprobs[result.mask], expected, rtol=0, atol=1e-5)
 
 
 def test_score_mask_selects_tokens(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     document = documents[1][None]
     score = torch.zeros_like(document, dtype=torch.bool)
     score[0, [0, 3, 4, 11]] = True
-    found = token_logprobs(model, document, score=score, entropy=True)
+    result = token_logprobs(model, document, score=score, entropy=True)
     everything = token_logprobs(model, document, entropy=True)
-    assert found.mask.nonzero()[:, 1].tolist() == [3, 4, 11]
-    for ours, all_values in ((found.logprobs, everything.logprobs), (found.entropy, everything.entropy)):
-        torch.testing.assert_close(ours[found.mask], all_values[found.mask], rtol=0, atol=1e-5)
-        assert not ours[~found.mask].any()
+    assert result.mask.nonzero()[:, 1].tolist() == [3, 4, 11]
+    for ours, all_values in ((result.logprobs, everything.logprobs), (result.entropy, everything.entropy)):
+        torch.testing.assert_close(ours[result.mask], all_values[result.mask], rtol=0, atol=1e-5)
+        assert not ours[~result.mask].any()
 
 
 def test_excluded_tokens_are_not_in_mask(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
@@ -99,11 +99,11 @@ def test_excluded_tokens_are_not_in_mask(model: PreTrainedModel, documents: list
         top = model(input_ids=document).logits[0, :-1].topk(50).indices
     inside = (top == document[0, 1:, None]).any(-1)
     assert 0 < inside.sum() < len(inside)
-    found = token_logprobs(model, document, top_k=50)
-    assert torch.equal(found.mask[0, 1:], inside)
-    assert torch.equal(found.outside[0, 1:], ~inside)
-    assert found.logprobs.isfinite().all()
-    assert (found.logprobs[0, 1:][inside] > reference_logprobs(model, document[0])[inside]).all()
+    result = token_logprobs(model, document, top_k=50)
+    assert torch.equal(result.mask[0, 1:], inside)
+    assert torch.equal(result.outside[0, 1:], ~inside)
+    assert result.logprobs.isfinite().all()
+    assert (result.logprobs[0, 1:][inside] > reference_logprobs(model, document[0])[inside]).all()
 
 
 def test_gradients_match_full_logits(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
@@ -111,8 +111,8 @@ def test_gradients_match_full_logits(model: PreTrainedModel, documents: list[tor
     gradients = []
     for chunk_size in (5, None):
         model.zero_grad()
-        found = token_logprobs(model, document, chunk_size=chunk_size, temperature=0.9, top_p=0.95, entropy=True)
-        (found.logprobs.sum() + found.entropy.sum()).backward()
+        result = token_logprobs(model, document, chunk_size=chunk_size, temperature=0.9, top_p=0.95, entropy=True)
+        (result.logprobs.sum() + result.entropy.sum()).backward()
         gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
     model.zero_grad()
     for name, expected in gradients[1].items():
@@ -123,14 +123,14 @@ def test_kl_from_reference(model: PreTrainedModel, documents: list[torch.Tensor]
     torch.manual_seed(1)
     reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     document = documents[1][None]
-    found = token_logprobs(model, document, reference=reference, temperature=0.8)
+    result = token_logprobs(model, document, reference=reference, temperature=0.8)
     with torch.no_grad():
         ours, theirs = ((computed(input_ids=document).logits / 0.8).log_softmax(-1) for computed in (model, reference))
     expected = (ours.exp() * (ours - theirs)).sum(-1)[0, :-1]
-    torch.testing.assert_close(found.kl[0, 1:], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.kl[0, 1:], expected, rtol=1e-4, atol=1e-5)
     same = token_logprobs(model, document, reference=model)
     assert same.kl.abs().max() < 1e-5
-    found.kl.sum().backward()
+    result.kl.sum().backward()
     assert model.lm_head.weight.grad.any()
     assert reference.lm_head.weight.grad is None
     model.zero_grad()
@@ -164,9 +164,9 @@ def test_kl_with_peft_on_output_embedding(
     with torch.no_grad():
         logs, others = (computed(input_ids=document).logits.log_softmax(-1) for computed in pair)
     expected = (logs.exp() * (logs - others)).sum(-1)[0, :-1]
-    found = token_logprobs(policy, document, reference=reference, loss=lambda found: found.kl.sum(), chunk_size=5)
-    torch.testing.assert_close(found.kl[0, 1:], expected, rtol=1e-4, atol=1e-5)
-    found.loss.backward()
+    result = token_logprobs(policy, document, reference=reference, loss=lambda result: result.kl.sum(), chunk_size=5)
+    torch.testing.assert_close(result.kl[0, 1:], expected, rtol=1e-4, atol=1e-5)
+    result.loss.backward()
     assert any(parameter.grad is not None for name, parameter in policy.named_parameters() if "lm_head" in name)
     assert all(parameter.grad is None for parameter in reference.parameters())
 
@@ -174,9 +174,9 @@ def test_kl_with_peft_on_output_embedding(
 def test_no_scored_tokens_with_lora_on_output_embedding(model: PreTrainedModel) -> None:
     base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     adapted = get_peft_model(base, HEADS["lora"])
-    found = token_logprobs(adapted, torch.tensor([[16]]))
-    assert found.logprobs.tolist() == [[0.0]]
-    assert not found.mask.any()
+    result = token_logprobs(adapted, torch.tensor([[16]]))
+    assert result.logprobs.tolist() == [[0.0]]
+    assert not result.mask.any()
 
 
 def test_mask_with_holes_matches_transformers(
@@ -196,13 +196,13 @@ def test_mask_with_holes_matches_transformers(
             ours(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()], logits[mask.bool()]
         )
     expected = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][scored[:, 1:]]
-    for given in ({}, {"position_ids": positions}):
+    for keywords in ({}, {"position_ids": positions}):
         for terms in ("token", "sequence"):
-            found = token_logprobs(
-                ours, ids, attention_mask=mask, loss=lambda found: found.logprobs.sum(), loss_terms=terms, **given
+            result = token_logprobs(
+                ours, ids, attention_mask=mask, loss=lambda result: result.logprobs.sum(), loss_terms=terms, **keywords
             )
-            assert torch.equal(found.mask, scored)
-            torch.testing.assert_close(found.logprobs[found.mask], expected, rtol=0, atol=1e-5)
+            assert torch.equal(result.mask, scored)
+            torch.testing.assert_close(result.logprobs[result.mask], expected, rtol=0, atol=1e-5)
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "use_cache": False}
     assert torch.equal(ours.generate(ids, **options), llama.generate(ids, **options))
 
@@ -218,10 +218,10 @@ def test_mask_with_holes_uses_positions_of_generate(architecture: str) -> None:
     positions = (mask.cumsum(-1) - 1) * mask
     with torch.no_grad():
         logits = case.reference()(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        found = token_logprobs(case.model(), ids, attention_mask=mask)
+        result = token_logprobs(case.model(), ids, attention_mask=mask)
     expected = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    scored = found.mask[:, 1:]
-    torch.testing.assert_close(found.logprobs[:, 1:][scored], expected[scored], rtol=0, atol=1e-4)
+    scored = result.mask[:, 1:]
+    torch.testing.assert_close(result.logprobs[:, 1:][scored], expected[scored], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["RobertaForCausalLM", "Qwen2_5_VLForConditionalGeneration"])
@@ -238,8 +238,8 @@ def test_padding_with_model_computed_positions(architecture: str, side: str) -> 
     more = {name: padded(value) if value.shape == ids.shape else value for name, value in inputs.items()}
     with torch.no_grad():
         alone = token_logprobs(case.model(), ids, **inputs).logprobs[:, 1:]
-        found = token_logprobs(case.model(), padded(ids, pad), attention_mask=padded(torch.ones_like(ids)), **more)
-    torch.testing.assert_close(found.logprobs[found.mask], alone.flatten(), rtol=0, atol=1e-4)
+        result = token_logprobs(case.model(), padded(ids, pad), attention_mask=padded(torch.ones_like(ids)), **more)
+    torch.testing.assert_close(result.logprobs[result.mask], alone.flatten(), rtol=0, atol=1e-4)
 
 
 def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
@@ -248,9 +248,9 @@ def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
     document = documents[1][None]
-    found = token_logprobs(adapted, document)
-    torch.testing.assert_close(found.logprobs[0, 1:], reference_logprobs(adapted, document[0]), rtol=0, atol=1e-5)
-    found.logprobs.sum().backward()
+    result = token_logprobs(adapted, document)
+    torch.testing.assert_close(result.logprobs[0, 1:], reference_logprobs(adapted, document[0]), rtol=0, atol=1e-5)
+    result.logprobs.sum().backward()
     assert {"lora_" in name for name, parameter in adapted.named_parameters() if parameter.grad is not None} == {True}
 
 
@@ -270,21 +270,21 @@ def test_unknown_options_raise(model: PreTrainedModel, options: dict[str, object
 
 @pytest.mark.parametrize("chunk_size", ["auto", None])
 @pytest.mark.parametrize(
-    "given",
+    "keywords",
     [{"use_cache": False}, {"use_cache": None}, {"logits_to_keep": 0}, {"min_p": 0.0, "repetition_penalty": 1.0}],
     ids=str,
 )
 def test_keywords_without_effect_are_accepted(
-    model: PreTrainedModel, documents: list[torch.Tensor], given: dict[str, object], chunk_size: str | None
+    model: PreTrainedModel, documents: list[torch.Tensor], keywords: dict[str, object], chunk_size: str | None
 ) -> None:
     expected = token_logprobs(model, documents[0][None], chunk_size=chunk_size)
-    found = token_logprobs(model, documents[0][None], chunk_size=chunk_size, reference=model, **given)
-    assert torch.equal(found.logprobs, expected.logprobs)
+    result = token_logprobs(model, documents[0][None], chunk_size=chunk_size, reference=model, **keywords)
+    assert torch.equal(result.logprobs, expected.logprobs)
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", None])
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("keywords", "message"),
     [
         ({"use_cache": True}, "use_cache=True.*no cache"),
         ({"past_key_values": DynamicCache()}, "past_key_values.*complete sequences"),
@@ -298,18 +298,18 @@ def test_keywords_without_effect_are_accepted(
 def test_unsupported_keywords_raise(
     model: PreTrainedModel,
     documents: list[torch.Tensor],
-    given: dict[str, object],
-    why: str,
+    keywords: dict[str, object],
+    message: str,
     chunk_size: str | None,
 ) -> None:
-    with pytest.raises(UnknownArgumentError, match=why):
-        token_logprobs(model, documents[0][None], chunk_size=chunk_size, **given)
+    with pytest.raises(UnknownArgumentError, match=message):
+        token_logprobs(model, documents[0][None], chunk_size=chunk_size, **keywords)
 
 
 def test_single_token_sequences(model: PreTrainedModel) -> None:
-    found = token_logprobs(model, torch.full((3, 1), 17))
-    assert not found.mask.any()
-    assert found.logprobs.tolist() == [[0.0]] * 3
+    result = token_logprobs(model, torch.full((3, 1), 17))
+    assert not result.mask.any()
+    assert result.logprobs.tolist() == [[0.0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -329,8 +329,8 @@ def test_hook_computed_weight_gets_gradients(
     for _ in range(2):  # the first call compares the head with the model's logits
         model.zero_grad()
         token_logprobs(model, ids).logprobs.sum().backward()
-        found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        result = {name: parameter.grad for name, parameter in model.named_parameters()}
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_hooks_run_for_probe_and_batch(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
