@@ -106,11 +106,11 @@ def test_watch_section(write: Any) -> None:
 
 
 def test_loss_determines_accepted_sections(write: Any) -> None:
-    found = read_problems(write(loss="{name: sft}"))
-    assert found["reward"].startswith("nothing reads it")
-    assert found["engine"].startswith("nothing reads it")
-    assert found["training.batch"].startswith("is missing")
-    assert "this run measures loss, gradient_norm, tokens" in found["gates"]
+    problems = read_problems(write(loss="{name: sft}"))
+    assert problems["reward"].startswith("nothing reads it")
+    assert problems["engine"].startswith("nothing reads it")
+    assert problems["training.batch"].startswith("is missing")
+    assert "this run measures loss, gradient_norm, tokens" in problems["gates"]
 
 
 @pytest.mark.parametrize(
@@ -140,19 +140,19 @@ def test_error_lists_all_problems_with_suggestions(write: Any) -> None:
         gates='["median(token_mult_prob_eror) < 1.05"]',
         engin="{}",
     )
-    found = read_problems(file, "seed=true")
-    assert "did you mean engine" in found["engin"]
-    assert "did you mean steps" in found["training.step"]
-    assert "is missing" in found["training.steps"]
-    assert "is 'many': expected a whole number" in found["training.group"]
-    assert "did you mean vision" in found["freeze_config.vison"]
-    assert "expected true or false" in found["freeze_config.language"]
-    assert "did you mean weight_decay" in found["optimizer.weigth_decay"]
-    assert "expected some of lr" in found["optimizer.learning_rate"]
-    assert "linear='te'" in found["backend"]
-    assert "did you mean token_mult_prob_error" in found["gates"]
-    assert "is True: expected a whole number" in found["seed"]
-    assert len(found) == 11
+    problems = read_problems(file, "seed=true")
+    assert "did you mean engine" in problems["engin"]
+    assert "did you mean steps" in problems["training.step"]
+    assert "is missing" in problems["training.steps"]
+    assert "is 'many': expected a whole number" in problems["training.group"]
+    assert "did you mean vision" in problems["freeze_config.vison"]
+    assert "expected true or false" in problems["freeze_config.language"]
+    assert "did you mean weight_decay" in problems["optimizer.weigth_decay"]
+    assert "expected some of lr" in problems["optimizer.learning_rate"]
+    assert "linear='te'" in problems["backend"]
+    assert "did you mean token_mult_prob_error" in problems["gates"]
+    assert "is True: expected a whole number" in problems["seed"]
+    assert len(problems) == 11
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_reward_target_only_from_command_line(write: Any, tmp_path: Path, monkey
     )
     monkeypatch.syspath_prepend(tmp_path)
     file = write(reward="{_target_: elsewhere.reward}")
-    found = read_problems(file, "training.steps=1")
-    assert "elsewhere.reward is code from elsewhere" in found["reward._target_"]
-    assert "give it on the command line: reward._target_=elsewhere.reward" in found["reward._target_"]
+    problems = read_problems(file, "training.steps=1")
+    assert "elsewhere.reward is code from elsewhere" in problems["reward._target_"]
+    assert "give it on the command line: reward._target_=elsewhere.reward" in problems["reward._target_"]
     assert not (tmp_path / "imported").exists(), "the module is not imported"
     recipe = read_recipe(file, ["reward._target_=elsewhere.reward"])
     assert recipe.reward.function({}, "", True) == 1.0
@@ -284,8 +284,8 @@ def test_reward_function_signatures(write: Any, tmp_path: Path, monkeypatch: pyt
     recipe = read_recipe(write(reward="{scale: 2.0}"), ["reward._target_=my_rewards.named"])
     assert recipe.reward.function({}, "", True, **recipe.reward.arguments) == 2.0
     assert read_recipe(write(), ["reward._target_=my_rewards.variadic"]).reward.function({}, "", True) == 1.0
-    found = read_problems(write(), "reward._target_=my_rewards.short")
-    assert found["reward._target_"].strip() == "takes 2 positional arguments; expected row, completion, ended"
+    problems = read_problems(write(), "reward._target_=my_rewards.short")
+    assert problems["reward._target_"].strip() == "takes 2 positional arguments; expected row, completion, ended"
 
 
 @pytest.mark.parametrize("slot", SLOTS)
@@ -321,9 +321,9 @@ def test_options_that_run_code_only_from_command_line(write: Any, key: str, valu
     part, name = key.rsplit(".", 1)
     text = POLICY.replace("  dtype: float32\n", f"  dtype: float32\n  {name}: {value}\n", part == "model")
     text = text.replace("enforce_eager: true", f"{name}: {value}") if part != "model" else text
-    found = read_problems(write(text))
-    assert message in found[key]
-    assert f"{key}=" in found[key]
+    problems = read_problems(write(text))
+    assert message in problems[key]
+    assert f"{key}=" in problems[key]
     read_recipe(write(), [f"{key}={value}"])
 
 
@@ -365,9 +365,9 @@ def test_invalid_yaml(tmp_path: Path, text: str, message: str) -> None:
 
 def test_interpolation_raises(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
-    found = read_problems(write(POLICY.replace("some/model", "${oc.env:SECRET}")))
-    assert "interpolation" in found["model.pretrained_model_name_or_path"]
-    assert "hunter2" not in str(found)
+    problems = read_problems(write(POLICY.replace("some/model", "${oc.env:SECRET}")))
+    assert "interpolation" in problems["model.pretrained_model_name_or_path"]
+    assert "hunter2" not in str(problems)
 
 
 @pytest.mark.parametrize("override", ["training.steps", "=3", "training.steps.x=1", "a.[=1"])

@@ -79,17 +79,17 @@ def test_engine_matches_trainer_after_refits(make: Callable[..., PolicyLoop]) ->
     loop = make()
     before = weights(loop)
     for step in range(3):
-        found = loop.step(questions(), 2, seed=step)
-        assert found["token_mult_prob_error"] < 1.0001
-        assert found["kl_k3"] < 1e-8
-        assert found["groups"] == 2
+        metrics = loop.step(questions(), 2, seed=step)
+        assert metrics["token_mult_prob_error"] < 1.0001
+        assert metrics["kl_k3"] < 1e-8
+        assert metrics["groups"] == 2
     assert not torch.equal(weights(loop), before)
 
 
 def test_logprobs_use_sampling_parameters(make: Callable[..., PolicyLoop]) -> None:
-    found = make(sampling=Sampling(temperature=0.6, top_k=20, top_p=0.9)).step(questions(), 2, seed=0)
-    assert found["token_mult_prob_error"] < 1.0001
-    assert found["outside"] == 0
+    metrics = make(sampling=Sampling(temperature=0.6, top_k=20, top_p=0.9)).step(questions(), 2, seed=0)
+    assert metrics["token_mult_prob_error"] < 1.0001
+    assert metrics["outside"] == 0
 
 
 def test_kl_moves_policy_to_reference(make: Callable[..., PolicyLoop]) -> None:
@@ -141,9 +141,9 @@ def test_metrics_detect_different_engine_weights(make: Callable[..., PolicyLoop]
     loop = make()
     with torch.no_grad():
         loop.engine.model.lm_head.weight.mul_(1.2)
-    found = loop.step(questions(), 2, seed=0)
-    assert found["token_mult_prob_error"] > 1.01
-    assert found["kl_k3"] > 1e-4
+    metrics = loop.step(questions(), 2, seed=0)
+    assert metrics["token_mult_prob_error"] > 1.01
+    assert metrics["kl_k3"] > 1e-4
     assert loop.step(questions(), 2, seed=1)["token_mult_prob_error"] < 1.0001, "the refit updates the engine"
 
 
@@ -159,8 +159,8 @@ def test_unwritten_weight_raises(make: Callable[..., PolicyLoop], monkeypatch: p
 def test_equal_rewards_do_not_change_weights(make: Callable[..., PolicyLoop]) -> None:
     loop = make(reward=lambda row, completion, ended: 1.0)
     before = weights(loop)
-    found = loop.step(questions(), 2, seed=0)
-    assert (found["loss"], found["gradient_norm"]) == (0.0, 0.0)
+    metrics = loop.step(questions(), 2, seed=0)
+    assert (metrics["loss"], metrics["gradient_norm"]) == (0.0, 0.0)
     assert torch.equal(weights(loop), before)
 
 
@@ -190,10 +190,10 @@ def test_dynamic_sampling_generates_until_enough_groups(make: Callable[..., Poli
     assert rollouts.rewards.shape == (4, 4)
     assert rollouts.advantages.abs().min() > 0
     loop = make("dapo", reward=lambda row, completion, ended: 0.0, dynamic_sampling=3)
-    found = loop.step(questions(), 2, seed=0)
+    metrics = loop.step(questions(), 2, seed=0)
     assert loop.engine.batches == 3
-    assert found["groups"] == 0
-    assert "token_mult_prob_error" not in found, "the metric is missing, so a gate on it fails"
+    assert metrics["groups"] == 0
+    assert "token_mult_prob_error" not in metrics, "the metric is missing, so a gate on it fails"
 
 
 def test_overlong_completions_are_penalized(make: Callable[..., PolicyLoop]) -> None:
@@ -212,14 +212,14 @@ def test_overlong_completions_are_penalized(make: Callable[..., PolicyLoop]) -> 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_row_tokens_do_not_change_updates(make: Callable[..., PolicyLoop], name: str, level: str) -> None:
-    found = []
+    metrics = []
     for size in (9, 30, None):
         loop = make(name, row_tokens=size, correction=Correction("tis", level=level))
         measured = loop.step(questions(), 2, seed=0)
-        found.append((weights(loop), measured["loss"], measured["gradient_norm"]))
-    for other in found[1:]:
-        torch.testing.assert_close(other[0], found[0][0], rtol=1e-5, atol=1e-6)
-        assert other[1:] == pytest.approx(found[0][1:], rel=1e-4, abs=5e-6)
+        metrics.append((weights(loop), measured["loss"], measured["gradient_norm"]))
+    for other in metrics[1:]:
+        torch.testing.assert_close(other[0], metrics[0][0], rtol=1e-5, atol=1e-6)
+        assert other[1:] == pytest.approx(metrics[0][1:], rel=1e-4, abs=5e-6)
 
 
 def test_later_updates_are_clipped(make: Callable[..., PolicyLoop]) -> None:
@@ -316,10 +316,10 @@ def test_non_finite_rewards_raise_or_are_skipped(make: Callable[..., PolicyLoop]
     assert torch.equal(weights(loop), before)
     counted = itertools.count()
     loop = make(name, reward=reward, on_non_finite="skip")
-    found = loop.step(questions(), 2, seed=0)
-    assert found["skipped"] == 1
-    assert math.isfinite(found["reward"])
-    assert found["groups"] == (2 if name == "dapo" else 1), "dynamic sampling generates another group"
+    metrics = loop.step(questions(), 2, seed=0)
+    assert metrics["skipped"] == 1
+    assert math.isfinite(metrics["reward"])
+    assert metrics["groups"] == (2 if name == "dapo" else 1), "dynamic sampling generates another group"
     assert weights(loop).isfinite().all()
     assert not torch.equal(weights(loop), before)
 
@@ -333,9 +333,9 @@ def test_non_finite_engine_logprobs_raise_or_are_skipped(
         generate = loop.engine._generate
 
         def spoil(*args: Any, **kwargs: Any) -> list[Sample]:
-            found = generate(*args, **kwargs)
-            found[2] = dataclasses.replace(found[2], logprobs=(*found[2].logprobs[:-1], value))
-            return found
+            metrics = generate(*args, **kwargs)
+            metrics[2] = dataclasses.replace(metrics[2], logprobs=(*metrics[2].logprobs[:-1], value))
+            return metrics
 
         loop.engine._generate = spoil
         return loop
@@ -348,9 +348,9 @@ def test_non_finite_engine_logprobs_raise_or_are_skipped(
         loop.step(questions(), 2, seed=0)
     assert torch.equal(weights(loop), before)
     loop = spoiled(make(correction=correction, on_non_finite="skip"))
-    found = loop.step(questions(), 2, seed=0)
-    assert (found["skipped"], found["groups"]) == (1, 1)
-    assert math.isfinite(found["token_mult_prob_error"])
+    metrics = loop.step(questions(), 2, seed=0)
+    assert (metrics["skipped"], metrics["groups"]) == (1, 1)
+    assert math.isfinite(metrics["token_mult_prob_error"])
     assert weights(loop).isfinite().all()
 
 
@@ -374,9 +374,9 @@ def test_update_with_non_finite_gradient_is_skipped(make: Callable[..., PolicyLo
     loop = make()
     before = weights(loop)
     handle = loop.model.model.layers[0].mlp.down_proj.weight.register_hook(lambda gradient: gradient * math.inf)
-    found = loop.step(questions(), 2, seed=0)
-    assert found["skipped_updates"] == 1
-    assert not math.isfinite(found["gradient_norm"])
+    metrics = loop.step(questions(), 2, seed=0)
+    assert metrics["skipped_updates"] == 1
+    assert not math.isfinite(metrics["gradient_norm"])
     assert torch.equal(weights(loop), before)
     handle.remove()
     assert loop.step(questions(), 2, seed=1)["skipped_updates"] == 0
@@ -405,7 +405,7 @@ def test_dynamic_sampling_compares_rewards_without_penalties(make: Callable[...,
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_is_off_by_default(make: Callable[..., PolicyLoop], checkpointing: bool) -> None:
-    found = {}
+    metrics = {}
     for name, options in {"eval": {}, "train": {}, "dropout": {"dropout": True}}.items():
         loop = make("grpo", kl=0.5, reference=make().model, updates=2, **options)
         for model in (loop.model, loop.reference):
@@ -418,11 +418,13 @@ def test_dropout_is_off_by_default(make: Callable[..., PolicyLoop], checkpointin
             for layer in loop.model.model.layers:
                 layer.self_attn.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         measured = loop.step(questions(), 2, seed=0)
-        found[name] = measured["token_mult_prob_error"], weights(loop), len(runs)
+        metrics[name] = measured["token_mult_prob_error"], weights(loop), len(runs)
         assert loop.model.training == loop.reference.training == (name != "eval")
         assert "forward" not in vars(loop.model.model.layers[0])
-    assert found["train"][0] == found["eval"][0] < 1.0001
-    torch.testing.assert_close(found["train"][1], found["eval"][1], rtol=0, atol=1e-6)
-    assert found["dropout"][0] > 1.01
+    assert metrics["train"][0] == metrics["eval"][0] < 1.0001
+    torch.testing.assert_close(metrics["train"][1], metrics["eval"][1], rtol=0, atol=1e-6)
+    assert metrics["dropout"][0] > 1.01
     if checkpointing:
-        assert found["train"][2] == found["dropout"][2] > found["eval"][2], "layers are recomputed in the backward pass"
+        assert metrics["train"][2] == metrics["dropout"][2] > metrics["eval"][2], (
+            "layers are recomputed in the backward pass"
+        )

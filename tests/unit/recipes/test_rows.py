@@ -36,9 +36,9 @@ def text(ids: list[int], trained: list[bool] | None = None) -> str:
 
 
 def test_rows_from_file(rows_file: Path) -> None:
-    found = rows(str(rows_file))
-    assert len(found) == len(ROWS)
-    assert found[0] == ROWS[0]
+    results = rows(str(rows_file))
+    assert len(results) == len(ROWS)
+    assert results[0] == ROWS[0]
 
 
 def test_size_limit_applies_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +230,13 @@ def test_tokens_appended_by_tokenizer(before: str, after: str) -> None:
     """A prompt has no end token, and an answer has one."""
     tokenizer = appending(before, after)
     assert tokenizer.decode(tokenizer("x")["input_ids"]) == f"{before}x{after}"
-    for given in ("2 + 2 =", "", "ends<end>"):
-        assert tokenizer.decode(prompt_ids(tokenizer, given)) == before + given
-    for given, written in (("a text", "a text<end>"), ("a text<end>", "a text<end>"), ("", "<end>")):
-        ids, trained = answered_ids(tokenizer, None, given)
+    for sample_text in ("2 + 2 =", "", "ends<end>"):
+        assert tokenizer.decode(prompt_ids(tokenizer, sample_text)) == before + sample_text
+    for sample_text, written in (("a text", "a text<end>"), ("a text<end>", "a text<end>"), ("", "<end>")):
+        ids, trained = answered_ids(tokenizer, None, sample_text)
         assert tokenizer.decode(ids) == before + written
         assert all(trained)
-        ids, trained = answered_ids(tokenizer, "2 + 2 =", given)
+        ids, trained = answered_ids(tokenizer, "2 + 2 =", sample_text)
         assert tokenizer.decode(ids) == f"{before}2 + 2 ={written}"
         assert tokenizer.decode([token for token, own in zip(ids, trained, strict=True) if own]) == written
     ids, _ = answered_ids(tokenizer, chat("uHi"), "Ho")
@@ -327,17 +327,17 @@ def encoded(*, pairs: bool) -> Any:
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
 def test_micro_batch_size_does_not_change_step(name: str) -> None:
-    found = {}
+    results = {}
     for size in (1, 3, 5):
         made = loop(name, size)
         measured = made.step(encoded(pairs=name != "sft"), 5)
-        found[size] = (
+        results[size] = (
             measured,
             [parameter.grad.clone() for parameter in made.model.parameters() if parameter.grad is not None],
         )
     for size in (1, 3):
-        assert found[size][0] == pytest.approx(found[5][0], rel=1e-4, abs=1e-5)
-        torch.testing.assert_close(found[size][1], found[5][1], rtol=1e-3, atol=1e-5)
+        assert results[size][0] == pytest.approx(results[5][0], rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(results[size][1], results[5][1], rtol=1e-3, atol=1e-5)
 
 
 def test_sft_loss_matches_model_loss() -> None:
@@ -357,19 +357,19 @@ def test_pair_metrics() -> None:
         with torch.no_grad():
             scores.append(made.model(input_ids=ids, attention_mask=there.long()).logits[:, 0])
     margin = scores[0] - scores[1]
-    found = made.step(encoded(pairs=True), 5)
-    assert found["ordered"] == pytest.approx((margin > 0).float().mean().item())
-    assert found["margin"] == pytest.approx(margin.mean().item(), abs=1e-5)
-    assert found["loss"] == pytest.approx(-torch.nn.functional.logsigmoid(margin).mean().item(), abs=1e-5)
+    results = made.step(encoded(pairs=True), 5)
+    assert results["ordered"] == pytest.approx((margin > 0).float().mean().item())
+    assert results["margin"] == pytest.approx(margin.mean().item(), abs=1e-5)
+    assert results["loss"] == pytest.approx(-torch.nn.functional.logsigmoid(margin).mean().item(), abs=1e-5)
     reference = loop("dpo")
     reference.reference.load_state_dict(reference.model.state_dict())
-    found = reference.step(encoded(pairs=True), 5)
-    assert found["loss"] == pytest.approx(math.log(2), abs=1e-4), "the policy equals its reference"
+    results = reference.step(encoded(pairs=True), 5)
+    assert results["loss"] == pytest.approx(math.log(2), abs=1e-4), "the policy equals its reference"
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
 def test_dropout_is_off_by_default(name: str) -> None:
-    found = {}
+    results = {}
     for mode, dropout in ((False, False), (True, False), (True, True)):
         made = loop(name)
         made = dataclasses.replace(made, dropout=dropout)
@@ -379,12 +379,12 @@ def test_dropout_is_off_by_default(name: str) -> None:
             for layer in model.model.layers:
                 layer.self_attn.attention_dropout = 0.3
             model.train(mode)
-        found[mode, dropout] = made.step(encoded(pairs=name != "sft"), 5)["loss"]
+        results[mode, dropout] = made.step(encoded(pairs=name != "sft"), 5)["loss"]
         assert made.model.training == made.reference.training == mode
-    assert found[True, False] == pytest.approx(found[False, False], abs=1e-6)
-    assert abs(found[True, True] - found[False, False]) > 1e-4
+    assert results[True, False] == pytest.approx(results[False, False], abs=1e-6)
+    assert abs(results[True, True] - results[False, False]) > 1e-4
     if name == "dpo":
-        assert found[True, False] == pytest.approx(math.log(2), abs=1e-5)
+        assert results[True, False] == pytest.approx(math.log(2), abs=1e-5)
 
 
 def test_update_with_non_finite_gradient_is_skipped() -> None:

@@ -39,10 +39,10 @@ def test_train_passes_gates(small: list[str], tmp_path: Path) -> None:
     (heading,) = (number for number, line in enumerate(printed) if "measured" in line)
     assert printed.index("PASS: 2 of 2 gates passed") < heading
     assert printed[-1] == f"saved: {out}"
-    found = json.loads(file.read_text())
-    assert found["passed"] is True
-    assert [gate["gate"] for gate in found["gates"]] == ["max(loss) < 100", "last(tokens) > 0"]
-    assert len(found["steps"]) == 2
+    report = json.loads(file.read_text())
+    assert report["passed"] is True
+    assert [gate["gate"] for gate in report["gates"]] == ["max(loss) < 100", "last(tokens) > 0"]
+    assert len(report["steps"]) == 2
     assert (out / "model.safetensors").is_file()
     assert (out / "tokenizer.json").is_file()
 
