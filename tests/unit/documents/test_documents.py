@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A layer inside the checkpoint function stored on it, as in transformers."""
+    """A model that runs its layer through the checkpoint function stored on the layer, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()

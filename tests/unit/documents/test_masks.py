@@ -50,15 +50,15 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[DocumentMask]:
     """Record the masks that were built."""
-    found: list[DocumentMask] = []
+    output: list[DocumentMask] = []
     build = DocumentMask.built
 
     def note(mask: DocumentMask) -> torch.Tensor:
-        found.append(mask)
+        output.append(mask)
         return build(mask)
 
     monkeypatch.setattr(DocumentMask, "built", note)
-    return found
+    return output
 
 
 def registry_mask(
@@ -91,10 +91,10 @@ def test_packed_rows_match_separate_documents(
     logits = model(ids, position_ids=POSITIONS).logits
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
     logits.square().sum().backward()
-    found = [parameter.grad.clone() for parameter in model.parameters()]
+    output = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     expected.square().sum().backward()
-    for actual, parameter in zip(found, model.parameters(), strict=True):
+    for actual, parameter in zip(output, model.parameters(), strict=True):
         torch.testing.assert_close(actual, parameter.grad, rtol=1e-9, atol=1e-9)
     assert not built
     assert model.config._attn_implementation == "sdpa"
@@ -103,8 +103,8 @@ def test_packed_rows_match_separate_documents(
 def test_packed_attention_is_bitwise_equal_to_separate_documents() -> None:
     query, key, value = (torch.randn(2, heads, 30, 16) for heads in (4, 2, 2))
     documents = Documents.from_positions(POSITIONS)
-    found = attend(query, key, value, documents).transpose(1, 2)
-    for part, *alone in zip(*(documents.split(tensor, 2) for tensor in (found, query, key, value)), strict=True):
+    output = attend(query, key, value, documents).transpose(1, 2)
+    for part, *alone in zip(*(documents.split(tensor, 2) for tensor in (output, query, key, value)), strict=True):
         assert torch.equal(part, scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True))
 
 
@@ -122,8 +122,8 @@ def test_attention_matches_mask(window: int | None, width: int, alone: bool) -> 
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=0.3, enable_gqa=True)
     if not alone:
         documents = replace(documents, batches=DocumentBatches.of(documents))
-    found = attend(query, key, value, documents, window=window, scale=0.3)
-    torch.testing.assert_close(found.transpose(1, 2), expected)
+    output = attend(query, key, value, documents, window=window, scale=0.3)
+    torch.testing.assert_close(output.transpose(1, 2), expected)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -168,8 +168,8 @@ def test_mask_is_built_when_read(packed: Documents, built: list[DocumentMask]) -
 
 def test_torch_attention_with_mask_attends_by_document(packed: Documents, built: list[DocumentMask]) -> None:
     query = torch.randn(2, 4, 30, 16)
-    found = scaled_dot_product_attention(query, query, query, attn_mask=registry_mask())
-    assert torch.equal(found, attend(query, query, query, packed).transpose(1, 2))
+    output = scaled_dot_product_attention(query, query, query, attn_mask=registry_mask())
+    assert torch.equal(output, attend(query, query, query, packed).transpose(1, 2))
     assert not built
 
 
@@ -265,11 +265,13 @@ def test_no_mask_without_packed_batch() -> None:
 def test_position_bias_is_added_to_mask(packed: Documents, built: list[DocumentMask]) -> None:
     attend_by_document()
     query, bias = torch.randn(2, 4, 30, 16), torch.randn(1, 4, 30, 30)
-    found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Module(), query, query, query, registry_mask(), position_bias=bias)
+    output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Module(), query, query, query, registry_mask(), position_bias=bias)
     place = torch.arange(30)
     sees = (packed.index[:, :, None] == packed.index[:, None]) & (place[:, None] >= place)
     mask = torch.where(sees[:, None], bias, float("-inf"))
-    torch.testing.assert_close(found.transpose(1, 2), scaled_dot_product_attention(query, query, query, attn_mask=mask))
+    torch.testing.assert_close(
+        output.transpose(1, 2), scaled_dot_product_attention(query, query, query, attn_mask=mask)
+    )
     assert built
 
 

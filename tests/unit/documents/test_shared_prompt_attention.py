@@ -82,12 +82,12 @@ def test_masks_with_shared_prompts(window: int | None, attention: str, documents
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_batched_gradients_match_separate_documents(window: int | None, documents: Documents) -> None:
-    given = [tensor.requires_grad_() for tensor in inputs()]
+    tensors = [tensor.requires_grad_() for tensor in inputs()]
     weights = torch.randn(1, SIZE, 4, 16, dtype=torch.float64)
     found = []
     for each in (documents, in_batches(documents)):
-        loss = (attend(*given, each, window=window) * weights).sum()
-        found.append(torch.autograd.grad(loss, given))
+        loss = (attend(*tensors, each, window=window) * weights).sum()
+        found.append(torch.autograd.grad(loss, tensors))
     for alone_gradient, gradient in zip(*found, strict=True):
         torch.testing.assert_close(gradient, alone_gradient)
 
