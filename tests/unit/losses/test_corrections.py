@@ -28,9 +28,9 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
 def test_importance_weights(correction: Correction, expected: list[list[float]]) -> None:
     trainer = torch.full((2, 3), -1.0, requires_grad=True)
     engine = torch.where(MASK, -1.0 - RATIOS.log(), math.nan)  # values outside of the mask may be anything
-    found = importance_weights(trainer, engine, MASK, correction)
-    torch.testing.assert_close(found, torch.tensor(expected))
-    assert not found.requires_grad
+    weights = importance_weights(trainer, engine, MASK, correction)
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    assert not weights.requires_grad
 
 
 def test_equal_logprobs_have_weight_one() -> None:
@@ -66,8 +66,8 @@ def test_non_finite_engine_logprobs_raise(value: float, kind: str, level: str) -
 def test_invalid_correction_raises(arguments: dict[str, object], messages: tuple[str, ...]) -> None:
     with pytest.raises(UnknownArgumentError) as raised:
         Correction(**arguments)
-    for word in messages:
-        assert word in str(raised.value)
+    for message in messages:
+        assert message in str(raised.value)
 
 
 def test_non_correction_argument_raises() -> None:
@@ -80,8 +80,8 @@ def test_non_correction_argument_raises() -> None:
 def test_trainer_nan_is_propagated(kind: str, level: str) -> None:
     """A weight of 0 would drop the token silently."""
     trainer = torch.tensor([[-1.0, math.nan], [-1.0, -1.0]])
-    found = importance_weights(trainer, torch.full((2, 2), -1.0), torch.ones(2, 2), Correction(kind, level=level))
-    assert found.isnan().tolist() == [[level == "sequence", True], [False, False]]
+    weights = importance_weights(trainer, torch.full((2, 2), -1.0), torch.ones(2, 2), Correction(kind, level=level))
+    assert weights.isnan().tolist() == [[level == "sequence", True], [False, False]]
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3,)])

@@ -57,9 +57,9 @@ def test_clipped_objective_and_gradient(ratio: float, advantage: float, loss: fl
     old = torch.tensor([[-1.0]])
     logprobs = (old + math.log(ratio)).requires_grad_()
     arguments = logprobs, old, torch.tensor([advantage]), torch.ones(1, 1)
-    found = policy_loss(*arguments, eps_low=0.2, eps_high=0.28)
-    found.backward()
-    assert found.item() == pytest.approx(loss, abs=1e-6)
+    actual = policy_loss(*arguments, eps_low=0.2, eps_high=0.28)
+    actual.backward()
+    assert actual.item() == pytest.approx(loss, abs=1e-6)
     assert logprobs.grad.item() == pytest.approx(slope, abs=1e-6)
     assert clipped_share(*arguments, eps_low=0.2, eps_high=0.28) == (slope == 0.0 and advantage != 0.0)
 
@@ -80,20 +80,20 @@ def test_batch_loss_matches_manual_computation() -> None:
     for normalize, loss in expected.items():
         weights = token_weights(MASK, normalize, 8 if normalize is Normalize.LONGEST else None)
         logprobs = (old + ratios.log()).requires_grad_()
-        found = policy_loss(logprobs, old, advantages, weights, correction=correction)
-        found.backward()
-        assert found.item() == pytest.approx(loss, abs=1e-6)
+        actual = policy_loss(logprobs, old, advantages, weights, correction=correction)
+        actual.backward()
+        assert actual.item() == pytest.approx(loss, abs=1e-6)
         torch.testing.assert_close(logprobs.grad, torch.tensor(slopes) * weights)
 
 
 def test_kl_penalty() -> None:
     logprobs = torch.log(torch.tensor([[0.5]])).requires_grad_()
     reference = torch.log(torch.tensor([[0.25]]))
-    found = policy_loss(
+    actual = policy_loss(
         logprobs, logprobs.detach(), torch.zeros(1), torch.ones(1, 1), reference=reference, kl=0.1
     )  # k3 of a ratio of 1/2: 1/2 - 1 + log 2
-    found.backward()
-    assert found.item() == pytest.approx(0.1 * (0.5 - 1 + math.log(2)), abs=1e-7)
+    actual.backward()
+    assert actual.item() == pytest.approx(0.1 * (0.5 - 1 + math.log(2)), abs=1e-7)
     assert logprobs.grad.item() == pytest.approx(0.1 * (1 - 0.5), abs=1e-7)
     with pytest.raises(ValueError, match=r"kl=0\.1"):
         policy_loss(logprobs, logprobs, torch.zeros(1), torch.ones(1, 1), kl=0.1)
