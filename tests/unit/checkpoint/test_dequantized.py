@@ -413,7 +413,7 @@ def test_mxfp4_load_into_experts(
     assert_same({key: saved[key] for key in experts}, {key: tensor.to(dtype) for key, tensor in experts.items()})
 
 
-def test_requested_dequantization_of_mxfp4_with_a_mesh(mxfp4: tuple[Path, dict[str, Any]]) -> None:
+def test_requested_dequantization_of_mxfp4_with_mesh(mxfp4: tuple[Path, dict[str, Any]]) -> None:
     folder, experts = mxfp4
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

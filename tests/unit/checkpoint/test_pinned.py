@@ -24,7 +24,7 @@ def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_larger_and_smaller_than_the_buffer(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_larger_and_smaller_than_buffer(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "BUFFER_BYTES", 256)
     copies = PinnedCopies(DEVICE)
     sources = [values(dtype, *shape) for shape in [(3,), (7, 5), (40, 11), (0, 4), (1,), (64, 4)] * 5]
@@ -36,7 +36,7 @@ def test_tensors_larger_and_smaller_than_the_buffer(dtype: torch.dtype, monkeypa
 
 
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.float16], ids=str)
-def test_casts(target_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_cast_to_target_dtype(target_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "BUFFER_BYTES", 256)
     source, target = values(torch.bfloat16, 37, 5), torch.zeros(37, 5, dtype=target_dtype, device=DEVICE)
     copies = PinnedCopies(DEVICE)

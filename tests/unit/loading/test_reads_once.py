@@ -37,12 +37,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_single_file_checkpoint(folder: Path, reads: Counter[str]) -> None:
+def test_single_file_checkpoint_is_read_once(folder: Path, reads: Counter[str]) -> None:
     AutoModelForCausalLM.from_pretrained(folder)
     assert reads == {WEIGHTS: 1, "config.json": 1}
 
 
-def test_single_file_next_to_index(shards: Path, reads: Counter[str]) -> None:
+def test_single_file_next_to_index_is_read_once(shards: Path, reads: Counter[str]) -> None:
     tensors = {name: tensor for file in shards.glob("model-*") for name, tensor in load_file(file).items()}
     names = {file.name for file in shards.glob("model-*")}
     assert len(names) > 1
@@ -52,7 +52,7 @@ def test_single_file_next_to_index(shards: Path, reads: Counter[str]) -> None:
 
 
 @pytest.mark.integrations
-def test_bitsandbytes_quantization(folder: Path, reads: Counter[str]) -> None:
+def test_bitsandbytes_quantization_reads_checkpoint_once(folder: Path, reads: Counter[str]) -> None:
     pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)

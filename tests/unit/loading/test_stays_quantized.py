@@ -152,7 +152,7 @@ def test_saving_weights_quantized_in_place_raises(package: str, llama_checkpoint
 
 
 @pytest.mark.usefixtures("accepts_installed_peft")
-def test_adapter_with_state_dict(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_saving_adapter_from_state_dict(llama_checkpoint: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = load(AutoModelForCausalLM, llama_checkpoint, "bitsandbytes")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))

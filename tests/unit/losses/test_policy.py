@@ -126,7 +126,7 @@ def test_masked_tokens_do_not_affect_loss_or_gradient(fill_value: float) -> None
 
 
 @pytest.mark.parametrize("correction", [1e-3, 100.0, 1e6])
-def test_loss_is_finite_with_a_large_correction(correction: float) -> None:
+def test_loss_is_finite_with_large_correction(correction: float) -> None:
     logprobs = torch.tensor([[-1.0]], requires_grad=True)
     loss = policy_loss(
         logprobs, torch.tensor([[-90.0]]), -torch.ones(1), torch.ones(1, 1), correction=torch.full((1, 1), correction)

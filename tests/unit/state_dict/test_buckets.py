@@ -211,7 +211,7 @@ def test_pieces_are_copied_into_their_regions(dim: int) -> None:
     assert torch.equal(whole, expected)
 
 
-def test_gpu_tensors_are_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tensors_are_copied_to_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without a GPU: the tensors listed in `gpu` simulate GPU tensors."""
     tensors = {name: torch.randn(5, 7).to(dtype).T for name, dtype in zip("abcde", 5 * [torch.bfloat16], strict=True)}
     tensors |= {"f": torch.randn(3), "g": torch.empty(0, 2), "h": torch.tensor(3, dtype=torch.uint8)}
