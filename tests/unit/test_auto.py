@@ -54,7 +54,7 @@ AUTO = {
 }
 
 
-def combined_in(model: torch.nn.Module) -> int:
+def fused_group_count(model: torch.nn.Module) -> int:
     return len(report(model))
 
 
@@ -62,7 +62,7 @@ def combined_in(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", AUTO)
-def test_each_kind_loads_its_familys_class(kind: str, tmp_path: Path) -> None:
+def test_auto_class_loads_family_class_per_head(kind: str, tmp_path: Path) -> None:
     reference = new_model(tiny_config(LlamaConfig), kind)
     reference.save_pretrained(tmp_path)
     model = AUTO[kind].from_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_each_kind_loads_its_familys_class(kind: str, tmp_path: Path) -> None:
     assert auto_class_for(tmp_path) is AUTO[kind]
 
 
-def test_vision_language_models(tmp_path: Path) -> None:
+def test_vision_language_model(tmp_path: Path) -> None:
     config = tiny_config(Gemma3Config)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path)
@@ -91,7 +91,7 @@ def test_vision_language_models(tmp_path: Path) -> None:
         pytest.param("Phi4MultimodalForCausalLM", id="both"),
     ],
 )
-def test_multimodal_models_load_as_their_family(architecture: str, tmp_path: Path) -> None:
+def test_multimodal_model_loads_family_class(architecture: str, tmp_path: Path) -> None:
     upstream = getattr(transformers, architecture)
     reference = upstream._from_config(tiny_config(upstream.config_class, None, upstream)).eval()
     reference.save_pretrained(tmp_path)
@@ -101,7 +101,7 @@ def test_multimodal_models_load_as_their_family(architecture: str, tmp_path: Pat
     assert_same_model(model, reference)
 
 
-def test_a_text_model_in_a_larger_configuration() -> None:
+def test_text_model_from_composite_config() -> None:
     config = tiny_config(Gemma3Config)
     config.architectures = ["Gemma3ForCausalLM"]
     model = AutoModelForCausalLM.from_config(config)
@@ -109,14 +109,14 @@ def test_a_text_model_in_a_larger_configuration() -> None:
     assert type(model.config) is type(config.text_config)
 
 
-def test_the_configurations_type_decides_where_no_architecture_is_named(folder: Path, llama: PreTrainedModel) -> None:
+def test_model_type_selects_class_without_architectures(folder: Path, llama: PreTrainedModel) -> None:
     edit_config(folder, architectures=None)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model) is llama_family.LlamaForCausalLM
     assert_same_model(model, llama)
 
 
-def test_a_configuration_that_transformers_reads_as_another_models(tmp_path: Path) -> None:
+def test_mistral_with_layer_types_loads_as_ministral(tmp_path: Path) -> None:
     # A Mistral with layer types is a Ministral: the architecture name is the same, but the attention differs.
     config = tiny_config(MistralConfig)
     new_model(config).save_pretrained(tmp_path)
@@ -133,7 +133,7 @@ def test_a_configuration_that_transformers_reads_as_another_models(tmp_path: Pat
 # From a configuration
 
 
-def test_from_config_leaves_the_configuration_alone(llama_config: LlamaConfig) -> None:
+def test_from_config_does_not_modify_config(llama_config: LlamaConfig) -> None:
     before = llama_config.to_dict()
     model = AutoModelForCausalLM.from_config(
         llama_config, dtype=torch.bfloat16, backend=BackendConfig(attn="eager"), combine=False
@@ -146,13 +146,13 @@ def test_from_config_leaves_the_configuration_alone(llama_config: LlamaConfig) -
 def test_from_config_on_meta(llama_config: LlamaConfig, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_config(llama_config, device="meta", combine=True)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert combined_in(model) == 4
+    assert fused_group_count(model) == 4
     adapter = model.state_dict_adapter
     wanted = {name: tuple(tensor.shape) for name, tensor in llama.state_dict().items() if not name.endswith("bias")}
     assert {name: shape for name, shape, _ in adapter.export_plan()} == wanted
 
 
-def test_from_config_trains_and_takes_a_dtype(llama_config: LlamaConfig) -> None:
+def test_from_config_sets_train_mode_and_dtype(llama_config: LlamaConfig) -> None:
     model = AutoModelForCausalLM.from_config(llama_config, dtype=torch.bfloat16)
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -170,18 +170,18 @@ def test_from_config_trains_and_takes_a_dtype(llama_config: LlamaConfig) -> None
         (False, BackendConfig(combine=True), 0),
     ],
 )
-def test_combining_is_a_choice(
+def test_combine_option_overrides_backend(
     combine: Any, backend: BackendConfig | None, expected: int, llama_config: LlamaConfig, llama_checkpoint: Path
 ) -> None:
     for model in (
         AutoModelForCausalLM.from_config(llama_config, combine=combine, backend=backend),
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=combine, backend=backend),
     ):
-        assert combined_in(model) == expected
+        assert fused_group_count(model) == expected
         assert model.combine is bool(expected)
 
 
-def test_combining_is_no_key_of_a_file(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_combine_option_is_not_saved(llama_checkpoint: Path, tmp_path: Path) -> None:
     for combine in (True, False):
         model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=combine)
         model.save_pretrained(tmp_path / str(combine))
@@ -190,7 +190,7 @@ def test_combining_is_no_key_of_a_file(llama_checkpoint: Path, tmp_path: Path) -
     assert "combine" not in (tmp_path / "True" / "config.json").read_text()
 
 
-def test_attention_is_chosen(llama_checkpoint: Path, llama_config: LlamaConfig) -> None:
+def test_attn_implementation_is_applied(llama_checkpoint: Path, llama_config: LlamaConfig) -> None:
     for model in (
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, backend=BackendConfig(attn="eager")),
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, attn_implementation="eager"),
@@ -199,7 +199,7 @@ def test_attention_is_chosen(llama_checkpoint: Path, llama_config: LlamaConfig) 
         assert model.config._attn_implementation == "eager"
 
 
-def test_an_auto_class_has_no_instances() -> None:
+def test_auto_class_constructor_raises() -> None:
     with pytest.raises(
         TypeError, match=r"AutoModelForCausalLM is not instantiated: use from_pretrained\(path\) or from_config"
     ):
@@ -235,21 +235,21 @@ def test_an_auto_class_has_no_instances() -> None:
         pytest.param(AutoModelForCausalLM, RagConfig, "No auto class serves it; a family can", marks=since("5.23")),
     ],
 )
-def test_the_right_auto_class_is_named(auto: Any, config: Any, advice: str) -> None:
+def test_error_suggests_matching_auto_class(auto: Any, config: Any, advice: str) -> None:
     with pytest.raises(UnknownArchitectureError) as caught:
         auto.from_config(config())
     assert advice in str(caught.value)
     assert config.model_type in str(caught.value)
 
 
-def test_a_checkpoint_of_the_wrong_kind_is_not_half_loaded(tmp_path: Path) -> None:
+def test_wrong_head_raises_missing_and_unexpected(tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig), "ForSequenceClassification").save_pretrained(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert problems(caught.value) == {("missing", "lm_head.weight"), ("unexpected", "score.weight")}
 
 
-def test_an_unknown_model_type(folder: Path) -> None:
+def test_unknown_model_type_raises(folder: Path) -> None:
     edit_config(folder, model_type="lama")
     with pytest.raises(
         UnknownArchitectureError, match=r"model_type 'lama' \(did you mean llama.*, which neither"
@@ -258,7 +258,7 @@ def test_an_unknown_model_type(folder: Path) -> None:
     assert str(folder / "config.json") in str(caught.value)
 
 
-def test_a_misspelled_architecture_is_not_loaded_as_what_its_model_type_says(folder: Path) -> None:
+def test_misspelled_architecture_raises(folder: Path) -> None:
     edit_config(folder, architectures=["LamaForCausalLM"])
     with pytest.raises(
         UnknownArchitectureError, match=r"names the architecture LamaForCausalLM.* mean LlamaForCausalLM"
@@ -269,7 +269,7 @@ def test_a_misspelled_architecture_is_not_loaded_as_what_its_model_type_says(fol
 
 
 @pytest.mark.parametrize("named", [["ForeignLM"], ["ForeignLM", "AndAnotherOne"]])
-def test_an_architecture_that_nobody_knows_is_an_error(named: list[str], folder: Path) -> None:
+def test_unknown_architecture_raises(named: list[str], folder: Path) -> None:
     edit_config(folder, architectures=named)
     with pytest.raises(UnknownArchitectureError, match=r"ForeignLM.*Correct `architectures` in its config.json"):
         AutoModelForCausalLM.from_pretrained(folder)
@@ -278,7 +278,7 @@ def test_an_architecture_that_nobody_knows_is_an_error(named: list[str], folder:
 @pytest.mark.parametrize(
     "named", [None, [], ["LlamaModel"], ["LlamaForSequenceClassification"], ["Foreign", "LlamaModel"]]
 )
-def test_another_head_or_none_is_no_unknown_architecture(named: list[str] | None, folder: Path) -> None:
+def test_other_head_or_no_architecture_loads(named: list[str] | None, folder: Path) -> None:
     edit_config(folder, architectures=named)
     assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ == "LlamaForCausalLM"
 
@@ -301,7 +301,7 @@ def test_another_head_or_none_is_no_unknown_architecture(named: list[str] | None
         (None, Qwen2AudioConfig, AutoModelForMultimodalLM),
     ],
 )
-def test_the_auto_class_of_a_configuration(architectures: list[str] | None, config: Any, expected: Any) -> None:
+def test_auto_class_of_config(architectures: list[str] | None, config: Any, expected: Any) -> None:
     assert auto_class_of(config(architectures=architectures)) is expected
 
 
@@ -309,7 +309,7 @@ def test_the_auto_class_of_a_configuration(architectures: list[str] | None, conf
 
 
 @pytest.mark.usefixtures("no_persimmon")
-def test_an_unregistered_architecture_loads_as_transformers_own_class(tmp_path: Path, input_ids: torch.Tensor) -> None:
+def test_unregistered_architecture_falls_back_to_transformers(tmp_path: Path, input_ids: torch.Tensor) -> None:
     folder = tmp_path / "checkpoint"
     reference = new_model(tiny_config(PersimmonConfig)).eval()
     reference.save_pretrained(folder)
@@ -339,7 +339,7 @@ def test_an_unregistered_architecture_loads_as_transformers_own_class(tmp_path: 
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_family_that_fails_is_no_fallback(llama_checkpoint: Path, llama_config: LlamaConfig) -> None:
+def test_broken_family_does_not_fall_back(llama_checkpoint: Path, llama_config: LlamaConfig) -> None:
     register_architecture("LlamaForCausalLM", "outside.nowhere:LlamaForCausalLM", exist_ok=True)
     for attempt in (
         lambda: AutoModelForCausalLM.from_pretrained(llama_checkpoint),
@@ -350,7 +350,7 @@ def test_a_family_that_fails_is_no_fallback(llama_checkpoint: Path, llama_config
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_family_that_needs_a_newer_version(llama_checkpoint: Path) -> None:
+def test_unmet_family_requirement_raises(llama_checkpoint: Path) -> None:
     register_architecture(
         "LlamaForCausalLM",
         "nrl_models.families.llama.model:LlamaForCausalLM",
@@ -381,30 +381,30 @@ class OutsideForCausalLM(FamilyModel, hf.MixtralForCausalLM):
 """
 
 
-def outside_family(sandbox: Path, model_type: str) -> str:
-    own = model_type != "mixtral"
+def write_external_family(sandbox: Path, model_type: str) -> str:
+    has_config_class = model_type != "mixtral"
     (sandbox / "outside").mkdir()
     (sandbox / "outside" / "model.py").write_text(
         OUTSIDE.format(
-            config="OutsideConfig" if own else "Unused",
+            config="OutsideConfig" if has_config_class else "Unused",
             model_type=model_type,
-            config_class="config_class = OutsideConfig" if own else "",
+            config_class="config_class = OutsideConfig" if has_config_class else "",
         )
     )
     return "outside.model:OutsideForCausalLM"
 
 
-def as_outside(mixtral_checkpoint: Path, sandbox: Path, **values: Any) -> Path:
+def external_checkpoint(mixtral_checkpoint: Path, sandbox: Path, **values: Any) -> Path:
     folder = shutil.copytree(mixtral_checkpoint, sandbox / "checkpoint")
     edit_config(folder, architectures=["OutsideForCausalLM"], **values)
     return folder
 
 
-def test_a_family_from_outside_reads_the_hubs_layout(
+def test_external_family_reads_hub_layout(
     sandbox: Path, mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path
 ) -> None:
-    register_architecture("OutsideForCausalLM", outside_family(sandbox, "mixtral"))
-    folder = as_outside(mixtral_checkpoint, sandbox)
+    register_architecture("OutsideForCausalLM", write_external_family(sandbox, "mixtral"))
+    folder = external_checkpoint(mixtral_checkpoint, sandbox)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__module__ == "outside.model"
     assert_same_model(model, mixtral)
@@ -412,15 +412,17 @@ def test_a_family_from_outside_reads_the_hubs_layout(
     assert_same(stored(tmp_path / "saved"), stored(mixtral_checkpoint))
 
 
-def test_a_family_from_outside_never_gets_random_weights(
+def test_external_family_raises_instead_of_random_weights(
     sandbox: Path, mixtral_checkpoint: Path, mixtral: PreTrainedModel
 ) -> None:
     # A custom model type has no conversions in transformers. transformers then initializes the experts randomly, and
     # prints a report.
     register_architecture(
-        "OutsideForCausalLM", outside_family(sandbox, "outside"), config={"outside": "outside.model:OutsideConfig"}
+        "OutsideForCausalLM",
+        write_external_family(sandbox, "outside"),
+        config={"outside": "outside.model:OutsideConfig"},
     )
-    folder = as_outside(mixtral_checkpoint, sandbox, model_type="outside")
+    folder = external_checkpoint(mixtral_checkpoint, sandbox, model_type="outside")
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert {kind for kind, _ in problems(caught.value)} == {"missing", "unexpected"}
@@ -465,18 +467,16 @@ def toy(folder: Path, sandbox: Path) -> Path:
     return folder
 
 
-def test_code_of_a_checkpoint_is_not_run_unasked(toy: Path) -> None:
+def test_remote_code_requires_trust(toy: Path) -> None:
     for name in ("configuration_toy.py", "modeling_toy.py"):
         (toy / name).write_text("raise AssertionError('was run')")
     with pytest.raises(RemoteCodeError) as caught:
         AutoModelForCausalLM.from_pretrained(toy)
-    for said in (str(toy), "'toy'", "configuration_toy.ToyConfig", "trust_remote_code=True"):
-        assert said in str(caught.value)
+    for text in (str(toy), "'toy'", "configuration_toy.ToyConfig", "trust_remote_code=True"):
+        assert text in str(caught.value)
 
 
-def test_code_of_a_checkpoint_for_a_configuration_that_is_known_is_not_run_unasked(
-    toy: Path, llama_config: LlamaConfig
-) -> None:
+def test_remote_code_for_known_config_requires_trust(toy: Path, llama_config: LlamaConfig) -> None:
     config = T5Config(auto_map=AUTO_MAP)  # transformers has no causal language model for it
     with pytest.raises(RemoteCodeError, match=r"modeling_toy\.ToyForCausalLM"):
         AutoModelForCausalLM.from_pretrained(toy, config=config)
@@ -486,9 +486,9 @@ def test_code_of_a_checkpoint_for_a_configuration_that_is_known_is_not_run_unask
 
 @pytest.mark.filterwarnings("ignore:ToyForCausalLM is not registered")
 @pytest.mark.parametrize("subfolder", [False, True])
-def test_code_of_a_checkpoint_is_run_when_it_is_trusted(toy: Path, llama: PreTrainedModel, subfolder: bool) -> None:
-    place = {"path_or_id": toy.parent, "subfolder": toy.name} if subfolder else {"path_or_id": toy}
-    model = AutoModelForCausalLM.from_pretrained(**place, trust_remote_code=True)
+def test_trusted_remote_code_runs(toy: Path, llama: PreTrainedModel, subfolder: bool) -> None:
+    source = {"path_or_id": toy.parent, "subfolder": toy.name} if subfolder else {"path_or_id": toy}
+    model = AutoModelForCausalLM.from_pretrained(**source, trust_remote_code=True)
     assert type(model).__name__ == "ToyForCausalLM"
     assert type(model).__module__.startswith("transformers_modules.")
     assert type(model.config).__name__ == "ToyConfig"
@@ -496,7 +496,7 @@ def test_code_of_a_checkpoint_is_run_when_it_is_trusted(toy: Path, llama: PreTra
     assert_same(model.state_dict_adapter.to_hf(model.state_dict()), llama.state_dict())
 
 
-def test_trusted_code_is_not_run_where_a_family_serves_the_model(toy: Path, llama: PreTrainedModel) -> None:
+def test_registered_family_takes_precedence_over_remote_code(toy: Path, llama: PreTrainedModel) -> None:
     for name in ("configuration_toy.py", "modeling_toy.py"):
         (toy / name).write_text("raise AssertionError('was run')")
     edit_config(toy, model_type="llama", architectures=["LlamaForCausalLM"])

@@ -14,13 +14,13 @@ from benchmarks import conclusions, run
 from benchmarks.plots import PLOTS, draw
 
 
-def test_pages_match_the_recorded_figures() -> None:
+def test_pages_match_recorded_figures() -> None:
     for path, text in run.pages(run.recorded()).items():
         assert path.read_text() == text, "run python -m benchmarks.run --pages"
         assert len(text.splitlines()) <= 200
 
 
-def test_conclusions_follow_the_figures() -> None:
+def test_conclusions_match_figures() -> None:
     rows = [
         {"checkpoint": "dense, 1 GB", "ours / transformers": 1.25},
         {"checkpoint": "Mixtral, 1 GB", "ours / transformers": 0.25},
@@ -37,7 +37,7 @@ def test_conclusions_follow_the_figures() -> None:
     )
 
 
-def test_the_cost_of_a_watch_is_its_share_of_a_step() -> None:
+def test_watch_conclusion_reports_share_of_step_time() -> None:
     rows = [
         {"step": "no watch", "ratio": 1.0, "in watch, %": 0.0},
         {"step": "watch", "ratio": 0.95, "in watch, %": 0.44},

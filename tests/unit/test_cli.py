@@ -39,17 +39,17 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_inspect(checkpoint: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, ["inspect", str(checkpoint), "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["architecture"] == "Gemma2ForCausalLM"
-    assert found["family"] == "nrl_models.families.gemma2.model"
-    assert found["kinds"] == ["dense"]
-    assert found["tied"] is True
-    assert found["flags"] == ["SKIP_DTENSOR_TIED_WEIGHTS_CHECK", "VLLM_LOAD_FORMAT_AUTO"]
-    assert found["groups"] == {"Gemma2Attention: q_proj + k_proj + v_proj": 2, "Gemma2MLP: gate_proj + up_proj": 2}
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["architecture"] == "Gemma2ForCausalLM"
+    assert content["family"] == "nrl_models.families.gemma2.model"
+    assert content["kinds"] == ["dense"]
+    assert content["tied"] is True
+    assert content["flags"] == ["SKIP_DTENSOR_TIED_WEIGHTS_CHECK", "VLLM_LOAD_FORMAT_AUTO"]
+    assert content["groups"] == {"Gemma2Attention: q_proj + k_proj + v_proj": 2, "Gemma2MLP: gate_proj + up_proj": 2}
     reference = FamilyCase(registry.model_class("Gemma2ForCausalLM")).reference()
-    assert found["parameters"] == sum(parameter.numel() for parameter in reference.parameters())
-    assert found["stored_bytes"] == 4 * found["parameters"]
-    assert found["dtypes"] == {"float32": found["stored_tensors"]}
+    assert content["parameters"] == sum(parameter.numel() for parameter in reference.parameters())
+    assert content["stored_bytes"] == 4 * content["parameters"]
+    assert content["dtypes"] == {"float32": content["stored_tensors"]}
 
 
 def test_inspect_without_weights(checkpoint: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_parity_exits_non_zero_on_failure(checkpoint: Path, monkeypatch: pytest.
     assert "level 2: Gemma2" in result.output
 
 
-def test_parity_refuses_an_unknown_check(checkpoint: Path) -> None:
+def test_parity_unknown_check_exits_2(checkpoint: Path) -> None:
     result = runner.invoke(app, ["parity", str(checkpoint), "--check", "9"])
     assert result.exit_code == 2
     assert "'9': expected one of 1, 2, 3, gradients" in unframed(result.output)
@@ -99,7 +99,7 @@ def test_convert(checkpoint: Path, tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_convert_replaces_a_checkpoint_only_with_overwrite(checkpoint: Path, tmp_path: Path) -> None:
+def test_convert_requires_overwrite_for_existing_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "converted"
     out.mkdir()
     (out / "notes.txt").write_text("mine")  # not a checkpoint, so it may be overwritten
@@ -125,7 +125,7 @@ def test_errors_have_no_traceback(command: list[str], tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_refuses_its_own_source(checkpoint: Path) -> None:
+def test_convert_in_place_exits_2(checkpoint: Path) -> None:
     result = runner.invoke(app, ["convert", str(checkpoint), str(checkpoint)])
     assert result.exit_code == 2
     assert "is the checkpoint itself, which cannot be written in place" in result.output
@@ -134,14 +134,14 @@ def test_convert_refuses_its_own_source(checkpoint: Path) -> None:
 # inspect
 
 
-def test_inspect_counts_what_the_index_names(checkpoint: Path, tmp_path: Path) -> None:
+def test_inspect_counts_tensors_of_index(checkpoint: Path, tmp_path: Path) -> None:
     weight_map = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]
     assert len(set(weight_map.values())) > 2
     assert runner.invoke(app, ["inspect", str(checkpoint), "--json", str(tmp_path / "out.json")]).exit_code == 0
     assert json.loads((tmp_path / "out.json").read_text())["stored_tensors"] == len(weight_map)
 
 
-def test_inspect_names_a_damaged_shard(checkpoint: Path, tmp_path: Path) -> None:
+def test_inspect_names_damaged_shard(checkpoint: Path, tmp_path: Path) -> None:
     shard = sorted(checkpoint.glob("model-*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:100])
     result = runner.invoke(app, ["inspect", str(checkpoint), "--json", str(tmp_path / "out.json")])
@@ -151,7 +151,7 @@ def test_inspect_names_a_damaged_shard(checkpoint: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out.json").exists()
 
 
-def test_a_path_with_brackets_is_printed_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+def test_path_with_brackets_is_printed_verbatim(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "a[b]c")
     assert "a[b]c" in runner.invoke(app, ["inspect", str(folder)]).output.replace("\n", "")
     result = runner.invoke(app, ["convert", str(folder), str(tmp_path / "d[e]f")])
@@ -172,14 +172,14 @@ def test_a_path_with_brackets_is_printed_as_it_is(checkpoint: Path, tmp_path: Pa
     ],
     ids=lambda arguments: arguments[-2],
 )
-def test_bounds_are_finite(arguments: list[str], checkpoint: Path) -> None:
+def test_non_finite_thresholds_exit_2(arguments: list[str], checkpoint: Path) -> None:
     result = runner.invoke(app, [*arguments, str(checkpoint)])
     assert result.exit_code == 2
     assert f"{arguments[-1]} is not a finite number" in unframed(result.output)
 
 
 @pytest.mark.parametrize("command", ["inspect", "parity", "convert"])
-def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
+def test_missing_path_exits_2(command: str, tmp_path: Path) -> None:
     arguments = [command, str(tmp_path / "nowhere"), *([str(tmp_path / "out")] if command == "convert" else [])]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
@@ -188,23 +188,21 @@ def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--dtype", "int8"], "unknown dtype 'int8': expected one of float32 (fp32), bfloat16 (bf16)"),
         (["--max-shard-size", "huge"], "max_shard_size='huge': expected bytes, or a size such as '5GB'"),
         (["--max-shard-size", "-5MB"], "max_shard_size='-5MB': expected bytes, or a size such as '5GB'"),
     ],
 )
-def test_convert_refuses_what_it_does_not_know(
-    arguments: list[str], says: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_convert_invalid_options_exit_2(arguments: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, ["convert", str(checkpoint), str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2
-    assert says in unframed(result.output)
+    assert message in unframed(result.output)
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_into_a_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_convert_into_file_exits_2(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     result = runner.invoke(app, ["convert", str(checkpoint), str(tmp_path / "file")])
     assert result.exit_code == 2
@@ -212,15 +210,13 @@ def test_convert_into_a_file_is_refused(checkpoint: Path, tmp_path: Path) -> Non
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_device_that_is_not_there_is_refused(checkpoint: Path) -> None:
+def test_unknown_device_exits_2(checkpoint: Path) -> None:
     result = runner.invoke(app, ["parity", str(checkpoint), "--device", "nonesuch"])
     assert result.exit_code == 2
     assert "Invalid value for '--device': 'nonesuch': expected a device" in unframed(result.output)
 
 
-def test_a_result_that_cannot_be_written_is_refused_before_anything_runs(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_json_path_exits_before_running(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl_models.onboarding.inspect.inspect", None)
     result = runner.invoke(app, ["inspect", str(checkpoint), "--json", str(checkpoint / "config.json" / "out.json")])
     assert result.exit_code == 2
@@ -228,7 +224,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_runs(
     assert "cannot be written" in result.output
 
 
-def test_a_process_ends_with_its_message_on_the_error_stream(tmp_path: Path) -> None:
+def test_errors_are_printed_to_stderr(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nrl_models", "inspect", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "500"})
     assert done.returncode == 2
@@ -250,7 +246,7 @@ def test_peft_adapter_logs_no_deprecation(checkpoint: Path, capsys: pytest.Captu
     assert "warning: shown" in printed
 
 
-def test_a_result_is_written_into_a_folder_that_is_made(checkpoint: Path, tmp_path: Path) -> None:
+def test_json_option_creates_parent_directory(checkpoint: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, ["inspect", str(checkpoint), "--json", str(tmp_path / "made" / "out.json")])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "made" / "out.json").read_text())["architecture"] == "Gemma2ForCausalLM"
@@ -259,7 +255,7 @@ def test_a_result_is_written_into_a_folder_that_is_made(checkpoint: Path, tmp_pa
 # parity
 
 
-def test_parity_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
+def test_parity_report_lists_requested_checks(checkpoint: Path, tmp_path: Path) -> None:
     arguments = ["--check", "1", "--check", "gradients", "--length", "8", "--json", str(tmp_path / "out.json")]
     result = runner.invoke(app, ["parity", str(checkpoint), *arguments])
     assert result.exit_code == 0, result.output
@@ -269,7 +265,7 @@ def test_parity_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
     assert not [name for name in checks if name.startswith(("level 2", "level 3"))]
 
 
-def test_a_report_shows_brackets_as_they_are() -> None:
+def test_parity_table_prints_brackets_verbatim() -> None:
     report = ParityReport("a[b]", [ParityRow("generated text", True, "x[i]", "[/y]", "'z[bold]'")])
     shown = io.StringIO()
     Console(file=shown, width=200).print(report.table())
@@ -280,13 +276,13 @@ def test_a_report_shows_brackets_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("passed", "answer"), [(True, "ready"), (False, "ready"), (True, "not ready")])
-def test_the_demos_verdict_is_its_exit_status(
+def test_demo_exit_status_matches_verdict(
     passed: bool, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    calls = []
 
     def run_demo(folder: Path, *, steps: int, broken: bool) -> ParityReport:
-        asked.append((folder, steps))
+        calls.append((folder, steps))
         return ParityReport("demo", [ParityRow("a", True, "1", "1"), ParityRow("b", passed, "2", "2")])
 
     certificate = Certificate.of(
@@ -304,5 +300,5 @@ def test_the_demos_verdict_is_its_exit_status(
         f"report: {tmp_path / 'report.html'}",
     ]
     assert ("FAIL" in result.output) is not passed
-    assert asked == [(tmp_path, 7)]
+    assert calls == [(tmp_path, 7)]
     assert json.loads((tmp_path / "out.json").read_text())["verdict"] == ("pass" if passed else "fail")

@@ -46,14 +46,14 @@ def output(*arguments: object, code: int = 2) -> str:
         (("parity", "--device", "cuda:99"), "'--device': 'cuda:99': "),
     ],
 )
-def test_an_option_names_the_expected_values(arguments: tuple[str, ...], message: str, models: Path) -> None:
+def test_invalid_option_lists_expected_values(arguments: tuple[str, ...], message: str, models: Path) -> None:
     text = output(arguments[0], models / "checkpoint", *arguments[1:])
     assert message in text
     assert "Input should be" not in text
     assert "Value error" not in text
 
 
-def test_only_paths_that_a_command_accepts_are_suggested(models: Path) -> None:
+def test_suggested_paths_are_valid_for_command(models: Path) -> None:
     folder = models / "checkpoint"
     assert f"did you mean {folder}?" in output("inspect", models / "checkpointz")
     assert f"config.json is missing (did you mean {folder}?)" in output("inspect", models)
@@ -61,7 +61,7 @@ def test_only_paths_that_a_command_accepts_are_suggested(models: Path) -> None:
     assert f"did you mean {folder / 'config.json'}?" in output("quirks", folder / "config.jsn")
 
 
-def test_loading_suggests_paths_and_keywords(models: Path) -> None:
+def test_from_pretrained_suggests_paths_and_keywords(models: Path) -> None:
     load, folder = nrl_models.AutoModelForCausalLM.from_pretrained, models / "checkpoint"
     with pytest.raises(CheckpointError, match=rf"no such directory \(did you mean {folder}\?\)"):
         load(models / "checkpointz")
@@ -71,14 +71,14 @@ def test_loading_suggests_paths_and_keywords(models: Path) -> None:
         load(folder, use_flash_attention_2=True)  # type: ignore[call-arg]
 
 
-def test_engines_suggest_a_name_and_check_the_device(models: Path) -> None:
+def test_start_engine_suggests_name_and_checks_device(models: Path) -> None:
     with pytest.raises(EngineError, match=r"unknown engine 'vlm' \(did you mean vllm\?\)"):
         nrl_models.start_engine("vlm", models / "checkpoint")
     with pytest.raises(DeviceError, match=r"device='cuda:99': .*available: cpu"):
         nrl_models.start_engine("hf-generate", models / "checkpoint", device="cuda:99")
 
 
-def test_plan_compares_in_one_unit_and_notes_the_limit(models: Path) -> None:
+def test_plan_uses_one_memory_unit_and_notes_length_limit(models: Path) -> None:
     assert compared(204 * MIB, 154 * MIB) == "needs 204 MiB, a device has 154 MiB"
     assert compared(1200 * MIB, 800 * MIB) == "needs 1,200 MiB, a device has 800 MiB"
     assert compared(204 * MIB, 80 * GIB) == "needs 204 MiB, a device has 80 GiB"
@@ -87,14 +87,14 @@ def test_plan_compares_in_one_unit_and_notes_the_limit(models: Path) -> None:
     assert "465M parameters" in text
 
 
-def test_a_directory_of_another_command_is_named(tmp_path: Path) -> None:
+def test_directory_claimed_by_another_command(tmp_path: Path) -> None:
     claim(tmp_path / "other", "checkpoints of nrl-models demo")
     assert not claim(tmp_path / "other", "results")
     reason = f"belongs to another command: its {MARKER} says 'checkpoints of nrl-models demo'"
     assert reason in why_not_claimed(tmp_path / "other")
 
 
-def test_results_of_a_hub_snapshot_have_the_repositorys_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_folder_is_named_after_hub_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "abc123"
     assert default_folder("consistency", snapshot, "0123456789").name == "Qwen3-8B-01234567"

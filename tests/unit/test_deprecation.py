@@ -19,7 +19,7 @@ from nrl_models.losses import Normalize, loss_named
         ("nrl_models.quirks", "CATALOGUE", "CATALOG"),
     ],
 )
-def test_old_name_warns_and_gives_the_new_object(module: str, old: str, new: str) -> None:
+def test_renamed_object_warns_and_resolves(module: str, old: str, new: str) -> None:
     package = importlib.import_module(module)
     with pytest.deprecated_call(match=f"{module}.{old} was renamed to {module}.{new}"):
         assert getattr(package, old) is getattr(package, new)
@@ -27,7 +27,7 @@ def test_old_name_warns_and_gives_the_new_object(module: str, old: str, new: str
         package.nonsense  # noqa: B018
 
 
-def test_old_keyword_of_a_loss() -> None:
+def test_renamed_loss_keyword_warns() -> None:
     with pytest.deprecated_call(match="normalise= was renamed to normalize="):
         loss = loss_named("grpo", normalise="token")
     assert loss == loss_named("grpo", normalize=Normalize.TOKEN)

@@ -59,11 +59,11 @@ def test_readme_snippet_runs(here: Path, llama: PreTrainedModel) -> None:
     """The example runs with an in-process engine instead of a server."""
     (block,) = blocks("README.md", "python")
     assert block.count(SERVER) == 1
-    found: dict[str, Any] = {}
-    exec(block.replace(SERVER, '"hf-generate"'), found)
-    assert found["metrics"].tokens == found["trainer"].mask.sum() > 0
-    assert found["metrics"].token_mult_prob_error < 1.0001
-    assert torch.equal(found["model"].lm_head.weight, llama.lm_head.weight)
+    namespace: dict[str, Any] = {}
+    exec(block.replace(SERVER, '"hf-generate"'), namespace)
+    assert namespace["metrics"].tokens == namespace["trainer"].mask.sum() > 0
+    assert namespace["metrics"].token_mult_prob_error < 1.0001
+    assert torch.equal(namespace["model"].lm_head.weight, llama.lm_head.weight)
 
 
 SERVER = '"http://localhost:8000"'
@@ -147,10 +147,10 @@ def test_quickstart_commands_run(here: Path) -> None:
 
 
 def test_quickstart_snippet_runs(here: Path) -> None:
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     (block,) = blocks("docs/quickstart.md", "python")
-    exec(block, found)
-    assert found["model"].dtype == torch.float32
+    exec(block, namespace)
+    assert namespace["model"].dtype == torch.float32
     page = (ROOT / "docs/quickstart.md").read_text()
     for trainer, function in (("trl", "send_hub_tensors"), ("automodel", "register")):
         assert f"`from nrl_models.adapters import {trainer}`, then `{trainer}.{function}(" in page
@@ -178,22 +178,22 @@ def counts(section: str) -> Counts:
 
 
 def test_from_nemo_snippets_run(here: Path) -> None:
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     for block in blocks("docs/from-nemo.md", "python"):
-        exec(block, found)
-    model = found["model"]
+        exec(block, namespace)
+    model = namespace["model"]
     assert model.config._attn_implementation == "eager"
-    assert found["restored"].keys() == model.state_dict().keys()
-    assert [name for name, _ in found["pairs"]] == ["model.norm.weight"]
+    assert namespace["restored"].keys() == model.state_dict().keys()
+    assert [name for name, _ in namespace["pairs"]] == ["model.norm.weight"]
     assert not model.get_input_embeddings().weight.requires_grad
 
 
 def test_parity_snippets_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every snippet, in the order of the page, as a reader runs them."""
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     for block in [*blocks("docs/parity.md", "python"), *blocks("docs/parity-steps.md", "python")]:
-        exec(block, found)
-    assert found["report"].passed
+        exec(block, namespace)
+    assert namespace["report"].passed
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "PASSED" in line] == [
         "Level 1 PASSED: state dict round-trip is exact.",
@@ -201,26 +201,26 @@ def test_parity_snippets_run(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         "Level 3 PASSED: E2E forward pass parity within tolerance.",
     ]
     assert any(re.fullmatch(r"weight_check: All \d+ parameters match exactly\.", line) for line in lines)
-    assert compare_tensors(found["expected"], found["final"], verbose=False).max_diff < 1e-5
-    assert sum(line.startswith("grad_") for line in lines) == len(list(found["model"].parameters()))
+    assert compare_tensors(namespace["expected"], namespace["final"], verbose=False).max_diff < 1e-5
+    assert sum(line.startswith("grad_") for line in lines) == len(list(namespace["model"].parameters()))
 
 
 def test_loading_snippet_runs(llama_checkpoint: Path) -> None:
     code = block_with("docs/loading.md", "path_or_id")
     assert 'device="cuda"' in code
-    found: dict[str, Any] = {"path_or_id": llama_checkpoint, "torch": torch}
-    exec(code.replace('device="cuda"', 'device="cpu"'), found)
-    assert found["model"].dtype == torch.float32
+    namespace: dict[str, Any] = {"path_or_id": llama_checkpoint, "torch": torch}
+    exec(code.replace('device="cuda"', 'device="cpu"'), namespace)
+    assert namespace["model"].dtype == torch.float32
 
 
 def test_refit_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     weights: dict[str, torch.Tensor] = {}
-    own = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+    ones = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
     weight = model.model.layers[0].self_attn.q_proj.weight
     exec(
         block_with("docs/refit.md", "export_plan()"),
-        {"model": model, "send": weights.__setitem__, "gradients": own, "weight": weight},
+        {"model": model, "send": weights.__setitem__, "gradients": ones, "weight": weight},
     )
     assert weights.keys() == llama.state_dict().keys()
 
@@ -240,10 +240,10 @@ def test_lora_export_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel
 
 def test_freezing_snippet_runs() -> None:
     _, model = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration")).new_pair()
-    found: dict[str, Any] = {"model": model, "torch": torch}
-    exec(block_with("docs/training.md", "freeze_vision_tower"), found)
-    given = {id(parameter) for group in found["optimizer"].param_groups for parameter in group["params"]}
-    frozen = [name for name, parameter in model.named_parameters() if id(parameter) not in given]
+    namespace: dict[str, Any] = {"model": model, "torch": torch}
+    exec(block_with("docs/training.md", "freeze_vision_tower"), namespace)
+    optimized = {id(parameter) for group in namespace["optimizer"].param_groups for parameter in group["params"]}
+    frozen = [name for name, parameter in model.named_parameters() if id(parameter) not in optimized]
     assert frozen
     assert all("vision_tower" in name or "projector" in name for name in frozen)
 
@@ -252,7 +252,7 @@ def test_logprobs_snippets_give_equal_gradients(llama: PreTrainedModel) -> None:
     input_ids = torch.randint(16, 400, (2, 9), generator=torch.Generator().manual_seed(0))
     sampled = torch.zeros(2, 9, dtype=torch.bool)
     sampled[:, 4:] = True
-    given = {
+    namespace = {
         "model": llama,
         "input_ids": input_ids,
         "mask": torch.ones_like(sampled),
@@ -261,14 +261,14 @@ def test_logprobs_snippets_give_equal_gradients(llama: PreTrainedModel) -> None:
         "advantages": torch.tensor([1.0, -1.0]),
         "weights": sampled / 10,
     }
-    exec(block_with("docs/logprobs.md", "result.loss.backward()"), given)
+    exec(block_with("docs/logprobs.md", "result.loss.backward()"), namespace)
     expected = llama.lm_head.weight.grad
     assert expected.any()
     llama.zero_grad()
-    given |= {"sequences": input_ids.tolist(), "score": sampled.tolist(), "optimizer": Mock()}
-    exec(block_with("docs/logprobs.md", "rollout_logprobs(model"), given)
+    namespace |= {"sequences": input_ids.tolist(), "score": sampled.tolist(), "optimizer": Mock()}
+    exec(block_with("docs/logprobs.md", "rollout_logprobs(model"), namespace)
     torch.testing.assert_close(llama.lm_head.weight.grad, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
-    given["optimizer"].step.assert_called_once_with()
+    namespace["optimizer"].step.assert_called_once_with()
     llama.zero_grad()
 
 
@@ -276,14 +276,14 @@ def test_fused_projections_snippet_runs(llama_checkpoint: Path, capsys: pytest.C
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=True)
     projection = model.model.layers[0].self_attn.k_proj
     projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
-    found: dict[str, Any] = {"model": model}
-    exec(block_with("docs/training.md", "join(model)"), found)
+    namespace: dict[str, Any] = {"model": model}
+    exec(block_with("docs/training.md", "join(model)"), namespace)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith(
         "model.layers.0.self_attn.qkv_proj ('q_proj', 'k_proj', 'v_proj') weights do not share one buffer"
     )
     assert second == "model.layers.0.mlp.gate_up_proj ('gate_proj', 'up_proj') True"
-    assert all(group.joined for group in found["report"](model))
+    assert all(group.joined for group in namespace["report"](model))
 
 
 VARIABLE = re.compile(r"(NRL|VLLM|OMP|HF_HUB|TRANSFORMERS|XDG|PYTEST)_[A-Z0-9_]+")
@@ -313,12 +313,14 @@ def test_security_page_names_existing_tests() -> None:
     assert not missing, "no such tests: did their names change?"
 
 
-def test_pages_contain_no_paths_of_the_build_machine() -> None:
+def test_pages_contain_no_local_paths() -> None:
     """Neither local directories nor escaped line breaks."""
     records = ROOT / "docs" / "model-coverage" / "results"
     files = [*(ROOT / "docs").rglob("*.md"), *records.glob("*.json")]
-    found = {file.name for file in files if re.search(r"site-packages|(?<![\w.])/(work|home)/|\\\\n", file.read_text())}
-    assert not found
+    matches = {
+        file.name for file in files if re.search(r"site-packages|(?<![\w.])/(work|home)/|\\\\n", file.read_text())
+    }
+    assert not matches
 
 
 OTHER_OPTIONS = {
@@ -462,7 +464,7 @@ def test_modules_files_and_classes_in_code_exist(page: str) -> None:
         ("docs/quickstart.md", "nrl-models refit-check", "nrl-models refit-chek", "options"),
     ],
 )
-def test_planted_faults_are_found(page: str, text: str, fault: str, test: str, tmp_path: Path) -> None:
+def test_checks_detect_planted_faults(page: str, text: str, fault: str, test: str, tmp_path: Path) -> None:
     tests = {
         "make": test_make_targets_exist,
         "modules": test_modules_files_and_classes_in_code_exist,

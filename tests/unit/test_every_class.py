@@ -38,7 +38,7 @@ UNKNOWN_FORMS = {"VibeVoiceAsrForConditionalGeneration": "its forward adds rando
     "architecture",
     [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in registry.architectures(aliases=False)],
 )
-def test_class_equals_its_reference(architecture: str) -> None:
+def test_class_matches_reference(architecture: str) -> None:
     outcomes = list(run_checks(architecture))
     if outcomes[0].outcome is Outcome.UNMET:
         pytest.skip(outcomes[0].message)
@@ -62,11 +62,13 @@ def is_expected(outcome: SweepOutcome) -> bool:
 
 
 def described(outcome: SweepOutcome) -> str:
-    found = f", max_diff {outcome.max_diff:.3g}" if outcome.max_diff is not None else ""
-    return f"{outcome.check}: {outcome.outcome}{found} ({outcome.reference}) {outcome.error_type} {outcome.message}"
+    difference = f", max_diff {outcome.max_diff:.3g}" if outcome.max_diff is not None else ""
+    return (
+        f"{outcome.check}: {outcome.outcome}{difference} ({outcome.reference}) {outcome.error_type} {outcome.message}"
+    )
 
 
-def test_stated_faults_name_registered_classes() -> None:
+def test_listed_faults_name_registered_classes() -> None:
     assert {name for name, _ in REFERENCE_FAULTS} | UNKNOWN_FORMS.keys() <= set(registry.architectures(aliases=False))
 
 
@@ -87,7 +89,7 @@ def test_only_equal_outcomes_pass(kind: Outcome, expected: bool) -> None:
 
 
 @pytest.mark.skipif(Version(transformers.__version__) != tested_version(), reason="faults are stated for one version")
-def test_faults_of_transformers_have_to_be_stated() -> None:
+def test_unlisted_transformers_fault_fails() -> None:
     unstated = SweepOutcome("LlamaForCausalLM", Check.CACHED_STEPS, Outcome.REFERENCE_INCONSISTENT)
     assert not is_expected(unstated)
     (name, check), *_ = REFERENCE_FAULTS

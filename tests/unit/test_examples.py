@@ -15,7 +15,7 @@ import arithmetic  # noqa: E402
 import runs  # noqa: E402
 
 
-def test_no_held_out_sum_is_trained_on_either_way_round() -> None:
+def test_held_out_sums_are_disjoint_from_training_sums() -> None:
     training, held_out = arithmetic.questions()
     assert (training, held_out) == arithmetic.questions()
     seen = {frozenset((question.first, question.second)) for question in training}
@@ -41,11 +41,11 @@ def test_reward(completion: str, ended: bool, worth: float) -> None:
     assert arithmetic.reward(arithmetic.Question(17, 25), completion, ended) == pytest.approx(worth)
 
 
-def test_the_gain_is_paired_and_questions_alike_are_drawn_together() -> None:
+def test_gain_is_paired_and_resampled_by_question() -> None:
     before = [0.0, 0.2, 1.0, 0.2] * 30
     questions = range(len(before))
     # All questions rose by the same amount, so there is no spread.
-    assert runs.gain(before, [given + 0.1 for given in before], questions) == pytest.approx((0.1, 0.1, 0.1))
+    assert runs.gain(before, [score + 0.1 for score in before], questions) == pytest.approx((0.1, 0.1, 0.1))
     after = before[1:] + before[:1]
     mean, low, high = runs.gain(before, after, questions)
     assert mean == pytest.approx(0.0)
@@ -53,6 +53,6 @@ def test_the_gain_is_paired_and_questions_alike_are_drawn_together() -> None:
     assert runs.gain(before, after, [question // 4 for question in questions]) == pytest.approx((0.0, 0.0, 0.0))
 
 
-def test_the_page_shows_the_recorded_runs() -> None:
+def test_page_contains_recorded_runs() -> None:
     recorded = [json.loads(file.read_text()) for file in sorted((ROOT / "docs" / "rl-run").glob("*.json"))]
     assert runs.table(recorded) in (ROOT / "docs" / "rl-run.md").read_text()

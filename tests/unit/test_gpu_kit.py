@@ -51,7 +51,7 @@ def reread(results: Results, **changes: str) -> Results:
 # Start
 
 
-def test_without_gpu_one_line_and_nothing_runs(
+def test_without_gpu_exits_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -98,11 +98,11 @@ def test_wheels_of_missing_packages_are_unpacked(tmp_path: Path) -> None:
         ("Tesla T4", None),
     ],
 )
-def test_peak_of_a_device(name: str, peak: float | None) -> None:
+def test_peak_tflops_by_device_name(name: str, peak: float | None) -> None:
     assert hardware.peak_tflops(name) == peak
 
 
-def test_description_has_the_peak_that_mfu_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_includes_peak_tflops(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert hardware.describe(cpu=False, peak=None)["bf16 peak"] == "989 TFLOPS"
@@ -134,7 +134,7 @@ def wrong() -> Any:
     raise CheckError("losses differ", [{"loss": 2.0}])
 
 
-def test_a_failing_case_is_recorded_and_the_others_run(results: Results) -> None:
+def test_failing_case_does_not_stop_other_cases(results: Results) -> None:
     results.begin("rl", digest())
     run_cases(results, "rl", {"first": boom, "second": wrong, "third": lambda: [{"loss": float("nan")}]})
     section = reread(results).sections["rl"]
@@ -174,10 +174,10 @@ def finished(results: Results, names: list[str], sources: str) -> Results:
     return reread(results)
 
 
-def test_an_interrupted_run_keeps_finished_sections(results: Results) -> None:
-    found = finished(results, ["parity"], digest())
-    kit.resume(found, ["parity", "rl"])
-    assert list(found.sections) == ["parity"]
+def test_interrupted_run_keeps_finished_sections(results: Results) -> None:
+    loaded = finished(results, ["parity"], digest())
+    kit.resume(loaded, ["parity", "rl"])
+    assert list(loaded.sections) == ["parity"]
 
 
 @pytest.mark.parametrize(
@@ -189,12 +189,12 @@ def test_an_interrupted_run_keeps_finished_sections(results: Results) -> None:
         pytest.param(["parity", "rl"], digest(), {}, id="a finished run"),
     ],
 )
-def test_other_outcomes_are_discarded(
+def test_resume_discards_stale_outcomes(
     results: Results, names: list[str], sources: str, options: dict[str, bool]
 ) -> None:
-    found = finished(results, [*names, "load"], sources)
-    kit.resume(found, ["parity", "rl"], **options)
-    assert list(found.sections) == ["load"]
+    loaded = finished(results, [*names, "load"], sources)
+    kit.resume(loaded, ["parity", "rl"], **options)
+    assert list(loaded.sections) == ["load"]
 
 
 @pytest.mark.parametrize("key", Results.IDENTITY)
@@ -235,9 +235,7 @@ results.add("rl", "first", Outcome())
 """
 
 
-def test_a_crash_is_recorded_for_the_cases_without_an_outcome(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_is_recorded_for_unfinished_cases(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     code = PLANS + "print('out of memory', file=sys.stderr, flush=True); os.abort()"
     section = run_as(results, code, monkeypatch).sections["rl"]
     assert not section.cases["first"].error
@@ -245,15 +243,13 @@ def test_a_crash_is_recorded_for_the_cases_without_an_outcome(
     assert section.is_finished
 
 
-def test_a_section_that_does_not_start_is_recorded(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_start_failure_is_recorded(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     section = run_as(results, "raise ImportError('No module named x')", monkeypatch).sections["rl"]
     assert section.failures == ["ended with status 1: ImportError: No module named x"]
     assert kit.summarize(Results(results.path, MACHINE), ["rl"], results.path, results.path) == 1
 
 
-def test_a_section_past_its_limit_is_stopped_with_its_subprocesses(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_section_timeout_kills_subprocesses(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     code = PLANS + "import subprocess; print(subprocess.Popen(['sleep', '300']).pid, file=sys.stderr, flush=True)\n"
     section = run_as(results, code + "time.sleep(300)", monkeypatch, seconds=3).sections["rl"]
     assert section.cases["second"].error == "stopped after 3 s"
@@ -271,28 +267,28 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_run_past_its_limit_resumes(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run_as(results, PLANS + "time.sleep(300)", monkeypatch, left=3)
-    assert found.sections["rl"].missing == ["second"]
-    assert kit.summarize(found, ["rl"], results.path, results.path) == 1
-    found = run_as(found, "raise AssertionError('no time left')", monkeypatch, left=-1)
-    assert found.sections["rl"].missing == ["second"]
+def test_run_past_time_limit_resumes(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = run_as(results, PLANS + "time.sleep(300)", monkeypatch, left=3)
+    assert loaded.sections["rl"].missing == ["second"]
+    assert kit.summarize(loaded, ["rl"], results.path, results.path) == 1
+    loaded = run_as(loaded, "raise AssertionError('no time left')", monkeypatch, left=-1)
+    assert loaded.sections["rl"].missing == ["second"]
 
 
 # Page
 
 
-def test_committed_page_matches_the_committed_figures() -> None:
+def test_committed_page_matches_committed_figures() -> None:
     assert kit.PAGE.read_text() == page(Results(kit.JSON))
 
 
-def test_page_says_that_nothing_is_measured(tmp_path: Path) -> None:
+def test_page_without_results(tmp_path: Path) -> None:
     text = page(Results(tmp_path / "gpu.json"))
     assert "**Not yet measured.**" in text
     assert all(section.title in text for section in SECTIONS)
 
 
-def test_page_has_figures_failures_and_what_is_missing(results: Results) -> None:
+def test_page_lists_figures_failures_and_missing_cases(results: Results) -> None:
     results.begin("rl", digest())
     results.plan("rl", ["first", "second", "third"])
     results.add("rl", "first", Outcome([{"way": "packed", "time / TRL": 0.51234}]))
@@ -305,14 +301,14 @@ def test_page_has_figures_failures_and_what_is_missing(results: Results) -> None
     assert text.count("\nNot yet measured.\n") == len(SECTIONS) - 1
 
 
-def test_table_of_rows_with_other_columns() -> None:
+def test_table_with_different_columns_per_row() -> None:
     assert table([{"a": 1}, {"a": None, "b": "x"}])[:4] == ["| a | b |", "|---|---|", "| 1 |  |", "|  | x |"]
 
 
 # Checks
 
 
-def test_operations_are_those_that_torch_counts() -> None:
+def test_operation_count_matches_torch_flop_counter() -> None:
     config = models.config_of("Llama 1B", CPU)
     model, tokens = models.contender(models.UPSTREAM, config, CPU), models.random_tokens(config, CPU, 1, 32)
     model.set_attn_implementation("eager")  # torch does not count the CPU's fused attention
@@ -331,9 +327,9 @@ def test_mfu_is_relative_to_the_peak() -> None:
         assert row["MFU"] == pytest.approx(training.operations_per_token(model, 64) * row["tokens/s"] / 1e12)
 
 
-def test_a_wrong_loss_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unclipped(found: Any, *, old: Any, advantages: Any, weights: Any) -> torch.Tensor:
-        return -((found.logprobs - old).exp() * advantages[:, None] * weights).sum()
+def test_wrong_loss_fails_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unclipped(output: Any, *, old: Any, advantages: Any, weights: Any) -> torch.Tensor:
+        return -((output.logprobs - old).exp() * advantages[:, None] * weights).sum()
 
     assert len(policy_step._compare("Llama 1B", CPU)) >= 4
     monkeypatch.setattr(policy_step, "_loss", unclipped)
@@ -342,7 +338,7 @@ def test_a_wrong_loss_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(failure.value.rows) >= 4
 
 
-def test_a_wrong_refit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_refit_fails_check(monkeypatch: pytest.MonkeyPatch) -> None:
     actual = export._stream
 
     def loses_one(model: Any, received: dict[str, torch.Tensor], max_bytes: int | None) -> None:
@@ -355,7 +351,7 @@ def test_a_wrong_refit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         export._compare("Llama 1B", "device", CPU)
 
 
-def test_a_rerun_that_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_rerun_fails_check(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter(range(100))
 
     def run() -> reruns.Result:
@@ -367,7 +363,7 @@ def test_a_rerun_that_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_wrong_model_fails_parity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_model_fails_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     def scale(model: Any) -> None:
         with torch.no_grad():
             model.model.norm.weight.mul_(1.1)
@@ -378,7 +374,7 @@ def test_a_wrong_model_fails_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no" in [row["passed"] for row in failure.value.rows]
 
 
-def test_a_wrong_load_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_load_fails_check(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
         @staticmethod
         def from_pretrained(folder: Path, **options: Any) -> Any:
@@ -402,7 +398,7 @@ def test_pinned_copies_read_every_byte(tmp_path: Path, monkeypatch: pytest.Monke
     assert b"".join(chunk.numpy().tobytes() for chunk in copied) == b"".join(contents)
 
 
-def test_outcomes_of_pytest(tmp_path: Path) -> None:
+def test_parse_pytest_report(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(
         "<testsuites><testsuite><testcase name='a'><properties/></testcase><testcase name='b'><failure/></testcase>"
         "<testcase name='c'><error/></testcase><testcase name='d'><skipped/></testcase></testsuite></testsuites>"
@@ -415,14 +411,14 @@ def test_outcomes_of_pytest(tmp_path: Path) -> None:
     }
 
 
-def test_pytest_that_does_not_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytest_start_failure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generated_tests.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="pytest ended with status 1: no output"):
         generated_tests._run("LlamaForCausalLM")
 
 
 @pytest.mark.parametrize(("passed", "failed"), [(1, 1), (0, 0)])
-def test_generated_tests_fail_if_one_fails_or_none_runs(
+def test_generated_tests_section_fails_on_failure_or_no_tests(
     passed: int, failed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = "<testcase name='good'/>" * passed + "<testcase name='bad'><failure/></testcase>" * failed

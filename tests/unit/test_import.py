@@ -52,12 +52,12 @@ def run_python(code: str) -> str:
         "import nrl_models.testing.plugin",
     ],
 )
-def test_nothing_heavy_is_imported_before_it_is_needed(statement: str) -> None:
-    found = run_python(f"import sys\n{statement}\nprint([name for name in {HEAVY} if name in sys.modules])")
-    assert found.strip() == "[]"
+def test_import_loads_no_heavy_module(statement: str) -> None:
+    output = run_python(f"import sys\n{statement}\nprint([name for name in {HEAVY} if name in sys.modules])")
+    assert output.strip() == "[]"
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_loads_no_heavy_module() -> None:
     code = f"""
 import json, sys
 import typer
@@ -86,7 +86,7 @@ print(json.dumps(found))
     assert {command: names for command, names in found.items() if names} == {}
 
 
-def test_the_module_starts_as_the_command_does() -> None:
+def test_python_m_help_loads_no_heavy_module() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "nrl_models", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent, check=True)
     assert "Load Hugging Face models" in done.stdout
@@ -112,7 +112,7 @@ PACKAGES = [file.parent for file in ROOT.rglob("__init__.py") if file.parent not
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: str(package.relative_to(ROOT)))
-def test_packages_that_export_names_list_them(package: Path) -> None:
+def test_packages_with_exports_define_all(package: Path) -> None:
     module = importlib.import_module(".".join(package.relative_to(ROOT.parent).parts))
     code = ast.parse((package / "__init__.py").read_text()).body
     defines = [node for node in code if not isinstance(node, ast.Expr) and getattr(node, "module", "") != "__future__"]
@@ -122,7 +122,7 @@ def test_packages_that_export_names_list_them(package: Path) -> None:
     assert [name for name in names if not hasattr(module, name)] == []
 
 
-def test_a_similar_name_is_suggested() -> None:
+def test_attribute_error_suggests_similar_name() -> None:
     with pytest.raises(AttributeError, match=r"'token_logprob' \(did you mean token_logprobs\?\)"):
         nrl_models.token_logprob  # noqa: B018
 
@@ -132,7 +132,7 @@ def test_main_functions_are_exported() -> None:
     assert {*names.split(), "parallelize", "export_adapter"} <= set(nrl_models.__all__)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'nrl_models' has no attribute 'AutoModelForNothing'"):
         nrl_models.AutoModelForNothing  # noqa: B018
 
@@ -150,7 +150,7 @@ NEED_MEGATRON = {"nrl_models.megatron.latent_attention"}
 """Modules with classes derived from Megatron-Core's."""
 
 
-def test_every_module_imports_and_has_what_it_says() -> None:
+def test_every_module_imports_and_defines_all_names() -> None:
     unmet = {
         registry.MODEL_ARCH_MAPPING[name][0] for name in registry.architectures() if registry.unmet_requirement(name)
     }
@@ -172,14 +172,14 @@ def test_every_module_imports_and_has_what_it_says() -> None:
             assert hasattr(module, public), f"{name}.{public}"
 
 
-def test_entry_points_and_the_version_are_those_of_the_package() -> None:
+def test_entry_points_resolve_and_version_matches() -> None:
     project = PYPROJECT["project"]
     assert project["version"] == nrl_models.__version__
     registered = [where for group in project["entry-points"].values() for where in group.values()]
     for where in (*project["scripts"].values(), *registered):
         module, _, attribute = where.partition(":")
-        found = importlib.import_module(module)
-        assert callable(getattr(found, attribute)) if attribute else found
+        imported = importlib.import_module(module)
+        assert callable(getattr(imported, attribute)) if attribute else imported
 
 
 # Import order
@@ -222,7 +222,7 @@ INSIDE_COMMON = (
 )
 """Packages inside `common` in the same order. Files directly in `common` are below all of these."""
 
-LARGEST_ROOM = 15
+MAX_FILES = 15
 """Maximum number of files."""
 
 
@@ -272,59 +272,61 @@ def imports_of(module: str, text: str) -> Iterator[Import]:
 IMPORTS = [found for module, text in MODULES.items() for found in imports_of(module, text)]
 
 
-def room(module: str) -> str:
+def top_level_name(module: str) -> str:
     """Return the package or file directly below the root."""
     return [*module.split("."), ""][1]
 
 
 def rank(unit: str) -> int:
-    found = [number for number, layer in enumerate(LAYERS) if unit in layer]
-    assert found, f"{unit} is in no layer: CONTRIBUTING.md and this test should say where it belongs"
-    return found[0]
+    levels = [number for number, layer in enumerate(LAYERS) if unit in layer]
+    assert levels, f"{unit} is in no layer: CONTRIBUTING.md and this test should say where it belongs"
+    return levels[0]
 
 
-def test_imports_run_one_way() -> None:
+def test_imports_follow_layer_order() -> None:
     assert len(IMPORTS) > 400
     wrong = [
-        f"{found.module}:{found.line} imports {found.target}"
-        for found in IMPORTS
-        if room(found.module) != room(found.target) and room(found.module) and room(found.target)
-        if rank(room(found.target)) <= rank(room(found.module))
+        f"{edge.module}:{edge.line} imports {edge.target}"
+        for edge in IMPORTS
+        if top_level_name(edge.module) != top_level_name(edge.target)
+        and top_level_name(edge.module)
+        and top_level_name(edge.target)
+        if rank(top_level_name(edge.target)) <= rank(top_level_name(edge.module))
     ]
     assert not wrong
 
 
-def test_imports_inside_common_run_one_way() -> None:
+def test_imports_inside_common_follow_layer_order() -> None:
     order = {name: number for number, name in enumerate(INSIDE_COMMON)}
 
-    def place(module: str) -> int:
+    def position(module: str) -> int:
         return order.get(module.split(".")[2], len(order))
 
     inside = [
-        found
-        for found in IMPORTS
-        if room(found.module) == room(found.target) == "common"
-        and found.module.count(".") > 1 < found.target.count(".")
+        edge
+        for edge in IMPORTS
+        if top_level_name(edge.module) == top_level_name(edge.target) == "common"
+        and edge.module.count(".") > 1 < edge.target.count(".")
     ]
     assert len(inside) > 40
     wrong = [
-        f"{found.module}:{found.line} imports {found.target}"
-        for found in inside
-        if place(found.target) < place(found.module)
+        f"{edge.module}:{edge.line} imports {edge.target}"
+        for edge in inside
+        if position(edge.target) < position(edge.module)
     ]
     assert not wrong
 
 
-def test_no_file_imports_what_imports_it() -> None:
+def test_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {}
-    for found in IMPORTS:
-        if found.module != found.target:
-            graph.setdefault(found.module, set()).add(found.target)
+    for edge in IMPORTS:
+        if edge.module != edge.target:
+            graph.setdefault(edge.module, set()).add(edge.target)
     graph.pop("nrl_models", None)  # its names are imported on first use
     TopologicalSorter(graph).prepare()  # raises for a cycle, and names it
 
 
-def test_a_name_stands_once() -> None:
+def test_module_names_are_unique() -> None:
     """Names of files and packages are unique, except for the files of families, which are in separate folders."""
     files = {}
     for module in MODULES:
@@ -334,9 +336,9 @@ def test_a_name_stands_once() -> None:
     assert not doubled
 
 
-def test_no_room_is_too_large() -> None:
-    rooms = {path.parent for path in ROOT.rglob("*.py")}
-    large = {str(path): count for path in rooms if (count := len(list(path.glob("*.py")))) > LARGEST_ROOM}
+def test_no_package_has_too_many_files() -> None:
+    packages = {path.parent for path in ROOT.rglob("*.py")}
+    large = {str(path): count for path in packages if (count := len(list(path.glob("*.py")))) > MAX_FILES}
     assert not large
 
 
@@ -350,9 +352,9 @@ PRIVATE_ATTRIBUTES = {"_get_dtype_plan", "_is_hf_initialized", "_weight_conversi
 OF_TRANSFORMERS = ("common/upstream.py", "common/upstream_conversions.py")
 
 
-def test_private_hooks_of_transformers_are_in_two_modules() -> None:
+def test_transformers_private_names_are_used_in_two_modules() -> None:
     """A new transformers version then changes only these. Declarations of model classes are not private."""
-    found = []
+    matches = []
     for file, text in sources():
         if file in OF_TRANSFORMERS:
             continue
@@ -360,12 +362,12 @@ def test_private_hooks_of_transformers_are_in_two_modules() -> None:
             module = getattr(node, "module", None) or ""
             if isinstance(node, ast.ImportFrom) and module.partition(".")[0] == "transformers":
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
-                found += [f"{file}: {module}"] if module in PRIVATE_MODULES or private else []
+                matches += [f"{file}: {module}"] if module in PRIVATE_MODULES or private else []
             if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES:
-                found.append(f"{file}: {node.attr}")
+                matches.append(f"{file}: {node.attr}")
             if isinstance(node, ast.Constant) and node.value in PRIVATE_ATTRIBUTES:
-                found.append(f"{file}: {node.value}")
-    assert not found
+                matches.append(f"{file}: {node.value}")
+    assert not matches
 
 
 SHARED_BY_FAMILIES = ("facts", "limits", "published", "table")
@@ -393,7 +395,7 @@ def test_families_import_common_and_transformers_only() -> None:
                 assert allowed or inside, f"{file} imports {name}"
 
 
-def test_nothing_is_imported_from_transformers_integrations() -> None:
+def test_transformers_integrations_is_not_imported() -> None:
     """These modules move between supported versions, so only `common/upstream.py` may import them."""
     for file, text in sources():
         is_allowed = file == "common/upstream.py"
@@ -439,7 +441,7 @@ TOOLS = re.compile(r"llama\.cpp|llama-quantize|llama-gguf-split|^llama3$")
 
 
 @pytest.mark.parametrize("file", [file for file, _ in sources() if not file.startswith(NAMED)])
-def test_no_model_is_known_by_name_outside_its_family(file: str) -> None:
+def test_model_names_appear_only_in_families(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text())
     named = [
         f"{file}:{line}: {word}"
@@ -450,7 +452,7 @@ def test_no_model_is_known_by_name_outside_its_family(file: str) -> None:
     assert not named
 
 
-def test_no_code_asks_for_a_model_type() -> None:
+def test_no_comparison_with_model_type() -> None:
     """No `config.model_type == "..."` or `in ("...", "...")` outside of families."""
     for file, text in sources():
         if file.startswith("families/"):
@@ -470,7 +472,7 @@ def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def test_files_of_tests_have_unique_names() -> None:
+def test_unit_test_files_have_unique_names() -> None:
     """pytest collects nothing at all if two files outside a package have the same name."""
     files = [path for path in Path(__file__).parent.rglob("test_*.py") if not (path.parent / "__init__.py").is_file()]
     names = Counter(path.name for path in files)

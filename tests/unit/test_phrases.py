@@ -26,6 +26,6 @@ def test_findings_name_file_line_and_phrase(name: str, text: str, expected: list
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
 
 
-def test_nothing_to_check_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_files_to_check_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phrases.subprocess, "check_output", lambda *args, **options: "")
     assert phrases.main() == 2

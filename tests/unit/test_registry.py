@@ -66,16 +66,16 @@ def registered() -> tuple[object, ...]:
 # Included families
 
 
-def test_every_built_in_architecture_imports_and_is_a_class_of_that_name() -> None:
+def test_built_in_architectures_import_with_matching_name() -> None:
     for architecture in registry.architectures():
         if registry.unmet_requirement(architecture):
             continue
-        found = registry.model_class(architecture)
-        assert found.__name__ == registry.ALIASES.get(architecture, architecture)
-        assert found.__module__ == MODEL_ARCH_MAPPING[architecture][0]
+        loaded_class = registry.model_class(architecture)
+        assert loaded_class.__name__ == registry.ALIASES.get(architecture, architecture)
+        assert loaded_class.__module__ == MODEL_ARCH_MAPPING[architecture][0]
 
 
-def test_full_class_names_stand_in_the_declarations() -> None:
+def test_class_names_are_searchable_in_declarations() -> None:
     root = Path(families.__file__).parent
     words = {word for file in root.rglob("*.py") for word in re.findall(r"\w+", file.read_text())}
     layers = {name.rpartition(".")[2] for row in TABLE.values() for name in {**row.mixins, **row.layers}}
@@ -86,17 +86,17 @@ def test_full_class_names_stand_in_the_declarations() -> None:
     assert sorted({*registry.architectures(), *layers} - words) == []
 
 
-def test_every_family_names_a_default_class() -> None:
+def test_every_family_has_default_class() -> None:
     for family, facts in families.folders().items():
         module = import_module(f"nrl_models.families.{family}.model")
         assert module.ModelClass.__name__ in facts.architectures
 
 
-def test_an_unknown_architecture_is_none() -> None:
+def test_unknown_architecture_returns_none() -> None:
     assert registry.model_class("NobodyForCausalLM") is None
 
 
-def test_nothing_is_unmet_that_requires_nothing() -> None:
+def test_no_requirements_means_none_unmet() -> None:
     assert registry.unmet_requirement("LlamaForCausalLM") is None
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_unmet_that_requires_nothing() -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_class_by_name_is_imported_on_first_use() -> None:
+def test_class_path_is_imported_on_first_use() -> None:
     register_architecture("OutsideForCausalLM", "outside.model:OutsideForCausalLM")
     assert "outside.model" not in sys.modules
     assert registry.model_class("OutsideForCausalLM").__name__ == "OutsideForCausalLM"
@@ -113,14 +113,14 @@ def test_a_class_by_name_is_imported_on_first_use() -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_class_itself() -> None:
+def test_register_class_object() -> None:
     register_architecture("AtTheTopForCausalLM", AtTheTop)
     assert registry.model_class("AtTheTopForCausalLM") is AtTheTop
 
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("by_name", [True, False])
-def test_with_its_configuration(by_name: bool) -> None:
+def test_register_with_config(by_name: bool) -> None:
     from outside import model
 
     config = "outside.model:OutsideConfig" if by_name else model.OutsideConfig
@@ -129,7 +129,7 @@ def test_with_its_configuration(by_name: bool) -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_built_in_is_shadowed_only_on_request() -> None:
+def test_shadowing_built_in_requires_exist_ok() -> None:
     with pytest.raises(
         RegistrationError, match=r"already registered: LlamaForCausalLM \(nrl_models\.families.*exist_ok=True"
     ):
@@ -140,7 +140,7 @@ def test_a_built_in_is_shadowed_only_on_request() -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_configuration_of_transformers_is_shadowed_only_on_request(outside: Path) -> None:
+def test_shadowing_transformers_config_requires_exist_ok(outside: Path) -> None:
     (outside / "model.py").write_text(FAMILY.replace('"outside"', '"llama"'))
     before = registered()
     options = {"target": "outside.model:OutsideForCausalLM", "config": {"llama": "outside.model:OutsideConfig"}}
@@ -160,7 +160,7 @@ class Nested:
 @pytest.mark.parametrize(
     "target", ["outside.model", "outside.model:", ":Class", "a:b:c", "a:not a name", "", Nested.ForCausalLM]
 )
-def test_a_malformed_target_is_refused(target: str | type) -> None:
+def test_malformed_target_raises(target: str | type) -> None:
     before = registered()
     with pytest.raises(RegistrationError, match="NewForCausalLM is registered with"):
         register_architecture("NewForCausalLM", target)
@@ -169,7 +169,7 @@ def test_a_malformed_target_is_refused(target: str | type) -> None:
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize(
-    ("config", "error", "says"),
+    ("config", "error", "message"),
     [
         ({"outside": "outside.model"}, RegistrationError, "expected 'package.module:Class'"),
         ({"other": "outside.model:OutsideConfig"}, RegistrationError, "its own is 'outside'"),
@@ -181,9 +181,9 @@ def test_a_malformed_target_is_refused(target: str | type) -> None:
         ({"outside": "outside.nowhere:Config"}, FamilyImportError, "does not import: ModuleNotFoundError"),
     ],
 )
-def test_a_malformed_configuration_is_refused(config: dict[str, str], error: type, says: str) -> None:
+def test_malformed_config_raises(config: dict[str, str], error: type, message: str) -> None:
     before = registered()
-    with pytest.raises(error, match=says.replace("(", r"\(")):
+    with pytest.raises(error, match=message.replace("(", r"\(")):
         register_architecture("OutsideForCausalLM", "outside.model:OutsideForCausalLM", config=config)
     assert registered() == before
 
@@ -192,7 +192,7 @@ def test_a_malformed_configuration_is_refused(config: dict[str, str], error: typ
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_requirement_is_checked_before_the_import(outside: Path) -> None:
+def test_requirement_is_checked_before_import(outside: Path) -> None:
     (outside / "model.py").write_text("raise AssertionError('imported')")
     register_architecture("OutsideForCausalLM", "outside.model:OutsideForCausalLM", requires="transformers>=99.1")
     with pytest.raises(
@@ -215,12 +215,12 @@ def test_a_requirement_is_checked_before_the_import(outside: Path) -> None:
 )
 def test_requirements(requires: str, unmet: str | None) -> None:
     register_architecture("OutsideForCausalLM", "outside.model:OutsideForCausalLM", requires=requires)
-    found = registry.unmet_requirement("OutsideForCausalLM")
-    assert found is None if unmet is None else found.startswith(unmet)
+    reason = registry.unmet_requirement("OutsideForCausalLM")
+    assert reason is None if unmet is None else reason.startswith(unmet)
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_malformed_requirement_is_refused() -> None:
+def test_malformed_requirement_raises() -> None:
     before = registered()
     with pytest.raises(RegistrationError, match="'transformers >> 5' is not a requirement"):
         register_architecture("NewForCausalLM", AtTheTop, requires="transformers >> 5")
@@ -228,7 +228,7 @@ def test_a_malformed_requirement_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_registering_again_forgets_the_old_requirement() -> None:
+def test_reregistering_drops_requirement() -> None:
     register_architecture("NewForCausalLM", AtTheTop, requires="transformers>=99")
     register_architecture("NewForCausalLM", AtTheTop, exist_ok=True)
     assert registry.model_class("NewForCausalLM") is AtTheTop
@@ -248,7 +248,7 @@ def test_registering_again_forgets_the_old_requirement() -> None:
         ("undefined", "NameError"),
     ],
 )
-def test_a_family_that_does_not_import_is_named(outside: Path, code: str, says: str) -> None:
+def test_family_import_error_names_class_and_cause(outside: Path, code: str, says: str) -> None:
     (outside / "model.py").write_text(code)
     register_architecture("OutsideForCausalLM", "outside.model:OutsideForCausalLM")
     with pytest.raises(FamilyImportError) as caught:
@@ -261,7 +261,7 @@ def test_a_family_that_does_not_import_is_named(outside: Path, code: str, says: 
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_configuration_that_does_not_import_does_not_stop_other_models() -> None:
+def test_broken_config_warns_and_other_models_load() -> None:
     registry._CUSTOM_CONFIG_REGISTRATIONS["broken"] = ("outside.nowhere", "Config")  # as an entry point declares it
     with pytest.warns(UserWarning, match=r"models of type broken will not load: .*outside\.nowhere:Config"):
         registry.register_custom_configs()
@@ -301,7 +301,7 @@ print(json.dumps(result))
 """
 
 
-def test_families_of_installed_packages(outside: Path) -> None:
+def test_families_from_entry_points(outside: Path) -> None:
     info = outside.parent / "outside-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
@@ -334,7 +334,7 @@ def test_families_of_installed_packages(outside: Path) -> None:
     assert result["config"] == "outside.model"
 
 
-def test_families_of_installed_packages_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     def installed(**_: object) -> list[object]:
         raise AssertionError("was read")
 

@@ -136,7 +136,7 @@ def test_result_depends_on_installed_packages(checkpoint: Path, monkeypatch: pyt
     assert compute.calls == 2
 
 
-def test_result_is_not_stored_if_a_file_changes_while_it_is_computed(checkpoint: Path) -> None:
+def test_result_is_not_stored_if_files_change_during_computation(checkpoint: Path) -> None:
     compute = Computation(lambda: rewrite_shard(checkpoint))
     assert [cached_result("inspect", checkpoint, {}, compute)["calls"] for _ in range(2)] == [1, 2]
 
@@ -176,7 +176,7 @@ def test_damaged_entry_is_replaced(content: str, checkpoint: Path) -> None:
     assert [cached_result("inspect", checkpoint, {}, compute)["calls"] for _ in range(2)] == [2, 2]
 
 
-def test_cache_that_cannot_be_written(checkpoint: Path) -> None:
+def test_unwritable_cache_is_ignored(checkpoint: Path) -> None:
     (checkpoint.parent / "cache").touch()
     assert cached_result("inspect", checkpoint, {}, Computation()) == {"calls": 1}
 
@@ -191,7 +191,7 @@ def test_oldest_results_are_deleted(checkpoint: Path, monkeypatch: pytest.Monkey
     assert compute.calls == 0
 
 
-def test_messages_are_repeated(
+def test_cached_result_repeats_messages(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     shown: list[str] = []

@@ -48,7 +48,7 @@ def statuses(pages: Path, kind: Kind = Kind.TP) -> dict[str, tuple[str, str]]:
     }
 
 
-def test_it_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+def test_sweep_resumes_after_interruption(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         Swept(tmp_path, RIGHT | {B: "crash"}).sweep.go_on([])
     assert statuses(tmp_path) == {A: ("1", "1")}
@@ -59,7 +59,7 @@ def test_it_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     assert statuses(tmp_path) == dict.fromkeys(NAMES, ("1", "1"))
 
 
-def test_a_second_run_of_all_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+def test_rerun_of_all_resumes_after_interruption(tmp_path: Path) -> None:
     Swept(tmp_path, RIGHT).sweep.go_on([])
     with pytest.raises(KeyboardInterrupt):
         Swept(tmp_path, {A: "0", B: "crash", C: "0"}).sweep.go_on([], again=True)
@@ -72,14 +72,14 @@ def test_a_second_run_of_all_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     assert third.ran == NAMES
 
 
-def test_what_came_out_worse_fails_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_worse_outcome_fails_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Swept(tmp_path, RIGHT).sweep.go_on([])
     assert Swept(tmp_path, RIGHT | {B: "2"}).sweep.go_on([B]) == 1
     assert f"{B}: tp: worse" in capsys.readouterr().err
     assert statuses(tmp_path)[B] == ("2", "1")
 
 
-def test_outcomes_of_other_versions_stay_until_their_own_run(tmp_path: Path) -> None:
+def test_outcomes_of_other_versions_are_kept_until_rerun(tmp_path: Path) -> None:
     Swept(tmp_path, RIGHT).sweep.go_on([])
     Swept(tmp_path, RIGHT, version="2").sweep.go_on([A])
     assert statuses(tmp_path) == {A: ("1", "2"), B: ("1", "1"), C: ("1", "1")}
@@ -88,21 +88,21 @@ def test_outcomes_of_other_versions_stay_until_their_own_run(tmp_path: Path) -> 
     assert rest.ran == [B, C]
 
 
-def test_what_cannot_be_tried_here_stays_too(tmp_path: Path) -> None:
+def test_outcomes_of_unavailable_kinds_are_kept(tmp_path: Path) -> None:
     Swept(tmp_path, RIGHT, more=(Kind.QLORA,)).sweep.go_on([])
     Swept(tmp_path, RIGHT, version="2").sweep.go_on([A])  # without bitsandbytes
     assert statuses(tmp_path, Kind.QLORA) == dict.fromkeys(NAMES, ("1", "1"))
     assert statuses(tmp_path)[A] == ("1", "2")
 
 
-def test_what_is_not_tried_of_every_architecture_is_not_missed(tmp_path: Path) -> None:
+def test_optional_kind_is_not_rerun(tmp_path: Path) -> None:
     swept = Swept(tmp_path, RIGHT, more=(Kind.EP,))
     swept.sweep.go_on([])
     swept.sweep.go_on([])
     assert swept.ran == NAMES
 
 
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     swept = Swept(tmp_path, RIGHT)
     for arguments, ran in (([C], [C]), (["--page"], []), ([], [A, B]), (["--again"], NAMES)):
         swept.ran.clear()

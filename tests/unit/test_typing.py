@@ -89,28 +89,28 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     finally:
         os.chdir(before)
     assert not errors
-    found: dict[str, str] = {}
+    errors_by_name: dict[str, str] = {}
     for line in output.splitlines():
         if match := re.match(rf"{folder}/(\w+)_{run}\.py:\d+: error: (.*)", line):
-            found[match[1]] = found.get(match[1], "") + match[2] + "\n"
+            errors_by_name[match[1]] = errors_by_name.get(match[1], "") + match[2] + "\n"
         else:
             assert ": note: " in line, line
-    return found
+    return errors_by_name
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=since("5.24")) if name == "generate" else name for name in ACCEPTED]
 )
-def test_accepted(messages: dict[str, str], name: str) -> None:
+def test_valid_snippet_passes_mypy(messages: dict[str, str], name: str) -> None:
     assert messages.get(name, "") == ""
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_rejected(messages: dict[str, str], name: str) -> None:
+def test_invalid_snippet_fails_mypy(messages: dict[str, str], name: str) -> None:
     assert REJECTED[name][1] in messages.get(name, "")
 
 
-def test_typed_keywords_are_those_of_run_time() -> None:
+def test_typed_keywords_match_runtime_options() -> None:
     typed, options = get_type_hints(LoadKeywords), get_type_hints(LoadOptions)
     of_configuration = {"architectures", "num_labels"}
     assert typed.keys() == {*OPTIONS, *NAMES, *IMPLEMENTATIONS, PATH_NAME, *of_configuration} - {"output_loading_info"}

@@ -60,7 +60,7 @@ def environment(wheel: Path, folder: Path) -> Path:
     return environment
 
 
-def test_wheel_contains_the_package_only(wheel: Path) -> None:
+def test_wheel_contains_only_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = (file for file in (ROOT / "nrl_models").rglob("*") if file.is_file() and "__pycache__" not in file.parts)
@@ -97,7 +97,7 @@ def test_package_is_imported_from_the_wheel(environment: Path, folder: Path) -> 
 
 
 @pytest.mark.parametrize("command", [(), ("train",), ("diagnose", "embeddings")], ids=" ".join)
-def test_help_of_the_installed_command(command: tuple[str, ...], environment: Path, folder: Path) -> None:
+def test_installed_command_help(command: tuple[str, ...], environment: Path, folder: Path) -> None:
     assert "Usage: nrl-models" in run(environment / "bin" / "nrl-models", *command, "--help", cwd=folder)
 
 
