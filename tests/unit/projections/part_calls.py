@@ -134,7 +134,7 @@ INPUT = torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 def outcome(module: Interpreted, program: Program) -> list[Any]:
     """Run a program. Returns output and gradients of each forward, or the type of its error. Changes `module`."""
-    found: list[Any] = []
+    results: list[Any] = []
     leaf = INPUT.clone().requires_grad_()
     for steps, around, edited in program:
         module.steps = steps
@@ -146,15 +146,15 @@ def outcome(module: Interpreted, program: Program) -> list[Any]:
             if edited:
                 BETWEEN[edited](module, x)
             output = AROUND[around](module, x)
-            found.append(output.detach().clone())
+            results.append(output.detach().clone())
             module.zero_grad()
             leaf.grad = None
             if output.requires_grad:
                 output.square().sum().backward()
-            found.append({name: parameter.grad for name, parameter in module.named_parameters()} | {"x": leaf.grad})
+            results.append({name: parameter.grad for name, parameter in module.named_parameters()} | {"x": leaf.grad})
         except RuntimeError as error:  # raised by torch for unsupported combinations
-            found.append(type(error))
-    return found
+            results.append(type(error))
+    return results
 
 
 def same(mine: Any, other: Any, tolerance: float = 2e-5) -> bool:

@@ -57,7 +57,7 @@ def pair(forward: Forward) -> tuple[Attention, Any]:
 # Basics
 
 
-def test_everyone_sees_the_plain_module(plain: Attention, combined: CombinedAttention) -> None:
+def test_grouped_module_looks_like_unfused_module(plain: Attention, combined: CombinedAttention) -> None:
     for look in (
         lambda module: [(name, type(child)) for name, child in module.named_modules() if name],
         lambda module: [
@@ -72,7 +72,7 @@ def test_everyone_sees_the_plain_module(plain: Attention, combined: CombinedAtte
     torch.testing.assert_close(dict(combined.state_dict()), dict(plain.state_dict()))
 
 
-def test_a_group_is_found_by_its_name(combined: CombinedAttention) -> None:
+def test_group_is_registered_by_name(combined: CombinedAttention) -> None:
     assert isinstance(combined.qkv_proj, LinearGroup)
     assert list(groups_of(combined)) == [("", "qkv_proj", combined.qkv_proj)]
     assert combined.qkv_proj.linears == {name: getattr(combined, name) for name in PARTS}
@@ -92,9 +92,7 @@ def test_a_group_is_found_by_its_name(combined: CombinedAttention) -> None:
         ("layers.0.other", []),
     ],
 )
-def test_a_group_with_a_place_is_formed_there_only(
-    plain: Attention, x: torch.Tensor, name: str, expected: list[str]
-) -> None:
+def test_group_pattern_limits_modules(plain: Attention, x: torch.Tensor, name: str, expected: list[str]) -> None:
     groups = combine_groups("q_proj k_proj v_proj @ 0.attention", "k_proj v_proj @ crossattention")
     module = copy.deepcopy(plain)
     module.__class__ = type("Both", (groups, Attention), {})
@@ -108,7 +106,7 @@ class Grouped(CombinedProjections, Attention):
 
 
 @pytest.mark.parametrize("absent", [{"v_proj": None}, {}], ids=["none", "missing"])
-def test_a_linear_that_a_layer_lacks_is_left_out(plain: Attention, absent: dict[str, None]) -> None:
+def test_missing_linear_is_left_out_of_group(plain: Attention, absent: dict[str, None]) -> None:
     del plain.v_proj
     plain.__dict__.update(absent)
     plain.__class__ = Grouped
@@ -117,7 +115,7 @@ def test_a_linear_that_a_layer_lacks_is_left_out(plain: Attention, absent: dict[
     assert report(plain)[0].joined
 
 
-def test_one_linear_alone_is_no_group(plain: Attention) -> None:
+def test_single_linear_forms_no_group(plain: Attention) -> None:
     plain.k_proj = plain.v_proj = None
     plain.__class__ = Grouped
     plain.combine_projections()
@@ -125,18 +123,18 @@ def test_one_linear_alone_is_no_group(plain: Attention) -> None:
     assert not hasattr(plain, "qkv_proj")
 
 
-def test_combining_twice_changes_nothing(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
-    group, place = combined.qkv_proj, combined.q_proj.weight.data_ptr()
+def test_combining_is_idempotent(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    group, address = combined.qkv_proj, combined.q_proj.weight.data_ptr()
     combined.combine_projections()
     assert combined.qkv_proj is group
     assert len(combined._groups) == 1
-    assert combined.q_proj.weight.data_ptr() == place
+    assert combined.q_proj.weight.data_ptr() == address
     assert_same(plain, combined, x)
 
 
 @pytest.mark.parametrize("unlike", ["q_proj", "v_proj"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_those_that_are_alike_in_having_a_bias_form_a_group(x: torch.Tensor, unlike: str, bias: bool) -> None:
+def test_mixed_bias_groups_matching_linears(x: torch.Tensor, unlike: str, bias: bool) -> None:
     torch.manual_seed(0)
     plain = Attention(bias)
     setattr(plain, unlike, nn.Linear(HIDDEN, getattr(plain, unlike).out_features, bias=not bias))
@@ -151,7 +149,7 @@ def test_those_that_are_alike_in_having_a_bias_form_a_group(x: torch.Tensor, unl
     [(3, 1, False, 0), (3, 2, False, 1), (3, 1, True, 1), (64, 1, False, 1)],
     ids=["decode", "prefill", "train", "many"],
 )
-def test_parts_compute_themselves_in_a_step_of_decoding(
+def test_decode_step_runs_linears_separately(
     plain: Attention,
     combined: CombinedAttention,
     sequences: int,
@@ -162,14 +160,14 @@ def test_parts_compute_themselves_in_a_step_of_decoding(
 ) -> None:
     calls = []
     outputs_with = LinearGroup.outputs_with
-    monkeypatch.setattr(LinearGroup, "outputs_with", lambda *given: calls.append(given) or outputs_with(*given))
+    monkeypatch.setattr(LinearGroup, "outputs_with", lambda *args: calls.append(args) or outputs_with(*args))
     x = torch.randn(sequences, length, HIDDEN)
     with torch.set_grad_enabled(gradients):
         torch.testing.assert_close(combined(x), plain(x))
     assert len(calls) == joined
 
 
-def test_groups_whose_calls_alternate(x: torch.Tensor) -> None:
+def test_groups_with_alternating_calls(x: torch.Tensor) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,7 +209,7 @@ def test_gated_mlp(x: torch.Tensor) -> None:
         (("wi_0", "wi_1"), "wi_0_wi_1"),
     ],
 )
-def test_a_group_that_no_family_names_gets_a_name(parts: tuple[str, ...], name: str) -> None:
+def test_default_group_name(parts: tuple[str, ...], name: str) -> None:
     assert combined_name(parts) == name
     assert combine_groups(" ".join(parts)).combined == {name: parts}
     assert combine_groups(f"mine: {' '.join(parts)}").combined == {"mine": parts}
@@ -220,30 +218,30 @@ def test_a_group_that_no_family_names_gets_a_name(parts: tuple[str, ...], name: 
 # Forward and backward
 
 
-def test_one_matmul_for_a_group(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_group_runs_one_matmul(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     assert (matmuls(plain), matmuls(combined)) == (4, 2)
     assert_same(plain, combined, x)
 
 
-def test_gradients_are_handed_out_without_a_copy(combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_gradients_share_one_storage(combined: CombinedAttention, x: torch.Tensor) -> None:
     outcome(combined, x)
     for kind in ("weight", "bias"):
         gradients = [getattr(getattr(combined, name), kind).grad for name in PARTS]
         assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
 
 
-def test_parts_with_another_input_compute_on_it(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_linears_with_different_input(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     for memory in (torch.randn_like(x), x.clone()):  # equal values in another tensor are also another input
         assert_same(plain, combined, x, memory)
 
 
-def test_a_part_called_outside_its_owners_forward_computes_itself(combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_linear_called_outside_parent_forward_runs_separately(combined: CombinedAttention, x: torch.Tensor) -> None:
     for name in PARTS:
         assert matmuls(getattr(combined, name)) == 1
         assert torch.equal(getattr(combined, name)(x), F.linear(x, *getattr(combined, name).parameters()))
 
 
-def test_a_group_called_by_hand(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_group_called_directly(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     expected = tuple(getattr(plain, name)(x) for name in PARTS)
     torch.testing.assert_close(combined.qkv_proj(x), expected)
     combined.k_proj.weight.data = combined.k_proj.weight.data.clone()
@@ -404,7 +402,7 @@ FORWARDS: dict[str, Forward] = {
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_however_the_owner_calls_its_parts(x: torch.Tensor, forward: str) -> None:
+def test_forward_variants_match_separate_linears(x: torch.Tensor, forward: str) -> None:
     plain, combined = pair(FORWARDS[forward])
     for _ in range(2):  # nothing is cached from the first run
         assert_same(plain, combined, x)
@@ -415,7 +413,7 @@ def test_however_the_owner_calls_its_parts(x: torch.Tensor, forward: str) -> Non
         assert not any("forward" in getattr(combined, name).__dict__ for name in PARTS)
 
 
-def test_an_owner_that_turns_gradients_off_itself(x: torch.Tensor) -> None:
+def test_forward_decorated_with_no_grad(x: torch.Tensor) -> None:
     """Indexers of sparse attention do this. They use one fused matmul, also in training."""
 
     @torch.no_grad()
@@ -428,7 +426,7 @@ def test_an_owner_that_turns_gradients_off_itself(x: torch.Tensor) -> None:
     assert (matmuls(combined), matmuls(plain)) == (1, 3)
 
 
-def test_first_called_in_inference_mode(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_first_call_in_inference_mode(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     with torch.inference_mode():
         output = combined(x)
         torch.testing.assert_close(output, plain(x))
@@ -437,7 +435,7 @@ def test_first_called_in_inference_mode(plain: Attention, combined: CombinedAtte
     assert matmuls(combined) == 2
 
 
-def test_an_input_edited_in_inference_mode() -> None:
+def test_input_edited_in_inference_mode() -> None:
     """torch does not count changes of inference tensors."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -452,21 +450,21 @@ def test_an_input_edited_in_inference_mode() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(plain: Attention, combined: CombinedAttention, x: torch.Tensor, dtype: torch.dtype) -> None:
-    found = []
+    outcomes = []
     for module in (combined, plain):
         with torch.autocast("cpu", dtype):
-            found.append(outcome(module, x))
+            outcomes.append(outcome(module, x))
     assert combined.q_proj.weight.grad.dtype == torch.float32
-    torch.testing.assert_close(*found, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(*outcomes, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_owner(
+def test_gradient_checkpointing_of_parent_module(
     plain: Attention, combined: CombinedAttention, x: torch.Tensor, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
     outputs_with = LinearGroup.outputs_with
-    monkeypatch.setattr(LinearGroup, "outputs_with", lambda *given: calls.append(given) or outputs_with(*given))
+    monkeypatch.setattr(LinearGroup, "outputs_with", lambda *args: calls.append(args) or outputs_with(*args))
 
     class Inside(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -480,13 +478,13 @@ def test_checkpointed_owner(
             return checkpoint(twice, x, use_reentrant=reentrant)
 
     assert_same(plain, Inside(combined).inner, x)
-    found = [outcome(Inside(module), x) for module in (combined, plain)]
-    torch.testing.assert_close(*found)
+    outcomes = [outcome(Inside(module), x) for module in (combined, plain)]
+    torch.testing.assert_close(*outcomes)
     assert len(calls) >= 3  # also fused during recomputation
     assert report(combined)[0].joined
 
 
-def test_a_checkpoint_of_an_owner_that_leaves_a_part_out(x: torch.Tensor) -> None:
+def test_gradient_checkpointing_with_separate_linear(x: torch.Tensor) -> None:
     """Afterwards the group is no longer used, except in the recomputation of a checkpoint."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -497,16 +495,16 @@ def test_a_checkpoint_of_an_owner_that_leaves_a_part_out(x: torch.Tensor) -> Non
 
     plain, combined = pair(forward)
     for _ in range(2):
-        found = []
+        gradients = []
         for module in (combined, plain):
             module.zero_grad()
             checkpoint(module, x, use_reentrant=False).square().sum().backward()
-            found.append({name: parameter.grad for name, parameter in module.named_parameters()})
-        torch.testing.assert_close(*found)
+            gradients.append({name: parameter.grad for name, parameter in module.named_parameters()})
+        torch.testing.assert_close(*gradients)
         combined(x)  # between the passes, without a checkpoint
 
 
-def test_a_checkpoint_of_weights_that_can_be_joined_later(
+def test_gradient_checkpointing_with_weights_fused_later(
     plain: Attention, combined: CombinedAttention, x: torch.Tensor
 ) -> None:
     held = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
@@ -518,9 +516,7 @@ def test_a_checkpoint_of_weights_that_can_be_joined_later(
     assert_same(plain, combined, x)
 
 
-def test_a_weight_changed_before_the_backward_pass_is_noticed(
-    plain: Attention, combined: CombinedAttention, x: torch.Tensor
-) -> None:
+def test_weight_edited_before_backward_raises(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     for module in (plain, combined):
         output = module(x.clone().requires_grad_())
         with torch.no_grad():
@@ -532,7 +528,7 @@ def test_a_weight_changed_before_the_backward_pass_is_noticed(
 # Hooks and wrappers
 
 
-def test_global_hooks_see_every_linear(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_global_hooks_run_for_every_linear(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     for register, edit in (
         (register_module_forward_pre_hook, lambda module, args: (args[0] * 2,)),
         (register_module_forward_hook, lambda module, args, output: output * 2),
@@ -554,7 +550,7 @@ def test_global_hooks_see_every_linear(plain: Attention, combined: CombinedAtten
         assert len(seen) == 8
 
 
-def test_hooks_on_the_group_itself(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_forward_hook_on_group(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     seen = []
     combined.qkv_proj.register_forward_hook(lambda group, args, outputs: seen.append((args[0], len(outputs))))
     combined(x)
@@ -563,7 +559,7 @@ def test_hooks_on_the_group_itself(plain: Attention, combined: CombinedAttention
     assert seen[0][1] == 3
 
 
-def test_nothing_stays_after_an_error(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_error_in_hook_resets_group_state(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
@@ -578,7 +574,7 @@ def test_nothing_stays_after_an_error(plain: Attention, combined: CombinedAttent
         assert_same(plain, combined, x)
 
 
-def test_outputs_are_let_go_with_the_last_part(combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_outputs_are_released_after_last_linear(combined: CombinedAttention, x: torch.Tensor) -> None:
     held = []
     combined.o_proj.register_forward_pre_hook(lambda *_: held.extend(combined.qkv_proj._run.outputs))
     combined(x)
@@ -588,7 +584,7 @@ def test_outputs_are_let_go_with_the_last_part(combined: CombinedAttention, x: t
 # Transformations
 
 
-def test_compiled_without_a_break(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_compile_without_graph_break(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     compiled = torch.compile(combined, fullgraph=True, backend="eager")
     x = x.clone().requires_grad_()
     output = compiled(x)
@@ -597,13 +593,13 @@ def test_compiled_without_a_break(plain: Attention, combined: CombinedAttention,
     assert matmuls(combined) == 2
 
 
-def test_exported(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_torch_export(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     exported = torch.export.export(combined, (x,), strict=False)
     assert set(exported.state_dict) == set(plain.state_dict())
     torch.testing.assert_close(exported.module()(x), plain(x))
 
 
-def test_called_with_other_weights(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_functional_call_with_other_weights(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     for changed in (set(PARTS), {"k_proj"}):
         weights = {name: parameter.detach() * 2 for name, parameter in plain.named_parameters() if name[:6] in changed}
         results = [functional_call(module, weights, (x,)) for module in (combined, plain)]
@@ -641,7 +637,7 @@ def _forward_mode(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, tor
         return tuple(torch.autograd.forward_ad.unpack_dual(module(dual)))
 
 
-def test_traced(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_jit_trace(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     with torch.no_grad():
         traced = torch.jit.trace(combined, x, check_trace=False)
         torch.testing.assert_close(traced(x * 2), plain(x * 2))
@@ -661,20 +657,20 @@ def eager_switching() -> Iterator[None]:
 
 @pytest.mark.usefixtures("eager_switching")
 @pytest.mark.parametrize("shared_input", [False, True])
-def test_threads_may_run_one_module(plain: Attention, combined: CombinedAttention, shared_input: bool) -> None:
+def test_concurrent_forward_in_threads(plain: Attention, combined: CombinedAttention, shared_input: bool) -> None:
     """Run with and without gradients concurrently, on one input or several."""
     rows = [inputs(4) * (1 if shared_input else number) for number in range(1, 9)]
-    given = [rows[0]] * 8 if shared_input else rows
-    expected = [torch.autograd.grad(plain(x).sum(), list(plain.parameters())) for x in given]
-    outputs = [plain(x).detach() for x in given]
-    start, errors = threading.Barrier(len(given)), []
+    batches = [rows[0]] * 8 if shared_input else rows
+    expected = [torch.autograd.grad(plain(x).sum(), list(plain.parameters())) for x in batches]
+    outputs = [plain(x).detach() for x in batches]
+    start, errors = threading.Barrier(len(batches)), []
 
     def run(index: int) -> None:
         try:
             start.wait()
             for _ in range(40):
                 with torch.set_grad_enabled(index % 2 == 0):
-                    output = combined(given[index])
+                    output = combined(batches[index])
                 torch.testing.assert_close(output.detach(), outputs[index])
                 if index % 2 == 0:
                     gradients = torch.autograd.grad(output.sum(), list(combined.parameters()))
@@ -682,7 +678,7 @@ def test_threads_may_run_one_module(plain: Attention, combined: CombinedAttentio
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(given))]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(batches))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -693,9 +689,7 @@ def test_threads_may_run_one_module(plain: Attention, combined: CombinedAttentio
     assert matmuls(combined) == 2
 
 
-def test_another_threads_forward_may_begin_and_end_within_one(
-    plain: Attention, combined: CombinedAttention, x: torch.Tensor
-) -> None:
+def test_nested_forward_of_another_thread(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     other, got = torch.randn_like(x), []
 
     def run_the_other(module: nn.Module, *_: Any) -> None:

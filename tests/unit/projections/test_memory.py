@@ -40,22 +40,22 @@ def parameters(module: nn.Module, kind: str) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_parameters_are_rows_of_one_buffer_each_with_a_storage_of_its_own(
+def test_parameters_share_buffer_with_separate_storages(
     plain: Attention, combined: CombinedAttention, kind: str
 ) -> None:
     neighbors = parameters(combined, kind)
     buffer = Buffer.of(neighbors)
     assert buffer is not None
     assert torch.equal(buffer.rows, torch.cat(parameters(plain, kind)))
-    place = buffer.rows.data_ptr()
+    address = buffer.rows.data_ptr()
     for parameter in neighbors:
         assert type(parameter) is nn.Parameter
-        assert (parameter.data_ptr(), parameter.untyped_storage().nbytes()) == (place, parameter.nbytes)
+        assert (parameter.data_ptr(), parameter.untyped_storage().nbytes()) == (address, parameter.nbytes)
         assert parameter.storage_offset() == 0
-        place += parameter.nbytes
+        address += parameter.nbytes
 
 
-def test_nobody_takes_neighbors_for_tied_weights(combined: CombinedAttention, tmp_path: Path) -> None:
+def test_safetensors_does_not_treat_contiguous_weights_as_tied(combined: CombinedAttention, tmp_path: Path) -> None:
     """safetensors drops all but one of the tensors that share a storage."""
     save_model(combined, str(tmp_path / "model.safetensors"))
     saved = load_file(tmp_path / "model.safetensors")
@@ -64,7 +64,7 @@ def test_nobody_takes_neighbors_for_tied_weights(combined: CombinedAttention, tm
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn, torch.bool])
-def test_any_dtype_gets_a_storage_of_its_own(dtype: torch.dtype) -> None:
+def test_separate_storage_for_any_dtype(dtype: torch.dtype) -> None:
     whole = torch.arange(24).reshape(6, 4).to(dtype)
     first, second = Buffer(whole, [2, 4]).neighbors()
     assert (first.dtype, second.dtype) == (dtype, dtype)
@@ -73,12 +73,12 @@ def test_any_dtype_gets_a_storage_of_its_own(dtype: torch.dtype) -> None:
     assert whole[2:].view(torch.uint8).eq(1).all()
 
 
-def test_tensors_without_memory_are_given_back() -> None:
+def test_own_storage_returns_empty_and_meta_tensors() -> None:
     for tensor in (torch.empty(0, 3), torch.empty(2, 3, device="meta")):
         assert own_storage(tensor) is tensor
 
 
-def test_a_buffer_is_of_exactly_its_tensors_in_their_order() -> None:
+def test_buffer_of_requires_exact_tensors_in_order() -> None:
     tensors = Buffer(torch.randn(9, 4), [3, 3, 3]).neighbors()
     buffer = Buffer.of(tensors)
     assert buffer is not None
@@ -98,7 +98,7 @@ def test_a_buffer_is_of_exactly_its_tensors_in_their_order() -> None:
         assert Buffer.of(others) is None
 
 
-def test_memory_lives_as_long_as_any_neighbor(combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_buffer_lives_as_long_as_any_weight(combined: CombinedAttention, x: torch.Tensor) -> None:
     buffer = weakref.ref(Buffer.of(parameters(combined, "weight")))
     expected = combined.v_proj.weight.detach().clone()
     del combined.q_proj
@@ -111,7 +111,7 @@ def test_memory_lives_as_long_as_any_neighbor(combined: CombinedAttention, x: to
     assert buffer() is None
 
 
-def test_whose_memory_it_is() -> None:
+def test_owns_storage() -> None:
     tensor = torch.randn(3, 4)
     assert owns_storage(tensor)
     parameter = nn.Parameter(torch.randn(3, 4))
@@ -124,7 +124,7 @@ def test_whose_memory_it_is() -> None:
     assert owns_storage(tensor)
 
 
-def test_a_groups_weight_is_the_memory_itself_while_it_is_joined(plain: Attention, combined: CombinedAttention) -> None:
+def test_group_weight_is_shared_buffer_while_fused(plain: Attention, combined: CombinedAttention) -> None:
     for kind in ("weight", "bias"):
         rows = getattr(combined.qkv_proj, kind)
         assert rows.data_ptr() == getattr(combined.q_proj, kind).data_ptr()
@@ -154,17 +154,17 @@ def test_a_groups_weight_is_the_memory_itself_while_it_is_joined(plain: Attentio
     ],
     ids=["half", "double", "bfloat16", "parent", "deepcopy", "pickle", "save", "pair"],
 )
-def test_weights_that_were_moved_are_neighbors(
+def test_moved_or_copied_weights_are_contiguous(
     plain: Attention, combined: CombinedAttention, x: torch.Tensor, move: Callable[[nn.Module], nn.Module]
 ) -> None:
-    kept, objects = combined.state_dict(keep_vars=True), [getattr(combined, name) for name in PARTS]
-    before = {name: tensor.detach().clone() for name, tensor in kept.items()}
+    original_state, objects = combined.state_dict(keep_vars=True), [getattr(combined, name) for name in PARTS]
+    before = {name: tensor.detach().clone() for name, tensor in original_state.items()}
     plain, moved = move(plain), move(combined)
     if moved is not combined:  # a copy has separate memory
         with torch.no_grad():
             for parameter in moved.parameters():
                 parameter.mul_(2)
-        torch.testing.assert_close({name: tensor.detach() for name, tensor in kept.items()}, before)
+        torch.testing.assert_close({name: tensor.detach() for name, tensor in original_state.items()}, before)
     else:
         assert [getattr(combined, name) for name in PARTS] == objects
     moved.load_state_dict(plain.state_dict())
@@ -180,7 +180,7 @@ def saved_and_loaded(module: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-def test_a_group_made_on_meta_runs_once_it_has_values(plain: Attention, x: torch.Tensor) -> None:
+def test_group_created_on_meta_runs_after_loading(plain: Attention, x: torch.Tensor) -> None:
     with torch.device("meta"):
         combined = CombinedAttention()
     assert not report(combined)[0].joined
@@ -189,7 +189,7 @@ def test_a_group_made_on_meta_runs_once_it_has_values(plain: Attention, x: torch
     assert_same(plain, combined, x)
 
 
-def test_a_part_copied_alone_is_a_linear_of_its_own(combined: CombinedAttention, x: torch.Tensor) -> None:
+def test_deepcopy_of_one_linear_is_independent(combined: CombinedAttention, x: torch.Tensor) -> None:
     alone, expected = copy.deepcopy(combined.k_proj), combined(x)
     assert type(alone) is nn.Linear
     assert "forward" not in alone.__dict__
@@ -203,27 +203,27 @@ def test_a_part_copied_alone_is_a_linear_of_its_own(combined: CombinedAttention,
 # State dicts
 
 
-def test_an_assigned_state_dict_is_joined_when_nobody_else_holds_it(
+def test_assigned_state_dict_is_fused_after_release(
     plain: Attention, combined: CombinedAttention, x: torch.Tensor
 ) -> None:
-    given = {name: tensor * 2 for name, tensor in plain.state_dict().items()}
-    plain.load_state_dict(given)
-    combined.load_state_dict(given, assign=True)
+    tensors = {name: tensor * 2 for name, tensor in plain.state_dict().items()}
+    plain.load_state_dict(tensors)
+    combined.load_state_dict(tensors, assign=True)
     assert matmuls(combined) == 4
     assert_same(plain, combined, x)
     # Code that holds the state dict observes changes of the model, as with transformers' class.
-    assert all(combined.get_parameter(name).data_ptr() == tensor.data_ptr() for name, tensor in given.items())
-    del given
+    assert all(combined.get_parameter(name).data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
+    del tensors
     assert matmuls(combined) == 2
     assert_same(plain, combined, x)
 
 
-def test_a_state_dict_assigned_to_two_models_stays_shared(plain: Attention, x: torch.Tensor) -> None:
+def test_state_dict_assigned_to_two_models_stays_shared(plain: Attention, x: torch.Tensor) -> None:
     models = CombinedAttention(), CombinedAttention(), Attention()
-    given = plain.state_dict()
+    tensors = plain.state_dict()
     for model in models:
-        model.load_state_dict(given, assign=True)
-    del given, plain, model
+        model.load_state_dict(tensors, assign=True)
+    del tensors, plain, model
     for _ in range(2):
         with torch.no_grad():
             models[0].k_proj.weight.mul_(2)
@@ -235,7 +235,7 @@ def test_a_state_dict_assigned_to_two_models_stays_shared(plain: Attention, x: t
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, FakeTensorMode])
-def test_weights_are_joined_whatever_is_on_when_it_runs_first(
+def test_weights_are_fused_if_first_run_is_without_gradients(
     plain: Attention, combined: CombinedAttention, x: torch.Tensor, mode: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     """A first run in `generate` or in memory estimation must not prevent later training."""
@@ -247,7 +247,7 @@ def test_weights_are_joined_whatever_is_on_when_it_runs_first(
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_a_models_own_state_dict_stays_live(combined: CombinedAttention, x: torch.Tensor, assign: bool) -> None:
+def test_state_dict_of_model_stays_live(combined: CombinedAttention, x: torch.Tensor, assign: bool) -> None:
     held = combined.state_dict()
     combined.load_state_dict(held, assign=assign)
     combined(x)
@@ -280,7 +280,7 @@ def test_parameters_stay_the_same_objects(plain: Attention) -> None:
     assert torch.equal(plain.qkv_proj.weight[:12], expected)
 
 
-def test_storages_of_their_own_over_the_same_memory() -> None:
+def test_own_storage_shares_memory() -> None:
     stack = torch.arange(24, dtype=torch.bfloat16).view(4, 2, 3)
     alone = torch.ones(3)
     tensors = {f"experts.{index}": stack[index] for index in range(4)} | {

@@ -36,7 +36,7 @@ KINDS: dict[str, list[Program]] = {
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_and_edits_in_every_order(kind: str, request: pytest.FixtureRequest) -> None:
+def test_random_call_and_edit_programs(kind: str, request: pytest.FixtureRequest) -> None:
     cases, seed = request.config.getoption("--cases", 200), request.config.getoption("--fuzz-seed", 0)
     programs = KINDS[kind]
     if kind != "two steps":
@@ -44,15 +44,15 @@ def test_calls_and_edits_in_every_order(kind: str, request: pytest.FixtureReques
     assert not list(islice(filter(differs, programs), 5))
 
 
-def test_the_programs_compute_and_the_group_answers_them() -> None:
+def test_programs_detect_swapped_outputs() -> None:
     """Most programs give values, not errors. A group with swapped slices gives other values."""
     programs = KINDS["two steps"]
     errors = 0
     for program in programs:
         plain, _ = modules()
-        errors += any(isinstance(found, type) for found in outcome(plain, program))
+        errors += any(isinstance(value, type) for value in outcome(plain, program))
     assert errors < len(programs) / 4
     plain, combined = modules()
     run = combined.qkv_proj.compute
-    combined.qkv_proj.compute = lambda *args: [run(*args)[place] for place in (0, 2, 1)]
+    combined.qkv_proj.compute = lambda *args: [run(*args)[index] for index in (0, 2, 1)]
     assert not same(outcome(combined, [(PLAIN, "grad", "")]), outcome(plain, [(PLAIN, "grad", "")]))

@@ -189,18 +189,18 @@ KINDS = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_that_separates_parts(plain: Attention, x: torch.Tensor, change: str) -> None:
+def test_change_disables_group_with_reason(plain: Attention, x: torch.Tensor, change: str) -> None:
     edit, reason = CHANGES[change]
     combined = combined_from(plain)
     assert report(combined) == [GroupReport(NAME, PARTS, None)]
     for module in (plain, combined):
         edit(module)
-    (found,) = report(combined)
-    assert found.name == NAME
-    assert not found.joined
-    assert found.reason is not None
-    assert reason in found.reason.message
-    assert found.reason.kind is KINDS.get(change, found.reason.kind)
+    (group,) = report(combined)
+    assert group.name == NAME
+    assert not group.joined
+    assert group.reason is not None
+    assert reason in group.reason.message
+    assert group.reason.kind is KINDS.get(change, group.reason.kind)
     assert_same(plain, combined, x)
     assert matmuls(combined) == matmuls(plain)
     join(combined)
@@ -228,16 +228,16 @@ def test_a_change_that_separates_parts(plain: Attention, x: torch.Tensor, change
     ids=["dtype", "input size", "meta", "empty", "frozen", "subclass", "lazy"],
 )
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_linears_that_do_not_go_together(
+def test_incompatible_linears_run_separately(
     plain: Attention, x: torch.Tensor, linear: Callable[[], nn.Module], reason: str
 ) -> None:
     """If separate linears work, the result is the same. If they fail, the error message is the same."""
     torch.manual_seed(3)
     plain.v_proj = linear()
     combined = combined_from(plain)
-    (found,) = report(combined)
-    assert not found.joined
-    assert reason in str(found.reason)
+    (group,) = report(combined)
+    assert not group.joined
+    assert reason in str(group.reason)
     results = []
     for module in (plain, combined):
         torch.manual_seed(3)
@@ -251,13 +251,13 @@ def test_linears_that_do_not_go_together(
         torch.testing.assert_close(*results)
 
 
-def test_weights_and_biases_of_two_dtypes_stay_apart(plain: Attention) -> None:
+def test_weights_and_biases_with_different_dtypes(plain: Attention) -> None:
     for name in PARTS:
         getattr(plain, name).bias.data = getattr(plain, name).bias.data.double()
     assert str(report(combined_from(plain))[0].reason) == "weights and biases differ in dtype"
 
 
-def test_parameters_made_in_inference_mode_stay_apart(plain: Attention, x: torch.Tensor) -> None:
+def test_parameters_created_in_inference_mode_are_not_fused(plain: Attention, x: torch.Tensor) -> None:
     with torch.inference_mode():
         combined = CombinedAttention()
         combined.load_state_dict(plain.state_dict())
@@ -266,7 +266,7 @@ def test_parameters_made_in_inference_mode_stay_apart(plain: Attention, x: torch
         torch.testing.assert_close(combined(x), plain(x))
 
 
-def test_a_part_its_owner_never_calls_stops_the_group(plain: Attention, x: torch.Tensor) -> None:
+def test_linear_that_is_never_called_disables_group(plain: Attention, x: torch.Tensor) -> None:
     """The unused output is computed once. Afterwards the linears run separately."""
 
     class WithoutValues(Attention):
@@ -286,7 +286,7 @@ def test_a_part_its_owner_never_calls_stops_the_group(plain: Attention, x: torch
     assert_same(plain, combined, x)
 
 
-def test_each_group_of_a_model_is_reported_under_its_name(plain: Attention) -> None:
+def test_report_lists_groups_by_name(plain: Attention) -> None:
     layers = nn.ModuleDict({"first": combined_from(plain), "other": plain, "last": combined_from(plain)})
     layers["last"].v_proj.requires_grad_(False)
     assert [(group.name, group.joined) for group in report(layers)] == [
@@ -296,7 +296,7 @@ def test_each_group_of_a_model_is_reported_under_its_name(plain: Attention) -> N
     assert [(owner, name) for owner, name, _ in groups_of(layers)] == [("first", NAME), ("last", NAME)]
 
 
-def test_names_of_parameters_that_are_to_be_neighbors(plain: Attention) -> None:
+def test_neighboring_parameters(plain: Attention) -> None:
     layers = nn.ModuleDict(
         {"a": combined_from(plain), "b": combined_from(Attention(bias=False)), "c": combined_from(plain)}
     )

@@ -54,11 +54,11 @@ def groups_of(run: Callable[[Layer, torch.Tensor], Any], **options: Any) -> list
         (lambda m, x: x, []),
     ],
 )
-def test_linears_that_get_the_very_same_tensor_are_a_group(run: Any, expected: list[tuple[str, ...]]) -> None:
+def test_linears_with_same_input_tensor_form_group(run: Any, expected: list[tuple[str, ...]]) -> None:
     assert groups_of(run) == expected
 
 
-def test_tensors_that_are_gone_are_not_taken_for_later_ones() -> None:
+def test_reused_tensor_ids_do_not_form_group() -> None:
     # Memory addresses, and so the ids of objects, are reused. 64 inputs are created one after another.
     def run(layer: Layer, x: torch.Tensor) -> None:
         for index in range(64):
@@ -67,7 +67,7 @@ def test_tensors_that_are_gone_are_not_taken_for_later_ones() -> None:
     assert groups_of(run) == []
 
 
-def test_linears_of_different_modules_are_no_group() -> None:
+def test_linears_of_different_modules_form_no_group() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -84,7 +84,7 @@ def test_linears_of_different_modules_are_no_group() -> None:
     }
 
 
-def test_only_plain_linears_count() -> None:
+def test_linear_subclasses_are_excluded() -> None:
     class Special(nn.Linear):
         pass
 
@@ -93,23 +93,23 @@ def test_only_plain_linears_count() -> None:
     assert trace_linears(layer, lambda: layer(torch.randn(2, SIZE))).groups == {"": [("a", "c")]}
 
 
-def test_a_model_has_the_groups_that_its_family_declares(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_traced_groups_match_family_declaration(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
     model = AutoModelForCausalLM.from_config(llama.config, combine=True)
-    found = trace_linears(llama, lambda: llama(input_ids)).groups
-    assert found["model.layers.1.self_attn"] == [("q_proj", "k_proj", "v_proj")]
-    assert found["model.layers.0.mlp"] == [("gate_proj", "up_proj")]
-    assert len(found) == 4
-    assert trace_linears(model, lambda: model(input_ids)).groups == found
-    assert {owner: [tuple(group.linears)] for owner, _, group in projections.groups_of(model)} == found
+    traced = trace_linears(llama, lambda: llama(input_ids)).groups
+    assert traced["model.layers.1.self_attn"] == [("q_proj", "k_proj", "v_proj")]
+    assert traced["model.layers.0.mlp"] == [("gate_proj", "up_proj")]
+    assert len(traced) == 4
+    assert trace_linears(model, lambda: model(input_ids)).groups == traced
+    assert {owner: [tuple(group.linears)] for owner, _, group in projections.groups_of(model)} == traced
 
 
 def test_latent_attention(input_ids: torch.Tensor) -> None:
     model = new_model(tiny_config(DeepseekV3Config, DeepseekV3ForCausalLM.tiny))
-    found = trace_linears(model, lambda: model(input_ids)).groups
-    assert found["model.layers.0.self_attn"] == [("q_a_proj", "kv_a_proj_with_mqa")]
+    traced = trace_linears(model, lambda: model(input_ids)).groups
+    assert traced["model.layers.0.self_attn"] == [("q_a_proj", "kv_a_proj_with_mqa")]
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_tracing_leaves_model_unchanged() -> None:
     layer = Layer(lambda m, x: m.a(x).sum())
     trace_linears(layer, lambda: layer(torch.randn(2, SIZE, requires_grad=True)))
 

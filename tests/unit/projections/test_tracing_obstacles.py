@@ -46,7 +46,7 @@ def test_mixed_biases_are_an_obstacle() -> None:
     assert list(combined(layer.run, b=False).abc.linears) == ["a", "c"]  # the larger group
 
 
-def test_linears_of_another_class_are_named_and_the_plain_ones_stay_a_group() -> None:
+def test_linear_subclass_is_named_and_others_form_group() -> None:
     layer = Layer(lambda m, x: (m.a(x), m.b(x), m.c(x)))
     layer.b = Special(SIZE, SIZE)
     assert traced(layer).readers == (Readers("", ("a", "b", "c"), "b is a Special"), Readers("", ("a", "c")))
@@ -60,7 +60,7 @@ def test_mixed_dtypes_are_an_obstacle() -> None:
     assert [reader.obstacle for reader in traced(layer).readers] == ["mixed dtypes or devices"]
 
 
-def test_linears_that_others_call_cannot_be_combined_by_their_module() -> None:
+def test_linears_called_by_other_module_are_an_obstacle() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -74,7 +74,7 @@ def test_linears_that_others_call_cannot_be_combined_by_their_module() -> None:
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
-def test_linears_in_a_container_are_the_containers(container: Any) -> None:
+def test_linears_in_container_are_an_obstacle(container: Any) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -99,13 +99,13 @@ def test_linears_in_a_container_are_the_containers(container: Any) -> None:
         (lambda m, x: (m.a(x), m.b(x + 1), m.a(x + 1), m.b(x)), []),
     ],
 )
-def test_what_is_called_again_must_read_the_same_again(run: Any, expected: list[tuple[str, ...]]) -> None:
+def test_repeated_calls_must_share_input(run: Any, expected: list[tuple[str, ...]]) -> None:
     layer = Layer(run)
     groups = trace_linears(layer, lambda: layer(torch.randn(2, SIZE))).groups
     assert groups.get("", []) == expected
 
 
-def test_a_view_is_another_tensor_for_a_combined_projection_too() -> None:
+def test_view_of_input_is_another_input() -> None:
     # Only the identity of inputs counts: linears called with two views of one tensor run two matmuls.
     def run(m: Layer, x: torch.Tensor) -> Any:
         return m.a(x), m.b(x.view(2, SIZE))
@@ -117,7 +117,7 @@ def test_a_view_is_another_tensor_for_a_combined_projection_too() -> None:
     assert trace_linears(layer := Layer(run), lambda: layer(torch.randn(2, SIZE))).groups == {}
 
 
-def test_linears_that_are_never_called_are_named() -> None:
+def test_uncalled_linears_are_listed() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -129,7 +129,7 @@ def test_linears_that_are_never_called_are_named() -> None:
     assert traced(Outer()).uncalled == {"some": ("a", "c", "d")}
 
 
-def test_hooks_are_gone_afterwards_also_when_the_run_fails() -> None:
+def test_hooks_are_removed_after_error() -> None:
     layer = Layer(lambda m, x: m.a(x) + m.b(x))
     traced(layer)
 
