@@ -47,7 +47,7 @@ def cache_name() -> str:
     return next(name for name in ("cache", "past_key_values") if name in parameters)
 
 
-def test_a_class_without_a_fault_passes(llama: ClassUnderTest) -> None:
+def test_correct_class_passes(llama: ClassUnderTest) -> None:
     for check in (Check.LOGITS, Check.CACHED_STEPS, Check.GREEDY, Check.GRADIENTS):
         outcome = run_one(LLAMA, check, llama)
         assert outcome.outcome is Outcome.EQUAL
@@ -55,7 +55,7 @@ def test_a_class_without_a_fault_passes(llama: ClassUnderTest) -> None:
         assert outcome.max_diff < 1e-5
 
 
-def test_an_ignored_cache_is_found(llama: ClassUnderTest, forward: Callable[..., None]) -> None:
+def test_sweep_detects_ignored_cache(llama: ClassUnderTest, forward: Callable[..., None]) -> None:
     name = cache_name()
     forward(lambda original, *args, **kwargs: original(*args, **{**kwargs, name: None}))
     outcome = run_one(LLAMA, Check.CACHED_STEPS, llama)
@@ -63,7 +63,7 @@ def test_an_ignored_cache_is_found(llama: ClassUnderTest, forward: Callable[...,
     assert run_one(LLAMA, Check.LOGITS, llama).outcome is Outcome.EQUAL
 
 
-def test_wrong_logits_of_cached_steps_are_found(llama: ClassUnderTest, forward: Callable[..., None]) -> None:
+def test_sweep_detects_wrong_logits_of_cached_steps(llama: ClassUnderTest, forward: Callable[..., None]) -> None:
     name = cache_name()
 
     def shifted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def test_wrong_logits_of_cached_steps_are_found(llama: ClassUnderTest, forward: 
 @pytest.mark.parametrize(
     ("error", "expected"), [(TypeError("cache"), Outcome.RAW_ERROR), (NRLModelsError("no"), Outcome.TYPED_ERROR)]
 )
-def test_errors_are_told_apart(
+def test_error_types_have_separate_outcomes(
     llama: ClassUnderTest, forward: Callable[..., None], error: Exception, expected: Outcome
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ def test_errors_are_told_apart(
     assert (outcome.outcome, outcome.error_type) == (expected, type(error).__name__)
 
 
-def test_an_error_of_both_classes_is_the_references(
+def test_error_of_both_classes_is_reference_error(
     llama: ClassUnderTest, forward: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @wraps(llama.reference_class.forward)  # the checks inspect its signature
@@ -106,7 +106,7 @@ def test_an_error_of_both_classes_is_the_references(
     assert run_one(LLAMA, Check.LOGITS, llama).outcome is Outcome.REFERENCE_ERROR
 
 
-def test_a_plain_implementation_is_not_its_own_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_baichuan_has_independent_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Model and reference of Baichuan inherit the same attention bug. The independent implementation does not."""
     from nrl_models.families.baichuan import modeling
 
@@ -118,7 +118,7 @@ def test_a_plain_implementation_is_not_its_own_reference(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["BaichuanForCausalLM", "BaiChuanForCausalLM"])
-def test_the_independent_baichuan_equals_the_plain_one(name: str) -> None:
+def test_independent_baichuan_matches_reference(name: str) -> None:
     case = FamilyCase(registry.model_class(name))  # type: ignore[arg-type]
     inputs = case.inputs(length=12)
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_the_independent_baichuan_equals_the_plain_one(name: str) -> None:
     assert difference(independent_logits(case.reference(), inputs), expected) < 1e-5
 
 
-def test_masked_logits_hide_no_difference() -> None:
+def test_masked_logits_do_not_hide_differences() -> None:
     expected = torch.randn(2, 8)
     expected[:, 3] = torch.finfo(torch.float32).min
     moved, unmasked = expected.clone(), expected.clone()
@@ -137,9 +137,7 @@ def test_masked_logits_hide_no_difference() -> None:
     assert difference(unmasked, expected) > 1
 
 
-def test_images_that_a_forward_does_not_use_are_no_media_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_images_are_not_media_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tiny configuration without an image token, the forward runs on text."""
     name = "LlavaForConditionalGeneration"
     case = ClassUnderTest(name, tmp_path)
@@ -159,7 +157,7 @@ def test_images_that_a_forward_does_not_use_are_no_media_inputs(
     assert (outcome.outcome, outcome.error_type) == (Outcome.NO_INPUTS, "MediaInputsError")
 
 
-def test_a_class_that_cannot_be_built_has_an_outcome_for_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_construction_error_gives_outcome_for_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise AttributeError("no such class")
 
@@ -187,7 +185,7 @@ def fake_events(started: list[str], crash: str = "") -> Callable[..., Iterator[R
     return run
 
 
-def test_an_interrupted_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, started = tmp_path / "outcomes.jsonl", list[str]()
     monkeypatch.setattr(saved_runs, "run_subjects", fake_events(started))
     monkeypatch.setattr(class_sweep, "installed_versions", lambda: {"transformers": "5.24.0"})
@@ -208,7 +206,7 @@ def test_an_interrupted_sweep_resumes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert started == ["A"]
 
 
-def test_a_crash_keeps_the_checks_that_came_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_keeps_earlier_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_runs, "run_subjects", fake_events([], crash="A"))
     outcomes = {outcome.check: outcome for outcome in class_sweep.sweep(tmp_path / "o.jsonl", ["A"], jobs=1)}
     assert outcomes[Check.LOAD].outcome is Outcome.EQUAL
@@ -216,7 +214,7 @@ def test_a_crash_keeps_the_checks_that_came_before_it(tmp_path: Path, monkeypatc
     assert outcomes[Check.LOGITS].message == "exit code -11"
 
 
-def test_unknown_names_are_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_names_exit_with_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         class_sweep.main(["--out", str(tmp_path / "o.jsonl"), "--names", "LamaForCausalLM"])
     assert "not registered: LamaForCausalLM" in capsys.readouterr().err

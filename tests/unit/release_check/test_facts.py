@@ -41,14 +41,14 @@ def changes(before: Facts, after: Facts) -> list[Change]:
         (Kind.GRADIENTS, {"a": [1.0, 0.5]}, {"a": [1.001, 0.5]}),
     ],
 )
-def test_a_planted_change_has_its_kind(kind: Kind, before: dict[str, Any], after: dict[str, Any]) -> None:
+def test_planted_change_is_classified(kind: Kind, before: dict[str, Any], after: dict[str, Any]) -> None:
     (change,) = changes({kind: before}, {kind: after})
     assert change.kind is kind
     assert (change.before, change.after) == (before.get(change.key), after.get(change.key))
     assert changes({kind: before}, {kind: before}) == []
 
 
-def test_rounding_is_no_change() -> None:
+def test_rounding_is_ignored() -> None:
     rounded = [value * (1 + 1e-6) for value in LOGITS if value is not None]
     assert changes({Kind.NUMBERS: {"logits": LOGITS}}, {Kind.NUMBERS: {"logits": rounded}}) == []
     low = {Kind.LOW_PRECISION: {"logits": LOGITS}}
@@ -58,7 +58,7 @@ def test_rounding_is_no_change() -> None:
     assert changes(low, {Kind.LOW_PRECISION: {"logits": [value * 1.05 for value in LOGITS if value is not None]}})
 
 
-def test_errors_and_absence_hide_no_other_record() -> None:
+def test_error_and_absence_records() -> None:
     works, fails = record({Kind.NUMBERS: {"logits": LOGITS}}), record({}, error_type="TypeError", message="cache")
     (change,) = compare([works], [fails])
     assert (change.kind, change.before, change.after) == (Kind.ERROR, None, "TypeError cache")
@@ -73,7 +73,7 @@ def test_errors_and_absence_hide_no_other_record() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 64), (3, 100, 8), (5,), ()])
-def test_a_fingerprint_moves_with_every_element(shape: tuple[int, ...]) -> None:
+def test_fingerprint_depends_on_every_element(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     before = fingerprint(values)
     assert len(before) <= 64
@@ -84,7 +84,7 @@ def test_a_fingerprint_moves_with_every_element(shape: tuple[int, ...]) -> None:
         assert change.max_diff is not None
 
 
-def test_masked_logits_hide_no_change() -> None:
+def test_masked_logits_do_not_hide_changes() -> None:
     values = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
     values[:, 3] = torch.finfo(torch.float32).min
     moved, unmasked = values.clone(), values.clone()
@@ -95,6 +95,6 @@ def test_masked_logits_hide_no_change() -> None:
         assert changes(before, {Kind.NUMBERS: {"x": fingerprint(after)}})
 
 
-def test_a_record_survives_json() -> None:
-    found = record({Kind.NUMBERS: {"logits": LOGITS}, Kind.TIES: {"a": ["b"]}}, seconds=0.5)
-    assert SectionRecord.from_json(found.to_json()) == found
+def test_record_json_round_trip() -> None:
+    original = record({Kind.NUMBERS: {"logits": LOGITS}, Kind.TIES: {"a": ["b"]}}, seconds=0.5)
+    assert SectionRecord.from_json(original.to_json()) == original

@@ -20,7 +20,7 @@ EXCEPTION = Finding(
 DIFFERENCE = Finding(Phase.SWEEP, Kind.DIFFERENCE, "a", "different", architectures=("AForImages",))
 
 
-def test_same_override_is_one_cause() -> None:
+def test_findings_with_same_override_share_cause() -> None:
     other = replace(RENAMED, functions=("transformers.b:B.positions",), architectures=("BForImages",))
     (cause,) = causes_of([RENAMED, other])
     assert cause.architectures == ("AForImages", "AForText", "BForImages")
@@ -33,7 +33,7 @@ def test_difference_joins_the_only_static_cause_of_its_architecture() -> None:
     assert cause.phases == (Phase.SIGNATURES, Phase.SWEEP)
 
 
-def test_difference_of_another_architecture_is_another_cause() -> None:
+def test_difference_of_other_architecture_is_separate_cause() -> None:
     assert len(causes_of([RENAMED, replace(DIFFERENCE, architectures=("Other",))])) == 2
 
 
@@ -59,5 +59,5 @@ def test_cause_id_does_not_depend_on_findings() -> None:
     assert one[0].id != causes_of([DIFFERENCE])[0].id
 
 
-def test_finding_survives_json() -> None:
+def test_finding_json_round_trip() -> None:
     assert Finding.from_json(RENAMED.to_json()) == RENAMED

@@ -46,12 +46,12 @@ def unmasked() -> Iterator[None]:
     moe.ALL_EXPERTS_FUNCTIONS["batched_mm"] = original
 
 
-def test_expert_parallel_repeats(recorded: Recorded) -> None:
+def test_expert_parallel_is_deterministic(recorded: Recorded) -> None:
     assert mixtures.expert_parallel(recorded) == mixtures.expert_parallel(recorded)
 
 
 @since("5.18")  # older releases have the planted error
-def test_gradients_of_routing_weights_show(recorded: Recorded, request: pytest.FixtureRequest) -> None:
+def test_expert_parallel_detects_wrong_routing_gradients(recorded: Recorded, request: pytest.FixtureRequest) -> None:
     before = mixtures.expert_parallel(recorded)
     request.getfixturevalue("unmasked")
     after = mixtures.expert_parallel(recorded)
@@ -61,7 +61,7 @@ def test_gradients_of_routing_weights_show(recorded: Recorded, request: pytest.F
 
 
 @pytest.mark.parametrize(("preset", "error"), [(INT4, 0.2), (FP4, 0.2)])
-def test_quantized_checkpoint_is_near_the_fixture(recorded: Recorded, preset: str, error: float) -> None:
+def test_quantized_checkpoint_is_close_to_fixture(recorded: Recorded, preset: str, error: float) -> None:
     """compressed-tensors decompresses every quantized expert."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -90,14 +90,14 @@ def test_int4_experts_are_dequantized(recorded: Recorded) -> None:
     assert relative_difference(facts[Kind.NUMBERS]["logits"], mixtures.fingerprint(expected)) < 0.2
 
 
-def test_dense_models_have_no_experts(tmp_path: Path) -> None:
+def test_dense_model_raises_not_applicable(tmp_path: Path) -> None:
     llama = recorded_class("LlamaForCausalLM", tmp_path)
     for section in (mixtures.expert_parallel, mixtures.int4_experts, mixtures.fp4_experts, shared_states):
         with pytest.raises(NotApplicableError):
             section(llama)
 
 
-def test_layers_that_share_states(tmp_path: Path) -> None:
+def test_shared_states(tmp_path: Path) -> None:
     gemma = recorded_class("Gemma4ForCausalLM", tmp_path)
     logits = shared_states(gemma)[Kind.NUMBERS]["logits"]
     assert logits == shared_states(gemma)[Kind.NUMBERS]["logits"]

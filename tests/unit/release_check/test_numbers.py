@@ -34,19 +34,21 @@ def changes(before: list[SectionRecord]) -> list[Change]:
     return compare(before, record(LLAMA))
 
 
-def test_the_same_version_has_no_change(before: list[SectionRecord]) -> None:
+def test_same_version_has_no_changes(before: list[SectionRecord]) -> None:
     assert changes(before) == []
 
 
-def test_a_changed_layer_changes_numbers_only(before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_layer_changes_only_numbers(before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) * 1.001)
-    found = changes(before)
-    assert {change.section for change in found} >= {Section.EAGER, Section.CACHED_STEPS, Section.GREEDY}
-    assert {change.kind for change in found} <= {Kind.NUMBERS, Kind.GRADIENTS, Kind.TOKENS}
+    detected = changes(before)
+    assert {change.section for change in detected} >= {Section.EAGER, Section.CACHED_STEPS, Section.GREEDY}
+    assert {change.kind for change in detected} <= {Kind.NUMBERS, Kind.GRADIENTS, Kind.TOKENS}
 
 
-def test_a_changed_initialization_moves_no_logits(before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_initialization_does_not_change_logits(
+    before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
     init: Callable[..., None] = modeling_llama.LlamaPreTrainedModel._init_weights
 
     def doubled(self: Any, module: Any) -> None:
@@ -58,16 +60,14 @@ def test_a_changed_initialization_moves_no_logits(before: list[SectionRecord], m
     assert {change.kind for change in changes(before)} == {Kind.INITIALIZATION, Kind.INITIALIZATION_SCALE}
 
 
-def test_a_parameter_that_is_kept_in_fp32_is_a_change_of_dtypes(
-    before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameter_kept_in_fp32_is_dtype_change(before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["model.norm"])
-    found = [change for change in changes(before) if change.section is Section.DTYPES]
-    assert {change.kind for change in found} == {Kind.DTYPES}
-    assert ("auto: model.norm.weight", None, "float32") in {(one.key, one.before, one.after) for one in found}
+    detected = [change for change in changes(before) if change.section is Section.DTYPES]
+    assert {change.kind for change in detected} == {Kind.DTYPES}
+    assert ("auto: model.norm.weight", None, "float32") in {(one.key, one.before, one.after) for one in detected}
 
 
-def test_an_error_is_a_change_of_its_section_only(before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_changes_only_one_section(before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("broken")
 
@@ -76,13 +76,13 @@ def test_an_error_is_a_change_of_its_section_only(before: list[SectionRecord], m
     assert (change.section, change.kind, change.after) == (Section.RESIZE, Kind.ERROR, "RuntimeError broken")
 
 
-def test_a_class_that_a_version_lacks_is_absent(monkeypatch: pytest.MonkeyPatch, before: list[SectionRecord]) -> None:
+def test_missing_class_is_recorded_as_absent(monkeypatch: pytest.MonkeyPatch, before: list[SectionRecord]) -> None:
     monkeypatch.setattr(NumberCase, "model_class", lambda self: None)
-    found = changes(before)
-    assert {(change.kind, change.after) for change in found} == {(Kind.CLASS, False)}
+    detected = changes(before)
+    assert {(change.kind, change.after) for change in detected} == {(Kind.CLASS, False)}
 
 
-def test_a_fixture_fills_by_name_and_shape() -> None:
+def test_filled_depends_on_name_and_shape() -> None:
     weight = torch.randn(64, 32) * 0.02 + 1
     value = stated(weight)
     assert torch.equal(filled("a", value), filled("a", value))
@@ -94,7 +94,7 @@ def test_a_fixture_fills_by_name_and_shape() -> None:
     assert torch.equal(filled("mask", stated(mask)), mask)
 
 
-def test_a_fixture_survives_its_file(tmp_path: Path) -> None:
+def test_fixture_file_round_trip(tmp_path: Path) -> None:
     case = make_case(LLAMA)
     assert case is not None
     case.to_file(tmp_path)
@@ -103,7 +103,7 @@ def test_a_fixture_survives_its_file(tmp_path: Path) -> None:
     assert make_case("BaichuanForCausalLM") is None  # transformers has no such class
 
 
-def test_records_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[SectionRecord]) -> None:
+def test_recording_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[SectionRecord]) -> None:
     path = tmp_path / "numbers.jsonl"
 
     def run_nothing(_: Any, names: list[str], **options: Any) -> Iterator[Any]:
@@ -119,7 +119,7 @@ def test_records_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before:
     assert {one.section for one in resumed} == set(Section)
 
 
-def test_padding_in_a_batch_of_one_has_its_own_section(
+def test_padding_with_batch_size_one_has_separate_section(
     before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = modeling_llama.LlamaModel.forward
@@ -132,9 +132,7 @@ def test_padding_in_a_batch_of_one_has_its_own_section(
     assert {change.section for change in changes(before)} == {Section.PADDED_ALONE}
 
 
-def test_several_tokens_in_a_cached_step_have_their_own_section(
-    before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_chunk_has_separate_section(before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     forward = modeling_llama.LlamaAttention.forward
 
     def wrong(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -145,17 +143,17 @@ def test_several_tokens_in_a_cached_step_have_their_own_section(
     assert {change.section for change in changes(before)} == {Section.CACHED_CHUNK}
 
 
-def test_weights_of_the_base_model_that_stay_random_are_a_change(
+def test_unloaded_base_model_weights_are_loading_change(
     before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "base_model_prefix", "nothing")
-    found = [change for change in changes(before) if change.section is Section.OTHER_CLASS]
-    assert {change.kind for change in found} == {Kind.LOADING}
-    assert "head: unexpected_keys" in {change.key for change in found}
+    detected = [change for change in changes(before) if change.section is Section.OTHER_CLASS]
+    assert {change.kind for change in detected} == {Kind.LOADING}
+    assert "head: unexpected_keys" in {change.key for change in detected}
 
 
 @since("5.7")  # older releases do not load all weights of the fixture
-def test_a_small_window_is_recorded_with_text_and_media() -> None:
+def test_small_window_is_recorded_for_text_and_media() -> None:
     records = {one.section: one for one in record("Gemma3ForConditionalGeneration")}
     window = records[Section.SMALL_WINDOW].facts[Kind.NUMBERS]
     assert {"logits of text, window", "logits of media, window"} <= window.keys()
@@ -167,7 +165,7 @@ def test_a_small_window_is_recorded_with_text_and_media() -> None:
 
 
 @since("5.14")  # older releases do not initialize a loaded weight again
-def test_changes_of_the_library_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_changes_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights initialized again after loading, and gradients divided twice."""
     name = "PreTrainedModel"
     records = list(record(name))
@@ -183,8 +181,8 @@ def test_changes_of_the_library_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(initialized_again))
     step = transformers.Trainer.training_step
     monkeypatch.setattr(transformers.Trainer, "training_step", lambda *args: step(*args) + 0 * halved(args[1]))
-    found = {(change.section, change.kind) for change in compare(records, record(name))}
-    assert found == {(Section.LOADING, Kind.LOADING), (Section.GRADIENTS, Kind.GRADIENTS)}
+    detected = {(change.section, change.kind) for change in compare(records, record(name))}
+    assert detected == {(Section.LOADING, Kind.LOADING), (Section.GRADIENTS, Kind.GRADIENTS)}
 
 
 def halved(model: torch.nn.Module) -> float:

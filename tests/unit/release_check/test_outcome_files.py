@@ -7,7 +7,7 @@ from pathlib import Path
 from tools.release_check.outcome_files import OutcomeFile, source_digest
 
 
-def test_last_outcome_of_a_key_counts(tmp_path: Path) -> None:
+def test_last_outcome_of_key_wins(tmp_path: Path) -> None:
     file = OutcomeFile(tmp_path / "new" / "outcomes.jsonl", ("name",))
     assert list(file) == []
     for value in (1, 2):
@@ -16,7 +16,7 @@ def test_last_outcome_of_a_key_counts(tmp_path: Path) -> None:
     assert list(file) == [{"name": "a", "value": 2}, {"name": "b", "value": 3}]
 
 
-def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
+def test_truncated_line_is_dropped(tmp_path: Path) -> None:
     file = OutcomeFile(tmp_path / "outcomes.jsonl", ("name",))
     file.add({"name": "a"})
     file.path.write_text(file.path.read_text() + '{"name": "b", "val')
@@ -24,7 +24,7 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
     assert [outcome["name"] for outcome in file] == ["a", "c"]
 
 
-def test_digest_changes_with_a_source(tmp_path: Path) -> None:
+def test_digest_changes_with_sources(tmp_path: Path) -> None:
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "module.py").write_text("x = 1\n")

@@ -40,10 +40,10 @@ def difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UpstreamDiffe
     use = "from ...shared import used\n"
 
     def files(body: str, shared: str) -> dict[str, str]:
-        found = {f"transformers/models/{name}/modeling_{name}.py": use for name in ("one", "two")}
-        found["transformers/models/one/modeling_one.py"] += f"def own(): return {body}\n"
-        found["transformers/shared.py"] = f"def used(): return {shared}\ndef unused(): return {shared}\n"
-        return found
+        contents = {f"transformers/models/{name}/modeling_{name}.py": use for name in ("one", "two")}
+        contents["transformers/models/one/modeling_one.py"] += f"def own(): return {body}\n"
+        contents["transformers/shared.py"] = f"def used(): return {shared}\ndef unused(): return {shared}\n"
+        return contents
 
     return UpstreamDifference(sources(tmp_path, "5.0", files("1", "1")), sources(tmp_path, "5.1", files("2", "2")))
 
@@ -53,7 +53,7 @@ def change(architecture: str, kind: Kind = Kind.NUMBERS, max_diff: float | None 
     return Change(architecture, Section.EAGER, kind, "logits", **options, max_diff=max_diff)
 
 
-def test_functions_behind_a_change(difference: UpstreamDifference) -> None:
+def test_functions_that_cause_change(difference: UpstreamDifference) -> None:
     """Functions of the model come first; functions that it does not import are left out."""
     assert difference.functions("One", Kind.NUMBERS) == (f"{MODULE}:own", "transformers.shared:used")
     assert difference.functions("Two", Kind.NUMBERS) == ("transformers.shared:used",)
@@ -68,7 +68,7 @@ def test_numbers_are_grouped_by_function(difference: UpstreamDifference) -> None
     }
 
 
-def test_equal_changes_of_several_models_are_one_group(difference: UpstreamDifference) -> None:
+def test_equal_changes_of_models_form_one_group(difference: UpstreamDifference) -> None:
     both = [change(name, Kind.FIELDS, None, before="past_key_values", after="cache") for name in ("One", "Two")]
     (group,) = groups_of(both, difference, "5.1")
     assert group.architectures == ("One", "Two")
@@ -144,7 +144,7 @@ def test_modules_of_a_section_come_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert other.functions == ()
 
 
-def test_recorded_releases_leave_out_absent_classes(tmp_path: Path) -> None:
+def test_recorded_releases_exclude_absent_classes(tmp_path: Path) -> None:
     for version, present in (("5.0", False), ("5.1", True)):
         record = SectionRecord("One", Section.EAGER, {} if present else {Kind.CLASS: {"present": False}})
         OutcomeFile(tmp_path / f"{version}.jsonl", ("architecture", "section")).add(record.to_json())

@@ -55,39 +55,39 @@ def released(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index with two releases of every package."""
 
     def wheels(package: str) -> dict[Version, Wheel]:
-        found = map(Version, ("5.23.0", "6.0"))
-        return {version: Wheel(version, f"https://index/{package}-{version}", 1) for version in found}
+        versions = map(Version, ("5.23.0", "6.0"))
+        return {version: Wheel(version, f"https://index/{package}-{version}", 1) for version in versions}
 
     monkeypatch.setattr(index, "wheels", wheels)
 
 
-def test_tested_versions(checkout: Path) -> None:
-    found = {name: str(version) for name, version in pinned(checkout).items()}
-    assert found == {"transformers": "5.23.0", "peft": "0.21.2", "torch": "2.13.0"}
+def test_pinned_versions(checkout: Path) -> None:
+    versions = {name: str(version) for name, version in pinned(checkout).items()}
+    assert versions == {"transformers": "5.23.0", "peft": "0.21.2", "torch": "2.13.0"}
 
 
 @pytest.mark.parametrize("argument", ["peft", "numpy==1.0", "peft==", "peft==x y"])
-def test_wrong_argument(argument: str) -> None:
+def test_invalid_argument_raises(argument: str) -> None:
     with pytest.raises(ReleaseCheckError, match=r"peft|version"):
         requested_versions([argument])
 
 
-def test_version_that_does_not_exist(checkout: Path, released: None) -> None:
+def test_nonexistent_version_raises(checkout: Path, released: None) -> None:
     with pytest.raises(ReleaseCheckError) as raised:
         run.release_check(Request(("transformers==5.99",), checkout, checkout / "out", 1), print)
     assert str(raised.value).count("\n") == 0
     assert "transformers==5.99" in str(raised.value)
 
 
-def test_newest_is_what_is_newer(checkout: Path, released: None) -> None:
-    told: list[str] = []
-    versions, errors = run.resolve(("newest",), pinned(checkout), told.append)
+def test_newest_selects_newer_releases(checkout: Path, released: None) -> None:
+    messages: list[str] = []
+    versions, errors = run.resolve(("newest",), pinned(checkout), messages.append)
     assert {str(version) for version in versions.values()} == {"6.0"}
-    assert "transformers: newest 6.0, tested 5.23.0 (newer)" in told
+    assert "transformers: newest 6.0, tested 5.23.0 (newer)" in messages
     assert not errors
 
 
-def test_nothing_newer(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_without_newer_release(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daily workflow succeeds on a day without releases."""
     monkeypatch.setattr(run, "tested_versions", lambda _: dict.fromkeys(PACKAGES, Version("6.0")))
     result = CliRunner().invoke(app, ["newest", "--checkout", str(checkout), "--out", str(checkout / "out")])
@@ -96,7 +96,7 @@ def test_nothing_newer(checkout: Path, released: None, monkeypatch: pytest.Monke
     assert (checkout / "out" / "report.json").is_file()
 
 
-def test_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_index_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     result = CliRunner().invoke(app, ["newest", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
@@ -104,11 +104,13 @@ def test_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "http://127.0.0.1:9/simple/transformers/" in line
 
 
-def test_package_that_does_not_install(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_failure_does_not_stop_other_packages(
+    checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other packages are judged, and recorded outcomes remain."""
-    kept = checkout / "out" / "kept.jsonl"
-    kept.parent.mkdir()
-    kept.touch()
+    outcome_file = checkout / "out" / "kept.jsonl"
+    outcome_file.parent.mkdir()
+    outcome_file.touch()
 
     def make(versions: dict[str, Version], *_: Any, **__: Any) -> Environment:
         if "peft" in versions:
@@ -122,10 +124,10 @@ def test_package_that_does_not_install(checkout: Path, released: None, monkeypat
     report = release_check(request, print)
     assert {cause.kind for cause in report.causes} == {Kind.CONFLICT, Kind.EXCEPTION}
     assert report.status == 1
-    assert kept.exists()
+    assert outcome_file.exists()
 
 
-def test_nothing_installs(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_failure_of_all_packages(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(*_: Any, **__: Any) -> Environment:
         raise InstallError("transformers==6.0: pip cannot install it")
 
@@ -135,7 +137,9 @@ def test_nothing_installs(checkout: Path, released: None, monkeypatch: pytest.Mo
     assert report.status == 2
 
 
-def test_phase_that_fails_leaves_the_others(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_phase_does_not_stop_other_phases(
+    checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(_: Subject) -> Iterator[Finding]:
         raise ReleaseCheckError("sweep: took too long")
 
@@ -148,7 +152,7 @@ def test_phase_that_fails_leaves_the_others(checkout: Path, released: None, monk
     assert len(report.causes) == 1
 
 
-def test_diff_of_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_contains_function_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"5.0": "class A:\n    def f(self, old): ...\n", "6.0": "class A:\n    def f(self, new): ...\n"}
 
     def sources_of(_: str, version: Version, __: Path) -> Any:
@@ -196,9 +200,7 @@ def test_suite_resumes(tmp_path: Path, checkout: Path, monkeypatch: pytest.Monke
     assert (checkout / "ran").read_text() == "0122"
 
 
-def test_pytest_that_does_not_start_is_an_error(
-    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pytest_start_failure_raises(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest exits with 1, as it does with failed tests."""
     (checkout / "test_planted.py").write_text(TESTS)
     monkeypatch.setattr(Environment, "python", Path(sys.executable))
@@ -210,7 +212,7 @@ def test_pytest_that_does_not_start_is_an_error(
         list(suite(subject))
 
 
-def test_issues_are_updated_and_not_opened_twice() -> None:
+def test_issues_are_updated_instead_of_reopened() -> None:
     cause = Cause(FINDING.kind, FINDING.subject, FINDING.detail, [FINDING])
     report = {"versions": {"transformers": "6.0"}, "causes": [cause.to_json()], "diffs": {}}
     report = json.loads(json.dumps(report))
@@ -231,6 +233,6 @@ def test_issues_are_updated_and_not_opened_twice() -> None:
     ]
 
 
-def test_unknown_release_names_the_newest(released: None) -> None:
+def test_unknown_release_error_names_newest(released: None) -> None:
     with pytest.raises(NoReleaseError, match=r"newest: 5\.23\.0, 6\.0"):
         index.wheel("peft", Version("7.0"))

@@ -26,11 +26,11 @@ BASELINE = {
 
 
 def module(name: str, text: str, monkeypatch: pytest.MonkeyPatch, **names: Any) -> ModuleType:
-    made = ModuleType(name)
-    vars(made).update(names)
-    exec(text, vars(made))
-    monkeypatch.setitem(sys.modules, name, made)
-    return made
+    module_ = ModuleType(name)
+    vars(module_).update(names)
+    exec(text, vars(module_))
+    monkeypatch.setitem(sys.modules, name, module_)
+    return module_
 
 
 @pytest.fixture
@@ -54,19 +54,19 @@ def findings(text: str, upstream: ModuleType, baseline: Sources, monkeypatch: py
     return list(changed_parameters({ours.Layer: ["PlantedForCausalLM"]}, baseline))
 
 
-def test_planted_rename(upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_parameter(upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "class Layer(Upstream):\n    def forward(self, x, *args, past=None, **kwargs): ...\n"
-    (found,) = findings(text, upstream, baseline, monkeypatch)
-    assert (found.kind, found.detail) == (Kind.RENAMED_PARAMETER, "past")
-    assert found.subject == "nrl_models.families.planted:Layer.forward"
-    assert found.functions == ("transformers.models.planted:Layer.forward",)
-    assert found.architectures == ("PlantedForCausalLM",)
+    (finding,) = findings(text, upstream, baseline, monkeypatch)
+    assert (finding.kind, finding.detail) == (Kind.RENAMED_PARAMETER, "past")
+    assert finding.subject == "nrl_models.families.planted:Layer.forward"
+    assert finding.functions == ("transformers.models.planted:Layer.forward",)
+    assert finding.architectures == ("PlantedForCausalLM",)
 
 
-def test_planted_move(upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_parameter(upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "class Layer(Upstream):\n    def moved(self, x, y): ...\n"
-    found = findings(text, upstream, baseline, monkeypatch)
-    assert {(finding.kind, finding.detail) for finding in found} == {
+    results = findings(text, upstream, baseline, monkeypatch)
+    assert {(finding.kind, finding.detail) for finding in results} == {
         (Kind.MOVED_PARAMETER, "x"),
         (Kind.MOVED_PARAMETER, "y"),
     }
@@ -76,7 +76,7 @@ def test_planted_move(upstream: ModuleType, baseline: Sources, monkeypatch: pyte
     "signature",
     ["forward(self, x, *args, **kwargs)", "forward(self, x, mask=None, *, ours=None)", "same(self, x)"],
 )
-def test_parameters_of_our_own_are_no_finding(
+def test_added_parameters_are_not_findings(
     signature: str, upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"class Layer(Upstream):\n    def {signature}: ...\n"
@@ -89,15 +89,15 @@ def checkout_with(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_planted_field(tmp_path: Path) -> None:
+def test_missing_output_field(tmp_path: Path) -> None:
     text = (
         "from transformers.modeling_outputs import BaseModelOutput\nBaseModelOutput(last_hidden_state=1, planted=2)\n"
     )
-    (found,) = missing_fields(checkout_with(tmp_path, text), {})
-    assert (found.kind, found.detail) == (Kind.MISSING_FIELD, "planted")
+    (finding,) = missing_fields(checkout_with(tmp_path, text), {})
+    assert (finding.kind, finding.detail) == (Kind.MISSING_FIELD, "planted")
 
 
-def test_planted_keyword(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swallowed_keyword(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One class still takes the old name, another drops it."""
     import transformers
 
@@ -113,6 +113,6 @@ def test_planted_keyword(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("tools.release_check.upstream_code.signatures._generating_classes", lambda: ["Kept", "Dropped"])
     for name in ("Kept", "Dropped"):
         monkeypatch.setattr(transformers, name, getattr(upstream, name), raising=False)
-    (found,) = swallowed_keywords(checkout_with(tmp_path, "model(past=1)\n"), installed)
-    assert (found.kind, found.subject, found.detail) == (Kind.SWALLOWED_KEYWORD, "past", "cache")
-    assert found.architectures == ("Dropped",)
+    (finding,) = swallowed_keywords(checkout_with(tmp_path, "model(past=1)\n"), installed)
+    assert (finding.kind, finding.subject, finding.detail) == (Kind.SWALLOWED_KEYWORD, "past", "cache")
+    assert finding.architectures == ("Dropped",)

@@ -56,7 +56,7 @@ def test_changed_functions_ignore_comments_and_docstrings(tmp_path: Path, old: S
     assert not changed_functions(old, sources(tmp_path, "1.1", words), "upstream.models.one")
 
 
-def test_name_through_star_imports(old: Sources) -> None:
+def test_has_name_follows_star_imports(old: Sources) -> None:
     assert old.has_name("upstream", "Base")
     assert old.has_name("upstream", "models")
     assert not old.has_name("upstream", "One")
@@ -90,16 +90,16 @@ def test_missing_names(tmp_path: Path, old: Sources) -> None:
         "import upstream.nowhere\n"
         "try:\n    from upstream import optional\nexcept ImportError:\n    optional = None\n"
     )
-    found = missing_names(checkout_with(tmp_path, text), "upstream", old)
-    assert [finding.detail for finding in found] == ["_gone", ""]
+    findings = missing_names(checkout_with(tmp_path, text), "upstream", old)
+    assert [finding.detail for finding in findings] == ["_gone", ""]
 
 
 def test_missing_attributes(tmp_path: Path, old: Sources) -> None:
-    found = missing_torch_attributes(checkout_with(tmp_path, ""), old)
-    assert [finding.detail for finding in found] == ["Base._gone"]
+    findings = missing_torch_attributes(checkout_with(tmp_path, ""), old)
+    assert [finding.detail for finding in findings] == ["Base._gone"]
 
 
-def test_stored_wheel_is_read_without_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_wheel_is_read_without_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
     wheel(tmp_path, "3.0", OLD)
     assert sources_of("upstream", Version("3.0"), tmp_path).has_name("upstream", "Base")

@@ -7,7 +7,7 @@ from worker_subjects import run
 from tools.release_check.workers import End, Ending, Result, run_subjects
 
 
-def test_crash_and_timeout_lose_one_subject_each() -> None:
+def test_crash_and_timeout_affect_one_subject_each() -> None:
     events = list(run_subjects(run, ["a", "crash", "hang", "raise", "b"], jobs=1, timeout=10))
     values = {event.value for event in events if isinstance(event, Result)}
     assert values == {"a 1", "a 2", "crash 1", "hang 1", "raise 1", "b 1", "b 2"}
@@ -23,5 +23,5 @@ def test_crash_and_timeout_lose_one_subject_each() -> None:
     assert ends["raise"].detail == "ModuleNotFoundError: No module named 'missing'"
 
 
-def test_no_subjects_start_no_worker() -> None:
+def test_empty_subjects_start_no_worker() -> None:
     assert list(run_subjects(run, [], jobs=2, timeout=1)) == []
