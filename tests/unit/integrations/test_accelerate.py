@@ -33,19 +33,19 @@ MAP = {
 """A device map for `dispatch_model`. With the CPU as the main device, only "disk" is another device."""
 
 
-def offloaded_to_memory(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def offload_to_memory(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return accelerate.cpu_offload(model, execution_device="cpu")
 
 
-def offloaded_to_disk(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def offload_to_disk(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return accelerate.disk_offload(model, folder, execution_device="cpu")
 
 
-def dispatched(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def dispatch(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return accelerate.dispatch_model(model, MAP, offload_dir=folder, main_device="cpu", force_hooks=True)
 
 
-PLACES = [offloaded_to_memory, offloaded_to_disk, dispatched]
+PLACES = [offload_to_memory, offload_to_disk, dispatch]
 places = pytest.mark.parametrize("place", PLACES)
 
 Place = Callable[[PreTrainedModel, Path], PreTrainedModel]
@@ -74,7 +74,7 @@ def _fresh_state() -> Iterator[None]:
 
 
 @places
-def test_an_offloaded_model_computes_the_same(
+def test_offloaded_model_matches_reference(
     place: Place, llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=True), tmp_path)
@@ -87,7 +87,7 @@ def test_an_offloaded_model_computes_the_same(
 
 
 @places
-def test_logprobs_of_an_offloaded_model(
+def test_logprobs_of_offloaded_model(
     place: Place, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
@@ -95,35 +95,35 @@ def test_logprobs_of_an_offloaded_model(
         expected = token_logprobs(model, input_ids).logprobs
         model = place(model, tmp_path)
         for chunk_size in ("auto", None):
-            found = token_logprobs(model, input_ids, chunk_size=chunk_size)
+            result = token_logprobs(model, input_ids, chunk_size=chunk_size)
             rollouts = rollout_logprobs(model, input_ids.tolist(), chunk_size=chunk_size)
-            assert_close(found.logprobs, expected)
+            assert_close(result.logprobs, expected)
             assert_close(rollouts.logprobs, expected)
 
 
 @places
-def test_an_offloaded_model_saves_all_of_its_weights(place: Place, llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_offloaded_model_saves_all_weights(place: Place, llama_checkpoint: Path, tmp_path: Path) -> None:
     model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint), tmp_path / "offload")
     model.save_pretrained(tmp_path / "saved")
     assert_same(stored(tmp_path / "saved"), stored(llama_checkpoint))
 
 
 @places
-def test_an_offloaded_model_saves_tied_weights_once(place: Place, tmp_path: Path) -> None:
+def test_offloaded_model_saves_tied_weights_once(place: Place, tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path / "tied")
     model = place(AutoModelForCausalLM.from_pretrained(tmp_path / "tied"), tmp_path / "offload")
     model.save_pretrained(tmp_path / "saved")
     assert_same(stored(tmp_path / "saved"), stored(tmp_path / "tied"))
 
 
-def test_a_model_without_values_is_not_saved(llama_config: LlamaConfig, tmp_path: Path) -> None:
+def test_saving_meta_model_raises(llama_config: LlamaConfig, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(llama_config, device="meta")
     with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight: is on meta"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
-def test_automatic_placement_cuts_where_it_cuts_the_hugging_face_model(llama_checkpoint: Path) -> None:
+def test_infer_auto_device_map_matches_transformers(llama_checkpoint: Path) -> None:
     maps = []
     for auto in (transformers.AutoModelForCausalLM, AutoModelForCausalLM):
         model = auto.from_pretrained(llama_checkpoint)
@@ -139,7 +139,9 @@ def test_automatic_placement_cuts_where_it_cuts_the_hugging_face_model(llama_che
 
 @pytest.mark.usefixtures("_fresh_state")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_prepared_model_trains_the_same(precision: str, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_prepared_model_training_matches_transformers(
+    precision: str, llama_checkpoint: Path, input_ids: torch.Tensor
+) -> None:
     losses = []
     for auto in (transformers.AutoModelForCausalLM, AutoModelForCausalLM):
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
@@ -161,7 +163,7 @@ def test_a_prepared_model_trains_the_same(precision: str, llama_checkpoint: Path
 
 
 @pytest.mark.usefixtures("_fresh_state")
-def test_logprobs_of_a_model_prepared_in_mixed_precision(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_logprobs_of_model_prepared_in_mixed_precision(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     with torch.no_grad():
@@ -172,14 +174,14 @@ def test_logprobs_of_a_model_prepared_in_mixed_precision(llama_checkpoint: Path,
 
 
 @pytest.mark.usefixtures("_fresh_state")
-def test_a_model_that_accelerate_saves_is_transformers(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_accelerate_save_model_writes_transformers_checkpoint(llama_checkpoint: Path, tmp_path: Path) -> None:
     """Every tensor is saved, because fused linears are not mistaken for tied ones. Both libraries load the file."""
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     accelerate.Accelerator(cpu=True).save_model(model, str(tmp_path))
     assert_same(stored(tmp_path), stored(llama_checkpoint))
 
 
-def test_a_checkpoint_that_accelerate_loads_fills_every_parameter(
+def test_load_checkpoint_in_model_loads_every_parameter(
     llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor
 ) -> None:
     torch.manual_seed(1)
@@ -193,7 +195,7 @@ def test_a_checkpoint_that_accelerate_loads_fills_every_parameter(
 
 
 @pytest.mark.usefixtures("_fresh_state")
-def test_a_saved_state_goes_on(llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path) -> None:
+def test_training_resumes_from_saved_state(llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint).train()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

@@ -29,7 +29,7 @@ def gradients(model: PreTrainedModel, run: object, input_ids: torch.Tensor) -> d
 
 
 @pytest.mark.parametrize("packed_before", [False, True])
-def test_a_forward_and_backward_is_one_graph_compiled_once(
+def test_forward_and_backward_compile_one_graph_once(
     llama_checkpoint: Path, input_ids: torch.Tensor, packed_before: bool
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
@@ -50,7 +50,7 @@ def test_a_forward_and_backward_is_one_graph_compiled_once(
     assert not _dynamo.utils.counters["graph_break"]
 
 
-def test_compiled_code_sees_later_changes_of_a_part(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_compiled_linear_uses_changed_weights(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     attention = model.model.layers[0].self_attn
     compiled = torch.compile(attention.q_proj, fullgraph=True, backend="aot_eager")

@@ -45,7 +45,7 @@ def generate(model: PreTrainedModel, **inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_same_tokens_are_chosen(
+def test_generated_tokens_match_transformers(
     options: dict[str, Any], models: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor
 ) -> None:
     expected, actual = (generate(model, input_ids=input_ids, **options) for model in models)
@@ -53,7 +53,7 @@ def test_the_same_tokens_are_chosen(
     assert actual.shape[1] == input_ids.shape[1] + NEW
 
 
-def test_another_seed_gives_other_samples(
+def test_different_seed_gives_different_samples(
     models: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor
 ) -> None:
     first = generate(models[1], input_ids=input_ids, do_sample=True)
@@ -61,16 +61,16 @@ def test_another_seed_gives_other_samples(
     assert not torch.equal(models[1].generate(input_ids=input_ids, do_sample=True, max_new_tokens=NEW), first)
 
 
-def test_scores_are_those_of_transformers(
-    models: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor
-) -> None:
+def test_scores_match_transformers(models: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor) -> None:
     options = {"do_sample": False, "output_scores": True, "output_logits": True, "return_dict_in_generate": True}
     expected, actual = (generate(model, input_ids=input_ids, **options) for model in models)
     torch.testing.assert_close(actual.logits, expected.logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(actual.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
 
-def test_prompts_of_different_lengths(models: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor) -> None:
+def test_left_padded_prompts_match_transformers(
+    models: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor
+) -> None:
     padded = input_ids.clone()
     padded[0, :5] = 0
     mask = torch.ones_like(padded)
@@ -83,7 +83,7 @@ def test_prompts_of_different_lengths(models: tuple[PreTrainedModel, PreTrainedM
 
 
 @pytest.mark.parametrize("assistant", ["another model", "prompt lookup"])
-def test_assisted_generation_gives_the_tokens_of_the_model_alone(
+def test_assisted_generation_matches_greedy_decoding(
     assistant: str, models: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     if assistant == "another model":
@@ -95,7 +95,7 @@ def test_assisted_generation_gives_the_tokens_of_the_model_alone(
     assert torch.equal(generate(models[1], **prompt, **options), generate(models[0], **prompt))
 
 
-def test_generating_between_training_steps(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_generation_between_training_steps(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     """Sample, train on the samples, and sample again, as an RL trainer does."""
     rollouts = []
     for auto in (transformers.AutoModelForCausalLM, AutoModelForCausalLM):

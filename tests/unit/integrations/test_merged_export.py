@@ -77,7 +77,7 @@ def merged_by_peft(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_is_what_merging_would_give(name: str) -> None:
+def test_export_matches_merge_and_unload(name: str) -> None:
     architecture, config = CONFIGS[name]
     model = adapted(architecture, config())
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -94,7 +94,7 @@ def test_it_is_what_merging_would_give(name: str) -> None:
     assert not any(getattr(module, "merged", False) for module in model.modules())
 
 
-def test_the_weights_changed() -> None:
+def test_export_changes_adapted_weights() -> None:
     """The adapter changes weights, so the comparisons above are not trivially true."""
     model = adapted(MIXTURE, CONFIGS["experts"][1]())
     sent = export(model)
@@ -105,7 +105,7 @@ def test_the_weights_changed() -> None:
     assert changed == {name for name in sent if "q_proj" in name or ".mlp.experts." in name}
 
 
-def test_what_forward_computes_is_sent() -> None:
+def test_export_follows_active_adapter() -> None:
     """The export matches the forward: only the active adapter, no disabled adapter, no merged adapter twice."""
     model = adapted(DENSE, lora())
     model.add_adapter("second", lora(target_modules=["k_proj"]))
@@ -125,7 +125,7 @@ def test_what_forward_computes_is_sent() -> None:
 
 
 @pytest.mark.parametrize("name", ["LoRA", "DoRA", "IA3", "a whole part", "embeddings", "tokens", "experts"])
-def test_disabled_adapters_are_not_sent(name: str) -> None:
+def test_disabled_adapters_are_not_exported(name: str) -> None:
     """PEFT unmerges adapters that are merged in place in the next forward."""
     architecture, config = CONFIGS[name]
     model = adapted(architecture, config())
@@ -138,7 +138,7 @@ def test_disabled_adapters_are_not_sent(name: str) -> None:
         torch.testing.assert_close(export(model), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_mixed_adapters_and_a_tuner_without_a_peft_model() -> None:
+def test_mixed_adapters_and_bare_tuner() -> None:
     def plain() -> nn.Module:
         return copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
 
@@ -153,7 +153,7 @@ def test_mixed_adapters_and_a_tuner_without_a_peft_model() -> None:
         )
 
 
-def test_adapter_around_another_one() -> None:
+def test_nested_adapters() -> None:
     """PEFT wraps a linear with LoRA in the module of a second `PeftModel`."""
     base = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
     torch.manual_seed(0)
@@ -170,13 +170,13 @@ def test_adapter_around_another_one() -> None:
         torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_of_a_model_without_adapters_it_is_its_own() -> None:
+def test_export_adapter_of_model_without_adapters() -> None:
     model = FamilyCase(registry.model_class(DENSE)).model()
     assert export_adapter(model) is model.state_dict_adapter
 
 
 @pytest.mark.usefixtures("accepts_installed_peft")
-def test_a_model_that_adapters_were_added_to() -> None:
+def test_export_after_transformers_add_adapter() -> None:
     """Adapters added by transformers' `add_adapter`, without a `PeftModel`."""
     model = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
     model.add_adapter(lora())
@@ -186,16 +186,16 @@ def test_a_model_that_adapters_were_added_to() -> None:
     assert_same(export(model), merged_by_peft(wrapped))
 
 
-def test_without_it_an_engine_gets_nothing_and_says_what_to_do() -> None:
+def test_refit_without_merging_raises() -> None:
     """Without merging, the refit sends nothing: neither base weights alone nor names that engines do not know."""
     plain = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
     before = plain.state_dict_adapter
     model = get_peft_model(plain, lora())
     engine = HFEngine(copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()))
     for adapter in (before, plain.state_dict_adapter):
-        for given in (plain, model):
+        for source in (plain, model):
             with pytest.raises(StateDictError, match=r"nrl_models\.export_adapter\(model\)\.iter_export\(model\)"):
-                engine.refit(adapter.iter_export(given), partial=True)
+                engine.refit(adapter.iter_export(source), partial=True)
     with pytest.raises(StateDictError, match="would lack the adapters"):
         plain.state_dict_adapter.export_plan()
     engine.generate([[1, 2]], Sampling(), max_new_tokens=1)  # the engine still works, because no weights were sent
@@ -221,7 +221,7 @@ ON_TIED: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", ON_TIED)
-def test_tied_model_with_adapters_exports_what_its_forward_computes(name: str) -> None:
+def test_export_of_tied_model_matches_forward(name: str) -> None:
     options, unties = ON_TIED[name]
     case = FamilyCase(registry.model_class(DENSE), tiny={"tie_word_embeddings": True})
     torch.manual_seed(0)
@@ -243,7 +243,7 @@ def test_tied_model_with_adapters_exports_what_its_forward_computes(name: str) -
         torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-4)
 
 
-def test_model_that_peft_merged_and_untied_keeps_its_head(tmp_path: Path) -> None:
+def test_head_untied_by_peft_is_kept(tmp_path: Path) -> None:
     case = FamilyCase(registry.model_class(DENSE), tiny={"tie_word_embeddings": True})
     model = get_peft_model(copy.deepcopy(case.model()), lora(modules_to_save=BOTH))
     before = model.get_base_model().state_dict_adapter
@@ -268,7 +268,7 @@ def test_model_that_peft_merged_and_untied_keeps_its_head(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wrap", "inner"), [(AveragedModel, "module"), (nn.Sequential, "0")], ids=["moving average", "sequence"]
 )
-def test_modules_around_a_model_that_are_no_wrappers(wrap: Callable[[nn.Module], nn.Module], inner: str) -> None:
+def test_export_of_unsupported_wrapper_raises(wrap: Callable[[nn.Module], nn.Module], inner: str) -> None:
     model = wrap(FamilyCase(registry.model_class(DENSE)).model())
     with pytest.raises(StateDictError, match=rf"{type(model).__name__}: is neither .*\n.*pass .* model\.{inner}"):
         export_adapter(model)
@@ -282,7 +282,7 @@ def test_modules_around_a_model_that_are_no_wrappers(wrap: Callable[[nn.Module],
 
 
 @pytest.mark.parametrize("name", ["LoRA", "a whole part", "embeddings", "experts"])
-def test_views_leave_out_merged_weights(name: str) -> None:
+def test_views_exclude_merged_weights(name: str) -> None:
     architecture, config = CONFIGS[name]
     model = adapted(architecture, config())
     adapter, sent = export_adapter(model), export(model)
@@ -294,23 +294,23 @@ def test_views_leave_out_merged_weights(name: str) -> None:
     assert sorted(views) == sorted(expected)
 
 
-def test_views_of_own_adapter_raise_for_a_model_with_adapters() -> None:
+def test_hf_views_with_adapters_raise() -> None:
     before = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()).state_dict_adapter
     model = adapted(DENSE, lora())
     inner = model.get_base_model()
-    for adapter, of in [(inner.state_dict_adapter, inner), (inner.state_dict_adapter, model), (before, model)]:
+    for adapter, model_ in [(inner.state_dict_adapter, inner), (inner.state_dict_adapter, model), (before, model)]:
         with pytest.raises(StateDictError, match="export_adapter"):
-            adapter.hf_views(of)
+            adapter.hf_views(model_)
 
 
 @pytest.mark.parametrize("name", ["LoRA", "experts", "embeddings"])
-def test_merged_tensors_are_saved_without_unloading_the_adapter(name: str, tmp_path: Path) -> None:
+def test_save_merged_weights_without_unloading_adapter(name: str, tmp_path: Path) -> None:
     architecture, config = CONFIGS[name]
     model = adapted(architecture, config())
     base = model.get_base_model()
     adapter = export_adapter(model)
-    given = adapter.from_hf({key: tensor.clone() for key, tensor in adapter.iter_export(model)}, strict=False)
-    base.save_pretrained(tmp_path, state_dict=given)
+    merged_state = adapter.from_hf({key: tensor.clone() for key, tensor in adapter.iter_export(model)}, strict=False)
+    base.save_pretrained(tmp_path, state_dict=merged_state)
     assert_same(stored(tmp_path), export(model))
     for with_adapters in (model.state_dict(), base.state_dict()):
         with pytest.raises(StateDictError, match="merge_and_unload"):
@@ -318,7 +318,7 @@ def test_merged_tensors_are_saved_without_unloading_the_adapter(name: str, tmp_p
     assert_same(stored(tmp_path), export(model))
 
 
-def test_prompts_reach_no_weight() -> None:
+def test_prompt_tuning_raises() -> None:
     model = get_peft_model(
         copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()),
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
@@ -327,14 +327,14 @@ def test_prompts_reach_no_weight() -> None:
         export_adapter(model)
 
 
-def test_a_tensor_that_belongs_to_no_adapter_is_named() -> None:
+def test_unknown_parameter_in_adapter_raises() -> None:
     model = adapted(DENSE, lora())
     model.get_base_model().model.layers[1].self_attn.q_proj.stray = nn.Parameter(torch.ones(2))
     with pytest.raises(StateDictError, match=r"model\.layers\.1\.self_attn\.q_proj\.stray: reaches no weight"):
         export_adapter(model)
 
 
-def test_one_of_two_tied_weights() -> None:
+def test_adapter_on_one_of_two_tied_weights_raises() -> None:
     case = FamilyCase(registry.model_class(DENSE), tiny={"tie_word_embeddings": True})
     model = get_peft_model(copy.deepcopy(case.model()), lora(target_modules=["embed_tokens"]))
     with pytest.raises(StateDictError, match=r"lm_head\.weight: is tied to model\.embed_tokens\.weight, and only one"):
@@ -343,7 +343,7 @@ def test_one_of_two_tied_weights() -> None:
         assert HEAD not in dict(export_adapter(model).iter_export(model))
 
 
-def test_advice_for_quantized_weights_under_an_adapter(llama_checkpoint: Path) -> None:
+def test_quantized_model_with_adapter_raises(llama_checkpoint: Path) -> None:
     pytest.importorskip("bitsandbytes")
     quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, quantization_config=quantization, device_map="cpu")
@@ -375,14 +375,14 @@ UNMERGEABLE: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNMERGEABLE)
-def test_adapter_that_peft_does_not_merge_is_refused_before_anything_is_sent(name: str) -> None:
+def test_unmergeable_adapter_raises_before_export(name: str) -> None:
     config, message = UNMERGEABLE[name]
     model = get_peft_model(copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()), config())
     with pytest.raises(StateDictError, match=message):
         export_adapter(model)
 
 
-def test_adapter_that_becomes_unmergeable_is_refused_before_anything_is_sent() -> None:
+def test_adapter_that_becomes_unmergeable_raises_before_export() -> None:
     model = adapted(DENSE, lora())
     exporter = export_adapter(model)
     model.add_adapter("second", lora(lora_bias=True, target_modules=["v_proj"]))
@@ -393,7 +393,7 @@ def test_adapter_that_becomes_unmergeable_is_refused_before_anything_is_sent() -
         assert next(exporter.iter_export(model))
 
 
-def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_error_of_peft_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(DENSE, lora())
 
     def fails(*_: Any, **__: Any) -> None:
@@ -408,10 +408,10 @@ def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bug", ["the base is sent", "the model is merged"])
-def test_they_find(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_checks_detect_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "the base is sent":
         monkeypatch.setattr(merged, "is_disabled", lambda wrapper: True)
     else:
         monkeypatch.setattr(merged, "copy", SimpleNamespace(deepcopy=lambda module, _: module))
     with pytest.raises(AssertionError):
-        test_it_is_what_merging_would_give("experts")
+        test_export_matches_merge_and_unload("experts")

@@ -96,7 +96,7 @@ def adapter(request: pytest.FixtureRequest, llama_checkpoint: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.parametrize(("train", "load"), [(theirs, ours), (ours, theirs)], ids=["theirs to ours", "ours to theirs"])
-def test_a_trained_adapter_loads_in_the_other_library(
+def test_trained_adapter_loads_in_other_library(
     name: str, train: Load, load: Load, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_a_trained_adapter_loads_in_the_other_library(
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_peft_saves_what_it_saves_of_the_hugging_face_model(
+def test_saved_adapter_files_match_transformers(
     name: str, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     folders = []
@@ -124,7 +124,7 @@ def test_peft_saves_what_it_saves_of_the_hugging_face_model(
     assert configs[1] == configs[0]
 
 
-def test_an_adapter_without_a_task_type_names_the_transformers_class(
+def test_adapter_without_task_type_names_transformers_class(
     llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     model = get_peft_model(ours(llama_checkpoint), random_lora(task_type=None))
@@ -132,19 +132,19 @@ def test_an_adapter_without_a_task_type_names_the_transformers_class(
     mapping = json.loads((tmp_path / "adapter_config.json").read_text())["auto_mapping"]
     assert mapping["base_model_class"] == "LlamaForCausalLM"
     assert mapping["parent_library"] == transformers.LlamaForCausalLM.__module__
-    found = peft.AutoPeftModel.from_pretrained(tmp_path)
-    assert type(found.get_base_model()) is transformers.LlamaForCausalLM
-    assert_close(logits(found, input_ids), logits(model, input_ids))
+    loaded = peft.AutoPeftModel.from_pretrained(tmp_path)
+    assert type(loaded.get_base_model()) is transformers.LlamaForCausalLM
+    assert_close(logits(loaded, input_ids), logits(model, input_ids))
 
 
-def test_an_adapter_with_a_task_type_is_found_by_peft_alone(
+def test_adapter_with_task_type_loads_with_auto_peft_model(
     llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     model = get_peft_model(ours(llama_checkpoint), random_lora())
     model.save_pretrained(tmp_path)
-    found = AutoPeftModelForCausalLM.from_pretrained(tmp_path)
-    assert type(found.get_base_model()) is transformers.LlamaForCausalLM
-    assert_close(logits(found, input_ids), logits(model, input_ids))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded.get_base_model()) is transformers.LlamaForCausalLM
+    assert_close(logits(loaded, input_ids), logits(model, input_ids))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_an_adapter_with_a_task_type_is_found_by_peft_alone(
     ],
     ids=["stacks", "old names"],
 )
-def test_an_adapter_of_experts(
+def test_adapter_on_experts_matches_transformers(
     options: dict[str, Any], mixtral_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -170,12 +170,12 @@ def test_an_adapter_of_experts(
     assert_close(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
 
 
-def test_an_adapters_folder_is_no_model(adapter: Path) -> None:
+def test_loading_adapter_folder_raises(adapter: Path) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)is that of a PEFT adapter, and the model's files.*PeftModel"):
         ours(adapter)
 
 
-def test_an_adapter_beside_a_model_is_not_left_out_in_silence(adapter: Path, folder: Path) -> None:
+def test_adapter_in_model_folder_raises(adapter: Path, folder: Path) -> None:
     shutil.copytree(adapter, folder, dirs_exist_ok=True)
     with pytest.raises(
         CheckpointError,
@@ -187,7 +187,7 @@ def test_an_adapter_beside_a_model_is_not_left_out_in_silence(adapter: Path, fol
 # In memory
 
 
-def test_all_linear_finds_each_linear_of_the_hugging_face_model_once(llama_checkpoint: Path) -> None:
+def test_all_linear_targets_match_transformers(llama_checkpoint: Path) -> None:
     config = LoraConfig(target_modules="all-linear")
     expected, actual = (get_peft_model(load(llama_checkpoint), config) for load in (theirs, ours))
     assert actual.base_model.targeted_module_names == expected.base_model.targeted_module_names
@@ -197,7 +197,7 @@ def test_all_linear_finds_each_linear_of_the_hugging_face_model_once(llama_check
     ]
 
 
-def test_a_groups_name_is_no_target(llama_checkpoint: Path) -> None:
+def test_group_name_as_target_raises(llama_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="not found in the base model"):
         get_peft_model(ours(llama_checkpoint), LoraConfig(target_modules=["qkv_proj"]))
 
@@ -216,7 +216,7 @@ UNMERGED_LAZILY: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", UNMERGED_LAZILY)
-def test_adapters_that_were_merged_can_be_disabled(name: str, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_merged_adapters_can_be_disabled(name: str, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     """PEFT unmerges each linear when it is called, without changing the version counters of the weights."""
     torch.manual_seed(0)
     base = ours(llama_checkpoint)
@@ -234,7 +234,7 @@ def test_adapters_that_were_merged_can_be_disabled(name: str, llama_checkpoint: 
     assert not torch.allclose(logits(model, input_ids), expected, atol=1e-2)
 
 
-def test_groups_that_peft_wraps_run_apart_and_merged_ones_together_again(
+def test_groups_are_unfused_with_adapters_and_fused_after_merge(
     adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor
 ) -> None:
     """Each adapter runs its linear separately, with other calls in between."""
@@ -247,7 +247,7 @@ def test_groups_that_peft_wraps_run_apart_and_merged_ones_together_again(
     assert [group.joined for group in report(merged)] == [True] * 4
 
 
-def test_adapter_gradients_equal(adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_adapter_gradients_match_transformers(adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     gradients = []
     for load in (theirs, ours):
         model = PeftModel.from_pretrained(load(llama_checkpoint), adapter, is_trainable=True).train()
@@ -261,9 +261,7 @@ def test_adapter_gradients_equal(adapter: Path, llama_checkpoint: Path, input_id
     assert_close(actual, expected)
 
 
-def test_a_disabled_adapter_leaves_the_base_model(
-    adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor
-) -> None:
+def test_disabled_adapter_matches_base_model(adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     base = ours(llama_checkpoint)
     expected = logits(base, input_ids)
     model = PeftModel.from_pretrained(base, adapter)
@@ -274,7 +272,7 @@ def test_a_disabled_adapter_leaves_the_base_model(
     assert not torch.allclose(with_adapter, expected, atol=0.1)
 
 
-def test_a_disabled_module_to_save_leaves_the_base_model(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_disabled_modules_to_save_matches_base_model(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     base = ours(llama_checkpoint)
     expected = logits(base, input_ids)
     model = trained(get_peft_model(base, ADAPTERS["with a whole part"]()), input_ids)
@@ -283,7 +281,7 @@ def test_a_disabled_module_to_save_leaves_the_base_model(llama_checkpoint: Path,
         assert_close(logits(model, input_ids), expected)
 
 
-def test_several_adapters(adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+def test_multiple_adapters_match_transformers(adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     outputs = []
     for load in (theirs, ours):
         model = PeftModel.from_pretrained(load(llama_checkpoint), adapter)
@@ -305,14 +303,14 @@ def test_several_adapters(adapter: Path, llama_checkpoint: Path, input_ids: torc
 # Saving
 
 
-@pytest.mark.parametrize("how", ["wrapped", "merged in place", "injected"])
-def test_saving_the_inner_model_raises(how: str, llama_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["wrapped", "merged in place", "injected"])
+def test_saving_the_inner_model_raises(kind: str, llama_checkpoint: Path, tmp_path: Path) -> None:
     model: Any = ours(llama_checkpoint)
-    if how == "injected":
+    if kind == "injected":
         peft.inject_adapter_in_model(random_lora(), model)
     else:
         wrapped = get_peft_model(model, random_lora())
-        if how == "merged in place":
+        if kind == "merged in place":
             wrapped.merge_adapter()
     with pytest.raises(StateDictError, match=r"saved weights would lack the adapters[\s\S]*merge_and_unload"):
         model.save_pretrained(tmp_path / "saved")
@@ -322,7 +320,7 @@ def test_saving_the_inner_model_raises(how: str, llama_checkpoint: Path, tmp_pat
 # Merging
 
 
-def test_a_merged_model_saves_what_the_merged_hugging_face_model_saves(
+def test_merged_model_saves_same_weights_as_transformers(
     adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     outputs = []
@@ -346,7 +344,7 @@ def test_a_merged_model_saves_what_the_merged_hugging_face_model_saves(
         assert_close(logits(load(tmp_path / "ours"), input_ids), outputs[0])
 
 
-def test_a_whole_part_is_merged_into_what_is_saved(
+def test_modules_to_save_is_merged_into_saved_weights(
     llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     model = trained(get_peft_model(ours(llama_checkpoint), ADAPTERS["with a whole part"]()), input_ids)
@@ -359,7 +357,7 @@ def test_a_whole_part_is_merged_into_what_is_saved(
         assert_close(logits(load(tmp_path), input_ids), expected)
 
 
-def test_merging_in_place_and_back_for_a_refit(
+def test_merge_and_unmerge_for_refit(
     adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     """Merge, send the weights to the engine, unmerge, and train on, as an RL trainer does in each step."""
@@ -383,9 +381,7 @@ def test_merging_in_place_and_back_for_a_refit(
 # The adapter of the state dict
 
 
-def test_names_inside_a_wrapped_model_are_those_of_the_wrapped_hugging_face_model(
-    adapter: Path, llama_checkpoint: Path
-) -> None:
+def test_wrapped_model_names_match_transformers(adapter: Path, llama_checkpoint: Path) -> None:
     reference, model = (
         PeftModel.from_pretrained(load(llama_checkpoint), adapter).get_base_model() for load in (theirs, ours)
     )
@@ -394,7 +390,7 @@ def test_names_inside_a_wrapped_model_are_those_of_the_wrapped_hugging_face_mode
     assert_same(converted, reference.state_dict())
 
 
-def test_a_wrapped_model_loads_the_state_dict_of_the_wrapped_hugging_face_model(
+def test_wrapped_model_loads_transformers_state_dict(
     adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor
 ) -> None:
     reference = PeftModel.from_pretrained(theirs(llama_checkpoint), adapter)
@@ -448,7 +444,7 @@ def test_load_adapter(
     assert_close(logits(model, input_ids), logits(integrated[source], input_ids))
 
 
-def test_adapters_are_switched_and_deleted(
+def test_switch_and_delete_adapters(
     integrated: dict[str, PreTrainedModel], llama_checkpoint: Path, input_ids: torch.Tensor
 ) -> None:
     outputs = []
@@ -477,7 +473,7 @@ def test_adapters_are_switched_and_deleted(
         ("load_adapter", "folder", "peft.PeftModel.from_pretrained"),
     ],
 )
-def test_adapter_methods_name_a_peft_that_is_too_old(
+def test_adapter_methods_with_old_peft_raise(
     llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, argument: Any, instead: str
 ) -> None:
     monkeypatch.setattr(transformers_peft, "MIN_PEFT_VERSION", "99.1")

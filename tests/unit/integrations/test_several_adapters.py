@@ -82,7 +82,7 @@ OTHER_WEIGHTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHER_WEIGHTS)
-def test_adapters_that_peft_merges_into_other_weights(name: str) -> None:
+def test_adapters_merged_into_different_weights_raise(name: str) -> None:
     """They raise before training, when new adapters change nothing yet, and name each linear."""
     config = OTHER_WEIGHTS[name]
     model = with_two(config(), config())
@@ -102,7 +102,7 @@ def test_adapters_that_peft_merges_into_other_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
+def test_rounding_is_not_a_difference(dtype: torch.dtype) -> None:
     lora = LoraConfig(r=4, target_modules=TARGETS)
     assert export_adapter(with_two(lora, copy.deepcopy(lora)).to(dtype))
     with pytest.raises(StateDictError, match="which PEFT merges into other weights"):
@@ -115,7 +115,7 @@ def test_adapters_on_different_linears() -> None:
     assert_engine_computes_the_same(model)
 
 
-def test_adapters_that_are_merged_in_place() -> None:
+def test_adapters_merged_in_place() -> None:
     """PEFT's forward then uses the merged weights too, and they are exported unchanged."""
     model = with_two(oft(), oft())
     change(model)
@@ -126,7 +126,7 @@ def test_adapters_that_are_merged_in_place() -> None:
         torch.testing.assert_close(engine(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_a_failing_forward_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_adapter_forward_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("no")
 

@@ -132,7 +132,7 @@ def our_run(llama_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 # Training
 
 
-def test_losses_and_gradient_norms_equal_step_by_step(our_run: Run, their_run: Run) -> None:
+def test_losses_and_gradient_norms_match_transformers(our_run: Run, their_run: Run) -> None:
     assert_same_run(our_run, their_run)
     assert len(set(their_run.losses)) == STEPS
 
@@ -146,7 +146,7 @@ def test_losses_and_gradient_norms_equal_step_by_step(our_run: Run, their_run: R
     ],
     ids=["gradient checkpointing", "accumulation", "bf16"],
 )
-def test_options_that_change_how_a_step_is_made(
+def test_training_options_match_transformers(
     options: dict[str, Any], tolerance: float, llama_checkpoint: Path, tmp_path: Path
 ) -> None:
     expected, actual = (
@@ -155,7 +155,7 @@ def test_options_that_change_how_a_step_is_made(
     assert_same_run(actual, expected, tolerance)
 
 
-def test_lora_trains_the_same(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_lora_training_matches_transformers(llama_checkpoint: Path, tmp_path: Path) -> None:
     expected = run(with_lora(theirs)(llama_checkpoint), tmp_path / "theirs")
     actual = run(with_lora(ours)(llama_checkpoint), tmp_path / "ours")
     assert_same_run(actual, expected)
@@ -171,7 +171,7 @@ def test_lora_trains_the_same(llama_checkpoint: Path, tmp_path: Path) -> None:
 # Checkpoints
 
 
-def test_a_checkpoint_has_hugging_face_names_only(our_run: Run, their_run: Run) -> None:
+def test_trainer_checkpoint_matches_transformers(our_run: Run, their_run: Run) -> None:
     for step in (HALF, STEPS):
         actual, expected = our_run.checkpoint(step), their_run.checkpoint(step)
         assert {path.name for path in actual.iterdir()} == {path.name for path in expected.iterdir()}
@@ -179,7 +179,7 @@ def test_a_checkpoint_has_hugging_face_names_only(our_run: Run, their_run: Run) 
         assert (actual / "config.json").read_text() == (expected / "config.json").read_text()
 
 
-def test_a_checkpoint_loads_in_transformers_and_here(our_run: Run) -> None:
+def test_trainer_checkpoint_loads_in_both_libraries(our_run: Run) -> None:
     folder = our_run.checkpoint(STEPS)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
@@ -187,14 +187,14 @@ def test_a_checkpoint_loads_in_transformers_and_here(our_run: Run) -> None:
     assert_same(ours(folder).state_dict(), our_run.trainer.model.state_dict())
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(our_run: Run, llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(our_run: Run, llama_checkpoint: Path, tmp_path: Path) -> None:
     resumed = run(ours(llama_checkpoint), tmp_path, our_run.checkpoint())
     assert_same_run(resumed, our_run)
     assert_close(resumed.optimizer_state(), our_run.optimizer_state())
     assert_near(stored(resumed.checkpoint(STEPS)), stored(our_run.checkpoint(STEPS)))
 
 
-def test_a_resumed_run_goes_on_from_shards(our_run: Run, llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_resume_from_shards(our_run: Run, llama_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(our_run.checkpoint(), tmp_path / "shards")
     theirs(checkpoint).save_pretrained(checkpoint, max_shard_size="2MB")
     (checkpoint / WEIGHTS).unlink()
@@ -205,7 +205,7 @@ def test_a_resumed_run_goes_on_from_shards(our_run: Run, llama_checkpoint: Path,
     assert_same_run(resumed, our_run)
 
 
-def test_the_best_model_is_loaded_at_the_end(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_load_best_model_at_end(llama_checkpoint: Path, tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
     runs = [
         run(load(llama_checkpoint), tmp_path / load.__name__, evaluate=True, learning_rate=0.02, **options)
@@ -220,9 +220,7 @@ def test_the_best_model_is_loaded_at_the_end(llama_checkpoint: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "2MB"])
-def test_a_resumed_mixture_goes_on_from_the_experts_it_saved(
-    max_shard_size: str, mixtral_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_resume_mixture_from_saved_experts(max_shard_size: str, mixtral_checkpoint: Path, tmp_path: Path) -> None:
     """The files store one tensor per expert, as on the hub. In memory the experts are stacked."""
     base = transformers.AutoConfig.from_pretrained(mixtral_checkpoint)
     torch.manual_seed(0)
@@ -241,7 +239,7 @@ def test_a_resumed_mixture_goes_on_from_the_experts_it_saved(
 
 
 @pytest.mark.parametrize(("load", "source"), [(ours, "their_run"), (theirs, "our_run"), (uncombined, "our_run")])
-def test_a_run_goes_on_from_the_others_checkpoint(
+def test_resume_from_checkpoint_of_other_library(
     load: Load, source: str, request: pytest.FixtureRequest, llama_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Weights and optimizer state are in the same format for transformers' class and ours, with or without groups."""
