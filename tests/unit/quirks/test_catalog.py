@@ -37,7 +37,7 @@ ONE = Quirk(
 )
 
 
-def test_the_catalog_is_whole() -> None:
+def test_catalog_is_complete() -> None:
     check_catalog(CATALOG)
     assert len(CATALOG) >= 25
     assert REMOVE.keys() == {quirk.name for quirk in CATALOG}
@@ -58,12 +58,12 @@ def test_the_catalog_is_whole() -> None:
         ({"name": "token-types"}, r"token-types: has a switch of its own"),
     ],
 )
-def test_an_entry_that_lacks_something_is_an_error(change: dict, message: str) -> None:
+def test_incomplete_entry_raises(change: dict, message: str) -> None:
     with pytest.raises(CatalogError, match=message):
         check_catalog([*CATALOG, replace(ONE, **change)])
 
 
-def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
+def test_duplicate_or_missing_entry_raises() -> None:
     check_catalog([*CATALOG, ONE])
     with pytest.raises(CatalogError, match="one: is in the catalog twice"):
         check_catalog([*CATALOG, ONE, ONE])
@@ -71,31 +71,31 @@ def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
         check_catalog(quirk for quirk in CATALOG if quirk.name != "token-types")
 
 
-def test_every_probe_is_run_in_one_way() -> None:
+def test_every_probe_runs_in_exactly_one_way() -> None:
     run = [*OF_INSTALLED, *OF_CLASS, *OF_VLLM, *OF_RUNNING_VLLM]
     assert sorted(run) == sorted(quirk.name for quirk in CATALOG if quirk.probe)
 
 
 @by_name
-def test_the_code_it_points_at_is_there(quirk: Quirk) -> None:
+def test_referenced_code_exists(quirk: Quirk) -> None:
     for where in quirk.code:
         module, _, attributes = where.partition(":")
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
         for attribute in attributes.split("."):
-            found = getattr(found, attribute)
+            target = getattr(target, attribute)
 
 
-def test_every_switch_is_asked_for_in_code_that_its_entry_is_about() -> None:
-    asked = "\n".join(path.read_text() for path in (TESTS.parent / "nrl_models").rglob("*.py"))
-    assert {name for name in SWITCHES if f'is_off("{name}")' not in asked} == set()
+def test_every_switch_is_read_in_code() -> None:
+    sources = "\n".join(path.read_text() for path in (TESTS.parent / "nrl_models").rglob("*.py"))
+    assert {name for name in SWITCHES if f'is_off("{name}")' not in sources} == set()
 
 
-def test_every_flag_is_of_some_quirk() -> None:
+def test_every_model_flag_belongs_to_a_quirk() -> None:
     text = " ".join(quirk.handling for quirk in CATALOG)
     assert [flag for flag in ModelFlag.__members__ if flag != "NONE" and f"ModelFlag.{flag}" not in text] == []
 
 
-def test_no_predicate_asks_for_a_name() -> None:
+def test_predicates_do_not_use_model_names() -> None:
     folder = TESTS.parent / "nrl_models" / "quirks"
     for file in ("predicates.py", "subject.py", *(path.name for path in sorted(folder.glob("*_quirks.py")))):
         names = {
@@ -108,13 +108,13 @@ def test_no_predicate_asks_for_a_name() -> None:
 
 @by_name
 @pytest.mark.parametrize("part", ["symptom", "cure"])
-def test_it_has_a_test_of_its_symptom_and_one_of_its_cure(quirk: Quirk, part: str) -> None:
-    wanted = f"test_{part}_of_{quirk.name.replace('-', '_')}"
+def test_quirk_has_symptom_and_cure_tests(quirk: Quirk, part: str) -> None:
+    test_name = f"test_{part}_of_{quirk.name.replace('-', '_')}"
     files = [*(TESTS / "unit" / "quirks").glob("test_*.py"), *(TESTS / "engine").glob("test_*.py")]
-    assert sum(path.read_text().count(f"def {wanted}(") for path in files) == 1
+    assert sum(path.read_text().count(f"def {test_name}(") for path in files) == 1
 
 
-def test_the_guide_has_the_catalog() -> None:
+def test_guide_pages_match_catalog() -> None:
     pages = guide_pages(DOCS)
     for path, text in pages.items():
         assert path.read_text() == text, "run python -m tests.quirk_guide"
@@ -126,7 +126,7 @@ def test_the_guide_has_the_catalog() -> None:
 # Switches
 
 
-def test_a_switch_holds_for_a_block() -> None:
+def test_quirks_off_applies_within_block() -> None:
     assert not is_off("token-types")
     with quirks_off("token-types", "packed-documents"):
         assert is_off("token-types")
@@ -137,7 +137,7 @@ def test_a_switch_holds_for_a_block() -> None:
     assert not is_off("token-types")
 
 
-def test_an_unknown_switch_is_an_error_that_names_the_known() -> None:
+def test_unknown_switch_raises_with_suggestion() -> None:
     with (
         pytest.raises(UnknownArgumentError, match=r"token_types cannot be switched off \(did you mean token-types\?\)"),
         quirks_off("token_types"),
@@ -148,7 +148,7 @@ def test_an_unknown_switch_is_an_error_that_names_the_known() -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [("token-types, packed-documents", "True True"), ("tokens", "cannot")])
-def test_the_environment_switches_for_a_process(value: str, expected: str) -> None:
+def test_environment_variable_switches_quirks_off(value: str, expected: str) -> None:
     code = "from nrl_models.common.switches import is_off; print(is_off('token-types'), is_off('packed-documents'))"
     done = subprocess.run(
         [sys.executable, "-c", code], env={VARIABLE: value, "PYTHONPATH": str(TESTS.parent)},
@@ -160,22 +160,22 @@ def test_the_environment_switches_for_a_process(value: str, expected: str) -> No
 # Messages of tripwires
 
 
-def test_the_tripwire_names_the_quirk_and_what_to_delete() -> None:
+def test_tripwire_error_names_quirk() -> None:
     tripwire(ONE, True)
     tripwire(ONE, None)
     with pytest.raises(QuirkExpiredError, match=r"one: it is no longer so that it hurts; asked of Nova\. .*Delete it"):
         tripwire(ONE, False, "Nova")
 
 
-def test_the_tripwire_fires_when_no_supported_version_needs_it() -> None:
+def test_tripwire_fires_if_all_versions_have_the_fix() -> None:
     past = replace(ONE, fixed="torch>=2.0")
     assert past.is_fixed
     with pytest.raises(QuirkExpiredError, match=r"one: every version .* satisfies torch>=2\.0\. Delete it"):
         tripwire(past, None)
-    kept = replace(past, kept_for="those who look back")
-    tripwire(kept, False)
+    retained = replace(past, kept_for="those who look back")
+    tripwire(retained, False)
     with pytest.raises(QuirkExpiredError, match=r"said to be fixed in torch>=2\.0, but upstream has it again"):
-        tripwire(kept, True)
+        tripwire(retained, True)
     later = replace(ONE, fixed="torch>=99")
     assert not later.is_fixed
     tripwire(later, True)

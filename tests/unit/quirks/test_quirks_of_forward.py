@@ -138,9 +138,7 @@ CAPPED = FamilyCase(registry.model_class("Gemma2ForCausalLM"), tiny={"attn_logit
 def test_symptom_of_soft_cap_under_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates the former transformers, whose class declares `sdpa` support although that kernel ignores the cap."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *given, softcap=None, **options: sdpa(*given, **options)
-    )
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, softcap=None, **options: sdpa(*args, **options))
     model = CAPPED.model_class.from_config(CAPPED.config)
     randomize(model)
     model.config._attn_implementation = "sdpa"

@@ -80,7 +80,7 @@ def test_cure_of_strict_config_types(moe_config: dict, tmp_path: Path, caplog: p
         read_config(tmp_path)
 
 
-def test_overrides_are_read_as_the_file_is(mixtral_checkpoint: Path) -> None:
+def test_config_overrides_are_converted_like_files(mixtral_checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, router_aux_loss_coef=0)
     assert repr(model.config.router_aux_loss_coef) == "0.0"
     with pytest.raises(UnknownArgumentError, match=r"router_aux_loss_coef='none'.*expected float, got str"):

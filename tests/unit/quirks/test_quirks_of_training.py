@@ -30,12 +30,12 @@ MOE = FamilyCase(registry.model_class("MixtralForCausalLM"))
 
 def without_state(case: FamilyCase, model: nn.Module) -> set[str]:
     """Return the parameters without optimizer state after a step on text, although the optimizer received them."""
-    given = trainable_parameters(model)
-    optimizer = torch.optim.SGD(given, lr=1e-3, momentum=0.9)
+    trained = trainable_parameters(model)
+    optimizer = torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
     model(**case.inputs(labels=True, images=False)).loss.backward()
     optimizer.step()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return {names[parameter] for parameter in given if parameter not in optimizer.state}
+    return {names[parameter] for parameter in trained if parameter not in optimizer.state}
 
 
 def test_symptom_of_unreachable_parameters() -> None:
@@ -128,12 +128,12 @@ def test_cure_of_full_vocabulary_logits() -> None:
     model, tokens = case.model(), case.inputs()["input_ids"]
     whole = tokens.numel() * model.config.vocab_size
     with probes.new_tensors(4096) as sizes, torch.no_grad():
-        found = token_logprobs(model, tokens, chunk_size=4)
+        chunked = token_logprobs(model, tokens, chunk_size=4)
     assert max(sizes) < whole / 2
     with probes.new_tensors(4096) as sizes, torch.no_grad():
         expected = token_logprobs(model, tokens, chunk_size=None)
     assert max(sizes) > whole / 2
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(chunked.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 @pytest.fixture
@@ -158,9 +158,9 @@ def test_symptom_of_untrained_rows(with_untrained_row: Path) -> None:
 
 
 def test_cure_of_untrained_rows(with_untrained_row: Path, tmp_path: Path) -> None:
-    found = diagnose_embeddings(with_untrained_row, reinitialize=tmp_path / "healthy")
-    assert not found.passed
-    first = found.measured["embeddings"][0]
+    report = diagnose_embeddings(with_untrained_row, reinitialize=tmp_path / "healthy")
+    assert not report.passed
+    first = report.measured["embeddings"][0]
     assert (first["near_zero"], first["padding"]) == ([100], 0)
     assert largest_gradient(tmp_path / "healthy", 100) < 10
 

@@ -38,12 +38,12 @@ ARCHITECTURES = [
 
 
 @pytest.mark.parametrize("quirk", CATALOG, ids=lambda quirk: quirk.name)
-def test_what_is_installed_still_has_it(quirk: Quirk) -> None:
+def test_installed_packages_still_have_quirk(quirk: Quirk) -> None:
     tripwire(quirk, OF_INSTALLED[quirk.name]() if quirk.name in OF_INSTALLED else None, "what is installed")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_class_upstream_still_has_it(architecture: str) -> None:
+def test_transformers_class_still_has_quirk(architecture: str) -> None:
     model_class = registry.model_class(architecture)
     subject = class_subject(model_class)
     case = FamilyCase(model_class, tiny=TINY.get(architecture, {}))
