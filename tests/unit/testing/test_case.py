@@ -19,7 +19,7 @@ def case() -> FamilyCase:
     return FamilyCase(Qwen2ForCausalLM, CPU)
 
 
-def test_the_reference_is_the_class_that_the_family_extends(case: FamilyCase) -> None:
+def test_reference_is_transformers_class(case: FamilyCase) -> None:
     assert case.architecture == "Qwen2ForCausalLM"
     assert case.reference_class is HFQwen2
     assert type(case.reference()) is HFQwen2
@@ -27,14 +27,14 @@ def test_the_reference_is_the_class_that_the_family_extends(case: FamilyCase) ->
     assert case.full_configs["default"].to_dict() == HFQwen2.config_class().to_dict()
 
 
-def test_published_sizes_are_those_that_the_family_names(case: FamilyCase) -> None:
+def test_full_configs_include_published_sizes(case: FamilyCase) -> None:
     sizes = {name: config.hidden_size for name, config in case.full_configs.items()}
     assert sizes.keys() == {"default", *Qwen2ForCausalLM.published}
     assert sizes["Qwen2.5-7B"] == 3584
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_both_models_have_the_same_weights(case: FamilyCase, dtype: torch.dtype) -> None:
+def test_model_and_reference_have_same_weights(case: FamilyCase, dtype: torch.dtype) -> None:
     reference, model = case.reference(dtype), case.model(dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert_same(hf_tensors(model), reference.state_dict())
@@ -42,7 +42,7 @@ def test_both_models_have_the_same_weights(case: FamilyCase, dtype: torch.dtype)
     assert not reference.training
 
 
-def test_models_are_shared_and_pairs_are_not(case: FamilyCase) -> None:
+def test_models_are_cached_and_new_pairs_are_copies(case: FamilyCase) -> None:
     assert case.model() is case.model()
     assert case.reference() is case.reference()
     before = snapshot(case.model()), snapshot(case.reference())
@@ -54,7 +54,7 @@ def test_models_are_shared_and_pairs_are_not(case: FamilyCase) -> None:
     assert_same(case.reference().state_dict(), before[1])
 
 
-def test_weights_are_those_of_a_seed(case: FamilyCase) -> None:
+def test_weights_are_deterministic(case: FamilyCase) -> None:
     torch.manual_seed(123)
     again = FamilyCase(Qwen2ForCausalLM, CPU)
     assert again.reference() is not case.reference()
@@ -71,7 +71,7 @@ def test_no_tensor_is_constant(case: FamilyCase) -> None:
         assert len({tuple(tensor.tolist()) for tensor in alike}) == len(alike) > 1
 
 
-def test_only_what_initialization_leaves_constant_is_randomized() -> None:
+def test_randomize_changes_only_constant_tensors() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -79,12 +79,12 @@ def satisfied(**values: Any) -> dict[str, Any]:
 
 
 def test_constraints_are_read_from_validators() -> None:
-    found = {(constraint.kind, constraint.paths) for constraint in constraints_of(CheckedConfig)}
+    constraints = {(constraint.kind, constraint.paths) for constraint in constraints_of(CheckedConfig)}
     codes = ("tower_config", "codebook_size")
-    assert (ConstraintKind.EQUAL, (("audio_offset",), ("image_offset",), codes)) in found
-    assert (ConstraintKind.AT_MOST, (("audio_offset",), codes, ("vocab_size",))) in found
-    assert (ConstraintKind.MULTIPLE, (("block",), ("loop_start",))) in found
-    assert (ConstraintKind.EQUAL, (("is_wide",),)) in found
+    assert (ConstraintKind.EQUAL, (("audio_offset",), ("image_offset",), codes)) in constraints
+    assert (ConstraintKind.AT_MOST, (("audio_offset",), codes, ("vocab_size",))) in constraints
+    assert (ConstraintKind.MULTIPLE, (("block",), ("loop_start",))) in constraints
+    assert (ConstraintKind.EQUAL, (("is_wide",),)) in constraints
     assert constraints_of(TowerConfig) == ()
 
 
@@ -102,14 +102,14 @@ def test_constraints_are_read_from_validators() -> None:
         pytest.param({"num_hidden_layers": 10}, {"num_hidden_layers": 12}, id="a sum"),
     ],
 )
-def test_values_are_made_to_meet_constraints(shrunk: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_satisfy_changes_values_to_meet_constraints(shrunk: dict[str, Any], expected: dict[str, Any]) -> None:
     values = satisfied(**shrunk)
     assert expected.items() <= values.items()
     fields = {key: values[key] for key in CheckedConfig.__annotations__}
     CheckedConfig(**fields)  # raises if a constraint is not satisfied
 
 
-def test_values_that_were_asked_for_stay() -> None:
+def test_satisfy_keeps_requested_values() -> None:
     values = vars(CheckedConfig()) | {"vocab_size": 2990}
     assert "vocab_size" not in satisfy(CheckedConfig, values, {"vocab_size": 2990})
     values = vars(CheckedConfig())
@@ -121,7 +121,7 @@ def test_unsolvable_constraint_changes_nothing() -> None:
     assert satisfy(CheckedConfig, values, {"is_wide": True}) == {}
 
 
-def test_each_section_of_layers_keeps_each_kind_of_layer() -> None:
+def test_layer_sections_keep_every_layer_type() -> None:
     sections = sections_of(CheckedConfig, "num_hidden_layers")
     assert sections == ("first_layers", "middle_layers", "last_layers")
     values = vars(CheckedConfig()) | {"layer_types": ["local", "local", "full"] * 4}

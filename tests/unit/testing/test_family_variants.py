@@ -18,18 +18,18 @@ GEMMA4 = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 DECLARED = [name for name in with_variants(registry.architectures(aliases=False)) if SEPARATOR in name]
 
 
-def test_variants_follow_their_class() -> None:
+def test_with_variants_lists_variants_after_class() -> None:
     if registry.unmet_requirement(GEMMA4[0]):
         assert with_variants(GEMMA4) == list(GEMMA4)
         return
-    found = with_variants(["LlamaForCausalLM", *GEMMA4])
-    assert found[:3] == ["LlamaForCausalLM", "Gemma4ForCausalLM", "Gemma4ForCausalLM#E2B"]
-    assert len(found) == 1 + 2 * 4
-    assert set(DECLARED) >= set(found) - {"LlamaForCausalLM", *GEMMA4}
+    names = with_variants(["LlamaForCausalLM", *GEMMA4])
+    assert names[:3] == ["LlamaForCausalLM", "Gemma4ForCausalLM", "Gemma4ForCausalLM#E2B"]
+    assert len(names) == 1 + 2 * 4
+    assert set(DECLARED) >= set(names) - {"LlamaForCausalLM", *GEMMA4}
 
 
 @needs(*GEMMA4)
-def test_an_unknown_variant_raises() -> None:
+def test_unknown_variant_raises() -> None:
     assert split_variant("Gemma4ForCausalLM") == ("Gemma4ForCausalLM", {})
     with pytest.raises(UnknownArchitectureError, match="no variant 'E9B'; it declares E2B, 26B-A4B, 31B"):
         split_variant("Gemma4ForCausalLM#E9B")
@@ -38,7 +38,7 @@ def test_an_unknown_variant_raises() -> None:
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_a_variant_has_other_tensors_than_its_class_and_other_variants(name: str) -> None:
+def test_variants_have_distinct_tensor_shapes(name: str) -> None:
     architecture, values = split_variant(name)
     model_class: Any = registry.model_class(architecture)
 
@@ -51,14 +51,14 @@ def test_a_variant_has_other_tensors_than_its_class_and_other_variants(name: str
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_records_of_a_variant(name: str) -> None:
+def test_variant_records_use_family_file(name: str) -> None:
     """Records are in the family's file. A `#` in a file's name would end a link."""
     assert family_of(name) == family_of(split_variant(name)[0])
     assert SEPARATOR not in certificate_file("vLLM", name).name
 
 
 @needs("Gemma4ForCausalLM")
-def test_the_variants_of_gemma_4_have_the_published_kinds_of_layers() -> None:
+def test_gemma4_variants_have_published_layer_types() -> None:
     model_class: Any = registry.model_class("Gemma4ForCausalLM")
     configs = {name: FamilyCase(model_class, tiny=values).config for name, values in model_class.variants.items()}
     assert configs["E2B"].num_kv_shared_layers

@@ -39,11 +39,11 @@ class Does(nn.Module):
         (nn.LayerNorm(SIZE), 0),
     ],
 )
-def test_every_product_counts_once(run: Callable[[torch.Tensor], torch.Tensor], count: int) -> None:
+def test_every_matmul_counts_once(run: Callable[[torch.Tensor], torch.Tensor], count: int) -> None:
     assert count_matmuls(Does(run), Call((torch.randn(2, SIZE, SIZE),), {})) == count
 
 
-def test_combined_projections_run_one_for_a_group() -> None:
+def test_group_counts_as_one_matmul() -> None:
     class MLP(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -82,29 +82,29 @@ def with_outcome(results: dict[str, list[dict[str, str]]], outcome: str) -> set[
 
 
 @pytest.mark.parametrize("name", [f"{name}ForCausalLM" for name in RIGHT] + ["RegisteredForCausalLM"])
-def test_a_family_from_outside_that_is_right_passes(name: str, results: dict[str, dict[str, list]]) -> None:
+def test_correct_external_family_passes(name: str, results: dict[str, dict[str, list]]) -> None:
     assert with_outcome(results[name], "failed") == set()
     assert with_outcome(results[name], "passed") == set(CHECKS)
 
 
-def test_a_limit_that_transformers_class_has_too_is_shown(results: dict[str, dict[str, list]]) -> None:
-    found = results["LackingForCausalLM"]
-    assert with_outcome(found, "limited") == {"test_packing"}
-    assert {run["reason"] for run in found["test_packing"]} == {"transformers' OPT lets documents see each other"}
-    assert with_outcome(found, "passed") == set(CHECKS) - {"test_packing"}
+def test_declared_limit_is_reported(results: dict[str, dict[str, list]]) -> None:
+    outcomes = results["LackingForCausalLM"]
+    assert with_outcome(outcomes, "limited") == {"test_packing"}
+    assert {run["reason"] for run in outcomes["test_packing"]} == {"transformers' OPT lets documents see each other"}
+    assert with_outcome(outcomes, "passed") == set(CHECKS) - {"test_packing"}
 
 
-def test_a_failure_that_transformers_class_shares_is_marked(results: dict[str, dict[str, list]]) -> None:
-    found = results["UnstatedForCausalLM"]
-    assert with_outcome(found, "failed") == {"test_packing"}
-    assert all(run["upstream"] is True for run in found["test_packing"])
+def test_failure_shared_with_transformers_is_marked(results: dict[str, dict[str, list]]) -> None:
+    outcomes = results["UnstatedForCausalLM"]
+    assert with_outcome(outcomes, "failed") == {"test_packing"}
+    assert all(run["upstream"] is True for run in outcomes["test_packing"])
     runs = [run for checks in results.values() for runs in checks.values() for run in runs]
     marked = {(run["architecture"], run["check"].partition("[")[0]) for run in runs if "upstream" in run}
     # transformers' Llama lets documents see each other as well, unlike a rewritten class without a bug.
     assert marked == {("UnstatedForCausalLM", "test_packing"), ("UnmaskedForCausalLM", "test_packing")}
 
 
-def test_what_else_is_wrong_is_no_limit(results: dict[str, dict[str, list]]) -> None:
+def test_other_errors_are_not_limits(results: dict[str, dict[str, list]]) -> None:
     reasons = {run["reason"] for run in results["CrashingForCausalLM"]["test_packing"]}
     assert reasons == {
         "AssertionError: TypeError: a bug in this class; transformers' class: AssertionError. "
@@ -115,33 +115,33 @@ def test_what_else_is_wrong_is_no_limit(results: dict[str, dict[str, list]]) -> 
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_fails_where_it_should_and_nowhere_else(name: str, results: dict[str, dict[str, list]]) -> None:
-    found = results[f"{name}ForCausalLM"]
-    assert with_outcome(found, "failed") == BUGS[name]
-    assert with_outcome(found, "passed") >= set(CHECKS) - BUGS[name]
+def test_bug_fails_only_expected_tests(name: str, results: dict[str, dict[str, list]]) -> None:
+    outcomes = results[f"{name}ForCausalLM"]
+    assert with_outcome(outcomes, "failed") == BUGS[name]
+    assert with_outcome(outcomes, "passed") >= set(CHECKS) - BUGS[name]
 
 
-def test_a_tensor_too_many_fails_everything_that_needs_the_references_weights(
+def test_extra_buffer_fails_tests_with_reference_weights(
     results: dict[str, dict[str, list]],
 ) -> None:
     failed = with_outcome(results["BufferForCausalLM"], "failed")
     assert failed >= {"test_state_dict_roundtrip", "test_full_size_names_and_shapes", "test_logits_equivalence"}
 
 
-def test_a_family_that_needs_a_newer_version_is_skipped_with_the_reason(results: dict[str, dict[str, list]]) -> None:
-    found = results["FutureForCausalLM"]
-    assert with_outcome(found, "skipped") == set(found)
-    reasons = {run["reason"] for runs in found.values() for run in runs}
+def test_unmet_requirement_skips_with_reason(results: dict[str, dict[str, list]]) -> None:
+    outcomes = results["FutureForCausalLM"]
+    assert with_outcome(outcomes, "skipped") == set(outcomes)
+    reasons = {run["reason"] for runs in outcomes.values() for run in runs}
     assert len(reasons) == 1
     assert "FutureForCausalLM needs transformers>=99; " in reasons.pop()
 
 
-def test_a_family_that_does_not_import_fails_and_stops_no_other(results: dict[str, dict[str, list]]) -> None:
-    found = results["BrokenForCausalLM"]
-    assert set(CHECKS) <= with_outcome(found, "failed") == set(found)
+def test_import_error_fails_only_one_family(results: dict[str, dict[str, list]]) -> None:
+    outcomes = results["BrokenForCausalLM"]
+    assert set(CHECKS) <= with_outcome(outcomes, "failed") == set(outcomes)
 
 
-def test_results_tell_dtypes_apart(results: dict[str, dict[str, list]]) -> None:
+def test_results_include_dtypes(results: dict[str, dict[str, list]]) -> None:
     (run,) = results["NovaForCausalLM"]["test_logits_equivalence"]
     assert run == {
         "architecture": "NovaForCausalLM",
@@ -162,7 +162,7 @@ def collected(pytester: pytest.Pytester, *arguments: str, status: pytest.ExitCod
     return [line for line in result.outlines if "::" in line]
 
 
-def test_a_family_alone_collects_the_generated_tests(pytester: pytest.Pytester) -> None:
+def test_family_option_collects_generated_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_own="def test_own(): pass")
     tests = collected(pytester, "--nrl-family", "planted_bugs:NovaForCausalLM")
     names = {line.partition("::")[2].partition("[")[0] for line in tests}
@@ -174,7 +174,7 @@ def test_a_family_alone_collects_the_generated_tests(pytester: pytest.Pytester) 
     assert all("[NovaForCausalLM" in line for line in tests)
 
 
-def test_a_family_is_found_where_pytest_is_started(pytester: pytest.Pytester) -> None:
+def test_family_is_imported_from_working_directory(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         my_nova="from transformers import LlamaForCausalLM\n"
         "from nrl_models.family import FamilyModel\n"
@@ -186,7 +186,7 @@ def test_a_family_is_found_where_pytest_is_started(pytester: pytest.Pytester) ->
     assert any(line.endswith("test_copies_keep_one_storage[TunedNova]") for line in done.outlines), done.outlines
 
 
-def test_only_what_applies_is_collected(pytester: pytest.Pytester) -> None:
+def test_only_applicable_tests_are_collected(pytester: pytest.Pytester) -> None:
     scorer, mixture = "LlamaForSequenceClassification", "MixtralForCausalLM"
     for name in (scorer, mixture):
         registry.model_class(name)  # otherwise modules imported inside the run would be unloaded afterwards
@@ -220,28 +220,28 @@ def test_only_what_applies_is_collected(pytester: pytest.Pytester) -> None:
     )
 
 
-def test_a_family_beside_tests_of_ones_own_collects_both(pytester: pytest.Pytester) -> None:
-    own = pytester.makepyfile(test_own="def test_own(): pass")
-    tests = collected(pytester, str(own), "--nrl-family", "planted_bugs:NovaForCausalLM")
+def test_family_option_keeps_test_files_of_project(pytester: pytest.Pytester) -> None:
+    test_file = pytester.makepyfile(test_own="def test_own(): pass")
+    tests = collected(pytester, str(test_file), "--nrl-family", "planted_bugs:NovaForCausalLM")
     assert tests[0] == "test_own.py::test_own"
     assert len(tests) > 30
 
 
-def test_without_a_family_nothing_is_added(pytester: pytest.Pytester) -> None:
+def test_without_family_option_no_tests_are_added(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_own="def test_own(): pass")
     assert collected(pytester) == ["test_own.py::test_own"]
 
 
 @pytest.mark.long
-def test_the_suite_alone_runs_for_every_registered_architecture(pytester: pytest.Pytester) -> None:
+def test_suite_collects_every_registered_architecture(pytester: pytest.Pytester) -> None:
     # In a subprocess, because it imports every family.
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
     done = pytester.run(*command, str(SUITE), "-k", "test_forward_shape")
-    found = {line.partition("[")[2].rstrip("]") for line in done.outlines if "::test_forward_shape[" in line}
-    assert found == set(registry.architectures()) - set(registry.ALIASES)
+    collected_names = {line.partition("[")[2].rstrip("]") for line in done.outlines if "::test_forward_shape[" in line}
+    assert collected_names == set(registry.architectures()) - set(registry.ALIASES)
 
 
-def test_names_that_are_no_family_are_all_explained(pytester: pytest.Pytester) -> None:
+def test_invalid_family_names_are_all_explained(pytester: pytest.Pytester) -> None:
     wrong = {
         "Novel": "no family serves that architecture. Register it, or give its class as MODULE:CLASS",
         "LamaForCausalLM": "no family serves that architecture (did you mean LlamaForCausalLM?). Register it",
@@ -258,7 +258,7 @@ def test_names_that_are_no_family_are_all_explained(pytester: pytest.Pytester) -
     assert "Traceback" not in text
 
 
-def test_loading_the_plugin_imports_nothing_heavy() -> None:
+def test_plugin_imports_no_heavy_module() -> None:
     # Every pytest run in an environment with this package loads it.
     code = "import sys, nrl_models.testing.plugin; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

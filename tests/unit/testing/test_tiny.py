@@ -43,7 +43,7 @@ def parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config, *(part for config_inside in inside for part in parts_of(config_inside))]
 
 
-def test_every_architecture_has_one_of_test_size(case: FamilyCase) -> None:
+def test_tiny_config_has_test_size(case: FamilyCase) -> None:
     config = case.config
     text = config.get_text_config()
     assert (text.hidden_size, text.num_attention_heads) == (256, 8)
@@ -54,7 +54,7 @@ def test_every_architecture_has_one_of_test_size(case: FamilyCase) -> None:
     assert case.config.to_dict() == config.to_dict()
 
 
-def test_nothing_is_dropped_at_random(case: FamilyCase) -> None:
+def test_tiny_config_has_no_dropout(case: FamilyCase) -> None:
     for part in parts_of(case.config):
         assert all(
             value in (0.0, None) for name, value in part.to_dict().items() if "dropout" in name or "pdrop" in name
@@ -62,14 +62,14 @@ def test_nothing_is_dropped_at_random(case: FamilyCase) -> None:
         assert part.classifier_dropout == 0.0
 
 
-def test_dropout_by_default_is_switched_off() -> None:
+def test_default_dropout_is_disabled() -> None:
     default, config = GPT2Config(), tiny_config(GPT2Config)
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         assert getattr(default, name) == 0.1
         assert getattr(config, name) == 0.0
 
 
-def test_every_kind_of_layer_of_the_published_model_is_there(case: FamilyCase) -> None:
+def test_tiny_config_has_every_layer_type(case: FamilyCase) -> None:
     kinds = set(getattr(case.full_configs["default"].get_text_config(), "layer_types", None) or ())
     text = case.config.get_text_config()
     assert set(getattr(text, "layer_types", None) or ()) == kinds
@@ -77,14 +77,14 @@ def test_every_kind_of_layer_of_the_published_model_is_there(case: FamilyCase) -
         assert len(text.layer_types) == text.num_hidden_layers
 
 
-def test_a_window_is_shorter_than_the_test_sequences() -> None:
+def test_sliding_window_is_shorter_than_test_sequences() -> None:
     config = tiny_config(Gemma2Config)
     assert config.sliding_window < 13
     assert config.layer_types == ["sliding_attention", "full_attention"]
 
 
 @since("5.6")
-def test_queries_are_grouped_and_experts_are_several() -> None:
+def test_tiny_config_has_gqa_and_several_experts() -> None:
     config = tiny_config(MixtralConfig)
     assert config.num_key_value_heads == 4
     assert config.num_local_experts == 4 > config.num_experts_per_tok
@@ -92,7 +92,7 @@ def test_queries_are_grouped_and_experts_are_several() -> None:
     assert config.num_local_experts == config.num_experts == 4  # two names for one value
 
 
-def test_keys_that_a_configuration_lacks_or_leaves_open_are_left_alone() -> None:
+def test_absent_and_none_keys_are_unchanged() -> None:
     config, default = tiny_config(LlamaConfig), LlamaConfig()
     assert "num_experts" not in config.to_dict()
     assert "sliding_window" not in config.to_dict()
@@ -101,13 +101,13 @@ def test_keys_that_a_configuration_lacks_or_leaves_open_are_left_alone() -> None
     assert tiny_config(MixtralConfig).sliding_window == MixtralConfig(**values).sliding_window  # None: no window
 
 
-def test_special_tokens_are_set_even_where_the_default_has_none() -> None:
+def test_special_tokens_are_always_set() -> None:
     assert LlamaConfig().pad_token_id is None
     config = tiny_config(LlamaConfig)
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
 
 
-def test_configurations_inside_are_tiny_too_and_take_overrides() -> None:
+def test_nested_configs_are_tiny_and_accept_overrides() -> None:
     overrides = {"text_config": {"intermediate_size": 200, "hidden_size": 128}, "mm_tokens_per_image": 16}
     before = copy.deepcopy(overrides)
     config = tiny_config(Gemma3Config, overrides)

@@ -41,8 +41,8 @@ def config_classes() -> list[type[PreTrainedConfig]]:
         for value in mapping.values()
         for element in ([value] if isinstance(value, str) else value)
     ]
-    found = (getattr(transformers, name, None) for name in names)
-    return list(dict.fromkeys(model_class.config_class for model_class in found if model_class is not None))
+    model_classes = (getattr(transformers, name, None) for name in names)
+    return list(dict.fromkeys(model_class.config_class for model_class in model_classes if model_class is not None))
 
 
 def all_parts(config: PreTrainedConfig, path: str = "") -> dict[str, PreTrainedConfig]:
@@ -61,9 +61,9 @@ def layer_kinds(config: PreTrainedConfig) -> set[Any]:
 
 
 def model_class(name: str) -> Any:
-    if (found := getattr(transformers, name, None)) is None:
+    if (class_ := getattr(transformers, name, None)) is None:
         pytest.skip(f"this transformers has no {name}")
-    return found
+    return class_
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def quiet() -> Any:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_every_decoder_of_transformers_keeps_its_kinds_of_layers_and_has_its_tokens_among_its_words() -> None:
+def test_all_decoders_keep_layer_types_and_valid_token_ids() -> None:
     wrong = []
     for config_class in config_classes():
         if config_class.__name__ in NO_DEFAULT:
@@ -103,7 +103,7 @@ def test_every_decoder_of_transformers_keeps_its_kinds_of_layers_and_has_its_tok
 # Layers
 
 
-def test_layers_that_share_keys_come_after_one_of_each_type_that_has_them() -> None:
+def test_kv_shared_layers_follow_every_layer_type() -> None:
     config = tiny_config(model_class("Gemma3nForCausalLM").config_class)
     sharing = config.num_kv_shared_layers
     assert sharing == 2
@@ -114,7 +114,7 @@ def test_layers_that_share_keys_come_after_one_of_each_type_that_has_them() -> N
     assert len(config.activation_sparsity_pattern) == config.num_hidden_layers == len(config.intermediate_size)
 
 
-def test_a_mixture_keeps_a_dense_layer_where_it_starts_with_some_and_only_there() -> None:
+def test_moe_keeps_one_leading_dense_layer() -> None:
     assert DeepseekV3Config().first_k_dense_replace == 3
     assert tiny_config(DeepseekV3Config).first_k_dense_replace == 1
     assert tiny_config(DeepseekV3Config).num_hidden_layers == 2
@@ -122,7 +122,7 @@ def test_a_mixture_keeps_a_dense_layer_where_it_starts_with_some_and_only_there(
     assert tiny_config(all_sparse).first_k_dense_replace == 0
 
 
-def test_a_hybrid_keeps_one_layer_of_each_kind() -> None:
+def test_hybrid_keeps_one_layer_of_each_type() -> None:
     config = tiny_config(Qwen3NextConfig)
     assert config.layer_types == ["linear_attention", "full_attention"]
     config = tiny_config(JambaConfig)  # its configuration uses periods
@@ -130,11 +130,11 @@ def test_a_hybrid_keeps_one_layer_of_each_kind() -> None:
     assert config.layers_num_experts == [1, 4]
 
 
-def test_a_block_that_layers_share_is_there_for_two() -> None:
+def test_shared_block_is_used_twice() -> None:
     assert tiny_config(ZambaConfig).layers_block_type.count("hybrid") == 2
 
 
-def test_numbers_of_layers_are_renumbered() -> None:
+def test_layer_indices_are_renumbered() -> None:
     config = tiny_config(model_class("MllamaForConditionalGeneration").config_class)
     text, vision = config.text_config, config.vision_config
     assert (text.num_hidden_layers, text.cross_attention_layers) == (2, [1])
@@ -142,7 +142,7 @@ def test_numbers_of_layers_are_renumbered() -> None:
     assert vision.vision_output_dim == 2 * vision.hidden_size  # the last layer, and each of these
 
 
-def test_layers_with_values_of_their_own_keep_them_in_proportion() -> None:
+def test_per_layer_values_keep_proportions() -> None:
     config = tiny_config(model_class("Gemma4ForCausalLM").config_class)
     if not getattr(config, "is_heterogeneous", False):
         pytest.skip("this transformers has no values for single layers")
@@ -153,7 +153,7 @@ def test_layers_with_values_of_their_own_keep_them_in_proportion() -> None:
 # Values
 
 
-def test_what_is_off_stays_off() -> None:
+def test_disabled_features_stay_disabled() -> None:
     config = tiny_config(MixtralConfig)
     assert MixtralConfig().sliding_window is None
     assert config.sliding_window is None
@@ -162,12 +162,12 @@ def test_what_is_off_stays_off() -> None:
     assert tiny_config(model_class("Cohere2ForCausalLM").config_class).sliding_window == 8
 
 
-def test_a_group_of_experts_is_never_made_two() -> None:
+def test_single_expert_group_is_not_split() -> None:
     assert tiny_config(DeepseekV3Config).n_group == 2
     assert tiny_config(DeepseekV3Config(n_group=1, topk_group=1)).n_group == 1
 
 
-def test_equations_that_hold_in_the_default_hold_in_the_tiny_one() -> None:
+def test_tiny_config_keeps_equations_of_default() -> None:
     config = tiny_config(DeepseekV3Config)
     assert config.num_key_value_heads == config.num_attention_heads == 8
     assert config.qk_head_dim == config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -176,33 +176,33 @@ def test_equations_that_hold_in_the_default_hold_in_the_tiny_one() -> None:
     assert config.num_heads * config.head_dim == config.hidden_size * config.expand
 
 
-def test_other_names_for_a_size_count_as_the_size() -> None:
+def test_aliased_size_names_are_shrunk() -> None:
     config = tiny_config(GPT2Config)
     assert (config.n_embd, config.n_head, config.n_layer, config.n_positions) == (256, 8, 2, 256)
 
 
-def test_lists_keep_their_length_and_their_proportions() -> None:
+def test_lists_keep_length_and_proportions() -> None:
     config = tiny_config(model_class("Florence2ForConditionalGeneration").config_class)
     assert list(config.vision_config.embed_dim) == [32, 64, 128, 256]
     assert list(config.vision_config.num_heads) == [1, 2, 4, 8]
     assert list(config.vision_config.patch_size) == [7, 3, 3, 3]  # smaller than a tiny patch
 
 
-def test_special_tokens_that_differ_still_do_and_those_that_do_not_do_not() -> None:
+def test_special_tokens_keep_equality_relations() -> None:
     default, config = Qwen2_5_VLConfig(), tiny_config(Qwen2_5_VLConfig)
     keys = [key for key in default.to_dict() if sizes.is_token(key)]
     old, new = [getattr(default, key) for key in keys], [getattr(config, key) for key in keys]
     assert len(keys) >= 4
-    for place in range(len(keys)):
+    for index in range(len(keys)):
         for other in range(len(keys)):
-            assert (old[place] == old[other]) == (new[place] == new[other])
+            assert (old[index] == old[other]) == (new[index] == new[other])
     assert all(value >= sizes.FIRST_SPECIAL for value in new)
 
 
 @pytest.mark.parametrize(
     ("name", "pairs"), [("Qwen2_5_VLForConditionalGeneration", 16), ("Glm4vMoeForConditionalGeneration", 8)]
 )
-def test_three_kinds_of_positions_share_all_rotated_pairs(name: str, pairs: int) -> None:
+def test_mrope_sections_cover_all_rotated_pairs(name: str, pairs: int) -> None:
     config = tiny_config(model_class(name).config_class).get_text_config()
     sections = config.rope_parameters["mrope_section"]
     assert len(sections) == 3
@@ -210,15 +210,15 @@ def test_three_kinds_of_positions_share_all_rotated_pairs(name: str, pairs: int)
     assert min(sections) > 0
 
 
-def test_what_a_given_configuration_says_is_kept_and_the_configuration_is_not_changed() -> None:
-    given = GemmaConfig(hidden_size=2048, attention_bias=True, head_dim=64, rms_norm_eps=1e-3)
-    before = given.to_dict()
-    config = tiny_config(given)
-    assert given.to_dict() == before
+def test_passed_config_is_respected_and_not_modified() -> None:
+    original = GemmaConfig(hidden_size=2048, attention_bias=True, head_dim=64, rms_norm_eps=1e-3)
+    before = original.to_dict()
+    config = tiny_config(original)
+    assert original.to_dict() == before
     assert (config.attention_bias, config.rms_norm_eps, config.hidden_size) == (True, 1e-3, 256)
 
 
-def test_what_a_parent_gives_its_part_is_kept() -> None:
+def test_parent_config_values_are_kept() -> None:
     # LLaVA's tower is a CLIP without some of CLIP's defaults. LLaVA's configuration sets them.
     config_class = model_class("LlavaForConditionalGeneration").config_class
     default, config = config_class(), tiny_config(config_class)
@@ -242,32 +242,32 @@ def test_what_a_parent_gives_its_part_is_kept() -> None:
         ("Lfm2MoeForCausalLM", "layer_types"),
     ],
 )
-def test_a_class_is_given_what_it_cannot_do_without_and_no_more(name: str, needs: str) -> None:
-    found = find_tiny(model_class(name).config_class, None, model_class(name))
-    assert str(found.needs) == needs
-    assert found.failure is None
-    assert found.reached == "forward"
+def test_find_tiny_sets_only_required_values(name: str, needs: str) -> None:
+    result = find_tiny(model_class(name).config_class, None, model_class(name))
+    assert str(result.needs) == needs
+    assert result.failure is None
+    assert result.reached == "forward"
 
 
-def test_a_model_without_attention_among_its_layers_is_given_some() -> None:
-    found = find_tiny(model_class("Lfm2MoeForCausalLM").config_class, None, model_class("Lfm2MoeForCausalLM"))
-    assert found.config is not None
-    assert found.config.layer_types == ["conv", "full_attention"]
+def test_model_without_attention_layers_gets_one() -> None:
+    result = find_tiny(model_class("Lfm2MoeForCausalLM").config_class, None, model_class("Lfm2MoeForCausalLM"))
+    assert result.config is not None
+    assert result.config.layer_types == ["conv", "full_attention"]
 
 
-def test_a_class_that_cannot_be_built_says_why_and_what_to_do() -> None:
+def test_unbuildable_config_raises_with_advice() -> None:
     with pytest.raises(TinyModelError, match=r"LlamaForCausalLM: .*hidden size \(250\) .* family's `tiny`"):
         tiny_config(LlamaConfig, {"hidden_size": 250, "num_attention_heads": 8}, model_class("LlamaForCausalLM"))
 
 
-def test_overrides_reach_nested_parts_and_win() -> None:
+def test_overrides_apply_to_nested_configs() -> None:
     config = tiny_config(Qwen2_5_VLConfig, {"text_config": {"num_key_value_heads": 2}, "image_token_id": 7})
     assert config.text_config.num_key_value_heads == 2
     assert config.text_config.num_attention_heads == 8
     assert config.image_token_id == 7
 
 
-def test_an_overridden_number_of_layers_is_one_for_everything_about_layers() -> None:
+def test_num_hidden_layers_override_updates_layer_types() -> None:
     default = tiny_config(Qwen3NextConfig)
     assert default.layer_types == ["linear_attention", "full_attention"]
     assert tiny_config(Qwen3NextConfig, {"num_hidden_layers": 1}).layer_types == ["linear_attention"]
@@ -275,7 +275,7 @@ def test_an_overridden_number_of_layers_is_one_for_everything_about_layers() -> 
     assert sorted(more.layer_types) == ["full_attention", *["linear_attention"] * 3]
 
 
-def test_the_answer_is_the_same_each_time_and_a_copy() -> None:
+def test_tiny_config_is_deterministic_and_a_copy() -> None:
     state = torch.get_rng_state()
     first = tiny_config(Qwen3Config, None, model_class("Qwen3ForCausalLM"))
     first.layer_types.append("full_attention")

@@ -28,7 +28,7 @@ class ResetAfterLoading(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("model_class", "expected"), [(LlamaForCausalLM, set()), (ResetAfterLoading, {"lm_head.weight"})]
 )
-def test_tensors_that_transformers_changes_after_loading(
+def test_tensors_changed_by_transformers_after_loading(
     model_class: type[LlamaForCausalLM], expected: set[str], llama_config: LlamaConfig
 ) -> None:
     model = model_class(llama_config)
@@ -48,7 +48,7 @@ def test_tensors_that_transformers_changes_after_loading(
     ],
     ids=["only the known tensor", "another tensor", "a missing tensor", "another shape"],
 )
-def test_errors_are_explained_by_known_tensors_only(
+def test_only_known_tensors_explain_errors(
     actual: dict[str, torch.Tensor], is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream_failures, "tensors_not_read_back", lambda case: {"a"})
@@ -59,6 +59,6 @@ def test_errors_are_explained_by_known_tensors_only(
     assert not is_of_reading_back(AssertionError(str(raised.value)), case)
 
 
-def test_class_of_transformers_that_cannot_save_explains_nothing() -> None:
+def test_class_that_cannot_save_explains_no_errors() -> None:
     case: Any = SimpleNamespace()  # its attributes raise
     assert tensors_not_read_back(case) == set()
