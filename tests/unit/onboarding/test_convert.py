@@ -66,7 +66,7 @@ def files_of(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_another_dtype(dtype: torch.dtype, folder: Path, llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_convert_to_dtype(dtype: torch.dtype, folder: Path, llama: PreTrainedModel, tmp_path: Path) -> None:
     words = convert(folder, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
     assert_same(stored(tmp_path / "out"), {name: tensor.to(dtype) for name, tensor in llama.state_dict().items()})
     size = sum(tensor.numel() for tensor in llama.state_dict().values()) * dtype.itemsize
@@ -76,7 +76,7 @@ def test_another_dtype(dtype: torch.dtype, folder: Path, llama: PreTrainedModel,
     assert HFLlama.from_pretrained(tmp_path / "out").dtype == dtype
 
 
-def test_values_that_would_be_infinite_raise(mixtral_checkpoint: Path, tmp_path: Path) -> None:
+def test_overflow_in_target_dtype_raises(mixtral_checkpoint: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, dtype=torch.bfloat16)
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj[1, 3, 5] = 70144
@@ -96,7 +96,7 @@ def test_values_that_would_be_infinite_raise(mixtral_checkpoint: Path, tmp_path:
     assert sum(int(tensor.isinf().sum()) for tensor in stored(tmp_path / "half").values()) == 1
 
 
-def test_auto_keeps_what_is_stored(folder: Path, tmp_path: Path) -> None:
+def test_auto_dtype_keeps_stored_dtype(folder: Path, tmp_path: Path) -> None:
     convert(folder, tmp_path / "half", dtype="bfloat16")
     convert(tmp_path / "half", tmp_path / "again")
     assert_same(stored(tmp_path / "again"), stored(tmp_path / "half"))
@@ -104,7 +104,7 @@ def test_auto_keeps_what_is_stored(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_auto_keeps_the_dtype_of_each_tensor(dtype: str, mixtral_checkpoint: Path, tmp_path: Path) -> None:
+def test_auto_dtype_keeps_dtype_of_each_tensor(dtype: str, mixtral_checkpoint: Path, tmp_path: Path) -> None:
     """Routers and norms in fp32, in a checkpoint whose configuration names another dtype than most tensors have."""
     tensors = {
         name: tensor if "norm" in name or name.endswith("gate.weight") else tensor.bfloat16()
@@ -118,7 +118,7 @@ def test_auto_keeps_the_dtype_of_each_tensor(dtype: str, mixtral_checkpoint: Pat
     assert words.endswith("bfloat16 and float32")
 
 
-def test_other_shards(shards: Path, tmp_path: Path) -> None:
+def test_convert_to_other_shard_sizes(shards: Path, tmp_path: Path) -> None:
     convert(shards, tmp_path / "one")
     assert files_of(tmp_path / "one") == {"config.json", "generation_config.json", WEIGHTS}  # no index
     convert(tmp_path / "one", tmp_path / "several", max_shard_size="2MB")
@@ -128,7 +128,7 @@ def test_other_shards(shards: Path, tmp_path: Path) -> None:
     assert_same(stored(tmp_path / "several"), stored(shards))
 
 
-def test_experts_stay_as_the_hub_has_them(mixtral_checkpoint: Path, tmp_path: Path) -> None:
+def test_experts_keep_hub_layout(mixtral_checkpoint: Path, tmp_path: Path) -> None:
     convert(mixtral_checkpoint, tmp_path / "out", dtype="bfloat16")
     assert_same(
         stored(tmp_path / "out"), {name: tensor.bfloat16() for name, tensor in stored(mixtral_checkpoint).items()}
@@ -136,7 +136,7 @@ def test_experts_stay_as_the_hub_has_them(mixtral_checkpoint: Path, tmp_path: Pa
     assert HFMixtral.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_a_model_of_another_kind(tmp_path: Path, llama_config: LlamaConfig) -> None:
+def test_convert_sequence_classifier(tmp_path: Path, llama_config: LlamaConfig) -> None:
     new_model(llama_config, "ForSequenceClassification").save_pretrained(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -144,7 +144,7 @@ def test_a_model_of_another_kind(tmp_path: Path, llama_config: LlamaConfig) -> N
 
 
 @pytest.mark.usefixtures("no_persimmon")
-def test_an_architecture_of_no_family(tmp_path: Path) -> None:
+def test_convert_unregistered_architecture(tmp_path: Path) -> None:
     reference = new_model(tiny_config(PersimmonConfig))
     reference.save_pretrained(tmp_path / "in")
     with pytest.warns(UserWarning, match="PersimmonForCausalLM is not registered"):
@@ -153,7 +153,7 @@ def test_an_architecture_of_no_family(tmp_path: Path) -> None:
     assert_same(stored(tmp_path / "out"), expected)
 
 
-def test_everything_else_comes_along_and_old_weights_do_not(full: Path, tmp_path: Path) -> None:
+def test_other_files_are_copied_except_old_weights(full: Path, tmp_path: Path) -> None:
     before = {name: (full / name).read_bytes() for name in files_of(full)}
     convert(full, tmp_path / "out")
     assert files_of(tmp_path / "out") == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
@@ -189,7 +189,7 @@ def test_hub_repository_is_converted_like_its_directory(
     assert not files_of(snapshot) & {"pytorch_model.bin", "original/consolidated.00.pth", "onnx/model.onnx"}
 
 
-def test_what_an_earlier_conversion_left_is_replaced(full: Path, tmp_path: Path) -> None:
+def test_overwrite_replaces_earlier_conversion(full: Path, tmp_path: Path) -> None:
     convert(full, tmp_path / "out", dtype="bfloat16", max_shard_size="1MB")
     (full / "tokenizer.json").write_text('{"newer": true}')
     (full / "assets" / "logo" / "small.png").write_text("larger")
@@ -201,13 +201,13 @@ def test_what_an_earlier_conversion_left_is_replaced(full: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("inside", ["out", "converted/deep/out"])
-def test_a_target_inside_the_checkpoints_folder(inside: str, full: Path) -> None:
+def test_target_inside_source_folder(inside: str, full: Path) -> None:
     for overwrite in (False, True):
         convert(full, full / inside, overwrite=overwrite)
         assert files_of(full / inside) == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
 
 
-def test_links_inside_are_followed(full: Path, tmp_path: Path) -> None:
+def test_symlinks_inside_source_are_followed(full: Path, tmp_path: Path) -> None:
     (full / "copy.json").symlink_to("tokenizer.json")
     (full / "chain.json").symlink_to("copy.json")
     (full / "absolute.json").symlink_to(full.absolute() / "tokenizer.json")
@@ -223,7 +223,7 @@ def test_links_inside_are_followed(full: Path, tmp_path: Path) -> None:
     assert (out / "pictures" / "small.png").read_text() == "picture"
 
 
-def test_links_that_leave_the_folder_are_refused_all_at_once(full: Path, tmp_path: Path) -> None:
+def test_symlinks_leaving_source_all_raise(full: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret.txt").write_text("secret")
@@ -242,13 +242,13 @@ def test_links_that_leave_the_folder_are_refused_all_at_once(full: Path, tmp_pat
     (full / "there-and-back").symlink_to(outside / "back")  # points to a file inside, through another folder
     with pytest.raises(CheckpointError) as caught:
         convert(full, tmp_path / "out")
-    refused = {"file.txt", "relative.txt", "chain.txt", "folder", "assets/deep", "beside", "nowhere", "circle"}
-    assert problems(caught.value) == {("file", name) for name in refused | {"assets/home", "pipe"}}
+    invalid = {"file.txt", "relative.txt", "chain.txt", "folder", "assets/deep", "beside", "nowhere", "circle"}
+    assert problems(caught.value) == {("file", name) for name in invalid | {"assets/home", "pipe"}}
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("blobs", ["of the repository", "of somebody else"])
-def test_a_snapshot_of_the_hubs_cache(full: Path, tmp_path: Path, blobs: str) -> None:
+def test_convert_hub_cache_snapshot(full: Path, tmp_path: Path, blobs: str) -> None:
     repository = tmp_path / "models--someone--model"
     snapshot = repository / "snapshots" / "0123abc"
     snapshot.parent.mkdir(parents=True)
@@ -269,7 +269,7 @@ def test_a_snapshot_of_the_hubs_cache(full: Path, tmp_path: Path, blobs: str) ->
     assert files_of(tmp_path / "out") == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
 
 
-def test_a_read_only_folder_makes_no_read_only_copy(full: Path, tmp_path: Path) -> None:
+def test_copy_of_read_only_folder_is_writable(full: Path, tmp_path: Path) -> None:
     full.chmod(0o555)
     try:
         convert(full, tmp_path / "out")
@@ -279,7 +279,7 @@ def test_a_read_only_folder_makes_no_read_only_copy(full: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("way", ["itself", "through a link", "another spelling"])
-def test_converting_in_place_is_refused(way: str, folder: Path, tmp_path: Path) -> None:
+def test_converting_in_place_raises(way: str, folder: Path, tmp_path: Path) -> None:
     target = {"itself": folder, "another spelling": folder / ".." / folder.name}.get(way, tmp_path / "link")
     if way == "through a link":
         target.symlink_to(folder)
@@ -291,7 +291,7 @@ def test_converting_in_place_is_refused(way: str, folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", ""])
-def test_a_dtype_that_models_are_not_stored_in(dtype: str, folder: Path, tmp_path: Path) -> None:
+def test_unsupported_dtype_raises(dtype: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UnknownArgumentError, match="expected 'auto' or a floating-point dtype"):
         convert(folder, tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()
@@ -300,18 +300,18 @@ def test_a_dtype_that_models_are_not_stored_in(dtype: str, folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("values", "kind"), [({"num_hidden_layers": 3}, "missing"), ({"num_hidden_layers": 1}, "unexpected")]
 )
-def test_what_does_not_load_is_not_converted(values: dict[str, Any], kind: str, folder: Path, tmp_path: Path) -> None:
+def test_invalid_checkpoint_is_not_converted(values: dict[str, Any], kind: str, folder: Path, tmp_path: Path) -> None:
     edit_config(folder, **values)
     with pytest.raises(CheckpointError) as caught:
         convert(folder, tmp_path / "out")
-    assert {found for found, _ in problems(caught.value)} == {kind}
+    assert {problem_kind for problem_kind, _ in problems(caught.value)} == {kind}
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "name", ["BertForMaskedLM", "LlamaForQuestionAnswering", "T5EncoderModel", "T5ForConditionalGeneration"]
 )
-def test_architecture_that_no_auto_class_loads(name: str, tmp_path: Path) -> None:
+def test_architecture_without_auto_class_raises(name: str, tmp_path: Path) -> None:
     model_class = getattr(transformers, name)
     config = tiny_config(model_class.config_class, None, model_class)
     model_class(config).save_pretrained(tmp_path / "source")

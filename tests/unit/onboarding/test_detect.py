@@ -20,32 +20,36 @@ from nrl_models.onboarding.detect import detect
 LLAMA = "transformers.models.llama.modeling_llama"
 
 
-def by_class(found: Any) -> dict[str, list[tuple[str, ...]]]:
-    return {name.partition(":")[2]: groups for name, groups in found.groups.items()}
+def by_class(detection: Any) -> dict[str, list[tuple[str, ...]]]:
+    return {name.partition(":")[2]: groups for name, groups in detection.groups.items()}
 
 
-def test_a_text_model() -> None:
-    found = detect(LlamaForCausalLM)
-    assert found.ok
-    assert (found.architecture, found.model_type, found.modalities) == ("LlamaForCausalLM", "llama", ("text",))
-    assert found.groups == {
+def test_detect_text_model() -> None:
+    detection = detect(LlamaForCausalLM)
+    assert detection.ok
+    assert (detection.architecture, detection.model_type, detection.modalities) == (
+        "LlamaForCausalLM",
+        "llama",
+        ("text",),
+    )
+    assert detection.groups == {
         f"{LLAMA}:LlamaAttention": [("q_proj", "k_proj", "v_proj")],
         f"{LLAMA}:LlamaMLP": [("gate_proj", "up_proj")],
     }
-    assert not found.obstacles
+    assert not detection.obstacles
 
 
-def test_a_tower_is_looked_at_too() -> None:
-    found = detect(Gemma3ForConditionalGeneration)
-    assert found.modalities == ("text", "images")
-    assert by_class(found) == {
+def test_detect_includes_vision_tower() -> None:
+    detection = detect(Gemma3ForConditionalGeneration)
+    assert detection.modalities == ("text", "images")
+    assert by_class(detection) == {
         "SiglipAttention": [("q_proj", "k_proj", "v_proj")],
         "Gemma3Attention": [("q_proj", "k_proj", "v_proj")],
         "Gemma3MLP": [("gate_proj", "up_proj")],
     }
 
 
-def test_a_hybrid() -> None:
+def test_detect_hybrid_model() -> None:
     assert by_class(detect(Qwen3NextForCausalLM)) == {
         "Qwen3NextGatedDeltaNet": [("in_proj_qkvz", "in_proj_ba")],
         "Qwen3NextAttention": [("q_proj", "k_proj", "v_proj")],
@@ -53,38 +57,38 @@ def test_a_hybrid() -> None:
     }
 
 
-def test_what_cannot_be_combined_is_told() -> None:
-    found = detect(transformers.WhisperForCausalLM)
-    assert found.ok
-    assert by_class(found) == {}
-    (reasons,) = found.obstacles.values()
+def test_detect_reports_obstacles() -> None:
+    detection = detect(transformers.WhisperForCausalLM)
+    assert detection.ok
+    assert by_class(detection) == {}
+    (reasons,) = detection.obstacles.values()
     assert reasons == ["q_proj + k_proj + v_proj: mixed bias: k_proj without"]
 
 
-def test_a_class_that_is_self_attention_and_cross_attention_has_a_group_in_each_place() -> None:
-    found = detect(transformers.BlipForConditionalGeneration)
-    (layer,) = found.groups
-    assert found.declarations(layer) == ["query key value @ attention", "key value @ crossattention"]
-    assert not found.obstacles
-    assert found.places == {layer: {("query", "key", "value"): "attention", ("key", "value"): "crossattention"}}
+def test_self_and_cross_attention_of_one_class() -> None:
+    detection = detect(transformers.BlipForConditionalGeneration)
+    (layer,) = detection.groups
+    assert detection.declarations(layer) == ["query key value @ attention", "key value @ crossattention"]
+    assert not detection.obstacles
+    assert detection.places == {layer: {("query", "key", "value"): "attention", ("key", "value"): "crossattention"}}
 
 
 @since("5.9")
-def test_linears_that_are_one_tensor_on_disk_keep_its_order() -> None:
+def test_group_order_follows_fused_tensor_on_disk() -> None:
     assert by_class(detect(transformers.HrmTextForCausalLM))["HrmTextAttention"] == [
         ("gate_proj", "q_proj", "k_proj", "v_proj")
     ]
 
 
 @pytest.mark.skipif(not hasattr(transformers, "HYV4ForCausalLM"), reason="needs transformers 5.18")
-def test_a_linear_that_stays_in_fp32_is_not_combined_with_others() -> None:
-    found = detect(transformers.HYV4ForCausalLM)
-    assert "HYV4Indexer" not in by_class(found)
-    (reasons,) = found.obstacles.values()
+def test_fp32_linear_is_not_combined() -> None:
+    detection = detect(transformers.HYV4ForCausalLM)
+    assert "HYV4Indexer" not in by_class(detection)
+    (reasons,) = detection.obstacles.values()
     assert reasons == ["wk + weights_proj: mixed dtypes: weights_proj stays in fp32 where the others are bf16"]
 
 
-def test_layers_of_one_class_that_differ_give_the_largest_group_and_what_is_not_called() -> None:
+def test_differing_layers_give_largest_group() -> None:
     class Attention(modeling_llama.LlamaAttention):
         def __init__(self, config: Any, layer_idx: int) -> None:
             super().__init__(config, layer_idx)
@@ -101,11 +105,11 @@ def test_layers_of_one_class_that_differ_give_the_largest_group_and_what_is_not_
             for index, layer in enumerate(self.model.layers):
                 layer.self_attn = Attention(config, index)
 
-    found = detect(Model, overrides={"attention_bias": True})
-    assert found.ok, found.failure
-    (name,) = [name for name in found.groups if name.endswith("Attention")]
-    assert found.groups[name] == [("q_proj", "k_proj", "v_proj", "gate")]
-    assert found.uncalled == {name: ("gate",)}
+    detection = detect(Model, overrides={"attention_bias": True})
+    assert detection.ok, detection.failure
+    (name,) = [name for name in detection.groups if name.endswith("Attention")]
+    assert detection.groups[name] == [("q_proj", "k_proj", "v_proj", "gate")]
+    assert detection.uncalled == {name: ("gate",)}
 
 
 @pytest.mark.parametrize(
@@ -117,46 +121,46 @@ def test_layers_of_one_class_that_differ_give_the_largest_group_and_what_is_not_
         ("text", lambda m: m.lm_head.register_forward_hook(lambda *a: a[-1] / 0), "not finite"),
     ],
 )
-def test_a_failure_is_a_result_that_names_the_step(step: str, bug: Any, words: str) -> None:
+def test_failure_names_step(step: str, bug: Any, words: str) -> None:
     class Model(LlamaForCausalLM):
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
             bug(self)
 
-    found = detect(Model)
-    assert not found.ok
-    assert found.step == step
-    assert words in found.failure
+    detection = detect(Model)
+    assert not detection.ok
+    assert detection.step == step
+    assert words in detection.failure
 
 
-def test_an_image_that_does_not_reach_the_logits_is_a_failure() -> None:
+def test_ignored_image_is_a_failure() -> None:
     class Blind(Gemma3ForConditionalGeneration):
         def forward(self, pixel_values: Any = None, **kwargs: Any) -> Any:
             return super().forward(pixel_values=None if pixel_values is None else pixel_values * 0, **kwargs)
 
     # The class itself defines `get_image_features` and the signature of forward.
     Blind.forward.__signature__ = inspect.signature(Gemma3ForConditionalGeneration.forward)
-    found = detect(Blind)
-    assert found.step == "images"
-    assert "do not depend on images" in found.failure
+    detection = detect(Blind)
+    assert detection.step == "images"
+    assert "do not depend on images" in detection.failure
 
 
-def test_nothing_random_is_drawn_and_every_registered_declaration_agrees() -> None:
+def test_detection_matches_families_and_keeps_rng_state() -> None:
     state = torch.get_rng_state()
     for name in ("Qwen2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3ForCausalLM"):
         family = registry.model_class(name)
-        found = by_class(detect(family.reference_class()))
+        detected = by_class(detect(family.reference_class()))
         declared = {
             original.__name__: list(rewrite.combined.values())
             for original, rewrite in family.rewrites.items()
             if issubclass(rewrite, CombinedProjections)
         }
-        assert found.keys() == declared.keys()
-        assert all(set(group) <= set(declared[layer][0]) for layer, groups in found.items() for group in groups)
+        assert detected.keys() == declared.keys()
+        assert all(set(group) <= set(declared[layer][0]) for layer, groups in detected.items() for group in groups)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_model_that_remembers_an_images_offset_is_found() -> None:
-    kept = "transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VLModel"
-    assert detect(transformers.Qwen2VLForConditionalGeneration).keeps_offsets == (kept,)
+def test_detect_models_that_keep_mrope_offsets() -> None:
+    model_class = "transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VLModel"
+    assert detect(transformers.Qwen2VLForConditionalGeneration).keeps_offsets == (model_class,)
     assert detect(transformers.Gemma3ForConditionalGeneration).keeps_offsets == ()

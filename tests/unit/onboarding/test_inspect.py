@@ -32,20 +32,20 @@ from nrl_models.testing.tiny import tiny_config
         ("bamba", ["dense", "hybrid"]),
     ],
 )
-def test_kinds(model_type: str, kinds: list[str]) -> None:
+def test_kinds_of_config(model_type: str, kinds: list[str]) -> None:
     assert kinds_of(AutoConfig.for_model(model_type)) == kinds
 
 
-def test_reads_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FamilyCase(registry.model_class("MixtralForCausalLM")).reference().save_pretrained(tmp_path)
     monkeypatch.setattr("nrl_models.common.checkpoint.files.CheckpointFiles.read", None)
     monkeypatch.setattr("nrl_models.common.checkpoint.files.CheckpointFiles.read_joined", None)
-    found = inspect(tmp_path)
-    assert found.stored_tensors == 41
-    assert found.groups == {"MixtralAttention: q_proj + k_proj + v_proj": 2}
+    report = inspect(tmp_path)
+    assert report.stored_tensors == 41
+    assert report.groups == {"MixtralAttention: q_proj + k_proj + v_proj": 2}
 
 
-def test_stored_embeddings_that_do_not_fit_the_vocabulary(tmp_path: Path) -> None:
+def test_embedding_rows_differ_from_vocab_size(tmp_path: Path) -> None:
     FamilyCase(registry.model_class("LlamaForCausalLM")).reference().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert inspect(tmp_path).embedding_rows == config["vocab_size"]
@@ -57,16 +57,16 @@ def test_stored_embeddings_that_do_not_fit_the_vocabulary(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("no_persimmon")
-def test_unregistered_falls_back(tmp_path: Path) -> None:
+def test_inspect_unregistered_architecture(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "persimmon", num_hidden_layers=2, hidden_size=64, architectures=["PersimmonForCausalLM"]
     )
     config.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="PersimmonForCausalLM is not registered"):
-        found = inspect(tmp_path)
-    assert found.family is None
-    assert found.groups == {}
-    assert found.flags == ()
+        report = inspect(tmp_path)
+    assert report.family is None
+    assert report.groups == {}
+    assert report.flags == ()
 
 
 @pytest.mark.filterwarnings("ignore:CLIPModel is not registered")

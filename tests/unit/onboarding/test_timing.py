@@ -25,13 +25,13 @@ def row(name: str, seconds: float, load: float = 1.0, decided: str = "yes") -> R
     }
 
 
-def test_what_combines_is_drawn() -> None:
+def test_only_classes_with_groups_are_drawn() -> None:
     classes = [transformers.MambaForCausalLM, transformers.OPTForCausalLM, transformers.LlamaForCausalLM]
     names = sorted(model_class.__name__ for model_class in onboarding.drawn(classes))
     assert names == ["LlamaForCausalLM", "OPTForCausalLM"]  # Mamba has nothing to combine
 
 
-def test_what_was_timed_is_added_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timings_are_merged_into_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = iter((10.0, 20.0))
     monkeypatch.setattr(onboarding, "time_one", lambda timed_class: row(timed_class.__name__, next(timed)))
     file = tmp_path / "onboarding.json"
