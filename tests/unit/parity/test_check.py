@@ -16,7 +16,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_passes_on_a_checkpoint(checkpoint: Path) -> None:
+def test_check_parity_passes(checkpoint: Path) -> None:
     report = check_parity(checkpoint)
     assert report.passed, [row for row in report.rows if not row.passed]
     checks = [row.check for row in report.rows]
@@ -27,7 +27,7 @@ def test_passes_on_a_checkpoint(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [4, 16])
-def test_vocabularies_of_few_tokens(tmp_path: Path, vocabulary: int) -> None:
+def test_small_vocabularies(tmp_path: Path, vocabulary: int) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).save_pretrained(tmp_path)
     report = check_parity(tmp_path)
@@ -47,7 +47,7 @@ def test_models_with_dropout_and_without_a_head(tmp_path: Path, model_class: typ
     assert {f"level 3: {output}, float32", "gradients, float32", "gradients, bfloat16"} <= set(checks)
 
 
-def test_names_the_culprit_of_a_broken_family(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_module_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family whose rewrite computes other values fails, and the report names the module."""
     rewritten = registry.model_class("MixtralForCausalLM").rewrite_of(MixtralAttention)
     upstream = rewritten.forward
@@ -65,7 +65,7 @@ def test_names_the_culprit_of_a_broken_family(checkpoint: Path, monkeypatch: pyt
     assert any("model.layers.0.self_attn" in row.measured for row in report.rows if row.check == "first divergence")
 
 
-def test_only_the_chosen_checks_run(checkpoint: Path) -> None:
+def test_only_selected_checks_run(checkpoint: Path) -> None:
     assert {row.check.split(":")[0] for row in check_parity(checkpoint, checks=("1",)).rows} == {"level 1"}
 
 
@@ -73,12 +73,12 @@ def test_only_the_chosen_checks_run(checkpoint: Path) -> None:
     ("options", "message"),
     [({"checks": ("4",)}, r"unknown checks \['4'\]"), ({"batch": 1}, "batch 1: expected at least 2")],
 )
-def test_wrong_arguments(checkpoint: Path, options: dict[str, object], message: str) -> None:
+def test_invalid_arguments_raise(checkpoint: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_parity(checkpoint, **options)
 
 
-def test_an_empty_report_is_no_pass() -> None:
+def test_empty_report_does_not_pass() -> None:
     from nrl_models.parity import ParityReport
 
     assert not ParityReport("nothing was checked").passed

@@ -13,7 +13,7 @@ def test_equal_tensors() -> None:
     assert cosine == pytest.approx(1.0)
 
 
-def test_numbers_are_those_of_the_definition() -> None:
+def test_differences_match_definition() -> None:
     max_diff, mean_diff, cosine = compare_tensors(torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0]))
     assert (max_diff, mean_diff) == (1.0, 1.0)
     assert cosine == pytest.approx(24 / 25)
@@ -25,34 +25,34 @@ def test_cosine_is_exact_on_large_tensors() -> None:
     assert compare_tensors(tensor, tensor * 3).cosine_similarity == pytest.approx(1.0, abs=1e-12)
 
 
-def test_differences_are_taken_in_fp32() -> None:
+def test_differences_are_computed_in_fp32() -> None:
     assert compare_tensors(torch.tensor([256.0]).bfloat16(), torch.tensor([257.0])).max_diff == 1.0
 
 
-def test_nan_on_one_side_only_is_an_infinite_difference() -> None:
+def test_nan_on_one_side_is_infinite_difference() -> None:
     nan, number = torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0])
     assert compare_tensors(nan, number).max_diff == math.inf
     assert compare_tensors(number, nan).max_diff == math.inf
     assert compare_tensors(nan, nan).max_diff == 0.0
 
 
-def test_masked_logits_that_both_have_are_equal() -> None:
+def test_matching_infinities_are_equal() -> None:
     masked = torch.tensor([-math.inf, 1.0])
     assert compare_tensors(masked, masked).max_diff == 0.0
     assert compare_tensors(masked, torch.tensor([0.0, 1.0])).max_diff == math.inf
 
 
-def test_shapes_must_agree() -> None:
+def test_shape_mismatch_raises() -> None:
     with pytest.raises(ValueError, match=r"shapes differ: reference \(2,\), actual \(3,\)"):
         compare_tensors(torch.zeros(2), torch.zeros(3))
 
 
-def test_zero_against_nonzero_has_no_similarity() -> None:
+def test_cosine_similarity_of_zero_tensors() -> None:
     assert compare_tensors(torch.zeros(3), torch.ones(3)).cosine_similarity == 0.0
     assert compare_tensors(torch.zeros(3), torch.zeros(3)).cosine_similarity == 1.0
 
 
-def test_state_dicts() -> None:
+def test_compare_state_dicts() -> None:
     first = {
         "same": torch.ones(2),
         "value": torch.zeros(2),
@@ -76,7 +76,7 @@ def test_state_dicts() -> None:
     assert "all tensors match exactly" in str(compare_state_dicts(first, dict(first)))
 
 
-def test_tensors_are_compared_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_tensors_output(capsys: pytest.CaptureFixture[str]) -> None:
     """The output uses the terms of the parity guide."""
     compare_tensors(torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0]), name="logits")
     compare_tensors(torch.tensor([3.0]), torch.tensor([3.0]))
@@ -88,7 +88,7 @@ def test_tensors_are_compared_aloud(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_state_dicts_are_compared_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_state_dicts_output(capsys: pytest.CaptureFixture[str]) -> None:
     first = {"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(2)}
     compare_state_dicts(first, {"b": torch.zeros(2), "c": torch.ones(3), "d": torch.ones(1)}, prefix="check: ")
     compare_state_dicts(first, dict(first), prefix="check: ")

@@ -48,7 +48,7 @@ class Model(nn.Module):
 INPUTS = {"x": torch.tensor([1.0, 2.0]), "ids": torch.tensor([1, 3])}
 
 
-def test_the_first_call_of_every_layer_of_a_class_is_recorded() -> None:
+def test_calls_of_records_first_call_of_each_layer() -> None:
     calls = calls_of(Model(), {Scale}, INPUTS)
     assert calls.keys() == {"first", "second"}
     assert calls["first"].kwargs == {"shift": 0}
@@ -57,12 +57,12 @@ def test_the_first_call_of_every_layer_of_a_class_is_recorded() -> None:
     assert calls_of(Model(), {Special}, INPUTS).keys() == {"special"}
 
 
-def test_inputs_take_the_models_dtype_but_token_ids_do_not() -> None:
+def test_inputs_are_cast_except_token_ids() -> None:
     call = calls_of(Model(torch.bfloat16), {Scale}, INPUTS)["first"]
     assert [value.dtype for value in call.args] == [torch.int64, torch.bfloat16]
 
 
-def test_no_gradient_and_no_hook_is_left() -> None:
+def test_calls_of_leaves_no_gradients_or_hooks() -> None:
     model = Model()
     call = calls_of(model, {Scale}, INPUTS)["second"]
     assert not call.args[1].requires_grad
@@ -72,7 +72,7 @@ def test_no_gradient_and_no_hook_is_left() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_random_numbers_replace_the_hidden_states_and_nothing_else() -> None:
+def test_with_random_input_replaces_only_hidden_states() -> None:
     mask, hidden, bias = torch.ones(2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(3)
     for call in (Call((mask, hidden, bias), {"scale": bias}), Call((mask,), {"hidden_states": hidden, "bias": bias})):
         new = call.with_random_input(seed=1)
@@ -87,7 +87,7 @@ def test_random_numbers_replace_the_hidden_states_and_nothing_else() -> None:
         assert not torch.equal(changed, [*other.args, *other.kwargs.values()][1])
 
 
-def test_a_call_without_hidden_states_stays() -> None:
+def test_with_random_input_without_hidden_states() -> None:
     call = Call((torch.tensor([1, 2]), None), {"flag": True})
     assert call.with_random_input(seed=0) is call
 
@@ -115,12 +115,12 @@ A, B, C = torch.ones(1), torch.ones(2), torch.ones(3)
         (None, []),
     ],
 )
-def test_every_tensor_that_a_layer_returns(output: Any, expected: list[torch.Tensor]) -> None:
-    # Components that are not found are not compared.
-    found = run_layer(Returns(output), Call((), {}))
-    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
+def test_run_layer_returns_every_tensor(output: Any, expected: list[torch.Tensor]) -> None:
+    # Components that are not tensors are not compared.
+    tensors = run_layer(Returns(output), Call((), {}))
+    assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
 
 
-def test_a_layer_that_returns_nothing_has_not_passed() -> None:
+def test_layer_without_output_is_not_compared() -> None:
     checks = {row.check.removeprefix("level 2: ") for row in compare_components(Model(), Model(), INPUTS)}
     assert checks == {"Model", "Scale", "Special"}

@@ -69,7 +69,7 @@ BUGS: dict[Callable[[PreTrainedModel], None], str] = {
 bugs = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 
 
-def test_all_levels_pass_on_the_right_model(case: FamilyCase, pair: Pair) -> None:
+def test_all_levels_pass_on_correct_model(case: FamilyCase, pair: Pair) -> None:
     reference, model = pair
     rows = [
         *compare_weights(model, reference),
@@ -83,7 +83,9 @@ def test_all_levels_pass_on_the_right_model(case: FamilyCase, pair: Pair) -> Non
 
 
 @bugs
-def test_end_to_end_and_gradients_fail(case: FamilyCase, pair: Pair, bug: Callable[[PreTrainedModel], None]) -> None:
+def test_end_to_end_and_gradients_fail_on_bug(
+    case: FamilyCase, pair: Pair, bug: Callable[[PreTrainedModel], None]
+) -> None:
     reference, model = pair
     bug(model)
     assert not compare_end_to_end(model, reference, case.inputs())[0].passed
@@ -91,7 +93,7 @@ def test_end_to_end_and_gradients_fail(case: FamilyCase, pair: Pair, bug: Callab
 
 
 @bugs
-def test_localized_to_the_module_at_fault(case: FamilyCase, pair: Pair, bug: Callable[[PreTrainedModel], None]) -> None:
+def test_localize_finds_wrong_module(case: FamilyCase, pair: Pair, bug: Callable[[PreTrainedModel], None]) -> None:
     reference, model = pair
     bug(model)
     culprits = localize(model, reference, case.inputs())
@@ -100,18 +102,18 @@ def test_localized_to_the_module_at_fault(case: FamilyCase, pair: Pair, bug: Cal
     assert bool(culprits[0].weights) is (bug in (swapped_gate_and_up, one_wrong_weight))
 
 
-def test_two_bugs_are_both_found(case: FamilyCase, pair: Pair) -> None:
+def test_localize_finds_two_bugs(case: FamilyCase, pair: Pair) -> None:
     reference, model = pair
     wrong_eps(model)
     with torch.no_grad():
         model.lm_head.weight[0] += 1.0
-    found = localize(model, reference, case.inputs())
-    assert [culprit.module for culprit in found] == ["model.layers.1.input_layernorm", "lm_head"]
-    assert [culprit.confirmed for culprit in found] == [False, True]
-    assert "lm_head.weight" in str(found[1])
+    culprits = localize(model, reference, case.inputs())
+    assert [culprit.module for culprit in culprits] == ["model.layers.1.input_layernorm", "lm_head"]
+    assert [culprit.confirmed for culprit in culprits] == [False, True]
+    assert "lm_head.weight" in str(culprits[1])
 
 
-def test_weights_level_names_the_tensor(pair: Pair) -> None:
+def test_weights_level_names_wrong_tensor(pair: Pair) -> None:
     reference, model = pair
     one_wrong_weight(model)
     row = compare_weights(model, reference)[0]
@@ -119,7 +121,7 @@ def test_weights_level_names_the_tensor(pair: Pair) -> None:
     assert "model.layers.1.self_attn.k_proj.weight: max_diff=5.0" in row.measured
 
 
-def test_weights_level_sees_a_buffer(pair: Pair) -> None:
+def test_weights_level_detects_wrong_buffer(pair: Pair) -> None:
     reference, model = pair
     wrong_rope_base(model)
     rows = {row.check: row for row in compare_weights(model, reference)}
@@ -127,7 +129,7 @@ def test_weights_level_sees_a_buffer(pair: Pair) -> None:
     assert "model.rotary_emb.inv_freq" in rows["level 1: buffers"].measured
 
 
-def test_weights_level_sees_untied_weights() -> None:
+def test_weights_level_detects_untied_weights() -> None:
     case = FamilyCase(registry.model_class("Gemma2ForCausalLM"))
     reference, model = case.new_pair()
     assert all(row.passed for row in compare_weights(model, reference))
@@ -136,7 +138,7 @@ def test_weights_level_sees_untied_weights() -> None:
     assert not rows["level 1: tied weights"].passed
 
 
-def test_component_level_names_the_layer(case: FamilyCase, pair: Pair) -> None:
+def test_component_level_names_wrong_layer(case: FamilyCase, pair: Pair) -> None:
     reference, model = pair
     layer(model, 0).self_attn.scaling *= 1.1
     failed = {row.check for row in compare_components(model, reference, case.inputs()) if not row.passed}
@@ -151,7 +153,7 @@ def test_missing_gradient_is_named(case: FamilyCase, pair: Pair) -> None:
     assert "model.layers.1.mlp.down_proj.weight" in row.measured
 
 
-def test_models_are_left_as_they_were(case: FamilyCase, pair: Pair) -> None:
+def test_checks_leave_models_unchanged(case: FamilyCase, pair: Pair) -> None:
     reference, model = pair
     compare_gradients(model, reference, case.inputs(labels=True))
     localize(model, reference, case.inputs())

@@ -10,7 +10,7 @@ from nrl_models.parity.noise import gradient_noise, gradients, limit, logits_noi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_output_moves_by_one_unit_in_the_last_place_at_most(dtype: torch.dtype) -> None:
+def test_outputs_move_by_at_most_one_ulp(dtype: torch.dtype) -> None:
     linear = torch.nn.Linear(64, 512).to(dtype)
     x = torch.randn(32, 64, dtype=dtype)
     expected = linear(x)
@@ -22,7 +22,7 @@ def test_each_output_moves_by_one_unit_in_the_last_place_at_most(dtype: torch.dt
     assert torch.equal(linear(x), expected)
 
 
-def test_noise_is_of_the_size_of_rounding(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_logits_noise_has_size_of_rounding(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
     inputs = {"input_ids": input_ids}
     scale = logits_of(llama, inputs).abs().max().item()
     noise = logits_noise(llama, inputs)
@@ -30,7 +30,7 @@ def test_noise_is_of_the_size_of_rounding(llama: PreTrainedModel, input_ids: tor
     assert noise == logits_noise(llama, inputs)  # deterministic
 
 
-def test_gradients_have_a_noise_each(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_gradient_noise_per_parameter(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
     inputs = {"input_ids": input_ids, "labels": input_ids}
     expected = gradients(llama, inputs)
     noise = gradient_noise(llama, inputs, expected)
@@ -43,6 +43,6 @@ def test_gradients_have_a_noise_each(llama: PreTrainedModel, input_ids: torch.Te
     assert sum(change > 0 for change in noise.values()) > len(noise) / 2
 
 
-def test_a_limit_is_never_below_the_dtypes_tolerance() -> None:
+def test_limit_is_at_least_dtype_tolerance() -> None:
     assert limit(0.0, torch.bfloat16) == 1e-2
     assert limit(0.3, torch.bfloat16) == 0.6

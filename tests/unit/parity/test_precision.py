@@ -40,15 +40,15 @@ def rows_of(case: FamilyCase, model: PreTrainedModel, *, gradients: bool = True)
 DECODERS = [
     next(name for name in registry.FAMILIES[family] if name.endswith("ForCausalLM")) for family in ONE_OF_EACH_PATTERN
 ]
-UNLIKE_OTHERS = {
+SPECIAL_CASES = {
     "RecurrentGemmaForCausalLM": "its modules keep what their last forward left",
     "MllamaForConditionalGeneration": "gates of a single value, whose error transformers has near zero by chance",
     "NemotronH_Omni_Reasoning_V3": "its tower takes dtypes from the configuration, and it is its own `base_model`",
 }
 
 
-@pytest.mark.parametrize("architecture", [*DECODERS, *UNLIKE_OTHERS])
-def test_right_models_pass(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", [*DECODERS, *SPECIAL_CASES])
+def test_correct_models_pass(architecture: str) -> None:
     case = case_of(architecture)
     rows = rows_of(case, case.model(BF16))
     assert [row for row in rows if not row.passed] == []
@@ -77,7 +77,7 @@ def sums_in_another_order(model: PreTrainedModel) -> None:
             module.forward = forward(module)
 
 
-def test_another_order_of_summation_passes() -> None:
+def test_different_summation_order_passes() -> None:
     case = case_of("LlamaForCausalLM")
     _, model = case.new_pair(BF16)
     sums_in_another_order(model)
@@ -113,9 +113,9 @@ def queries_scaled_by_one_percent(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def gate_and_up_exchanged(model: PreTrainedModel) -> None:
     gate, up = layer(model).mlp.gate_proj.weight, layer(model).mlp.up_proj.weight
-    kept = gate.clone()
+    original_gate = gate.clone()
     gate.copy_(up)
-    up.copy_(kept)
+    up.copy_(original_gate)
 
 
 def query_norm_omitted(model: PreTrainedModel) -> None:
@@ -151,17 +151,17 @@ BUGS: dict[Callable[[PreTrainedModel], None], tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_a_mistake_in_one_layer_is_found(bug: Callable[[PreTrainedModel], None]) -> None:
-    architecture, at_fault = BUGS[bug]
+def test_bug_in_one_layer_is_detected(bug: Callable[[PreTrainedModel], None]) -> None:
+    architecture, wrong_class = BUGS[bug]
     case = case_of(architecture)
     _, model = case.new_pair(BF16)
     bug(model)
     rows = rows_of(case, model, gradients=False)
     failed = {row.check: row for row in rows if not row.passed}
-    assert f"level 2: {at_fault}, bfloat16" in failed, [(row.check, row.measured) for row in rows]
-    assert failed[f"level 2: {at_fault}, bfloat16"].detail.startswith("worst: model.")
+    assert f"level 2: {wrong_class}, bfloat16" in failed, [(row.check, row.measured) for row in rows]
+    assert failed[f"level 2: {wrong_class}, bfloat16"].detail.startswith("worst: model.")
     if bug in (norm_in_bf16, rope_in_bf16):
-        assert failed[f"level 2: {at_fault}, bfloat16"].expected == SAME_BITS, "it has no matrices"
+        assert failed[f"level 2: {wrong_class}, bfloat16"].expected == SAME_BITS, "it has no matrices"
 
 
 def test_gradients_below_fp32() -> None:
@@ -188,7 +188,7 @@ def test_errors_are_relative_to_each_row() -> None:
     ("actual", "infinite"),
     [([1.0, -math.inf], False), ([math.nan, -math.inf], True), ([1.0, 0.0], True), ([1.0, math.nan], True)],
 )
-def test_what_is_not_finite(actual: list[float], infinite: bool) -> None:
+def test_non_finite_values(actual: list[float], infinite: bool) -> None:
     """Masked scores that are equal in both models agree."""
     errors = Errors.of(torch.tensor([actual]), torch.tensor([[1.0, -math.inf]]))
     assert math.isinf(errors.rms) is infinite

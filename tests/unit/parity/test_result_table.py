@@ -16,7 +16,7 @@ def printed(table: ResultTable, width: int) -> list[str]:
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-def test_a_narrow_console_gets_a_block_of_lines_per_row() -> None:
+def test_narrow_console_prints_rows_as_blocks() -> None:
     table = ResultTable("check", "verdict", "measured", "expected", "detail", title="a \\[model]")
     table.add_row("level 1", Outcome.PASS.markup, "39 tensors", "equal", "")
     table.add_row("level 2", Outcome.FAIL.markup, "max_diff 1.0e+00", "at most 1.0e-05", "model.layers.0.self_attn")
@@ -35,7 +35,7 @@ def test_a_narrow_console_gets_a_block_of_lines_per_row() -> None:
     assert "│ level 2 │ FAIL    │" in "\n".join(wide)
 
 
-def test_no_word_is_cut_at_any_width() -> None:
+def test_no_word_is_truncated_at_any_width() -> None:
     words = ["model.layers.10.self_attn.q_proj.weight", "1.0000001", "token_mult_prob_error"]
     report = ParityReport("model")
     report.add([ParityRow("level 1: a check with many short words in its name", True, *words)])

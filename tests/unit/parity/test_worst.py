@@ -26,12 +26,12 @@ def test_largest_error_or_default() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_layers_without_a_defined_error_fail(order: tuple[int, int]) -> None:
+def test_layers_with_undefined_error_fail(order: tuple[int, int]) -> None:
     infinite = Errors(math.inf, math.inf)
     times = [Errors(1.0, 1.0), infinite.times(infinite)]  # infinite in the reference as well: the multiple is NaN
-    found = Found()
+    errors = Found()
     for index in order:
-        found.add(f"layer {index}", times[index])
-    row = found.row("level 2", Level.COMPONENTS)
+        errors.add(f"layer {index}", times[index])
+    row = errors.row("level 2", Level.COMPONENTS)
     assert not row.passed
     assert row.detail == "worst: layer 1"
