@@ -39,7 +39,7 @@ def find(weight: torch.Tensor) -> UntrainedRows:
     return untrained_rows(weight, statistics(weight), near_zero=NEAR_ZERO, identical=IDENTICAL)
 
 
-def test_trained_rows_raise_no_alarm(trained: torch.Tensor) -> None:
+def test_trained_rows_are_not_reported(trained: torch.Tensor) -> None:
     assert len(find(trained).all) <= FALSE_ALARMS * VOCABULARY
 
 
@@ -84,32 +84,32 @@ PLANTED: dict[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_all_planted_rows_are_found_and_few_others(
+def test_planted_rows_are_found_with_few_false_alarms(
     trained: torch.Tensor, plant: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     rows = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[: 4 * SMALLEST_CLUSTER]
     weight = trained.clone()
     centered = trained[rows].float() - trained[rows].float().mean(0) + trained.float().mean(0)
     weight[rows] = plant(centered).bfloat16()
-    found, expected = find(weight), set(rows.tolist())
+    detected, expected = find(weight), set(rows.tolist())
     for kind in PLANTED[plant]:
-        listed = getattr(found, kind)
+        listed = getattr(detected, kind)
         assert expected <= set(torch.tensor(listed).flatten().tolist()), kind
-    assert len(set(found.all) - expected) <= FALSE_ALARMS * VOCABULARY
+    assert len(set(detected.all) - expected) <= FALSE_ALARMS * VOCABULARY
 
 
-def test_a_row_is_reported_once_where_kinds_exclude_each_other(trained: torch.Tensor) -> None:
+def test_row_is_reported_under_one_kind(trained: torch.Tensor) -> None:
     """Rows of zeros are also identical to each other. Duplicates also have the same direction."""
     weight = trained.clone()
     weight[10:20] = 0.0
     weight[30:34] = trained[30]
-    found = find(weight)
-    assert found.duplicates == [[30, 31, 32, 33]]
-    assert not found.clusters
-    assert set(found.all) >= {*range(10, 20), *range(30, 34)}
+    detected = find(weight)
+    assert detected.duplicates == [[30, 31, 32, 33]]
+    assert not detected.clusters
+    assert set(detected.all) >= {*range(10, 20), *range(30, 34)}
 
 
-def test_two_groups_of_duplicates_are_apart(trained: torch.Tensor) -> None:
+def test_duplicate_groups_are_separate(trained: torch.Tensor) -> None:
     weight = trained.clone()
     weight[[1, 9]] = trained[5]
     weight[8] = trained[2]
@@ -117,22 +117,22 @@ def test_two_groups_of_duplicates_are_apart(trained: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_rows_that_are_not_finite_are_found_and_hide_no_others(trained: torch.Tensor, value: float) -> None:
+def test_non_finite_rows_do_not_hide_others(trained: torch.Tensor, value: float) -> None:
     weight = trained.clone()
     weight[[5, 7], 3] = value
     weight[9] *= 1e-3
     weight[11] = weight[10]
-    found = find(weight)
-    assert found.not_finite == [5, 7]
-    assert set(found.degenerate) >= {5, 7, 9}
-    assert found.duplicates == [[10, 11]]
-    assert len(set(found.all) - {5, 7, 9, 10, 11}) <= FALSE_ALARMS * VOCABULARY
+    detected = find(weight)
+    assert detected.not_finite == [5, 7]
+    assert set(detected.degenerate) >= {5, 7, 9}
+    assert detected.duplicates == [[10, 11]]
+    assert len(set(detected.all) - {5, 7, 9, 10, 11}) <= FALSE_ALARMS * VOCABULARY
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_any_dtype_and_a_vocabulary_of_few(dtype: torch.dtype) -> None:
+def test_small_vocabulary_in_any_dtype(dtype: torch.dtype) -> None:
     weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[2] = weight[0]
-    found = find(weight)
-    assert found.duplicates == [[0, 2]]
-    assert found.all == [0, 2]
+    detected = find(weight)
+    assert detected.duplicates == [[0, 2]]
+    assert detected.all == [0, 2]

@@ -44,7 +44,7 @@ def healthy(folder: Path) -> Path:
     return folder
 
 
-def test_a_healthy_checkpoint_passes(healthy: Path) -> None:
+def test_healthy_checkpoint_passes(healthy: Path) -> None:
     result = diagnose_embeddings(healthy)
     assert result.passed
     assert [embedding["kind"] for embedding in result.measured["embeddings"]] == ["input", "output"]
@@ -52,7 +52,7 @@ def test_a_healthy_checkpoint_passes(healthy: Path) -> None:
     assert result.lines.count("No untrained rows found") == 2
 
 
-def test_untrained_rows_are_found_in_the_embedding_that_has_them(untrained: Path) -> None:
+def test_untrained_rows_are_reported_per_embedding(untrained: Path) -> None:
     result = diagnose_embeddings(untrained)
     assert not result.passed
     first, second = result.measured["embeddings"]
@@ -71,12 +71,12 @@ def test_untrained_rows_are_found_in_the_embedding_that_has_them(untrained: Path
     assert first["healthy_std"] == pytest.approx(healthy.std(correction=0).item(), rel=1e-4)
 
 
-def test_thresholds_decide(llama_checkpoint: Path) -> None:
+def test_thresholds_are_applied(llama_checkpoint: Path) -> None:
     assert len(diagnose_embeddings(llama_checkpoint, near_zero=1e9).measured["embeddings"][0]["near_zero"]) == 511
     assert len(diagnose_embeddings(llama_checkpoint, identical=1e9).measured["embeddings"][0]["identical"]) == 511
 
 
-def test_only_embeddings_are_read(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_embedding_tensors_are_read(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, shapes = CheckpointFiles.read, []
 
     def noted(self: CheckpointFiles, *args: object, **kwargs: object) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_only_embeddings_are_read(llama_checkpoint: Path, monkeypatch: pytest.Mo
     assert shapes == [(512, 256), (512, 256)]
 
 
-def test_tied_embeddings_of_a_nested_text_model_are_found(tmp_path: Path) -> None:
+def test_tied_embeddings_of_nested_text_model(tmp_path: Path) -> None:
     model = new_model(tiny_config(Gemma3Config), "ForConditionalGeneration")
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = 0.0
@@ -101,7 +101,7 @@ def test_tied_embeddings_of_a_nested_text_model_are_found(tmp_path: Path) -> Non
     assert "language_model" in result.measured["embeddings"][0]["key"]
 
 
-def test_rows_are_drawn_anew_and_nothing_else_changes(untrained: Path, tmp_path: Path) -> None:
+def test_reinitialize_changes_only_untrained_rows(untrained: Path, tmp_path: Path) -> None:
     target = tmp_path / "mended"
     result = diagnose_embeddings(untrained, reinitialize=target)
     assert "with 4 rows reinitialized" in "\n".join(result.lines)
@@ -118,12 +118,12 @@ def test_rows_are_drawn_anew_and_nothing_else_changes(untrained: Path, tmp_path:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_a_checkpoint_is_not_mended_in_place(untrained: Path) -> None:
+def test_reinitialize_in_place_raises(untrained: Path) -> None:
     with pytest.raises(CheckpointError, match="in place"):
         diagnose_embeddings(untrained, reinitialize=untrained, overwrite=True)
 
 
-def test_another_checkpoint_is_replaced_only_with_overwrite(untrained: Path, tmp_path: Path) -> None:
+def test_reinitialize_requires_overwrite(untrained: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "model-00001-of-00002.safetensors").write_bytes(b"mine")
@@ -134,24 +134,24 @@ def test_another_checkpoint_is_replaced_only_with_overwrite(untrained: Path, tmp
     assert diagnose_embeddings(other).passed
 
 
-def test_nothing_healthy_to_learn_from_is_an_error(folder: Path, tmp_path: Path) -> None:
+def test_no_healthy_rows_raise(folder: Path, tmp_path: Path) -> None:
     edit_weights(folder, lambda tensors: tensors["lm_head.weight"].zero_())
     with pytest.raises(CheckpointError, match="no healthy row"):
         diagnose_embeddings(folder, reinitialize=tmp_path / "mended")
     assert not (tmp_path / "mended").exists()
 
 
-def test_a_tied_head_counts_once(tmp_path: Path) -> None:
+def test_tied_head_counts_once(tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path)
     result = diagnose_embeddings(tmp_path)
     assert result.measured["tied"]
     first, *rest = result.measured["embeddings"]
     assert first["padding"] == 0
     assert result.passed
-    assert all(found["key"] == first["key"] for found in rest)
+    assert all(embedding["key"] == first["key"] for embedding in rest)
 
 
-def test_rows_of_tied_tensors_that_are_both_stored(tmp_path: Path) -> None:
+def test_tied_tensors_that_are_both_stored(tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path / "tied")
 
     def store_both(tensors: dict[str, torch.Tensor]) -> None:
@@ -192,14 +192,14 @@ def test_stored_tensors_with_different_values_are_not_tied(tmp_path: Path) -> No
     assert changed == {"model.embed_tokens.weight": [20], "lm_head.weight": [30]}
 
 
-def test_a_row_of_zeros_of_a_token_that_is_not_only_padding_counts(folder: Path) -> None:
+def test_zero_row_of_shared_padding_token_is_reported(folder: Path) -> None:
     edit_config(folder, pad_token_id=2, eos_token_id=[1, 2])
     edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][2].zero_())
     first = diagnose_embeddings(folder).measured["embeddings"][0]
     assert (first["near_zero"], first["padding"]) == ([PADDING, 2], None)
 
 
-def test_no_padding_token_excuses_no_row(folder: Path) -> None:
+def test_without_padding_token_zero_rows_are_reported(folder: Path) -> None:
     edit_config(folder, pad_token_id=-1)
     edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][-1].zero_())
     first = diagnose_embeddings(folder).measured["embeddings"][0]
@@ -207,7 +207,7 @@ def test_no_padding_token_excuses_no_row(folder: Path) -> None:
     assert first["near_zero"][-1] == first["shape"][0] - 1
 
 
-def test_rows_that_are_not_finite_are_reinitialized(folder: Path, tmp_path: Path) -> None:
+def test_non_finite_rows_are_reinitialized(folder: Path, tmp_path: Path) -> None:
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][[20, 21], 3] = torch.tensor([torch.nan, torch.inf])
 
@@ -218,23 +218,23 @@ def test_rows_that_are_not_finite_are_reinitialized(folder: Path, tmp_path: Path
     assert diagnose_embeddings(tmp_path / "mended").measured["embeddings"][0]["not_finite"] == []
 
 
-def test_tokens_are_named(folder: Path) -> None:
+def test_tokens_of_untrained_rows_are_listed(folder: Path) -> None:
     vocabulary = {"<pad>": PADDING, "good": 2, "<unused>": 7}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
     edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][7::293].zero_())
     assert "  Tokens: '<unused>', 1 without a token" in diagnose_embeddings(folder, tokenizer=tokenizer).lines
 
 
-def test_ranges_are_the_guides() -> None:
+def test_ranges_format() -> None:
     assert ranges([0, 1, 3, 4, 5, 9]) == "0-1,3-5,9"
     assert ranges([]) == ""
 
 
-def test_the_command_exits_with_one_where_rows_are_untrained(untrained: Path, tmp_path: Path) -> None:
+def test_command_exits_1_for_untrained_rows(untrained: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     result = CliRunner().invoke(app, ["diagnose", "embeddings", str(untrained), "--json", str(file)])
     assert result.exit_code == 1
     assert ": 4 embedding rows look untrained" in result.output
     assert "--reinitialize DIR" in result.output
-    found = json.loads(file.read_text())
-    assert (found["diagnostic"], found["verdict"]) == ("embeddings", "fail")
+    content = json.loads(file.read_text())
+    assert (content["diagnostic"], content["verdict"]) == ("embeddings", "fail")

@@ -39,13 +39,13 @@ def engine(llama_checkpoint: Path) -> HFEngine:
     return HFEngine.start(llama_checkpoint, dtype=torch.float32)
 
 
-def test_an_engine_without_a_limit_of_its_own_cannot_be_checked(engine: HFEngine) -> None:
+def test_engine_without_length_limit_raises(engine: HFEngine) -> None:
     with pytest.raises(EngineError, match="no length limit"):
         diagnose_max_model_len(engine, "tiny", PROMPT)
 
 
 @pytest.mark.parametrize(("limit", "passed"), [(20, True), (13, False)])
-def test_the_limit_is_on_prompt_and_generated_tokens_together(engine: HFEngine, limit: int, passed: bool) -> None:
+def test_max_model_len_counts_prompt_and_generated_tokens(engine: HFEngine, limit: int, passed: bool) -> None:
     known = replace(engine.capabilities(), own_limit=True, max_length=limit)
     engine.capabilities = lambda: known
     generate = HFEngine(engine.model).generate
@@ -56,8 +56,8 @@ def test_the_limit_is_on_prompt_and_generated_tokens_together(engine: HFEngine, 
     result = diagnose_max_model_len(engine, "tiny", PROMPT)
     assert result.passed == passed
     assert result.measured["total_tokens"] == 20
-    found = result.to_json()
-    assert (found["value"], found["bound"], found["unit"]) == (20, limit, "count")
+    content = result.to_json()
+    assert (content["value"], content["bound"], content["unit"]) == (20, limit, "count")
 
 
 def test_decode_and_prefill_agree(engine: HFEngine) -> None:
@@ -66,7 +66,7 @@ def test_decode_and_prefill_agree(engine: HFEngine) -> None:
     assert [sequence["tokens"] for sequence in result.measured["sequences"]] == [20, 20]
 
 
-def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HFEngine) -> None:
+def test_error_of_one_sequence_is_not_diluted(engine: HFEngine) -> None:
     generate = engine.generate
 
     def spoiled(*args: Any, **kwargs: Any) -> list[Sample]:
@@ -80,12 +80,12 @@ def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HF
     assert not result.passed
     assert "differ for prompts [1]" in result.lines[-1]
     assert result.measured["sequences"][1]["token_mult_prob_error"] == pytest.approx(math.exp(0.06), abs=1e-4)
-    found = result.to_json()
-    assert found["value"] == result.measured["sequences"][1]["token_mult_prob_error"]
-    assert (found["bound"], found["unit"]) == (result.measured["threshold"], "token_mult_prob_error")
+    content = result.to_json()
+    assert content["value"] == result.measured["sequences"][1]["token_mult_prob_error"]
+    assert (content["bound"], content["unit"]) == (result.measured["threshold"], "token_mult_prob_error")
 
 
-def test_tokens_that_the_prefill_excludes_fail(engine: HFEngine) -> None:
+def test_zero_probability_in_prefill_fails(engine: HFEngine) -> None:
     score = engine.score
 
     def excluding(*args: Any, **kwargs: Any) -> list[list[float]]:
@@ -97,12 +97,12 @@ def test_tokens_that_the_prefill_excludes_fail(engine: HFEngine) -> None:
     assert "3 with probability 0 in the prefill" in result.lines[0]
 
 
-def test_no_prompts_are_no_agreement(engine: HFEngine) -> None:
+def test_empty_prompts_raise(engine: HFEngine) -> None:
     with pytest.raises(UnknownArgumentError, match="prompts is empty"):
         diagnose_decode_vs_prefill(engine, "tiny", [])
 
 
-def test_an_engine_that_dies_refuses_nothing(engine: HFEngine) -> None:
+def test_engine_crash_is_not_a_length_limit(engine: HFEngine) -> None:
     known = replace(engine.capabilities(), own_limit=True, max_length=20)
     engine.capabilities = lambda: known
     generate, dead = engine.generate, False
@@ -119,7 +119,7 @@ def test_an_engine_that_dies_refuses_nothing(engine: HFEngine) -> None:
         diagnose_max_model_len(engine, "tiny", PROMPT)
 
 
-def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
+def test_precision_modes_are_compared_on_same_tokens(llama_checkpoint: Path) -> None:
     modes = ["cuda graph mode lps", "cuda graph mode lps with backend=eager"]
 
     @contextmanager
@@ -137,7 +137,7 @@ def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
         "Eager and cuda graph mode lps with backend=eager (prompt lps)": False,
         "Eager and cuda graph mode lps with backend=eager (generation lps)": False,
     }
-    assert [found["elements"] for found in result.measured["comparisons"][:2]] == [23 + 8, 12]
+    assert [comparison_["elements"] for comparison_ in result.measured["comparisons"][:2]] == [23 + 8, 12]
     # The guide's code with both arrays. Shorter sequences are padded with NaN.
     lines = result.lines
     assert "Eager and cuda graph mode lps (prompt lps): PASSED - Arrays are close within tolerance" in "\n".join(lines)
@@ -169,8 +169,8 @@ def test_prefix_caching_counts_nan(engine: HFEngine) -> None:
     )
     assert f"Iteration 1 — prompt length: {len(PROMPT)} tokens" in result.lines
     assert [iteration["nan"] for iteration in result.measured["iterations"]] == [0, 9]
-    found = result.to_json()
-    assert (found["value"], found["bound"], found["unit"]) == (9, 0, "count")
+    content = result.to_json()
+    assert (content["value"], content["bound"], content["unit"]) == (9, 0, "count")
 
 
 @pytest.mark.parametrize(("shift", "threshold", "passed"), [(0.2, 1.05, False), (0.2, 1.3, True), (math.inf, 2, False)])
@@ -188,14 +188,14 @@ def test_prefix_caching_compares_with_prefill(engine: HFEngine, shift: float, th
     engine.generate = stale
     result = diagnose_prefix_caching(engine, "tiny", PROMPT, new_tokens=10, threshold=threshold)
     assert result.passed == passed, result.lines
-    found = result.to_json()
-    assert (found["value"], found["bound"]) == (pytest.approx(math.exp(0.2), abs=1e-4), threshold)
+    content = result.to_json()
+    assert (content["value"], content["bound"]) == (pytest.approx(math.exp(0.2), abs=1e-4), threshold)
     if not passed:
         assert "FAIL: prefix-caching: tiny: cached tokens and one prefill differ: token_mult_prob_" in result.lines[-1]
         assert (", 1 tokens with probability 0 or NaN" in result.lines[-1]) == math.isinf(shift)
 
 
-def test_the_command_prints_the_guides_lines(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_decode_vs_prefill_command(llama_checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     arguments = ["--engine", "hf-generate", "--dtype", "float32"]
     arguments += ["--prompts", "2", "--length", "12", "--new-tokens", "8"]
@@ -207,7 +207,7 @@ def test_the_command_prints_the_guides_lines(llama_checkpoint: Path, tmp_path: P
     assert json.loads(file.read_text())["verdict"] == "pass"
 
 
-def test_precision_exits_with_0_also_if_modes_differ(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_command_exits_0_if_modes_differ(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     diagnosis = Diagnosis("precision", "tiny", informative=True).finish("6 of 6 comparisons differ; see above")
     monkeypatch.setattr("nrl_models.diagnostics.engine_checks.diagnose_precision", lambda *args, **kwargs: diagnosis)
     result = CliRunner().invoke(app, ["diagnose", "precision", str(llama_checkpoint)])
@@ -223,7 +223,7 @@ def test_precision_exits_with_0_also_if_modes_differ(llama_checkpoint: Path, mon
         ("prefix-caching", "runs without prefix caching: expected vllm or vllm-transformers"),
     ],
 )
-def test_unsupported_engine_is_rejected_before_it_starts(llama_checkpoint: Path, name: str, reason: str) -> None:
+def test_unsupported_engine_exits_before_start(llama_checkpoint: Path, name: str, reason: str) -> None:
     for engine in ("hf-generate", "mlx", "megatron"):
         result = CliRunner().invoke(app, ["diagnose", name, str(llama_checkpoint), "--engine", engine])
         assert result.exit_code == 2
@@ -232,7 +232,7 @@ def test_unsupported_engine_is_rejected_before_it_starts(llama_checkpoint: Path,
 
 
 @pytest.mark.parametrize(
-    ("limit", "prompt", "new", "found"),
+    ("limit", "prompt", "new", "lengths"),
     [
         (None, None, None, (13_990, 2_048)),
         (100_000, None, None, (13_990, 2_048)),
@@ -242,16 +242,18 @@ def test_unsupported_engine_is_rejected_before_it_starts(llama_checkpoint: Path,
         (8_191, 5_000, 100, (5_000, 100)),
     ],
 )
-def test_lengths_fit_the_model(limit: int | None, prompt: int | None, new: int | None, found: tuple[int, int]) -> None:
-    assert fitting_lengths(limit, prompt, new, usual=(13_990, 2_048), turns=2) == found
+def test_lengths_are_fitted_to_model_limit(
+    limit: int | None, prompt: int | None, new: int | None, lengths: tuple[int, int]
+) -> None:
+    assert fitting_lengths(limit, prompt, new, usual=(13_990, 2_048), turns=2) == lengths
 
 
-def test_lengths_that_were_asked_for_are_refused_if_they_do_not_fit() -> None:
+def test_requested_lengths_above_limit_raise() -> None:
     with pytest.raises(ConsistencyError, match=r"13,990 tokens and 2 answers of 2,048 need 18,086 positions.* 8,191"):
         fitting_lengths(8_191, 13_990, 2_048, usual=(1, 1), turns=2)
 
 
-def test_the_counting_prompt_goes_as_far_as_fits() -> None:
+def test_counting_prompt_is_truncated_to_limit() -> None:
     source = Prompts(None, 512)
     assert counting_prompt(source.counting, 300, 400) == (source.counting(300), 300)
     tokens, reached = counting_prompt(source.counting, 300, 123)

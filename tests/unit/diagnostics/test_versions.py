@@ -90,31 +90,31 @@ def diagnose(checkpoint: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, [*base, *arguments])
 
 
-def test_every_version_is_in_the_table(llama_checkpoint: Path, environment: Environment, tmp_path: Path) -> None:
+def test_report_lists_every_environment(llama_checkpoint: Path, environment: Environment, tmp_path: Path) -> None:
     good, bad, dead = environment("0.13.0"), environment("0.14.0", nan=2), environment("0.15.0", dies=2)
     names = [str(good), str(bad / "bin" / "python"), str(dead), str(tmp_path / "none")]
     options = [option for name in names for option in ("--engine-python", name)]
     result = diagnose(llama_checkpoint, *options, "--json", str(tmp_path / "found.json"))
     assert result.exit_code == 1, result.output
     assert "10/10 logprobs are NaN on iteration 2 (prefix caching is broken in vLLM 0.14.0)" in result.output
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["verdict"] == "fail"
-    rows = [(row["environment"], row["verdict"], row.get("engine")) for row in found["environments"]]
+    content = json.loads((tmp_path / "found.json").read_text())
+    assert content["verdict"] == "fail"
+    rows = [(row["environment"], row["verdict"], row.get("engine")) for row in content["environments"]]
     assert rows == [
         (names[0], "pass", "vllm 0.13.0"),
         (names[1], "fail", "vllm 0.14.0"),
         (names[2], "incomplete", None),
         (names[3], "incomplete", None),
     ]
-    assert "died (exit status 3)" in found["environments"][2]["error"]
-    assert "no Python at" in found["environments"][3]["error"]
-    assert found["environments"][0]["iterations"] == [
+    assert "died (exit status 3)" in content["environments"][2]["error"]
+    assert "no Python at" in content["environments"][3]["error"]
+    assert content["environments"][0]["iterations"] == [
         {"prompt_tokens": 20, "tokens": 10, "nan": 0},
         {"prompt_tokens": 30, "tokens": 10, "nan": 0},
     ]
 
 
-def test_versions_that_pass_exit_with_0(llama_checkpoint: Path, environment: Environment) -> None:
+def test_passing_versions_exit_0(llama_checkpoint: Path, environment: Environment) -> None:
     """One version is too old for either of the keywords that newer versions are started with."""
     options = [
         "--engine-python",
@@ -127,7 +127,7 @@ def test_versions_that_pass_exit_with_0(llama_checkpoint: Path, environment: Env
     assert result.output.count("PASS: prefix-caching: ") >= 2
 
 
-def test_an_environments_vllm_is_an_engine(llama_checkpoint: Path, environment: Environment) -> None:
+def test_start_engine_with_vllm_of_other_environment(llama_checkpoint: Path, environment: Environment) -> None:
     path = environment("0.32.0")
     with start_engine("vllm", llama_checkpoint, python=path, max_length=64) as engine:
         known = engine.capabilities()
@@ -141,7 +141,7 @@ def test_an_environments_vllm_is_an_engine(llama_checkpoint: Path, environment: 
             engine.score([[5, 6]], Sampling(0.5))
 
 
-def test_what_vllm_raises_is_said(llama_checkpoint: Path, environment: Environment) -> None:
+def test_vllm_errors_are_reported(llama_checkpoint: Path, environment: Environment) -> None:
     options: dict[str, Any] = {"python": environment("0.32.0"), "logprobs_mode": "raw_logprobs"}
     with pytest.raises(EngineError, match="KeyError: 'max_model_len'"):
         start_engine("vllm", llama_checkpoint, **options)
