@@ -26,7 +26,7 @@ from nrl_models.errors import UnknownArgumentError
         ),
     ],
 )
-def test_only_what_is_set_is_passed_on(backend: BackendConfig, expected: dict[str, str]) -> None:
+def test_only_set_values_are_passed(backend: BackendConfig, expected: dict[str, str]) -> None:
     assert backend.implementations() == expected
 
 
@@ -39,22 +39,22 @@ def test_only_what_is_set_is_passed_on(backend: BackendConfig, expected: dict[st
         ({"experts": "torch", "enable_deepep": False, "rms_norm": "torch"}, {"experts": "eager"}),
     ],
 )
-def test_automodels_values_mean_what_they_mean_there(theirs: dict[str, Any], here: dict[str, Any]) -> None:
+def test_automodel_values_are_translated(theirs: dict[str, Any], here: dict[str, Any]) -> None:
     assert BackendConfig(**theirs) == BackendConfig(**here)
     assert BackendConfig(**theirs).implementations() == BackendConfig(**here).implementations()
 
 
-def test_what_automodel_has_and_nobody_here_is_refused_with_the_reason() -> None:
+def test_unsupported_automodel_values_raise_with_reason() -> None:
     with pytest.raises(UnknownArgumentError) as caught:
         BackendConfig(attn="te", linear="te", rms_norm="bogus", experts="te", dispatcher="deepep", enable_deepep=True)
-    for said in (
+    for message in (
         "attn='te': Tr",
         "linear='te': Tr",
         "rms_norm='bogus': expected",
         "experts='te': Tr",
         "(docs/scaling.md)",
     ):
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     assert str(caught.value).count("DeepEP's kernels") == 2
 
 
@@ -70,12 +70,12 @@ def test_what_automodel_has_and_nobody_here_is_refused_with_the_reason() -> None
         ("auto", "meta", False),
     ],
 )
-def test_whether_projections_combine(combine: Any, device: str | None, expected: bool) -> None:
+def test_should_combine(combine: Any, device: str | None, expected: bool) -> None:
     assert should_combine(combine, None if device is None else torch.device(device)) is expected
 
 
 @pytest.mark.parametrize("combine", ["Auto", 1, None, "true"])
-def test_anything_else_is_refused(combine: Any, mixtral_config: MixtralConfig) -> None:
+def test_invalid_combine_values_raise(combine: Any, mixtral_config: MixtralConfig) -> None:
     with pytest.raises(ValueError, match="expected True, False or 'auto'"):
         should_combine(combine, None)
     with pytest.raises(ValueError, match="expected True, False or 'auto'"):
@@ -83,7 +83,7 @@ def test_anything_else_is_refused(combine: Any, mixtral_config: MixtralConfig) -
 
 
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
-def test_experts_are_chosen(
+def test_experts_implementation_is_applied(
     experts: str, mixtral_checkpoint: Path, mixtral: PreTrainedModel, input_ids: torch.Tensor
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, backend=BackendConfig(experts=experts))
@@ -105,7 +105,7 @@ def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return model_class
 
 
-def test_a_family_may_choose_its_kernels_as_transformers_may(model_class: Any) -> None:
+def test_settable_kernels_match_reference(model_class: Any) -> None:
     # transformers reads it from the source of a class's module. Experts silently ran one by one, unless the Hugging
     # Face class had been checked before.
     can_set = model_class._can_set_attn_implementation(), model_class._can_set_experts_implementation()
@@ -114,7 +114,7 @@ def test_a_family_may_choose_its_kernels_as_transformers_may(model_class: Any) -
 
 
 @pytest.mark.parametrize("model_class", ["MixtralForCausalLM"], indirect=True)
-def test_experts_are_grouped_unless_one_says_otherwise(model_class: Any, mixtral_config: MixtralConfig) -> None:
+def test_experts_default_to_grouped_mm(model_class: Any, mixtral_config: MixtralConfig) -> None:
     model = model_class.from_config(mixtral_config, device="meta")
     assert model.config._experts_implementation == "grouped_mm"
     assert model_class.from_config(model.config, device="meta").config._experts_implementation == "grouped_mm"

@@ -13,7 +13,7 @@ from nrl_models.common.switches import quirks_off
 from nrl_models.engines.vllm.vllm_start import needs_its_weights
 
 
-def test_names_are_of_the_flags_that_are_set() -> None:
+def test_names_of_set_flags() -> None:
     both = ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK | ModelFlag.VLLM_LOAD_FORMAT_AUTO
     assert ModelFlag.NONE.names == []
     assert ModelFlag.VLLM_LOAD_FORMAT_AUTO.names == ["VLLM_LOAD_FORMAT_AUTO"]
@@ -22,12 +22,12 @@ def test_names_are_of_the_flags_that_are_set() -> None:
     assert not ModelFlag.NONE
 
 
-def test_no_two_flags_are_one() -> None:
+def test_flags_have_distinct_values() -> None:
     values = [flag.value for flag in ModelFlag]
     assert len(set(values)) == len(values) == len(ModelFlag.__members__) - 1  # NONE is not a flag
 
 
-def test_what_ties_at_every_size_follows_from_the_configurations() -> None:
+def test_tied_weights_flag_follows_published_configs() -> None:
     for name, ties in (("GemmaForCausalLM", True), ("CohereForCausalLM", True), ("LlamaForCausalLM", False)):
         assert (ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in registry.model_class(name).flags) is ties
     published = {"small": {}, "large": {"tie_word_embeddings": False}}
@@ -35,7 +35,7 @@ def test_what_ties_at_every_size_follows_from_the_configurations() -> None:
     assert follow_from(GemmaConfig, published) is ModelFlag.NONE
 
 
-def test_an_engine_reads_the_checkpoint_of_a_family_that_asks_for_it(tmp_path: Path) -> None:
+def test_needs_its_weights(tmp_path: Path) -> None:
     for config, asks in ((Gemma2Config(architectures=["Gemma2ForCausalLM"]), True), (LlamaConfig(), False)):
         config.save_pretrained(tmp_path)
         assert needs_its_weights(tmp_path) is asks
@@ -44,7 +44,7 @@ def test_an_engine_reads_the_checkpoint_of_a_family_that_asks_for_it(tmp_path: P
 
 
 @pytest.mark.parametrize("name", list(registry.FAMILIES))
-def test_every_class_of_a_family_has_its_flags(name: str) -> None:
+def test_flags_agree_within_family(name: str) -> None:
     """Classes of one family with the same configuration class have the same flags."""
     classes = [
         registry.model_class(architecture)

@@ -36,16 +36,20 @@ def new_model(architecture: str):
 
 
 @pytest.mark.parametrize("architecture", SOME)
-def test_every_parameter_is_of_some_component_and_only_parts_overlap(architecture: str) -> None:
+def test_components_cover_all_parameters(architecture: str) -> None:
     _, model = new_model(architecture)
     components = components_of(model)
     assert list(components) == [key for key in COMPONENTS if key in components]
-    assert {name for own in components.values() for name in own} == {name for name, _ in model.named_parameters()}
+    assert {name for parameters in components.values() for name in parameters} == {
+        name for name, _ in model.named_parameters()
+    }
     text = components["freeze_language_model"].keys()
     assert components["freeze_embeddings"].keys() <= text
     assert components.get("freeze_routers", {}).keys() <= text
     tied = {name for name, component in components["freeze_embeddings"].items() if component.ndim == 2}
-    rest = [set(own) for key, own in components.items() if key not in ("freeze_embeddings", "freeze_routers")]
+    rest = [
+        set(parameters) for key, parameters in components.items() if key not in ("freeze_embeddings", "freeze_routers")
+    ]
     assert sum(map(len, rest)) - len(set().union(*rest)) <= len(tied)  # a tied head is also an embedding
     if getattr(model.config, "vision_config", None) is not None:
         assert "freeze_vision_tower" in components
@@ -53,13 +57,13 @@ def test_every_parameter_is_of_some_component_and_only_parts_overlap(architectur
 
 
 @pytest.mark.parametrize("architecture", [WITH_IMAGES, WITH_EXPERTS])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_does(architecture: str) -> None:
+def test_frozen_parameters_get_no_gradient(architecture: str) -> None:
     case, model = new_model(architecture)
     components = components_of(model)
     key = "freeze_vision_tower" if architecture == WITH_IMAGES else "freeze_routers"
-    found = freeze(model, {key: True})
-    assert found.frozen[key] == sum(component.numel() for component in components[key].values()) > 0
-    assert found.total - found.trainable == found.frozen[key]
+    report = freeze(model, {key: True})
+    assert report.frozen[key] == sum(component.numel() for component in components[key].values()) > 0
+    assert report.total - report.trainable == report.frozen[key]
     model(**case.inputs(labels=True)).loss.backward()
     with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert not with_gradient & components[key].keys()
@@ -67,17 +71,17 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_does(architecture: str) ->
     optimizer = torch.optim.AdamW(trainable_parameters(model))
     optimizer.step()
     assert len(optimizer.state) == len(with_gradient)
-    assert freeze(model, {key: False}).trainable == found.total
+    assert freeze(model, {key: False}).trainable == report.total
 
 
-def test_what_is_said_of_a_part_goes_before_what_is_said_of_the_whole() -> None:
+def test_nested_component_overrides_parent() -> None:
     _, model = new_model(WITH_EXPERTS)
     freeze(model, {"freeze_language_model": True, "freeze_routers": False})
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trains == components_of(model)["freeze_routers"].keys() | {"lm_head.weight"}
 
 
-def test_what_is_not_named_stays_as_it_is() -> None:
+def test_unnamed_components_are_unchanged() -> None:
     _, model = new_model(WITH_IMAGES)
     freeze(model, {"freeze_projector": True})
     freeze(model, {"freeze_vision_tower": True})
@@ -96,7 +100,7 @@ def test_what_is_not_named_stays_as_it_is() -> None:
         ({"vision_tower": True, "freeze_lm_head": 1}, r"vision_tower .*, freeze_lm_head=1 \(neither True nor False\)"),
     ],
 )
-def test_keys_and_values_that_are_unknown_are_refused_and_nothing_is_frozen(config: dict, message: str) -> None:
+def test_unknown_keys_raise_and_freeze_nothing(config: dict, message: str) -> None:
     _, model = new_model(WITH_IMAGES)
     with pytest.raises(UnknownArgumentError, match=message):
         freeze(model, {"freeze_projector": True, **config})
@@ -107,7 +111,7 @@ SEEDS = {"vision": True, "audio": True, "language": False}
 """The freeze block of NeMo RL's recipes: towers are frozen and the language model is trained."""
 
 
-def test_one_block_serves_every_family(family_case: FamilyCase, caplog: pytest.LogCaptureFixture) -> None:
+def test_nemo_freeze_config_works_for_every_family(family_case: FamilyCase, caplog: pytest.LogCaptureFixture) -> None:
     case = family_case
     model = case.model_class.from_config(case.config, device="meta")
     components = components_of(model)
@@ -115,15 +119,15 @@ def test_one_block_serves_every_family(family_case: FamilyCase, caplog: pytest.L
     for parameter in components["freeze_language_model"].values():
         parameter.requires_grad_(False)
     caplog.clear()
-    found = freeze(model, SEEDS)
+    report = freeze(model, SEEDS)
     absent = [key for key in ("freeze_vision_tower", "freeze_audio_tower") if key not in components]
-    assert list(found.absent) == absent
+    assert list(report.absent) == absent
     notes = [record.getMessage() for record in caplog.records if record.name == freezing.__name__]
     towers = components.get("freeze_vision_tower", {}) | components.get("freeze_audio_tower", {})
-    kept = sorted(never_trained & components["freeze_language_model"].keys())
-    assert len(notes) == bool(absent) + bool(kept)
+    still_frozen = sorted(never_trained & components["freeze_language_model"].keys())
+    assert len(notes) == bool(absent) + bool(still_frozen)
     assert all(key in notes[0] for key in absent)
-    assert all(name in notes[-1] for name in kept[:1])
+    assert all(name in notes[-1] for name in still_frozen[:1])
     # Freezing towers does not unfreeze parameters that transformers freezes, such as sinusoidal positions.
     assert _frozen_names(model) == towers.keys() | never_trained
 
@@ -132,7 +136,7 @@ def _frozen_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
-def test_tied_weights_are_frozen_together_or_not_at_all(llama_config: LlamaConfig) -> None:
+def test_conflicting_freezing_of_tied_weights_raises(llama_config: LlamaConfig) -> None:
     llama_config.tie_word_embeddings = True
     model = LlamaForCausalLM.from_config(llama_config)
     assert list(components_of(model)["freeze_lm_head"]) == ["model.embed_tokens.weight"]
@@ -144,7 +148,7 @@ def test_tied_weights_are_frozen_together_or_not_at_all(llama_config: LlamaConfi
     assert len(trainable_parameters(model)) == len(list(model.parameters())) - 1
 
 
-def test_nothing_left_to_train_is_refused(llama_config: LlamaConfig) -> None:
+def test_freezing_everything_raises(llama_config: LlamaConfig) -> None:
     model = LlamaForCausalLM.from_config(llama_config)
     with pytest.raises(UnknownArgumentError, match="nothing of LlamaForCausalLM would train"):
         freeze(model, {"freeze_language_model": True, "freeze_lm_head": True})
@@ -154,16 +158,16 @@ def test_nothing_left_to_train_is_refused(llama_config: LlamaConfig) -> None:
         trainable_parameters(model)
 
 
-def test_what_a_loss_does_not_reach_is_frozen_and_reported() -> None:
+def test_freeze_unreachable() -> None:
     case, model = new_model(WITH_IMAGES)
     model.lm_head.weight.requires_grad_(False)
     inputs = case.inputs(labels=True, images=False)
-    found = freeze_unreachable(model, lambda: model(**inputs).loss)
+    reasons = freeze_unreachable(model, lambda: model(**inputs).loss)
     components = components_of(model)
     tied = "model.language_model.embed_tokens.weight"
-    assert found.keys() == components["freeze_vision_tower"].keys() | components["freeze_projector"].keys()
-    assert set(found.values()) == {"belongs to a module that is never called"}
-    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == found.keys() | {
+    assert reasons.keys() == components["freeze_vision_tower"].keys() | components["freeze_projector"].keys()
+    assert set(reasons.values()) == {"belongs to a module that is never called"}
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == reasons.keys() | {
         tied
     }
     assert freeze_unreachable(model, lambda: model(**inputs).loss) == {}
@@ -185,6 +189,6 @@ def test_what_a_loss_does_not_reach_is_frozen_and_reported() -> None:
         ),
     ],
 )
-def test_routers_are_what_scores_experts_and_no_more(architecture: str, routers: list[str]) -> None:
+def test_router_parameters(architecture: str, routers: list[str]) -> None:
     _, model = new_model(architecture)
     assert sorted(components_of(model)["freeze_routers"]) == routers

@@ -9,7 +9,7 @@ import pytest
 from nrl_models.common.process_state import no_collections
 
 
-def test_collections_are_off_inside_and_on_again_after_errors() -> None:
+def test_garbage_collection_is_reenabled_after_errors() -> None:
     @no_collections()
     def fails() -> None:
         assert not gc.isenabled()

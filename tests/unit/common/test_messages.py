@@ -17,7 +17,7 @@ NAMES = ("a\x1b[2Jb", "a\nerror: forged", "a\rb", "a\u202eb", "a\u2028b", "a\x9b
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
-def test_names_are_escaped_wherever_they_stand(name: str) -> None:
+def test_names_are_escaped_in_all_messages(name: str) -> None:
     shown = ascii(name)[1:-1]
     problem = Problem(ProblemKind.MISSING, name, f"beside {name}", name, advice=f"remove {name}")
     error = CheckpointError(f"cannot load {name}", [problem], [f"look at {name}"])
@@ -32,23 +32,23 @@ def test_names_are_escaped_wherever_they_stand(name: str) -> None:
     assert (problem.subject, problem.file) == (name, name)  # attributes hold the original name
 
 
-def test_a_warning_escapes_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_warning_escapes_names(caplog: pytest.LogCaptureFixture) -> None:
     get_logger("nrl_models.of_this_test").warning("skipped %s", "a\x1b[2Jb")
     assert caplog.messages == [r"skipped a\x1b[2Jb"]
 
 
-def test_what_is_readable_stays_and_what_is_endless_is_cut() -> None:
+def test_visible_keeps_unicode_and_truncates() -> None:
     assert visible("größe, 模型, 'x'") == "größe, 模型, 'x'"
     assert len(visible("x" * 10**6)) < 3_000
 
 
-def test_an_error_survives_pickling() -> None:
+def test_error_pickle_round_trip() -> None:
     error = CheckpointError("cannot load", [Problem(ProblemKind.FILE, "a\nb", "is missing")], ["look again"])
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.problems) == (str(error), error.problems)
 
 
-def test_errors_keep_every_line_and_are_those_that_transformers_raises(folder: Path) -> None:
+def test_errors_keep_all_lines_and_transformers_types(folder: Path) -> None:
     """`OSError` interprets its arguments as a number, a message and files, and keeps only two of them."""
     problems = [Problem(ProblemKind.MISSING, f"layer.{number}", "not found") for number in range(4)]
     error = CheckpointError("cannot load x", problems, ["save it again"])

@@ -14,7 +14,7 @@ class Fails(nn.Module):
         raise ValueError("cannot")
 
 
-def test_running_modules_are_those_around_a_call_and_none_after_an_error() -> None:
+def test_running_modules_during_calls_and_after_error() -> None:
     model = nn.Sequential(nn.Sequential(nn.Identity()), nn.ReLU(), Fails())
     begun = []
     with modules_running(model, lambda name, module, args: begun.append((name, [*running]))) as running:

@@ -15,24 +15,26 @@ def model(llama_config: LlamaConfig) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_config(llama_config).train()
 
 
-def test_nothing_is_found_where_everything_is_reached(model: LlamaForCausalLM, input_ids: torch.Tensor) -> None:
+def test_all_parameters_reachable(model: LlamaForCausalLM, input_ids: torch.Tensor) -> None:
     assert unreachable_parameters(model, lambda: model(input_ids, labels=input_ids).loss) == {}
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_each_is_named_with_its_reason(model: LlamaForCausalLM, input_ids: torch.Tensor, checkpointing: bool) -> None:
+def test_unreachable_parameters_have_reasons(
+    model: LlamaForCausalLM, input_ids: torch.Tensor, checkpointing: bool
+) -> None:
     if checkpointing:
         model.gradient_checkpointing_enable()
     model.model.norm.weight.requires_grad_(False)
     first, second = model.model.layers
     second.mlp.forward = torch.zeros_like  # called, but without using its parameters
     first.self_attn.o_proj.register_forward_hook(lambda module, args, output: output.detach())
-    found = unreachable_parameters(model, lambda: model(input_ids, labels=input_ids).loss)
+    reasons = unreachable_parameters(model, lambda: model(input_ids, labels=input_ids).loss)
     uncalled = "belongs to a module that is never called"
     detached = "is computed with, but the loss does not depend on it"
-    assert found == {
+    assert reasons == {
         "model.norm.weight": "is frozen (requires_grad=False)",
         "model.layers.0.input_layernorm.weight": detached,
         "model.layers.0.self_attn.q_proj.weight": detached,
@@ -46,15 +48,15 @@ def test_each_is_named_with_its_reason(model: LlamaForCausalLM, input_ids: torch
     }
 
 
-def test_what_is_found_has_no_gradient_after_backward(model: LlamaForCausalLM, input_ids: torch.Tensor) -> None:
+def test_unreachable_parameters_have_no_gradient(model: LlamaForCausalLM, input_ids: torch.Tensor) -> None:
     model.model.layers[1].mlp.forward = torch.zeros_like
-    found = unreachable_parameters(model, lambda: model(input_ids, labels=input_ids).loss)
+    reasons = unreachable_parameters(model, lambda: model(input_ids, labels=input_ids).loss)
     model(input_ids, labels=input_ids).loss.backward()
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    assert without == found.keys()
+    assert without == reasons.keys()
 
 
-def test_a_loss_without_a_graph_is_refused(model: LlamaForCausalLM, input_ids: torch.Tensor) -> None:
+def test_loss_without_graph_raises(model: LlamaForCausalLM, input_ids: torch.Tensor) -> None:
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="every parameter is frozen"):
         unreachable_parameters(model, lambda: model(input_ids, labels=input_ids).loss)

@@ -34,12 +34,12 @@ class Model:
     ("function", "name"),
     [(_new, "cache"), (_old, "past_key_values"), (_state_space, "cache_params"), (_both, "cache")],
 )
-def test_cache_name_is_read_from_the_signature(function: Any, name: str) -> None:
+def test_cache_name_from_signature(function: Any, name: str) -> None:
     assert cache_name(function) == name
     assert cache_input(function, 1) == {name: 1}
 
 
-def test_cache_name_of_a_function_that_passes_keywords_on_is_the_installed_one() -> None:
+def test_cache_name_of_function_with_kwargs() -> None:
     assert cache_name(_passes_on) == cache_name(BaseModelOutputWithPast)
 
 
@@ -51,13 +51,13 @@ def test_cache_in_keyword_arguments() -> None:
     assert cache_in({}) is None
 
 
-def test_cache_in_an_output() -> None:
+def test_cache_in_model_output() -> None:
     cache = DynamicCache()
     fields: Any = {cache_name(BaseModelOutputWithPast): cache}
     assert cache_in(BaseModelOutputWithPast(**fields)) is cache
     assert cache_in(BaseModelOutputWithPast()) is None
 
 
-def test_named_arguments_of_a_bound_method() -> None:
+def test_named_arguments_of_bound_method() -> None:
     assert named_arguments(Model().forward, (1, 2), {"cache": 3}) == {"input_ids": 1, "attention_mask": 2, "cache": 3}
     assert named_arguments(Model().forward, (), {"labels": 4}) == {"labels": 4}

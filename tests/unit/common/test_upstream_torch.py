@@ -46,8 +46,8 @@ def private_names(text: str) -> Iterator[str]:
                 yield name
 
 
-def test_no_other_module_uses_a_private_name() -> None:
-    listed = {f"torch.{found.class_name}.{found.name}" for found in PRIVATE_ATTRIBUTES}
+def test_private_names_are_used_in_one_module() -> None:
+    listed = {f"torch.{attribute.class_name}.{attribute.name}" for attribute in PRIVATE_ATTRIBUTES}
     listed |= {"torch.Tensor._make_wrapper_subclass"}
     uses = [
         f"{file.relative_to(PACKAGE)}: {name}"
@@ -68,28 +68,28 @@ def test_no_other_module_uses_a_private_name() -> None:
         "import torch\nstate = torch._C._get_tracing_state()",
     ],
 )
-def test_private_name_is_found(text: str) -> None:
+def test_private_names_detects_imports_and_attributes(text: str) -> None:
     assert list(private_names(text))
 
 
 def test_private_attributes_are_listed() -> None:
     """Private attributes of torch objects that are not defined by a module of nrl_models."""
     texts = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
-    own = {
+    own_names = {
         name
         for tree in texts.values()
         for node in ast.walk(tree)
         for name in (getattr(node, "name", ""), *_stored_on_self(node))
     }
-    listed = {found.name for found in PRIVATE_ATTRIBUTES}
+    listed = {object_.name for object_ in PRIVATE_ATTRIBUTES}
     missing = {
         f"{file.relative_to(PACKAGE)}:{node.lineno}: {node.attr}"
         for file, tree in texts.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and is_private(node.attr)
-        and node.attr not in own | listed
-        and any(hasattr(found, node.attr) for found in OBJECTS)
+        and node.attr not in own_names | listed
+        and any(hasattr(object_, node.attr) for object_ in OBJECTS)
     }
     assert not missing, f"add to PRIVATE_ATTRIBUTES: {sorted(missing)}"
 
