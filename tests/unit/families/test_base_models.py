@@ -34,11 +34,11 @@ HEADS = (
 
 @pytest.mark.parametrize("architecture", HEADS)
 @torch.no_grad()
-def test_a_base_model_is_transformers_own(architecture: str, tmp_path: Path) -> None:
+def test_base_model_matches_transformers(architecture: str, tmp_path: Path) -> None:
     case = FamilyCase(registry.model_class(architecture))
     case.reference().save_pretrained(tmp_path / "head")
-    expected, told = HFAutoModel.from_pretrained(tmp_path / "head", output_loading_info=True)
-    strict = not told["missing_keys"]
+    expected, expected_info = HFAutoModel.from_pretrained(tmp_path / "head", output_loading_info=True)
+    strict = not expected_info["missing_keys"]
     if not strict:
         with pytest.raises(CheckpointError, match="missing: "):
             AutoModel.from_pretrained(tmp_path / "head")
@@ -46,8 +46,8 @@ def test_a_base_model_is_transformers_own(architecture: str, tmp_path: Path) -> 
     assert isinstance(model, FamilyModel)
     assert type(model).reference_class() is type(expected)
     assert registry.model_class(type(model).__name__) is type(model)
-    assert info["missing_keys"] == told["missing_keys"]
-    assert (info["unexpected_keys"] == set()) == (told["unexpected_keys"] == set())
+    assert info["missing_keys"] == expected_info["missing_keys"]
+    assert (info["unexpected_keys"] == set()) == (expected_info["unexpected_keys"] == set())
     if not strict:
         model.load_state_dict(expected.state_dict())
     assert_same(model.state_dict(), expected.state_dict())
@@ -70,7 +70,7 @@ def test_a_base_model_is_transformers_own(architecture: str, tmp_path: Path) -> 
     assert_same(adapter.from_hf(adapter.to_hf(model.state_dict())), model.state_dict())
 
 
-def test_only_the_head_may_be_too_much(folder: Path) -> None:
+def test_unexpected_tensors_besides_head_raise(folder: Path) -> None:
     assert type(AutoModel.from_pretrained(folder)).__name__ == "LlamaModel"
     edit_weights(folder, lambda tensors: tensors.update({"model.extra": torch.zeros(1)}))
     edit_weights(folder, lambda tensors: tensors.update({"extra": torch.zeros(1)}))
@@ -78,13 +78,13 @@ def test_only_the_head_may_be_too_much(folder: Path) -> None:
         AutoModel.from_pretrained(folder)
 
 
-def test_a_base_model_is_no_head(tmp_path: Path, folder: Path) -> None:
+def test_base_checkpoint_without_head_raises(tmp_path: Path, folder: Path) -> None:
     AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
 
-def test_base_models_are_found_through_the_registry_and_not_listed() -> None:
+def test_base_models_are_registered_but_not_listed() -> None:
     model_class = registry.model_class("LlamaModel")
     assert registry.MODEL_ARCH_MAPPING["LlamaModel"] == ("nrl_models.families.base_models", "LlamaModel")
     assert model_class.rewrites == registry.model_class("LlamaForCausalLM").rewrites
@@ -94,7 +94,7 @@ def test_base_models_are_found_through_the_registry_and_not_listed() -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_base_model_that_no_family_serves_is_transformers_own() -> None:
+def test_unregistered_base_model_falls_back_to_transformers() -> None:
     config = RwkvConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=128)
     with pytest.warns(UserWarning, match="RwkvModel is not registered"):
         assert type(AutoModel.from_config(config, device="meta")).__name__ == "RwkvModel"

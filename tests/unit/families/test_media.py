@@ -8,7 +8,7 @@ from nrl_models.onboarding.detect import MEDIA
 from nrl_models.testing.case import FamilyCase
 
 
-def test_models_that_see_or_hear_are_given_images_and_audio(family_case: FamilyCase) -> None:
+def test_family_inputs_include_all_modalities(family_case: FamilyCase) -> None:
     forward, inputs = inspect.signature(family_case.reference_class.forward).parameters, family_case.inputs()
     takes = {kind: [name for name in names if name in forward] for kind, names in MEDIA.items()}
     missing = [kind for kind, names in takes.items() if names and not any(name in inputs for name in names)]

@@ -35,7 +35,7 @@ def new_reference(**values: object) -> hf.BaichuanForCausalLM:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_published_configurations_say_what_they_imply(name: str) -> None:
+def test_published_configs_imply_position_type_and_head(name: str) -> None:
     values, positions, normalized = SIZES[name]
     config = BaichuanConfig(**values)
     assert config.position_embedding_type == positions
@@ -44,7 +44,7 @@ def test_published_configurations_say_what_they_imply(name: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 12, 40])
-def test_slopes_are_those_of_the_paper(heads: int) -> None:
+def test_alibi_slopes_match_paper(heads: int) -> None:
     slopes = hf.alibi_slopes(heads)
     assert len(slopes) == len(set(slopes)) == heads
     power = 2 ** (heads.bit_length() - 1)
@@ -54,7 +54,7 @@ def test_slopes_are_those_of_the_paper(heads: int) -> None:
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_alibi_attention_equals_the_plain_formula(attn: str) -> None:
+def test_alibi_attention_matches_formula(attn: str) -> None:
     model = new_reference(num_attention_heads=12, hidden_size=240)  # slopes for twelve heads combine two sequences
     model.set_attn_implementation(attn)
     layer, states = model.model.layers[0].self_attn, torch.randn(2, 9, 240)
@@ -74,7 +74,7 @@ def test_alibi_attention_equals_the_plain_formula(attn: str) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_logits_are_products_with_rows_of_unit_length() -> None:
+def test_normalized_head_logits() -> None:
     model = new_reference(normalize_head=True)
     input_ids = torch.randint(16, 480, (2, 7))
     before = model.lm_head.weight.detach().clone()
@@ -86,7 +86,7 @@ def test_logits_are_products_with_rows_of_unit_length() -> None:
     assert torch.equal(model.lm_head.weight, before)  # the remote code overwrites the weight here
 
 
-def test_the_hub_packs_queries_keys_and_values(tmp_path: Path) -> None:
+def test_hub_layout_has_fused_qkv(tmp_path: Path) -> None:
     reference = new_reference(max_position_embeddings=64)
     reference.save_pretrained(tmp_path)
     tensors = stored(tmp_path)
@@ -105,7 +105,7 @@ def test_the_hub_packs_queries_keys_and_values(tmp_path: Path) -> None:
     assert torch.equal(exported["model.layers.1.self_attn.W_pack.weight"], packed)
 
 
-def test_a_published_config_json_loads(tmp_path: Path) -> None:
+def test_published_config_json_loads(tmp_path: Path) -> None:
     new_reference(normalize_head=False).save_pretrained(tmp_path)
     edit_config(
         tmp_path,
@@ -121,7 +121,7 @@ def test_a_published_config_json_loads(tmp_path: Path) -> None:
     assert type(model.lm_head) is torch.nn.Linear
 
 
-def test_z_loss_adds_the_squared_largest_logit() -> None:
+def test_z_loss_adds_squared_max_logit() -> None:
     model = new_reference()
     input_ids = torch.randint(16, 480, (2, 7))
     with torch.no_grad():
@@ -132,18 +132,18 @@ def test_z_loss_adds_the_squared_largest_logit() -> None:
     torch.testing.assert_close(loss, plain.loss + 0.5 * (largest**2).mean())
 
 
-def test_attention_that_cannot_add_biases_is_refused() -> None:
+def test_alibi_with_flash_attention_raises() -> None:
     model = new_reference()
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match="cannot add ALiBi's biases: load the model with 'sdpa' or 'eager'"):
         model(torch.randint(16, 480, (1, 4)))
 
 
-def test_a_misspelled_kind_of_positions_is_refused() -> None:
+def test_unknown_position_embedding_type_raises() -> None:
     with pytest.raises(Exception, match="expected 'rotary' \\(7B\\) or 'alibi' \\(13B\\)"):
         BaichuanConfig(position_embedding_type="rope")
 
 
-def test_attention_with_alibi_is_not_divided_among_ranks() -> None:
+def test_alibi_attention_has_no_tp_plan() -> None:
     assert not any("self_attn" in name for name in BaichuanConfig().base_model_tp_plan)
     assert any("self_attn" in name for name in BaichuanConfig(max_position_embeddings=64).base_model_tp_plan)

@@ -38,7 +38,7 @@ def shared_layers(case: FamilyCase, model: nn.Module) -> list[tuple[str, nn.Modu
 
 
 @every_case
-def test_layers_that_share_project_queries_alone(case: FamilyCase) -> None:
+def test_kv_shared_layers_have_only_query_projection(case: FamilyCase) -> None:
     layers = shared_layers(case, case.model())
     assert len(layers) == case.config.get_text_config().num_kv_shared_layers > 0
     for _, layer in layers:
@@ -55,7 +55,7 @@ def gradients(model: nn.Module, case: FamilyCase, **options: object) -> dict[str
 
 @every_case
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_checkpointing_passes_gradients_to_the_layers_whose_keys_are_shared(case: FamilyCase, use_cache: bool) -> None:
+def test_checkpointing_keeps_gradients_of_shared_kv(case: FamilyCase, use_cache: bool) -> None:
     _, model = case.new_pair()
     model.train()
     expected = gradients(model, case, use_cache=False)
@@ -71,7 +71,7 @@ def test_checkpointing_passes_gradients_to_the_layers_whose_keys_are_shared(case
 
 
 @every_case
-def test_a_cache_changes_nothing(case: FamilyCase) -> None:
+def test_cache_does_not_change_logits(case: FamilyCase) -> None:
     model, inputs = case.model(), case.inputs()
     with torch.no_grad():
         with_cache, without = (model(**inputs, use_cache=use).logits for use in (True, False))
@@ -79,7 +79,7 @@ def test_a_cache_changes_nothing(case: FamilyCase) -> None:
 
 
 @every_case
-def test_reentrant_checkpointing_is_refused(case: FamilyCase) -> None:
+def test_reentrant_checkpointing_raises(case: FamilyCase) -> None:
     _, model = case.new_pair()
     for kwargs in ({"use_reentrant": True}, {"use_reentrant": True, "preserve_rng_state": False}):
         with pytest.raises(UnknownArgumentError, match=r"attend to earlier ones' keys and values.*use_reentrant=False"):
@@ -104,7 +104,7 @@ def test_current_name_of_checkpointing_logs_no_deprecation(case: FamilyCase) -> 
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
-def test_reentrant_checkpointing_is_left_to_models_that_share_nothing() -> None:
+def test_reentrant_checkpointing_without_kv_sharing() -> None:
     model = Gemma4ForCausalLM.from_config(FamilyCase(Gemma4ForCausalLM).config)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     assert model.is_gradient_checkpointing
@@ -138,7 +138,7 @@ def with_unused(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FamilyC
 
 
 @pytest.mark.parametrize("with_unused", CASES.values(), ids=CASES, indirect=True)
-def test_unused_keys_and_values_go_back_into_the_next_checkpoint(
+def test_unused_kv_weights_are_saved_again(
     with_unused: tuple[FamilyCase, Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     case, folder, unused = with_unused
@@ -158,7 +158,7 @@ def test_unused_keys_and_values_go_back_into_the_next_checkpoint(
 
 
 @pytest.mark.parametrize("with_unused", [CASES["Gemma4ForCausalLM"]], ids=["Gemma4"], indirect=True)
-def test_keys_of_layers_that_there_are_not_are_still_unexpected(
+def test_kv_weights_of_nonexistent_layers_raise(
     with_unused: tuple[FamilyCase, Path, dict[str, torch.Tensor]],
 ) -> None:
     case, folder, _ = with_unused
@@ -168,23 +168,23 @@ def test_keys_of_layers_that_there_are_not_are_still_unexpected(
 
 
 @every_case
-def test_every_parameter_is_reached_by_a_loss_on_all_inputs(case: FamilyCase) -> None:
+def test_loss_on_all_inputs_reaches_every_parameter(case: FamilyCase) -> None:
     _, model = case.new_pair()
     model.train()
     assert unreachable_parameters(model, lambda: model(**case.inputs(labels=True), use_cache=False).loss) == {}
 
 
-def test_towers_are_not_reached_by_text() -> None:
+def test_loss_on_text_does_not_reach_towers() -> None:
     case = CASES["Gemma4ForConditionalGeneration"]
     _, model = case.new_pair()
     model.train()
-    found = unreachable_parameters(model, lambda: model(**case.inputs(labels=True, images=False)).loss)
+    reasons = unreachable_parameters(model, lambda: model(**case.inputs(labels=True, images=False)).loss)
     outside_text = {name for name, _ in model.named_parameters() if "vision" in name or "audio" in name}
-    assert found.keys() == outside_text
-    assert set(found.values()) == {"belongs to a module that is never called"}
+    assert reasons.keys() == outside_text
+    assert set(reasons.values()) == {"belongs to a module that is never called"}
 
 
-def test_images_attend_to_themselves_whoever_makes_the_types() -> None:
+def test_images_are_bidirectional_without_token_types() -> None:
     case = CASES["Gemma4ForConditionalGeneration"]
     model, inputs = case.model(), case.inputs()
     assert inputs["mm_token_type_ids"].any()

@@ -18,7 +18,7 @@ from nrl_models.families.table.classes import Kimi_K25ForConditionalGeneration
 
 
 @pytest.mark.parametrize("name", ["KimiK25ForConditionalGeneration", "KimiK25VLForConditionalGeneration"])
-def test_other_names_are_served_by_the_same_class(tmp_path: Path, name: str) -> None:
+def test_architecture_aliases_load_same_class(tmp_path: Path, name: str) -> None:
     case = FamilyCase(Kimi_K25ForConditionalGeneration)
     case.reference(torch.bfloat16).save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=[name])

@@ -36,7 +36,7 @@ def patches(grid: list[list[int]]) -> torch.Tensor:
     return torch.randn(count, 3, 14, 14, generator=torch.Generator().manual_seed(1))
 
 
-def test_rotary_positions_turn_pairs_by_column_and_row() -> None:
+def test_rotary_positions_rotate_by_column_and_row() -> None:
     states = torch.randn(24, 2, 16)
     turned = moonvit.rotate(states, moonvit.rotary_angles([[4, 6]], 16, 10000.0, states.device))
     for patch in range(24):
@@ -53,7 +53,7 @@ def test_rotary_positions_turn_pairs_by_column_and_row() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_an_image_is_the_same_alone_and_packed(tower: hf.MoonViTModel, attn: str) -> None:
+def test_packed_images_match_separate_images(tower: hf.MoonViTModel, attn: str) -> None:
     tower.set_attn_implementation(attn)
     pixels = patches(GRID)
     packed = tower(pixels, torch.tensor(GRID)).last_hidden_state
@@ -67,7 +67,7 @@ def test_an_image_is_the_same_alone_and_packed(tower: hf.MoonViTModel, attn: str
 
 
 @torch.no_grad()
-def test_a_token_is_a_square_of_patches(tower: hf.MoonViTModel) -> None:
+def test_token_merges_square_of_patches(tower: hf.MoonViTModel) -> None:
     seen = {}
     handle = tower.encoder.final_layernorm.register_forward_hook(lambda _, args, output: seen.update(rows=output))
     merged = tower(patches([[4, 6]]), torch.tensor([[4, 6]])).last_hidden_state
@@ -83,12 +83,12 @@ def test_a_token_is_a_square_of_patches(tower: hf.MoonViTModel) -> None:
         ([[3, 8]], r"\[\[3, 8\]\] patches cannot be merged by 2 x 2"),
     ],
 )
-def test_grids_that_do_not_fit_are_refused(tower: hf.MoonViTModel, grid: list[list[int]], message: str) -> None:
+def test_invalid_grids_raise(tower: hf.MoonViTModel, grid: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tower(patches([[4, 6]]), torch.tensor(grid))
 
 
-def test_images_without_places_are_refused() -> None:
+def test_images_without_placeholder_tokens_raise() -> None:
     inputs = CASE.inputs()
     inputs["input_ids"] = torch.full_like(inputs["input_ids"], 17)
     with pytest.raises(ValueError, match="input_ids has 0 places for them"):
@@ -96,7 +96,7 @@ def test_images_without_places_are_refused() -> None:
 
 
 @torch.no_grad()
-def test_images_take_the_places_of_their_tokens() -> None:
+def test_image_features_replace_placeholder_tokens() -> None:
     model, inputs = CASE.model(), CASE.inputs()
     images = model.get_image_features(inputs["pixel_values"], inputs["image_grid_hws"])
     embeddings = model.get_input_embeddings()(inputs["input_ids"])
@@ -106,7 +106,7 @@ def test_images_take_the_places_of_their_tokens() -> None:
     assert torch.equal(model(**inputs).logits, expected)
 
 
-def test_names_are_the_hubs(tmp_path: Path) -> None:
+def test_saved_names_match_hub(tmp_path: Path) -> None:
     CASE.reference().save_pretrained(tmp_path)
     names = set(stored(tmp_path))
     assert {
@@ -126,13 +126,13 @@ def test_names_are_the_hubs(tmp_path: Path) -> None:
     } <= names
 
 
-def test_a_checkpoint_that_brings_its_own_code_needs_none_of_it(tmp_path: Path) -> None:
+def test_remote_code_in_checkpoint_is_not_needed(tmp_path: Path) -> None:
     CASE.reference().save_pretrained(tmp_path)
     edit_config(tmp_path, auto_map={"AutoConfig": "configuration_kimi_vl.KimiVLConfig"})
     assert type(AutoModelForImageTextToText.from_pretrained(tmp_path)) is KimiVLForConditionalGeneration
 
 
-def test_a_configuration_goes_through_json() -> None:
+def test_config_json_round_trip() -> None:
     config = KimiVLConfig()
     assert KimiVLConfig(**config.to_dict()).to_dict() == config.to_dict()
     assert config.text_config.n_routed_experts == 64
