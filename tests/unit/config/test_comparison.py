@@ -40,7 +40,7 @@ def saved_by(model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_keys_that_leave_the_weights_meaning_may_differ(changes: Mapping[str, Any]) -> None:
+def test_irrelevant_keys_may_differ(changes: Mapping[str, Any]) -> None:
     model = llama()
     assert list(differences(saved_by(model, **changes), model)) == []
 
@@ -54,7 +54,7 @@ def test_keys_that_leave_the_weights_meaning_may_differ(changes: Mapping[str, An
         ("tie_word_embeddings", True),
     ],
 )
-def test_keys_that_change_outputs_are_found(key: str, value: Any) -> None:
+def test_keys_that_change_outputs_are_reported(key: str, value: Any) -> None:
     model = llama()
     before = saved_by(model)[key]
     (problem,) = differences(saved_by(model, **{key: value}), model)
@@ -64,19 +64,19 @@ def test_keys_that_change_outputs_are_found(key: str, value: Any) -> None:
     assert list(differences(saved_by(model, **{key: value}), model, key)) == []
 
 
-def test_keys_that_keep_all_shapes_and_change_the_heads_are_found() -> None:
+def test_changed_head_counts_with_same_shapes_are_reported() -> None:
     model = llama(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     changes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     assert {problem.subject for problem in differences(saved_by(model, **changes), model)} == changes.keys()
 
 
-def test_the_most_positions_matter_to_dynamic_rotary_embeddings() -> None:
+def test_max_position_embeddings_matter_for_dynamic_rope() -> None:
     model = llama(rope_parameters=DYNAMIC)
     (problem,) = differences(saved_by(model, max_position_embeddings=4096), model)
     assert problem.subject == "max_position_embeddings"
 
 
-def test_a_part_of_another_model_type_is_found() -> None:
+def test_model_type_of_nested_config_is_compared() -> None:
     case = FamilyCase(registry.model_class("LlavaForConditionalGeneration"), torch.device("meta"))
     model = case.model_class.from_config(case.config, device="meta")
     saved = saved_by(model)
@@ -84,7 +84,7 @@ def test_a_part_of_another_model_type_is_found() -> None:
     assert "text_config.model_type" in {problem.subject for problem in differences(saved, model)}
 
 
-def test_another_model_type_is_found() -> None:
+def test_model_type_is_compared() -> None:
     mistral = AutoModelForCausalLM.from_config(tiny_config(MistralConfig, {}), device="meta")
     (problem,) = differences(saved_by(llama()), mistral)
     assert (problem.subject, problem.detail) == (
@@ -94,7 +94,7 @@ def test_another_model_type_is_found() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "GPT2LMHeadModel", "GptOssForCausalLM"])
-def test_parts_and_renamed_keys_are_compared(architecture: str) -> None:
+def test_nested_and_renamed_keys_are_compared(architecture: str) -> None:
     case = FamilyCase(registry.model_class(architecture), torch.device("meta"))
     model = case.model_class.from_config(case.config, device="meta")
     saved = saved_by(model, transformers_version="4.40.0", use_cache=False)

@@ -35,7 +35,7 @@ def functions(command: Any, name: str = "") -> Iterator[tuple[str, Callable[...,
         yield name, command.callback
 
 
-def test_every_command_that_takes_a_checkpoint_has_the_option() -> None:
+def test_all_checkpoint_commands_have_ignore_option() -> None:
     takes, has = set(), set()
     for name, function in functions(typer.main.get_command(app)):
         hints = get_type_hints(function, include_extras=True).values()
@@ -48,21 +48,21 @@ def test_every_command_that_takes_a_checkpoint_has_the_option() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_ignores_a_key(command: str, folder: Path, tmp_path: Path) -> None:
+def test_ignore_config_key_option(command: str, folder: Path, tmp_path: Path) -> None:
     edit_config(folder, logit_scale=0.5)
     words = {"PATH": str(folder), "OUT": str(tmp_path / "out")}
     arguments = [words.get(word, word) for word in COMMANDS[command]]
-    refused = CliRunner().invoke(app, arguments)
-    assert refused.exit_code == 2
-    assert "logit_scale" in refused.output
-    assert "--ignore-config-key" in refused.output
+    rejected = CliRunner().invoke(app, arguments)
+    assert rejected.exit_code == 2
+    assert "logit_scale" in rejected.output
+    assert "--ignore-config-key" in rejected.output
     done = CliRunner().invoke(app, [*arguments, "--ignore-config-key", "logit_scale"])
     assert done.exit_code != 2, done.output
     assert not ignored_here()
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_quiet_command_mentions_no_key(quiet: bool, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quiet_command_logs_no_ignored_keys(quiet: bool, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit_config(folder, is_llama_config=True)
     assert CliRunner().invoke(app, [*["--quiet"] * quiet, "inspect", str(folder)]).exit_code == 0
     assert ("is_llama_config" in caplog.text) is not quiet

@@ -31,13 +31,13 @@ class Plain(PreTrainedConfig):
     width: int = 8
 
 
-def test_a_class_makes_something_of_keys_it_does_not_declare() -> None:
+def test_keys_in_class_include_undeclared_keys() -> None:
     assert "former_width" in keys_in_class(Legacy)
     assert Legacy(former_width=4).width == 4
     assert "width" not in keys_in_class(Plain)
 
 
-def test_the_model_reads_what_its_own_and_its_parts_modules_read() -> None:
+def test_keys_in_model_include_nested_models() -> None:
     llama = keys_in_model(LlamaForCausalLM, LlamaConfig())
     assert {"rms_norm_eps", "hidden_act", "mlp_bias", "initializer_range", "tie_word_embeddings"} <= llama
     assert "vision_use_head" not in llama
@@ -46,7 +46,7 @@ def test_the_model_reads_what_its_own_and_its_parts_modules_read() -> None:
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForConditionalGeneration, DeepseekV3ForCausalLM])
-def test_one_key_is_found_as_all_are(model_class: Any) -> None:
+def test_is_read_agrees_with_keys_in_model(model_class: Any) -> None:
     config = FamilyCase(model_class).config
     known = keys_in_model(model_class, config)
     others = {"vision_use_head", "head_dim", "class", "config", "norm_topk_prob", "mm_tokens_per_image", "rope_theta"}
@@ -54,7 +54,7 @@ def test_one_key_is_found_as_all_are(model_class: Any) -> None:
     assert {key for key in keys if is_read(key, model_class, config)} == known
 
 
-def test_definitions_that_cannot_be_told_apart_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ambiguous_definitions_are_read_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     source = '''
 TEXT = """
 def in_a_docstring(config):
@@ -73,7 +73,7 @@ def function(config):
     assert not keys._keys_beside("depth", "module")
 
 
-def test_paths() -> None:
+def test_nested_config_paths() -> None:
     config = FamilyCase(Gemma3ForConditionalGeneration).config
     paths = {path: value for path, _, _, value in walk(config)}
     assert paths["text_config.num_hidden_layers"] == value_at(config, "text_config.num_hidden_layers") == 2

@@ -44,7 +44,7 @@ def notes() -> Iterator[Notes]:
 
 
 @pytest.fixture(autouse=True)
-def _small_and_quiet() -> Iterator[None]:
+def _register_and_silence_transformers() -> Iterator[None]:
     registry.register_custom_configs()
     with silent_transformers():
         yield
@@ -90,7 +90,7 @@ SINCE = {
 @pytest.mark.parametrize(
     "repository", [pytest.param(name, marks=since(SINCE[name]) if name in SINCE else ()) for name in published()]
 )
-def test_a_published_configuration_gives_transformers_model(repository: str, tmp_path: Path, notes: Notes) -> None:
+def test_published_config_matches_transformers(repository: str, tmp_path: Path, notes: Notes) -> None:
     entry = published()[repository]
     write(tmp_path, dict(entry.config))
     model_class, config = class_of(entry.auto, tmp_path)
@@ -114,6 +114,6 @@ def test_a_published_configuration_gives_transformers_model(repository: str, tmp
     assert all(f"{path}: " in notes.said[0] for path in entry.unread)
 
 
-def test_there_are_as_many_as_promised() -> None:
+def test_number_of_published_configs() -> None:
     assert len(published()) >= 60
     assert sum(bool(entry.unread) for entry in published().values()) >= 20

@@ -42,29 +42,29 @@ def config_of(repository: str, folder: Path) -> PreTrainedConfig:
         for name in published()
     ],
 )
-def test_published_sizes_can_be_inspected_and_planned(repository: str, tmp_path: Path) -> None:
+def test_inspect_and_plan_published_configs(repository: str, tmp_path: Path) -> None:
     with silent_transformers():
         config = config_of(repository, tmp_path)
-        found = inspect(tmp_path)
-        assert found.parameters > 1e6
-        assert found.sizes["num_hidden_layers"]
+        report = inspect(tmp_path)
+        assert report.parameters > 1e6
+        assert report.sizes["num_hidden_layers"]
         length = min(LENGTH, default_seq_len(config))
         whole = estimate(config, Setting({"fsdp": 8}, length))
-        assert whole.total_parameters == pytest.approx(found.parameters, rel=0.01)
-        assert whole.parameters >= found.parameters * 4 / 8
+        assert whole.total_parameters == pytest.approx(report.parameters, rel=0.01)
+        assert whole.parameters >= report.parameters * 4 / 8
         assert whole.activations > 0
-        meshes = [{"tp": 2}, {"fsdp": 2, "tp": 4}, *([{"ep": 2}] if ModelKind.MOE in found.kinds else [])]
+        meshes = [{"tp": 2}, {"fsdp": 2, "tp": 4}, *([{"ep": 2}] if ModelKind.MOE in report.kinds else [])]
         for mesh in meshes:
             try:
                 divided = estimate(config, Setting(mesh, length))
             except ShardingError:  # the mesh does not divide heads or experts
                 continue
             assert divided.total_parameters == whole.total_parameters
-            assert divided.parameters < found.parameters * 4
+            assert divided.parameters < report.parameters * 4
 
 
 @since("5.22")  # before, a configuration has no values for single layers, or a plan for layers that it cannot divide
-def test_heads_that_differ_by_layer(tmp_path: Path) -> None:
+def test_inspect_and_plan_with_per_layer_heads(tmp_path: Path) -> None:
     config = config_of("google/gemma-4-26B-A4B", tmp_path)
     assert inspect(tmp_path).sizes["num_key_value_heads"] == [8, 2]
     with pytest.raises(ShardingError, match=r"(?s)has 2 heads of 512 .*tp among \[1, 2\]") as error:
@@ -72,7 +72,7 @@ def test_heads_that_differ_by_layer(tmp_path: Path) -> None:
     assert len(error.value.problems) == 1
 
 
-def test_sequences_longer_than_learned_positions(tmp_path: Path) -> None:
+def test_sequence_longer_than_learned_positions_raises(tmp_path: Path) -> None:
     config = config_of("google-bert/bert-base-uncased", tmp_path)
     assert default_seq_len(config) == 512
     with pytest.raises(ShardingError, match="4,096 tokens, but the model's limit is 512"):

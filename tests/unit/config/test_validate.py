@@ -45,9 +45,7 @@ def llama_with(llama_config: LlamaConfig, **values: Any) -> LlamaConfig:
     {"logit_scale": 1.0}, {"attn_logit_softcapping": None}, {"rope_thetaa": 1e4},
     {"some_block": {"factor": 2}}, {"hidden_activation": "silu"},
 ])  # fmt: skip
-def test_a_key_that_nothing_reads_is_mentioned_once(
-    values: dict, llama_config: LlamaConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unread_key_is_logged_once(values: dict, llama_config: LlamaConfig, caplog: pytest.LogCaptureFixture) -> None:
     config = llama_with(llama_config, **values)
     config.name_or_path = f"a checkpoint with {values}"
     for _ in range(2):
@@ -63,9 +61,7 @@ def test_a_key_that_nothing_reads_is_mentioned_once(
     ("attn_logit_softcapping", 50.0, "Gemma2ForCausalLM"), ("logit_scale", 0.0625, "CohereForCausalLM"),
     ("residual_multiplier", 0.22, "GraniteForCausalLM"), ("query_pre_attn_scalar", 224, "Gemma2ForCausalLM"),
 ])  # fmt: skip
-def test_a_number_that_another_model_computes_with_is_refused(
-    key: str, value: float, other: str, llama_config: LlamaConfig
-) -> None:
+def test_value_used_by_other_models_raises(key: str, value: float, other: str, llama_config: LlamaConfig) -> None:
     kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{key: value}))[key]
     assert kind == "unsupported"
     assert detail.startswith(f"is {value!r}; it changes the outputs of ")
@@ -82,31 +78,33 @@ def test_a_number_that_another_model_computes_with_is_refused(
     ("tie_word_embedding", True, "tie_word_embeddings"), ("hidden_activation", "gelu", "hidden_act"),
     ("Hidden_Act", "gelu", "hidden_act"), ("num_hidden_layer", 0, "num_hidden_layers"),
 ])  # fmt: skip
-def test_a_misspelled_key_is_refused(misspelled: str, value: Any, meant: str, llama_config: LlamaConfig) -> None:
+def test_misspelled_key_raises_with_suggestion(
+    misspelled: str, value: Any, meant: str, llama_config: LlamaConfig
+) -> None:
     kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{misspelled: value}))[misspelled]
     assert kind == "unknown"
     assert detail == f"is {value!r}, but neither LlamaConfig nor the model reads this key; did you mean {meant}?"
 
 
-def test_the_same_number_under_another_models_name_is_mentioned(llama_config: LlamaConfig) -> None:
+def test_same_value_under_other_name_is_only_logged(llama_config: LlamaConfig) -> None:
     same = {"decoder_attention_heads": llama_config.num_attention_heads, "layer_norm_eps": llama_config.rms_norm_eps}
-    found = examine(LlamaForCausalLM, llama_with(llama_config, **same))
-    assert not found.problems
-    assert set(found.unread) == set(same)
+    result = examine(LlamaForCausalLM, llama_with(llama_config, **same))
+    assert not result.problems
+    assert set(result.unread) == set(same)
     different = examine(LlamaForCausalLM, llama_with(llama_config, decoder_attention_heads=3, layer_norm_eps=0.5))
     assert {problem.subject for problem in different.problems} == set(same)
 
 
-@pytest.mark.parametrize(("rope", "what"), [
+@pytest.mark.parametrize(("rope", "message"), [
     ({"rope_type": "su"}, "is 'su'; only 'default' or 'dynamic' or 'linear'"),
     ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "is 'linear', and type, its former name, is 'yarn'"),
 ])  # fmt: skip
-def test_a_rotary_embedding_that_there_is_not_is_refused(rope: dict, what: str, llama_config: LlamaConfig) -> None:
+def test_unknown_rope_type_raises(rope: dict, message: str, llama_config: LlamaConfig) -> None:
     llama_config.rope_parameters = {"rope_theta": 1e4, **rope}
     ((path, (kind, detail)),) = problems(LlamaForCausalLM, llama_config).items()
     assert path == "rope_parameters.rope_type"
     assert kind == "unsupported"
-    assert detail.startswith(what)
+    assert detail.startswith(message)
     check_config(LlamaForCausalLM, llama_config, path)
     gemma = FamilyCase(Gemma3ForConditionalGeneration).config
     gemma.text_config.rope_parameters["full_attention"] |= rope
@@ -116,7 +114,7 @@ def test_a_rotary_embedding_that_there_is_not_is_refused(rope: dict, what: str, 
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_weights_that_mlx_packed_are_refused(key: str, folder: Path) -> None:
+def test_mlx_quantization_raises(key: str, folder: Path) -> None:
     edit_config(folder, **{key: {"group_size": 64, "bits": 4}})
     with pytest.raises(ConfigurationError, match=f"{key}: .* the format of MLX.*\n.*\n.*mlx_lm.convert --dequantize"):
         AutoModelForCausalLM.from_pretrained(folder)
@@ -124,21 +122,21 @@ def test_weights_that_mlx_packed_are_refused(key: str, folder: Path) -> None:
     assert not examine(LlamaForCausalLM, LlamaConfig(quantization_config=old_bitsandbytes)).problems
 
 
-def test_a_kind_of_positions_that_transformers_dropped_is_refused() -> None:
+def test_removed_position_embedding_type_raises() -> None:
     _, config = config_of("google-bert/bert-base-uncased", position_embedding_type="relative_key")
     assert problems(registry.model_class("BertLMHeadModel"), config) == {
         "position_embedding_type": ("unsupported", "is 'relative_key'; only 'absolute' is supported"),
     }
 
 
-def test_keys_of_a_whole_command_are_ignored(llama_config: LlamaConfig) -> None:
+def test_ignoring_context_ignores_keys(llama_config: LlamaConfig) -> None:
     config = llama_with(llama_config, attn_logit_softcapping=50.0)
     with ignoring(["attn_logit_softcapping"]):
         check_config(LlamaForCausalLM, config)
     assert set(problems(LlamaForCausalLM, config)) == {"attn_logit_softcapping"}
 
 
-def test_everything_that_is_wrong_is_named_with_the_nearest_key_and_the_way_out(llama_config: LlamaConfig) -> None:
+def test_error_lists_all_problems_with_suggestions(llama_config: LlamaConfig) -> None:
     config = LlamaConfig(**llama_config.to_dict(), rms_norm_epsilon=1e-5, attn_logit_softcapping=50.0)
     with pytest.raises(ConfigurationError) as caught:
         AutoModelForCausalLM.from_config(config)
@@ -152,7 +150,7 @@ def test_everything_that_is_wrong_is_named_with_the_nearest_key_and_the_way_out(
     assert "--ignore-config-key KEY" in message
 
 
-def test_a_checkpoint_is_refused_before_anything_is_read(folder: Path) -> None:
+def test_config_is_validated_before_reading_weights(folder: Path) -> None:
     edit_config(folder, attention_bais=False)
     (folder / "model.safetensors").write_bytes(b"not what it was")
     with pytest.raises(ConfigurationError, match=r"attention_bais: is False.* did you mean attention_bias"):
@@ -160,7 +158,7 @@ def test_a_checkpoint_is_refused_before_anything_is_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ignored", ["logit_scale", ("logit_scale",), {"logit_scale", "something_else"}])
-def test_the_user_may_ignore_a_key(folder: Path, ignored: Any) -> None:
+def test_ignore_config_keys_argument(folder: Path, ignored: Any) -> None:
     edit_config(folder, logit_scale=0.5)
     with pytest.raises(ConfigurationError, match="logit_scale"):
         LlamaForCausalLM.from_pretrained(folder)
@@ -171,7 +169,7 @@ def test_the_user_may_ignore_a_key(folder: Path, ignored: Any) -> None:
     assert model.config.logit_scale == 0.5
 
 
-def test_parts_are_checked_and_ignored_by_path() -> None:
+def test_nested_keys_are_checked_and_ignored_by_path() -> None:
     config = FamilyCase(Gemma3ForConditionalGeneration).config
     config.vision_config.logit_scale = 0.5
     config.text_config.logit_scale = 0.5
@@ -181,7 +179,7 @@ def test_parts_are_checked_and_ignored_by_path() -> None:
     check_config(Gemma3ForConditionalGeneration, config, "logit_scale")
 
 
-def test_keys_of_generation_and_bookkeeping_pass(llama_config: LlamaConfig) -> None:
+def test_generation_and_bookkeeping_keys_pass(llama_config: LlamaConfig) -> None:
     config = LlamaConfig(
         **llama_config.to_dict(), temperature=0.7, num_beams=4, unsloth_version="2025.1", aux_loss_alpha=0.001,
         _attn_implementation_autoset=True, auto_map={"AutoConfig": "x.Y"}, **{"transformers.js_config": {"a": 1}},
@@ -190,7 +188,7 @@ def test_keys_of_generation_and_bookkeeping_pass(llama_config: LlamaConfig) -> N
 
 
 @pytest.mark.parametrize("key", ["scoring_func", "topk_method", "moe_layer_freq"])
-def test_a_value_the_family_does_not_do_is_refused(key: str) -> None:
+def test_value_unsupported_by_family_raises(key: str) -> None:
     model_class, config = config_of("deepseek-ai/DeepSeek-V3", **{key: 2})
     kind, detail = problems(model_class, config)[key]
     assert kind == "unsupported"
@@ -198,7 +196,7 @@ def test_a_value_the_family_does_not_do_is_refused(key: str) -> None:
     check_config(model_class, config, key)
 
 
-def test_a_value_no_code_honors_is_refused() -> None:
+def test_value_without_effect_raises() -> None:
     # gpt-oss always uses its own activation and ignores the configuration.
     model_class, config = config_of("openai/gpt-oss-20b", hidden_act="gelu")
     assert problems(model_class, config) == {
@@ -207,27 +205,27 @@ def test_a_value_no_code_honors_is_refused() -> None:
     check_config(model_class, config, "hidden_act")
 
 
-def test_a_key_that_only_the_modeling_code_reads_is_known() -> None:
+def test_key_read_only_by_modeling_code_passes() -> None:
     # `classifier_dropout` is not declared, but the token classifier of every model reads it.
     config = tiny_config(LlamaConfig)
     config.classifier_dropout = 0.3
     check_config(registry.model_class("LlamaForTokenClassification"), config)
 
 
-def test_of_a_class_that_is_no_familys_nothing_is_checked(llama_config: LlamaConfig) -> None:
+def test_transformers_class_is_not_checked(llama_config: LlamaConfig) -> None:
     config = LlamaConfig(**llama_config.to_dict(), use_qk_norm=True)
     check_config(FamilyModel.reference_class.__func__(LlamaForCausalLM), config)
 
 
 @pytest.mark.parametrize(("window", "named"), [(None, "null"), (0, "0"), (-1, "-1")])
-def test_sliding_layers_need_a_window(window: int | None, named: str) -> None:
+def test_sliding_layers_without_window_raise(window: int | None, named: str) -> None:
     config = Qwen2Config(num_hidden_layers=1, sliding_window=8, layer_types=["sliding_attention"])
     config.sliding_window = window
     with pytest.raises(ConfigurationError, match=rf"sliding_window: is {named}, and 1 of the layer_types"):
         AutoModelForCausalLM.from_config(config, device="meta")
 
 
-def test_more_experts_per_token_than_there_are() -> None:
+def test_too_many_experts_per_token_raise() -> None:
     config = MixtralConfig(num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=9)
     with pytest.raises(ConfigurationError, match=r"num_experts_per_tok: is 9, and num_local_experts is 4"):
         AutoModelForCausalLM.from_config(config, device="meta")
