@@ -59,7 +59,7 @@ def shared(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_audio_comes_in_the_models_form(name: str) -> None:
+def test_audio_inputs_match_model_format(name: str) -> None:
     model, (arguments, tokens) = shared(name), FORMS[name]
     inputs = inputs_for(model)
     assert {key: tuple(inputs[key].shape) for key in arguments} == arguments
@@ -72,7 +72,7 @@ CODED = ("Apertus1p5ForConditionalGeneration",)
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in CODED])
 @torch.no_grad()
-def test_the_last_word_hears_it(name: str) -> None:
+def test_last_logits_depend_on_audio(name: str) -> None:
     model = shared(name)
     inputs = inputs_for(model)
     audio = next(key for key in FORMS[name][0] if inputs[key].is_floating_point())
@@ -80,27 +80,27 @@ def test_the_last_word_hears_it(name: str) -> None:
     assert (model(**inputs).logits - model(**other).logits)[:, -1].abs().max() > 1e-4
 
 
-def test_text_alone_has_none() -> None:
+def test_text_inputs_have_no_audio_tokens() -> None:
     model = shared("GlmAsrForConditionalGeneration")
     inputs = inputs_for(model, images=False)
     assert list(inputs) == ["input_ids"]
     assert not (inputs["input_ids"] == audio_token(model.config)).any()
 
 
-def test_no_loss_is_taken_on_audio_tokens() -> None:
+def test_labels_ignore_audio_tokens() -> None:
     model = shared("GlmAsrForConditionalGeneration")
     inputs = inputs_for(model, labels=True)
     assert torch.equal(inputs["labels"] == -100, inputs["input_ids"] == audio_token(model.config))
 
 
-def test_a_form_that_is_not_known_is_said() -> None:
-    found = detect(transformers.VoxtralForConditionalGeneration)  # its default sizes do not match each other
-    assert found.modalities == ("text",)
-    assert found.note == "takes audio, which was not tried"
+def test_unknown_audio_format_is_noted() -> None:
+    detection = detect(transformers.VoxtralForConditionalGeneration)  # its default sizes do not match each other
+    assert detection.modalities == ("text",)
+    assert detection.note == "takes audio, which was not tried"
 
 
-def test_a_tower_for_audio_is_traced() -> None:
-    found = detect(transformers.GraniteSpeechForConditionalGeneration)
-    assert found.modalities == ("text", "audio")
+def test_audio_tower_is_traced() -> None:
+    detection = detect(transformers.GraniteSpeechForConditionalGeneration)
+    assert detection.modalities == ("text", "audio")
     attention = "transformers.models.granite_speech.modeling_granite_speech:GraniteSpeechConformerAttention"
-    assert found.groups[attention] == [("to_q", "to_kv")]
+    assert detection.groups[attention] == [("to_q", "to_kv")]

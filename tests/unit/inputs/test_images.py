@@ -72,7 +72,7 @@ def logits(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
         return model(**inputs).logits
 
 
-def test_an_image_comes_in_the_models_own_form(model: PreTrainedModel) -> None:
+def test_image_inputs_match_model_format(model: PreTrainedModel) -> None:
     inputs = inputs_for(model)
     expected = FORMS[type(model).__name__]
     words = {"input_ids", "token_type_ids", "mm_token_type_ids"}
@@ -82,7 +82,7 @@ def test_an_image_comes_in_the_models_own_form(model: PreTrainedModel) -> None:
     assert logits(model, inputs).isfinite().all()
 
 
-def test_the_logits_after_an_image_depend_on_it_and_those_before_do_not(model: PreTrainedModel) -> None:
+def test_only_logits_after_image_depend_on_image(model: PreTrainedModel) -> None:
     inputs = inputs_for(model)
     others = inputs | {"pixel_values": inputs["pixel_values"] + 1.0}
     moved = (logits(model, inputs) - logits(model, others)).abs().amax(dim=(0, 2))
@@ -92,7 +92,7 @@ def test_the_logits_after_an_image_depend_on_it_and_those_before_do_not(model: P
         assert moved[:2].max() < min(0.1 * moved[-1], 1e-5)
 
 
-def test_an_image_is_as_many_tokens_as_the_model_makes_of_it(model: PreTrainedModel) -> None:
+def test_number_of_image_tokens_matches_features(model: PreTrainedModel) -> None:
     inputs = inputs_for(model, batch=3)
     places = inputs["input_ids"] == image_token(model.config)
     if type(model).__name__ in NOT_IN_THE_TEXT:
@@ -111,14 +111,14 @@ def test_an_image_is_as_many_tokens_as_the_model_makes_of_it(model: PreTrainedMo
         model(**inputs | {"input_ids": wrong})
 
 
-def test_the_same_model_runs_on_text_alone(model: PreTrainedModel) -> None:
+def test_text_inputs_have_no_image_tokens(model: PreTrainedModel) -> None:
     inputs = inputs_for(model, images=False)
     assert inputs.keys() == {"input_ids"}
     assert not (inputs["input_ids"] == image_token(model.config)).any()
     assert logits(model, inputs).isfinite().all()
 
 
-def test_pieces_of_an_image_are_no_words_to_predict(model: PreTrainedModel) -> None:
+def test_labels_ignore_image_tokens(model: PreTrainedModel) -> None:
     inputs = inputs_for(model, labels=True)
     places = inputs["input_ids"] == image_token(model.config)
     assert (inputs["labels"] == -100).equal(places)
@@ -130,15 +130,15 @@ def test_pieces_of_an_image_are_no_words_to_predict(model: PreTrainedModel) -> N
         model.eval()
 
 
-def test_a_model_in_bfloat16_takes_the_same_image() -> None:
+def test_bfloat16_model_gets_same_image() -> None:
     reference = shared("Qwen2_5_VLForConditionalGeneration")
-    given = inputs_for(reference)
+    expected = inputs_for(reference)
     model = type(reference)._from_config(reference.config, dtype=torch.bfloat16).eval()
     again = inputs_for(model)
-    assert all(torch.equal(value, again[name]) for name, value in given.items())
+    assert all(torch.equal(value, again[name]) for name, value in expected.items())
 
 
-def test_room_is_made_for_an_image_that_is_longer_than_the_text() -> None:
+def test_sequence_is_extended_for_long_images() -> None:
     model = shared("LlavaNextForConditionalGeneration")
     inputs = inputs_for(model, length=4)
     count = int((inputs["input_ids"][0] == model.config.image_token_id).sum())
@@ -147,7 +147,7 @@ def test_room_is_made_for_an_image_that_is_longer_than_the_text() -> None:
     assert logits(model, inputs).isfinite().all()
 
 
-def test_the_image_and_the_text_are_those_of_the_seed() -> None:
+def test_inputs_are_deterministic_per_seed() -> None:
     model = shared("Qwen2_5_VLForConditionalGeneration")
     state = torch.get_rng_state()
     first, again, other = inputs_for(model), inputs_for(model), inputs_for(model, seed=1)
@@ -157,14 +157,14 @@ def test_the_image_and_the_text_are_those_of_the_seed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_text_model_takes_no_images() -> None:
+def test_text_model_gets_no_images() -> None:
     config = tiny_config(transformers.LlamaConfig)
     model = transformers.LlamaForCausalLM(config)
     assert not takes_images(model)
     assert inputs_for(model, images=True).keys() == {"input_ids"}
 
 
-def test_a_model_that_was_made_without_a_tower_gets_text_unless_an_image_is_asked_for() -> None:
+def test_model_without_tower_gets_text_inputs() -> None:
     model_class = getattr(transformers, "Gemma4ForConditionalGeneration", None)
     if model_class is None:
         pytest.skip("this transformers has no Gemma 4")
@@ -175,7 +175,7 @@ def test_a_model_that_was_made_without_a_tower_gets_text_unless_an_image_is_aske
         inputs_for(model, images=True)
 
 
-def test_a_tiny_model_without_an_image_token_by_default_gets_one() -> None:
+def test_tiny_model_gets_an_image_token() -> None:
     """Otherwise the forward would run on text only, and image tests would not use images."""
     case = case_of("MiniCPMV4_7ForConditionalGeneration")
     inputs = case.inputs(length=12, images=True)
@@ -184,7 +184,7 @@ def test_a_tiny_model_without_an_image_token_by_default_gets_one() -> None:
     assert "target_sizes" in inputs
 
 
-def test_an_image_in_a_form_that_is_not_known_is_an_error_that_names_the_forms_tried() -> None:
+def test_unknown_image_format_raises_with_tried_formats() -> None:
     model = shared("LlavaForConditionalGeneration")
 
     class Strange(type(model)):  # type: ignore[misc]

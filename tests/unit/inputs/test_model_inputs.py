@@ -29,10 +29,10 @@ def vision_inputs(kind: str = "ForConditionalGeneration", **options: Any) -> dic
     return inputs(f"Gemma3{kind}", **options)
 
 
-def test_words_alone() -> None:
-    given = inputs(batch=3, length=500)
-    assert given.keys() == {"input_ids"}
-    ids = given["input_ids"]
+def test_text_inputs() -> None:
+    batch_ = inputs(batch=3, length=500)
+    assert batch_.keys() == {"input_ids"}
+    ids = batch_["input_ids"]
     assert ids.shape == (3, 500)
     assert ids.dtype == torch.int64
     assert ids.min() >= FIRST_TEXT_TOKEN
@@ -40,7 +40,7 @@ def test_words_alone() -> None:
     assert len(ids.unique()) > 400
 
 
-def test_no_special_token_is_a_word() -> None:
+def test_text_inputs_exclude_special_tokens() -> None:
     config = tiny_config(LlamaConfig, {"vocab_size": 32, "eos_token_id": [20, 21], "pad_token_id": 25})
     ids = inputs_for(registry.model_class("LlamaForCausalLM").from_config(config), length=2000)["input_ids"]
     assert set(ids.unique().tolist()) == set(range(FIRST_TEXT_TOKEN, 32)) - {20, 21, 25}
@@ -57,9 +57,9 @@ def test_no_special_token_is_a_word() -> None:
         (40, {"bos_token_id": 16, "eos_token_id": 17}, set(range(18, 40))),
     ],
 )
-def test_vocabularies_of_few_tokens(vocabulary: int, special: dict[str, int], expected: set[int]) -> None:
-    given = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | special
-    ids = text_ids(LlamaConfig(vocab_size=vocabulary, **given), (2, 1000), torch.Generator().manual_seed(0))
+def test_text_ids_of_small_vocabularies(vocabulary: int, special: dict[str, int], expected: set[int]) -> None:
+    token_ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | special
+    ids = text_ids(LlamaConfig(vocab_size=vocabulary, **token_ids), (2, 1000), torch.Generator().manual_seed(0))
     assert set(ids.unique().tolist()) == expected
 
 
@@ -68,11 +68,11 @@ def test_counting_prompts_without_a_tokenizer(vocabulary: int, expected: set[int
     assert set(Prompts(None, vocabulary).counting(100)) == expected
 
 
-def test_a_seed_gives_the_same_numbers_and_draws_no_others() -> None:
+def test_inputs_are_deterministic_and_keep_rng_state() -> None:
     inputs(), vision_inputs()  # building the models draws random numbers
     state = torch.get_rng_state()
-    for given in (inputs, vision_inputs):
-        first, again, other = given(labels=True), given(labels=True), given(labels=True, seed=1)
+    for create in (inputs, vision_inputs):
+        first, again, other = create(labels=True), create(labels=True), create(labels=True, seed=1)
         assert first.keys() == again.keys() == other.keys()
         assert all(torch.equal(first[name], tensor) for name, tensor in again.items())
         assert not torch.equal(first["input_ids"], other["input_ids"])
@@ -83,37 +83,37 @@ def test_a_seed_gives_the_same_numbers_and_draws_no_others() -> None:
     ("kind", "shape", "top"),
     [("ForCausalLM", (2, 24), 511), ("ForSequenceClassification", (2,), 1), ("ForTokenClassification", (2, 24), 1)],
 )
-def test_labels_are_of_the_models_kind(kind: str, shape: tuple[int, ...], top: int) -> None:
-    given = inputs(f"Llama{kind}", labels=True)
-    assert given.keys() == {"input_ids", "labels"}
-    assert given["labels"].shape == shape
-    assert 0 <= given["labels"].min() <= given["labels"].max() <= top
+def test_labels_match_model_head(kind: str, shape: tuple[int, ...], top: int) -> None:
+    batch = inputs(f"Llama{kind}", labels=True)
+    assert batch.keys() == {"input_ids", "labels"}
+    assert batch["labels"].shape == shape
+    assert 0 <= batch["labels"].min() <= batch["labels"].max() <= top
     if kind == "ForCausalLM":
-        assert torch.equal(given["labels"], given["input_ids"])
-        assert given["labels"] is not given["input_ids"]
+        assert torch.equal(batch["labels"], batch["input_ids"])
+        assert batch["labels"] is not batch["input_ids"]
 
 
-def test_an_image_in_each_sequence() -> None:
-    config, given = tiny_config(Gemma3Config), vision_inputs(batch=3)
-    assert given.keys() == {"input_ids", "pixel_values", "token_type_ids"}
-    places = given["input_ids"] == config.image_token_id
-    assert torch.equal(places, given["token_type_ids"].bool())
+def test_image_in_each_sequence() -> None:
+    config, batch_ = tiny_config(Gemma3Config), vision_inputs(batch=3)
+    assert batch_.keys() == {"input_ids", "pixel_values", "token_type_ids"}
+    places = batch_["input_ids"] == config.image_token_id
+    assert torch.equal(places, batch_["token_type_ids"].bool())
     assert places[:, 3:7].all()
     assert places.sum() == 3 * config.mm_tokens_per_image
     size = config.vision_config.image_size
-    assert given["pixel_values"].shape == (3, 3, size, size)
-    assert given["pixel_values"].std() > 0.9
+    assert batch_["pixel_values"].shape == (3, 3, size, size)
+    assert batch_["pixel_values"].std() > 0.9
 
 
-def test_no_image_on_request() -> None:
-    given = vision_inputs(images=False)
-    assert given.keys() == {"input_ids"}
-    assert not given["input_ids"].eq(tiny_config(Gemma3Config).image_token_id).any()
+def test_inputs_without_images() -> None:
+    batch = vision_inputs(images=False)
+    assert batch.keys() == {"input_ids"}
+    assert not batch["input_ids"].eq(tiny_config(Gemma3Config).image_token_id).any()
     trained = vision_inputs(images=False, labels=True)
     assert trained["token_type_ids"].eq(0).all()
 
 
-def test_tensors_are_on_the_device() -> None:
+def test_inputs_are_on_model_device() -> None:
     gemma = registry.model_class("Gemma3ForConditionalGeneration").from_config(tiny_config(Gemma3Config), device="meta")
-    given = inputs_for(gemma)
-    assert all(tensor.is_meta for tensor in given.values())
+    batch = inputs_for(gemma)
+    assert all(tensor.is_meta for tensor in batch.values())

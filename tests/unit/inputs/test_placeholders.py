@@ -12,7 +12,7 @@ from nrl_models.inputs.placeholders import placeholders
 from nrl_models.testing.tiny import tiny_config
 
 
-def test_tokens_of_the_media_that_are_passed() -> None:
+def test_placeholders_of_passed_media() -> None:
     config = tiny_config(Qwen2_5OmniThinkerConfig)
     image, video, audio = config.image_token_id, config.video_token_id, config.audio_token_id
     assert len({image, video, audio}) == 3
@@ -24,17 +24,17 @@ def test_tokens_of_the_media_that_are_passed() -> None:
     assert placeholders(LlamaConfig(), {"pixel_values", "input_features"}) == set()
 
 
-def test_completion_ends_before_a_video_token() -> None:
+def test_completion_ends_before_video_token() -> None:
     """Further video tokens have no features: transformers' class raises for them."""
     torch.manual_seed(0)
     config = tiny_config(Qwen2_5_VLConfig)
     model = registry.model_class("Qwen2_5_VLForConditionalGeneration").from_config(config).eval()
-    given, video = inputs_for(model, batch=1, images=True), config.video_token_id
-    ids = given["input_ids"].masked_fill(given["input_ids"] == config.image_token_id, video)
+    image_inputs, video = inputs_for(model, batch=1, images=True), config.video_token_id
+    ids = image_inputs["input_ids"].masked_fill(image_inputs["input_ids"] == config.image_token_id, video)
     inputs = {
-        "pixel_values_videos": given["pixel_values"],
-        "video_grid_thw": given["image_grid_thw"],
-        "mm_token_type_ids": given["mm_token_type_ids"] * 2,
+        "pixel_values_videos": image_inputs["pixel_values"],
+        "video_grid_thw": image_inputs["image_grid_thw"],
+        "mm_token_type_ids": image_inputs["mm_token_type_ids"] * 2,
     }
     engine, prompts, options = HFEngine(model), [ids[0].tolist()], {"max_new_tokens": 4, "ignore_end": False}
     (sample,) = engine.generate(prompts, Sampling(0.0), **options, model_inputs=[inputs])
@@ -43,7 +43,7 @@ def test_completion_ends_before_a_video_token() -> None:
         model.lm_head.weight[video] = model.lm_head.weight[sample.tokens[0]] * 1.01
     (sample,) = engine.generate(prompts, Sampling(0.0), **options, model_inputs=[inputs])
     assert (sample.tokens, sample.finish_reason) == ((), "placeholder")
-    found = rollout_logprobs(model, [sample.sequence], model_inputs=[sample.sequence_inputs])
-    assert found.mask.sum() == len(prompts[0]) - 1
+    rollout = rollout_logprobs(model, [sample.sequence], model_inputs=[sample.sequence_inputs])
+    assert rollout.mask.sum() == len(prompts[0]) - 1
     (text,) = engine.generate([[20, 21, 22]], Sampling(0.0), max_new_tokens=4)
     assert len(text.tokens) == 4

@@ -17,7 +17,7 @@ from nrl_models.testing.case import FamilyCase
 
 
 @pytest.mark.parametrize("name", ["PaliGemmaForConditionalGeneration", "MllamaForConditionalGeneration"])
-def test_completion_has_the_same_logprobs_in_engine_and_trainer(name: str) -> None:
+def test_completion_logprobs_match_in_engine_and_trainer(name: str) -> None:
     case = FamilyCase(registry.model_class(name))
     inputs, model = case.inputs(images=True, batch=1), case.new_pair()[0].eval()
     prompt = inputs.pop("input_ids")[0].tolist()
@@ -27,12 +27,14 @@ def test_completion_has_the_same_logprobs_in_engine_and_trainer(name: str) -> No
             parameter.mul_(2)
     engine = HFEngine(model)
     (sample,) = engine.generate([prompt], Sampling(), max_new_tokens=6, model_inputs=[inputs], seed=1)
-    count, given = len(sample.tokens), [sample.sequence_inputs]
+    count, sequence_inputs_ = len(sample.tokens), [sample.sequence_inputs]
     assert count > 1
     score = [[False] * len(prompt) + [True] * count]
-    found = rollout_logprobs(model, [sample.sequence], score=score, model_inputs=given).logprobs[0, -count:]
-    assert found.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
-    (scores,) = engine.score([sample.sequence], Sampling(), last=count, model_inputs=given)
+    logprobs_ = rollout_logprobs(model, [sample.sequence], score=score, model_inputs=sequence_inputs_).logprobs[
+        0, -count:
+    ]
+    assert logprobs_.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+    (scores,) = engine.score([sample.sequence], Sampling(), last=count, model_inputs=sequence_inputs_)
     assert scores[-count:] == pytest.approx(sample.logprobs, abs=1e-4)
 
 
@@ -46,13 +48,13 @@ def test_arguments_are_continued_by_name() -> None:
         "image_grid_thw": torch.tensor([[1, 4, 4]]),
         "feature_attention_mask": torch.ones(1, 3),
     }
-    found = Sample((5, 6, 7), (8, 9), (0.0, 0.0), model_inputs=values).sequence_inputs
-    assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0]]
-    assert found["image_attention_mask"].tolist() == [[[1, 0], [0, 1], [1, 1], [1, 1], [1, 1]]]
-    assert torch.equal(found["cross_attention_mask"], found["image_attention_mask"][..., None])
-    assert found["image_embeds_position_mask"].tolist() == [[False, True, True, False, False]]
+    continued = Sample((5, 6, 7), (8, 9), (0.0, 0.0), model_inputs=values).sequence_inputs
+    assert continued["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0]]
+    assert continued["image_attention_mask"].tolist() == [[[1, 0], [0, 1], [1, 1], [1, 1], [1, 1]]]
+    assert torch.equal(continued["cross_attention_mask"], continued["image_attention_mask"][..., None])
+    assert continued["image_embeds_position_mask"].tolist() == [[False, True, True, False, False]]
     for name in ("image_grid_thw", "feature_attention_mask"):
-        assert found[name] is values[name]
+        assert continued[name] is values[name]
 
 
 def test_left_padding_moves_arguments_by_name() -> None:
@@ -81,7 +83,7 @@ def test_left_padding_moves_arguments_by_name() -> None:
         ({"pixel_values": numpy.zeros((16, 3))}, "has pixel_values=array"),
     ],
 )
-def test_wrong_model_inputs_raise(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_model_inputs_raise(wrong: dict[str, Any], message: str) -> None:
     case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
     inputs, model = case.inputs(images=True, batch=1), case.new_pair()[0].eval()
     ids = inputs.pop("input_ids")[0].tolist()
@@ -93,8 +95,8 @@ def test_wrong_model_inputs_raise(wrong: dict[str, Any], message: str) -> None:
         expected[0, 1:].tolist(), abs=1e-4
     )
     for call, kind in (
-        (lambda given: rollout_logprobs(model, [ids], model_inputs=given), ValueError),
-        (lambda given: engine.score([ids], Sampling(), model_inputs=given), EngineError),
+        (lambda model_inputs_: rollout_logprobs(model, [ids], model_inputs=model_inputs_), ValueError),
+        (lambda model_inputs_: engine.score([ids], Sampling(), model_inputs=model_inputs_), EngineError),
     ):
         with pytest.raises(kind, match=f"model_inputs of sequence 0 {message}"):
             call([inputs | wrong])
