@@ -37,7 +37,7 @@ def results(folder: Path, *rows: dict[str, Any], versions: dict[str, str] = VERS
     return file
 
 
-def test_a_run_replaces_the_outcomes_of_what_it_tried_alone(tmp_path: Path) -> None:
+def test_run_replaces_only_its_own_outcomes(tmp_path: Path) -> None:
     first = [row("LlamaForCausalLM", "test_lora"), row("Qwen2ForCausalLM", "test_lora")]
     record_generated_tests(results(tmp_path, *first), tmp_path)
     second = [
@@ -53,9 +53,9 @@ def test_a_run_replaces_the_outcomes_of_what_it_tried_alone(tmp_path: Path) -> N
         "LlamaForCausalLM": "10",
         "Qwen2ForCausalLM": "9",
     }
-    found = read_generated_tests(records)
-    assert found["Qwen2ForCausalLM"].passed == 1
-    assert found["LlamaForCausalLM"] == GeneratedTests(
+    tests = read_generated_tests(records)
+    assert tests["Qwen2ForCausalLM"].passed == 1
+    assert tests["LlamaForCausalLM"] == GeneratedTests(
         "llama",
         ["dense"],
         0,
@@ -63,17 +63,17 @@ def test_a_run_replaces_the_outcomes_of_what_it_tried_alone(tmp_path: Path) -> N
         {"test_lora": "RuntimeError: no"},
         {"does not generate": 1},
     )
-    verdicts = found["LlamaForCausalLM"].verdicts()
+    verdicts = tests["LlamaForCausalLM"].verdicts()
     assert list(verdicts) == list(FEATURES)
     assert (verdicts["LoRA"], verdicts["packed sequences"], verdicts["generate"]) == ("fails", "limited", "n/a")
 
 
-def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_invalid_results_file_raises(tmp_path: Path) -> None:
     with pytest.raises(CoverageError, match="is not what pytest --nrl-results writes"):
         record_generated_tests(tmp_path / "absent.json", tmp_path)
 
 
-def test_the_worst_outcome_is_the_verdict() -> None:
+def test_verdict_is_worst_outcome() -> None:
     rows = [
         row("", "test_packing[None]"),
         row("", "test_packing[ones]", "failed"),
@@ -88,7 +88,7 @@ def test_the_worst_outcome_is_the_verdict() -> None:
     assert verdict_of(rows, "generate") == Verdict.YES
 
 
-def test_every_generated_test_proves_a_feature_and_every_feature_has_a_test() -> None:
+def test_generated_tests_and_features_correspond() -> None:
     assert set(proofs()) == {name for name in vars(test_families) if name.startswith("test_")}
     assert set(proofs().values()) == set(FEATURES)
 
@@ -99,7 +99,7 @@ def test_every_architecture_passed_every_test() -> None:
     assert not {name: tests.failed for name, tests in recorded.items() if tests.failed}
 
 
-def test_only_what_is_named_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_named_architectures_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
     class Done:
@@ -120,6 +120,6 @@ def test_only_what_is_named_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run_generated_tests([], tmp_path / "results.json")
 
 
-def test_a_misspelled_architecture_is_refused(tmp_path: Path) -> None:
+def test_misspelled_architecture_raises(tmp_path: Path) -> None:
     with pytest.raises(UnknownArchitectureError, match=r"LamaForCausalLM \(did you mean LlamaForCausalLM\?\)"):
         run_generated_tests(["LamaForCausalLM"], tmp_path / "results.json")

@@ -42,7 +42,7 @@ def test_overview_lists_trainers_and_limits_of_each_architecture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "features", "found"),
+    ("kinds", "features", "expected"),
     [
         (["dense"], [], ["NovaForCausalLM", "NovaForTokenClassification"]),
         (["vlm", "moe"], [], ["PulsarForCausalLM"]),
@@ -52,13 +52,11 @@ def test_overview_lists_trainers_and_limits_of_each_architecture() -> None:
         ([], ["TP=raises"], ["PulsarForCausalLM"]),
     ],
 )
-def test_rows_are_chosen_that_are_of_all_kinds_and_have_all_features(
-    kinds: list[str], features: list[str], found: list[str]
-) -> None:
-    assert names(chosen(ROWS, kinds, features)[0]) == found
+def test_filter_by_kinds_and_features(kinds: list[str], features: list[str], expected: list[str]) -> None:
+    assert names(chosen(ROWS, kinds, features)[0]) == expected
 
 
-def test_what_no_row_knows_is_refused_with_what_there_is() -> None:
+def test_unknown_filters_raise_with_alternatives() -> None:
     with pytest.raises(OverviewError) as caught:
         chosen(ROWS, ["dens"], ["generation", "tp=maybe"])
     assert "no kind 'dens': there are dense, moe, vlm" in str(caught.value)
@@ -66,7 +64,7 @@ def test_what_no_row_knows_is_refused_with_what_there_is() -> None:
     assert "no verdict 'maybe': there are n/a, raises, yes" in str(caught.value)
 
 
-def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path) -> None:
+def test_filter_command_prints_rows_and_writes_nothing(tmp_path: Path) -> None:
     for name, features in (("LlamaForCausalLM", ["generate"]), ("LlamaForTokenClassification", ["LoRA"])):
         tests = GeneratedTests("llama", ["dense"], 3, {"yes": features}, {}, {})
         write_record(tmp_path, Kind.TESTS, name, Record({}, asdict(tests)))

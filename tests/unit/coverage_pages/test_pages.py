@@ -36,7 +36,7 @@ def test_pages_are_up_to_date(pages: Path) -> None:
         assert page.read_text() == (PAGES / page.name).read_text(), f"{page.name} is stale"
 
 
-def test_an_untested_architecture_is_an_error(pages: Path) -> None:
+def test_untested_architecture_raises(pages: Path) -> None:
     file = pages / FOLDER / "qwen3.json"
     content = json.loads(file.read_text())
     del content["Qwen3ForCausalLM"]
@@ -54,7 +54,7 @@ def two_families(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_families")
-def test_the_command_records_given_results_and_writes_the_pages(pages: Path, tmp_path: Path) -> None:
+def test_command_records_results_and_writes_pages(pages: Path, tmp_path: Path) -> None:
     rows = [{"architecture": "MixtralForCausalLM", "check": "test_lora", "outcome": "passed", "reason": ""}]
     file = tmp_path / "results.json"
     file.write_text(json.dumps({"versions": {"torch": "99"}, "results": rows}))
@@ -69,7 +69,7 @@ def test_the_command_records_given_results_and_writes_the_pages(pages: Path, tmp
 
 
 @pytest.mark.usefixtures("two_families")
-def test_a_page_names_the_versions_of_every_outcome(pages: Path) -> None:
+def test_page_lists_versions_of_outcomes(pages: Path) -> None:
     name = "Phi3ForCausalLM"
     before = read_records(pages)[Kind.TESTS][name]
     write_record(pages, Kind.TESTS, name, Record({**before.versions, "torch": "99"}, before.outcome))
@@ -86,7 +86,7 @@ def test_a_page_names_the_versions_of_every_outcome(pages: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_families")
-def test_a_family_that_needs_a_missing_package_keeps_its_page(pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_family_with_missing_package_is_kept(pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = pages / "mixtral.md"
     page.write_text("as it was")
     (pages / "gone.md").write_text("of a family that is gone")
@@ -99,7 +99,7 @@ def test_a_family_that_needs_a_missing_package_keeps_its_page(pages: Path, monke
 
 
 @pytest.mark.usefixtures("two_families")
-def test_survivors_of_the_mutation_run_are_listed(pages: Path) -> None:
+def test_surviving_mutants_are_listed(pages: Path) -> None:
     first, second = (mutant.name for mutant in CATALOG[:2])
     outcome = Outcome({first: "test_lora"}, [second])
     write_record(pages, Kind.MUTANTS, "Phi3ForCausalLM", Record({"torch": "9"}, outcome.to_json()))
@@ -109,7 +109,7 @@ def test_survivors_of_the_mutation_run_are_listed(pages: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_families")
-def test_a_page_says_what_the_keys_of_the_configuration_do(pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_lists_config_keys(pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"a": KeyKind.SHAPES, "b": KeyKind.TRAINING, "c": KeyKind.INERT, "d": KeyKind.DEFAULT_ONLY}
     ledgers = {**recorded(), "Phi3ForCausalLM": Ledger(kinds, {"d": False}, transformers="4.0")}
     ledgers.pop("MixtralForCausalLM")
@@ -124,7 +124,7 @@ def test_a_page_says_what_the_keys_of_the_configuration_do(pages: Path, monkeypa
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"results": [1]}'])
-def test_results_that_are_none_are_an_error(content: str | None, tmp_path: Path) -> None:
+def test_invalid_results_file_exits_2(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     if content is not None:
         file.write_text(content)

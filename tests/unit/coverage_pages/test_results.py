@@ -28,7 +28,7 @@ def files(pages: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in (pages / FOLDER).iterdir()}
 
 
-def test_an_outcome_replaces_its_own_and_nothing_else(tmp_path: Path) -> None:
+def test_write_record_replaces_one_outcome(tmp_path: Path) -> None:
     names = ["LlamaForCausalLM", "LlamaForTokenClassification", "Qwen2ForCausalLM"]
     for name in names:
         for kind in (Kind.TP, Kind.FSDP):
@@ -37,14 +37,14 @@ def test_an_outcome_replaces_its_own_and_nothing_else(tmp_path: Path) -> None:
     write_record(tmp_path, Kind.TP, "LlamaForCausalLM", Record(NEW, {"status": "error"}))
     after = files(tmp_path)
     assert {name for name in after if after[name] != before[name]} == {"llama.json"}
-    found = read_records(tmp_path)
-    assert found[Kind.TP]["LlamaForCausalLM"] == Record(NEW, {"status": "error"})
-    others = [found[kind][name] for kind in (Kind.TP, Kind.FSDP) for name in names]
+    records = read_records(tmp_path)
+    assert records[Kind.TP]["LlamaForCausalLM"] == Record(NEW, {"status": "error"})
+    others = [records[kind][name] for kind in (Kind.TP, Kind.FSDP) for name in names]
     assert others.count(Record(OLD, {"status": "agrees"})) == 5
-    assert not found[Kind.MUTANTS]
+    assert not records[Kind.MUTANTS]
 
 
-def test_an_alias_is_recorded_with_its_family_and_what_no_family_serves_is_refused(tmp_path: Path) -> None:
+def test_alias_is_recorded_with_family_and_unknown_raises(tmp_path: Path) -> None:
     write_record(tmp_path, Kind.ENGINE, "KimiK25ForConditionalGeneration", Record(OLD, {"status": "agrees"}))
     (file,) = files(tmp_path)
     assert file.startswith("kimi")
@@ -52,7 +52,7 @@ def test_an_alias_is_recorded_with_its_family_and_what_no_family_serves_is_refus
         write_record(tmp_path, Kind.ENGINE, "LamaForCausalLM", Record(OLD, {}))
 
 
-def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_invalid_record_files_raise(tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     file = tmp_path / FOLDER / "llama.json"
     for text, message in (("<<<<<<< HEAD", "does not hold"), ('{"LlamaForCausalLM": {"speed": {}}}', "speed")):
@@ -61,13 +61,13 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
             read_records(tmp_path)
 
 
-def test_versions_are_named_with_those_that_have_them() -> None:
-    found = {"a": Record(OLD, {}), "b": Record(NEW, {}), "c": Record(OLD, {})}
-    assert versions_summary({"a": found["a"]}) == "torch 1, transformers 5.0"
-    assert versions_summary(found, names=True) == "transformers 5.0, torch 1 (a, c) and torch 2 (b)"
+def test_versions_summary() -> None:
+    records = {"a": Record(OLD, {}), "b": Record(NEW, {}), "c": Record(OLD, {})}
+    assert versions_summary({"a": records["a"]}) == "torch 1, transformers 5.0"
+    assert versions_summary(records, names=True) == "transformers 5.0, torch 1 (a, c) and torch 2 (b)"
 
 
-def test_json_has_short_values_in_a_line() -> None:
+def test_as_json_keeps_short_values_on_one_line() -> None:
     content = {"a": {"b": ["word"] * 40, "c": {"d": 1, "e": []}, "f": {}}}
     text = as_json(content)
     assert json.loads(text) == content
@@ -76,7 +76,7 @@ def test_json_has_short_values_in_a_line() -> None:
 
 
 @needs("Gemma4ForCausalLM")
-def test_the_committed_files_are_those_of_the_registered_families() -> None:
+def test_committed_records_match_registered_families() -> None:
     assert {path.stem for path in (PAGES / FOLDER).glob("*.json")} == set(registry.FAMILIES)
     registered = set(with_variants(registry.architectures()))
     for of_kind in read_records(PAGES).values():

@@ -19,7 +19,7 @@ def records(outcomes: dict[Kind, dict[str, ShardingOutcome]]) -> Records:
 
 def test_verdicts_and_reasons() -> None:
     agrees, refused = ShardingOutcome(Status.AGREES), ShardingOutcome(Status.REFUSED, REFUSAL)
-    found = records(
+    recorded = records(
         {
             Kind.FSDP: {"NovaForCausalLM": agrees, "NovaMoeForCausalLM": ShardingOutcome(Status.DISAGREES, "loss")},
             Kind.TP: {"NovaForCausalLM": refused, "NovaMoeForCausalLM": refused},
@@ -28,39 +28,39 @@ def test_verdicts_and_reasons() -> None:
             Kind.QLORA: {"NovaForCausalLM": ShardingOutcome(Status.LIMITED, "no linear")},
         }
     )
-    assert sharding_outcomes.verdicts(found, "NovaForCausalLM") == {
+    assert sharding_outcomes.verdicts(recorded, "NovaForCausalLM") == {
         "FSDP2": "yes", "TP": "raises", "EP": "n/a", "compiled": "n/a", "PP": "n/a", "QLoRA": "limited"
     }  # fmt: skip
-    assert sharding_outcomes.verdicts(found, "NovaMoeForCausalLM") == {
+    assert sharding_outcomes.verdicts(recorded, "NovaMoeForCausalLM") == {
         "FSDP2": "fails", "TP": "raises", "EP": "fails", "compiled": "n/a", "PP": "yes", "QLoRA": "not tested"
     }  # fmt: skip
-    assert set(sharding_outcomes.verdicts(found, "Other").values()) == {"not tested"}
-    assert sharding_outcomes.reasons(found, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
+    assert set(sharding_outcomes.verdicts(recorded, "Other").values()) == {"not tested"}
+    assert sharding_outcomes.reasons(recorded, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
         "TP raises: plan: NovaForCausalLM: has no tensor-parallel plan (NovaForCausalLM, NovaMoeForCausalLM)",
         "QLoRA limited: no linear (NovaForCausalLM)",
         "FSDP2 disagrees: loss (NovaMoeForCausalLM)",
         "EP error: KeyError: 1 (NovaMoeForCausalLM)",
     ]
-    row = next(line for line in sharding_outcomes.summary(found, NAMES) if line.startswith("| FSDP2 |"))
+    row = next(line for line in sharding_outcomes.summary(recorded, NAMES) if line.startswith("| FSDP2 |"))
     assert row.startswith("| FSDP2 | 1 | 0 | 0 | 1 | 1 | 0 | loads on two processes")
     assert sharding_outcomes.summary(records({}), NAMES) == []
 
 
-def test_versions_of_several_runs_are_all_named() -> None:
-    found = records({Kind.TP: {name: ShardingOutcome(Status.AGREES) for name in "abc"}})
-    found[Kind.TP]["b"] = Record({"torch": "8"}, found[Kind.TP]["b"].outcome)
-    (row,) = [line for line in sharding_outcomes.summary(found, "abc") if line.startswith("| TP |")]
+def test_versions_of_several_runs() -> None:
+    recorded = records({Kind.TP: {name: ShardingOutcome(Status.AGREES) for name in "abc"}})
+    recorded[Kind.TP]["b"] = Record({"torch": "8"}, recorded[Kind.TP]["b"].outcome)
+    (row,) = [line for line in sharding_outcomes.summary(recorded, "abc") if line.startswith("| TP |")]
     assert row.startswith("| TP | 3 | 0 | 0 | 0 | 0 | 0 |")
-    assert versions_summary(found[Kind.TP]) == "torch 9 (2 architectures) and torch 8 (1 architectures)"
-    assert all_versions(found[Kind.TP].values()) == "torch 8 and 9"
+    assert versions_summary(recorded[Kind.TP]) == "torch 9 (2 architectures) and torch 8 (1 architectures)"
+    assert all_versions(recorded[Kind.TP].values()) == "torch 8 and 9"
 
 
-def test_every_outcome_that_is_not_agreement_has_a_reason() -> None:
-    found = read_records(PAGES)
+def test_every_other_outcome_has_a_reason() -> None:
+    recorded = read_records(PAGES)
     registered = set(registry.architectures(aliases=False))
     for kind in sharding_outcomes.FEATURES:
-        assert found[kind].keys() <= registered
-        for name, record in found[kind].items():
+        assert recorded[kind].keys() <= registered
+        for name, record in recorded[kind].items():
             outcome = ShardingOutcome.of(record)
             assert (outcome.status == Status.AGREES) != bool(outcome.reason), f"{name}, {kind}: {outcome}"
-    assert found[Kind.FSDP].keys() == found[Kind.TP].keys()
+    assert recorded[Kind.FSDP].keys() == recorded[Kind.TP].keys()
