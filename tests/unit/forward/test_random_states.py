@@ -38,13 +38,13 @@ def expected(request: pytest.FixtureRequest) -> tuple[float, float, float]:
     return following
 
 
-def test_all_states_are_kept(expected: tuple[float, float, float]) -> None:
+def test_random_states_are_restored(expected: tuple[float, float, float]) -> None:
     with random_states_kept():
         disturb()
     assert drawn() == expected
 
 
-def test_states_are_kept_where_something_fails(expected: tuple[float, float, float]) -> None:
+def test_random_states_are_restored_after_error(expected: tuple[float, float, float]) -> None:
     @random_states_kept()
     def fails() -> None:
         disturb()
@@ -72,7 +72,7 @@ class FakeCuda:
         return self.state
 
 
-def test_cuda_that_is_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_state_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(initialized=True)
     cuda.install(monkeypatch)
     with random_states_kept():
@@ -81,7 +81,7 @@ def test_cuda_that_is_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("initialized_inside", [False, True])
-def test_cuda_that_is_not_initialized_yet(monkeypatch: pytest.MonkeyPatch, initialized_inside: bool) -> None:
+def test_uninitialized_cuda(monkeypatch: pytest.MonkeyPatch, initialized_inside: bool) -> None:
     torch.manual_seed(9)
     cuda = FakeCuda(initialized=False)
     cuda.install(monkeypatch)

@@ -60,19 +60,19 @@ def test_reentrant_wrappers_raise(sharing: tuple[PreTrainedModel, dict], changed
         model(**inputs)
 
 
-def test_other_wrappers_have_the_models_gradients(sharing: tuple[PreTrainedModel, dict]) -> None:
+def test_non_reentrant_wrappers_keep_gradients(sharing: tuple[PreTrainedModel, dict]) -> None:
     model, inputs = sharing
     expected = gradients(copy.deepcopy(model), inputs)
-    found = gradients(wrapped(model, CheckpointImpl.NO_REENTRANT), inputs)
-    assert found.keys() == expected.keys()
+    actual = gradients(wrapped(model, CheckpointImpl.NO_REENTRANT), inputs)
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
+        torch.testing.assert_close(actual[name], gradient, msg=name)
 
 
-def test_reentrant_wrappers_are_right_where_nothing_is_shared(llama: PreTrainedModel) -> None:
+def test_reentrant_wrappers_without_kv_sharing(llama: PreTrainedModel) -> None:
     model: nn.Module = registry.model_class("LlamaForCausalLM").from_config(llama.config)
     inputs = {"inputs_embeds": torch.randn(1, 5, llama.config.hidden_size, requires_grad=True)}
     expected = gradients(copy.deepcopy(model), inputs)
-    found = gradients(wrapped(model, CheckpointImpl.REENTRANT), inputs)
+    actual = gradients(wrapped(model, CheckpointImpl.REENTRANT), inputs)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
+        torch.testing.assert_close(actual[name], gradient, msg=name)

@@ -30,7 +30,7 @@ def other(mixtral: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def test_records_the_choices_of_every_router(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_record_routing_of_every_router(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
     chosen = {}
     handles = [
         mixtral.get_submodule(name).register_forward_hook(lambda *call, name=name: chosen.update({name: call[2][2]}))
@@ -46,14 +46,14 @@ def test_records_the_choices_of_every_router(mixtral: PreTrainedModel, input_ids
         assert len(record[name]) == 1
 
 
-def test_the_last_call_counts(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_record_keeps_only_last_call(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
     with record_routing(mixtral) as record:
         mixtral(input_ids)
         mixtral(input_ids[:, :5])
     assert [tuple(choice.shape) for choices in record.values() for choice in choices] == [(10, 2)] * 2
 
 
-def test_replaying_ones_own_choices_changes_nothing(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_replay_of_own_record_keeps_logits(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
     with record_routing(mixtral) as record:
         expected = mixtral(input_ids).logits
     with replay_routing(mixtral, record):
@@ -61,7 +61,7 @@ def test_replaying_ones_own_choices_changes_nothing(mixtral: PreTrainedModel, in
     assert "forward" not in mixtral.get_submodule(GATES[0]).__dict__
 
 
-def test_replayed_experts_are_the_recorded_ones_with_weights_of_ones_own(
+def test_replay_uses_recorded_experts_and_current_weights(
     mixtral: PreTrainedModel, other: PreTrainedModel, input_ids: torch.Tensor
 ) -> None:
     with record_routing(mixtral) as record:
@@ -84,7 +84,7 @@ def test_replayed_experts_are_the_recorded_ones_with_weights_of_ones_own(
     assert other.get_submodule(GATES[0]).weight.grad.abs().sum() > 0
 
 
-def test_recomputation_replays_too(mixtral: PreTrainedModel, other: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_replay_during_recomputation(mixtral: PreTrainedModel, other: PreTrainedModel, input_ids: torch.Tensor) -> None:
     with record_routing(mixtral) as record:
         mixtral(input_ids)
 
@@ -103,7 +103,7 @@ def test_recomputation_replays_too(mixtral: PreTrainedModel, other: PreTrainedMo
         torch.testing.assert_close(gradients(), expected)
 
 
-def test_a_record_of_other_tokens_is_refused(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_record_of_other_tokens_raises(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
     with record_routing(mixtral) as record:
         mixtral(input_ids)
     with replay_routing(mixtral, record), pytest.raises(ValueError, match=r"gate makes choice 0 of shape \(10, 2\)"):
@@ -112,7 +112,7 @@ def test_a_record_of_other_tokens_is_refused(mixtral: PreTrainedModel, input_ids
         pass
 
 
-def test_replaying_is_refused_where_it_would_change_nothing(
+def test_replay_on_unsupported_model_raises(
     mixtral: PreTrainedModel, input_ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(mixtral), "limits", {"router replay": "it sorts scores by itself"}, raising=False)
@@ -123,7 +123,7 @@ def test_replaying_is_refused_where_it_would_change_nothing(
         mixtral(input_ids)
 
 
-def test_flip_rate_counts_tokens_whose_set_of_experts_differs() -> None:
+def test_flip_rate_counts_tokens_with_different_experts() -> None:
     first = {"gate": [torch.tensor([[0, 1], [2, 3], [0, 2], [1, 2]])]}
     second = {"gate": [torch.tensor([[1, 0], [2, 3], [0, 3], [1, 2]])]}
     assert flip_rate(first, second) == 0.25
@@ -132,22 +132,22 @@ def test_flip_rate_counts_tokens_whose_set_of_experts_differs() -> None:
     assert flip_rate(first, second) == flip_rate(second, first) == pytest.approx(1 / 3)
 
 
-def test_a_dense_model_chooses_nothing(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_dense_model_has_empty_record(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
     with record_routing(llama) as record:
         llama(input_ids)
     assert record == {}
 
 
-def test_log_probabilities_are_computed_under_replay_from_the_first_call_on(
+def test_first_token_logprobs_call_uses_replay(
     mixtral: PreTrainedModel, other: PreTrainedModel, input_ids: torch.Tensor
 ) -> None:
     """The first call tests the model's head on a few tokens without recorded choices."""
     with record_routing(mixtral) as record, torch.no_grad():
         mixtral(input_ids)
     with replay_routing(other, record):
-        found = token_logprobs(other, input_ids).logprobs
-        wanted = other(input_ids).logits.log_softmax(-1)[:, :-1].gather(-1, input_ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(found[:, 1:], wanted, rtol=1e-5, atol=1e-5)
+        actual = token_logprobs(other, input_ids).logprobs
+        expected = other(input_ids).logits.log_softmax(-1)[:, :-1].gather(-1, input_ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(actual[:, 1:], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_checks_are_not_recorded(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
@@ -190,7 +190,7 @@ def as_an_engine_reports(model: PreTrainedModel, tokens: torch.Tensor, layers: i
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"])
 @pytest.mark.parametrize("left", [False, True])
-def test_an_engines_choices_are_replayed(architecture: str, left: bool) -> None:
+def test_engine_routing_is_replayed(architecture: str, left: bool) -> None:
     """A batch of two lengths, on models with layers without experts or with groups of experts."""
     model_class = registry.model_class(architecture)
     torch.manual_seed(0)
@@ -209,21 +209,23 @@ def test_an_engines_choices_are_replayed(architecture: str, left: bool) -> None:
     assert routed[0].shape == (11, layers, routed[0].shape[2])
     length = 13
     batch = torch.zeros(2, length, dtype=torch.long)
-    places = [slice(length - row.shape[1], None) if left else slice(row.shape[1]) for row in rows]
-    for line, place, row in zip(batch, places, rows, strict=True):
-        line[place] = row
-    with record_routing(model) as own, torch.no_grad():
+    slices = [slice(length - row.shape[1], None) if left else slice(row.shape[1]) for row in rows]
+    for line, slice_, row in zip(batch, slices, rows, strict=True):
+        line[slice_] = row
+    with record_routing(model) as recorded, torch.no_grad():
         model(batch, use_cache=False)
     record = engine_routing(model, routed, length, left=left)
-    assert record.keys() == own.keys()
-    assert [[c.shape for c in record[name]] for name in own] == [[c.shape for c in own[name]] for name in own]
+    assert record.keys() == recorded.keys()
+    assert [[c.shape for c in record[name]] for name in recorded] == [
+        [c.shape for c in recorded[name]] for name in recorded
+    ]
     taken = {}
     handles = []
     for name, module in model.named_modules():
         if name.endswith(".experts"):
 
-            def note(_: Any, args: Any, given: Any, layer: int = int(name.split(".")[2])) -> None:
-                taken[layer] = next(each for each in (*args, *given.values()) if not each.is_floating_point())
+            def note(_: Any, args: Any, keywords: Any, layer: int = int(name.split(".")[2])) -> None:
+                taken[layer] = next(each for each in (*args, *keywords.values()) if not each.is_floating_point())
 
             handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
     with replay_routing(model, record), torch.no_grad():
@@ -232,19 +234,19 @@ def test_an_engines_choices_are_replayed(architecture: str, left: bool) -> None:
         handle.remove()
     for name in record:
         chosen = taken[int(name.split(".")[2])].reshape(2, length, -1)
-        for line, place, table in zip(chosen, places, routed, strict=True):
-            wanted = torch.from_numpy(table[:, int(name.split(".")[2])]).long()
-            assert torch.equal(line[place][:-1], wanted)
+        for line, slice_, table in zip(chosen, slices, routed, strict=True):
+            expected = torch.from_numpy(table[:, int(name.split(".")[2])]).long()
+            assert torch.equal(line[slice_][:-1], expected)
         first = name == next(iter(record))  # until the first different choice, the rest of the model chooses normally
         if first:
             last = record[name][-1].reshape(2, length, -1)[..., 0] < 0
-            assert torch.equal(chosen[last], own[name][-1].reshape(2, length, -1)[last])
+            assert torch.equal(chosen[last], recorded[name][-1].reshape(2, length, -1)[last])
 
 
-def test_an_engines_choices_that_do_not_fit_are_refused(mixtral: PreTrainedModel) -> None:
+def test_mismatched_engine_routing_raises(mixtral: PreTrainedModel) -> None:
     fits = numpy.zeros((4, 2, 2), dtype=numpy.uint8)
     assert set(engine_routing(mixtral, [fits, fits[:2]])) == set(GATES)
-    for routed, said in (
+    for routed, message in (
         ([], "expected"),
         ([fits[0]], "expected"),
         ([fits, fits[:, :1]], "with the same layers"),
@@ -252,7 +254,7 @@ def test_an_engines_choices_that_do_not_fit_are_refused(mixtral: PreTrainedModel
         ([numpy.zeros((4, 2, 3))], "no module of MixtralForCausalLM chooses 3 experts"),
         ([fits + 100], "chose expert 100 in layer 0"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             engine_routing(mixtral, routed)
     with pytest.raises(ValueError, match="for 4 tokens of a sequence, but length is 3"):
         engine_routing(mixtral, [fits], 3)

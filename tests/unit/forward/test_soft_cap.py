@@ -12,7 +12,7 @@ from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
 
-def test_the_cap_matters_and_is_applied() -> None:
+def test_soft_cap_changes_logits_and_is_applied() -> None:
     case = FamilyCase(Ours)
     inputs = case.inputs()
     model, uncapped = case.model(), case.new_pair()[1]
@@ -25,7 +25,7 @@ def test_the_cap_matters_and_is_applied() -> None:
         torch.testing.assert_close(model(**inputs).logits, capped, rtol=0, atol=1e-5)
 
 
-def test_classes_whose_sdpa_would_drop_it_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drops_soft_cap_detects_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soft_cap, "sdpa_knows_soft_caps", lambda: False)
     monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
     assert soft_cap.drops_soft_cap(Gemma2ForCausalLM)
@@ -35,12 +35,12 @@ def test_classes_whose_sdpa_would_drop_it_are_known(monkeypatch: pytest.MonkeyPa
     assert later._supports_sdpa is False
 
 
-def test_nothing_is_changed_where_transformers_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soft_cap_support_in_transformers_disables_workaround(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soft_cap, "sdpa_knows_soft_caps", lambda: True)
     assert not soft_cap.drops_soft_cap(Gemma2ForCausalLM)
     assert soft_cap.reference_attention(LlamaForCausalLM) == {}
 
 
-def test_our_class_never_chooses_a_kernel_that_drops_it() -> None:
+def test_default_attention_applies_soft_cap() -> None:
     config = tiny_config(Gemma2ForCausalLM.config_class)
     assert Ours.from_config(config).config._attn_implementation == "eager"
