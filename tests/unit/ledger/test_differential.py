@@ -104,18 +104,16 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(("model_class", "found"), BUGS.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_family_that_does_not_follow_a_key_is_found(
-    model_class: type[FamilyModel], found: tuple[str, str, str]
-) -> None:
-    key, kind, difference = found
+@pytest.mark.parametrize(("model_class", "expected"), BUGS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_key_with_wrong_effect_is_detected(model_class: type[FamilyModel], expected: tuple[str, str, str]) -> None:
+    key, kind, difference = expected
     assert Differential(FamilyCase(NovaForCausalLM)).try_key(key) == Finding(kind)
     departing = Differential(FamilyCase(model_class)).try_key(key)
     assert departing.kind == kind
     assert difference in departing.difference
 
 
-def test_every_key_of_a_ledger_and_what_the_family_limits() -> None:
+def test_ledger_contains_every_key_and_limits() -> None:
     class LimitedForCausalLM(RefusingForCausalLM):
         config_values = {"mlp_bias": (False,)}
 
@@ -149,22 +147,22 @@ class GatedForCausalLM(Nova, GatedModel):
     """Reads its second key only if the first is set."""
 
 
-def test_what_is_read_only_after_another_change_is_tried_then() -> None:
-    found = Differential(FamilyCase(GatedForCausalLM)).run()
-    assert found["scale_logits"] == Finding("outputs")
-    assert found["logit_scale"] == Finding("outputs")
+def test_key_read_only_after_other_change() -> None:
+    findings = Differential(FamilyCase(GatedForCausalLM)).run()
+    assert findings["scale_logits"] == Finding("outputs")
+    assert findings["logit_scale"] == Finding("outputs")
 
 
-def test_a_survey_says_what_cannot_matter_without_trying_anything() -> None:
+def test_survey_finds_inert_keys() -> None:
     differential = Differential(FamilyCase(NovaForCausalLM))
-    surveyed, found = differential.survey(), differential.run()
+    surveyed, findings = differential.survey(), differential.run()
     assert set(surveyed.values()) == {KeyKind.INERT, KeyKind.UNTRIED}
     assert {path for path, kind in surveyed.items() if kind == KeyKind.INERT} <= {
-        path for path, inert in found.items() if inert.kind == KeyKind.INERT
+        path for path, inert in findings.items() if inert.kind == KeyKind.INERT
     }
 
 
-def test_reads_are_noted_under_the_key_s_own_name() -> None:
+def test_keys_that_are_read() -> None:
     config = tiny_config(LlamaConfig)
     with keys_that_are_read() as read:
         assert config.rms_norm_eps
@@ -173,7 +171,7 @@ def test_reads_are_noted_under_the_key_s_own_name() -> None:
     assert ("LlamaConfig", "hidden_act") not in read
 
 
-def test_other_values_are_other_and_of_the_kind() -> None:
+def test_other_values_differ_and_keep_type() -> None:
     assert other_values(LlamaConfig, "mlp_bias", False) == [True]
     assert other_values(LlamaConfig, "hidden_act", "silu") == ["relu", "gelu"]
     assert other_values(LlamaConfig, "num_attention_heads", 8)[:2] == [4, 16]
@@ -182,7 +180,7 @@ def test_other_values_are_other_and_of_the_kind() -> None:
     assert {type(other_value) for other_value in other_values(LlamaConfig, "head_dim", None)} == {int}
 
 
-def test_lists_follow_the_number_of_layers() -> None:
+def test_lists_follow_number_of_layers() -> None:
     config: PreTrainedConfig = tiny_config(modeling_gpt_oss.GptOssConfig)
     longer = next(perturbed(config, "num_hidden_layers"))
     assert isinstance(longer, PreTrainedConfig)

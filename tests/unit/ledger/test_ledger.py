@@ -30,7 +30,7 @@ def test_every_key_is_in_the_ledger(family_case: FamilyCase) -> None:
     assert not ledger.departures
 
 
-def test_what_no_code_reads_is_refused_at_other_values(family_case: FamilyCase) -> None:
+def test_unread_keys_are_limited_to_default(family_case: FamilyCase) -> None:
     ledger = recorded()[family_case.architecture]
     if version("transformers") != ledger.transformers:
         pytest.skip(f"the ledger is of transformers {ledger.transformers}")
@@ -40,7 +40,7 @@ def test_what_no_code_reads_is_refused_at_other_values(family_case: FamilyCase) 
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH_PATTERN)
-def test_the_ledger_is_what_changing_every_key_finds(family: str) -> None:
+def test_ledger_matches_differential_run(family: str) -> None:
     name = registry.FAMILIES[family][0]
     if version("transformers") != recorded()[name].transformers:
         pytest.skip(f"the ledger is of transformers {recorded()[name].transformers}")

@@ -33,7 +33,7 @@ LEDGER = Ledger(
 )
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_ledger_round_trip(tmp_path: Path) -> None:
     other = Ledger({"a": KeyKind.OUTPUTS, "b": KeyKind.UNTRIED}, transformers="5.0")
     written = {"LlamaForCausalLM": LEDGER, "LlamaForTokenClassification": other, "Qwen2ForCausalLM": other}
     for name, ledger in written.items():
@@ -46,51 +46,51 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+def ledger_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """Record the tested architectures and whether only a survey ran, without running the test."""
-    found: list[tuple[str, bool]] = []
+    runs: list[tuple[str, bool]] = []
 
     def find(case: Any, *, survey: bool = False) -> Ledger:
-        found.append((case.architecture, survey))
+        runs.append((case.architecture, survey))
         return Ledger({"a": KeyKind.UNTRIED if survey else KeyKind.OUTPUTS}, transformers=version("transformers"))
 
     monkeypatch.setattr(record_ledger, "ledger_of", find)
-    return found
+    return runs
 
 
-def test_only_what_is_missing_is_found_out(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
+def test_only_missing_ledgers_are_computed(tmp_path: Path, ledger_runs: list[tuple[str, bool]]) -> None:
     names = ["LlamaForCausalLM", "MistralForCausalLM"]
     list(write_ledger(names[:1], survey=True, folder=tmp_path))
     list(write_ledger(names[:1], survey=True, folder=tmp_path))
-    assert asked == [(names[0], True)]
+    assert ledger_runs == [(names[0], True)]
     list(write_ledger(names, folder=tmp_path))  # surveyed architectures are also tested
     list(write_ledger(names, folder=tmp_path))
-    assert asked[1:] == [(names[0], False), (names[1], False)]
+    assert ledger_runs[1:] == [(names[0], False), (names[1], False)]
     list(write_ledger(names[1:], again=True, folder=tmp_path))
-    assert asked[3:] == [(names[1], False)]
+    assert ledger_runs[3:] == [(names[1], False)]
     assert {name: ledger.kinds for name, ledger in read_ledgers(tmp_path).items()} == {
         name: {"a": "outputs"} for name in names
     }
 
 
-def test_ledgers_of_another_version_stay_until_their_own_run(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
+def test_ledgers_of_other_versions_are_kept_until_rerun(tmp_path: Path, ledger_runs: list[tuple[str, bool]]) -> None:
     record("LlamaForCausalLM", LEDGER, tmp_path)
     record("LlamaForTokenClassification", LEDGER, tmp_path)
     list(write_ledger(["LlamaForCausalLM", "MistralForCausalLM"], folder=tmp_path))
-    assert [name for name, _ in asked] == ["LlamaForCausalLM", "MistralForCausalLM"]
-    found = read_ledgers(tmp_path)
-    assert found["LlamaForTokenClassification"] == LEDGER
-    assert found["LlamaForCausalLM"].transformers == version("transformers")
+    assert [name for name, _ in ledger_runs] == ["LlamaForCausalLM", "MistralForCausalLM"]
+    ledgers = read_ledgers(tmp_path)
+    assert ledgers["LlamaForTokenClassification"] == LEDGER
+    assert ledgers["LlamaForCausalLM"].transformers == version("transformers")
 
 
-def test_a_name_that_no_family_serves_is_refused(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
+def test_unknown_architecture_raises(tmp_path: Path, ledger_runs: list[tuple[str, bool]]) -> None:
     with pytest.raises(UnknownArchitectureError, match=r"LlamaForCausalLLM \(did you mean LlamaForCausalLM\?\)"):
         list(write_ledger(["LlamaForCausalLLM"], folder=tmp_path))
-    assert not asked
+    assert not ledger_runs
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_fails_on_departures(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(names: Any, *, again: bool, survey: bool) -> Iterator[tuple[str, Ledger]]:
         assert (list(names), again, survey) == (["NovaForCausalLM"], True, False)
         yield "NovaForCausalLM", LEDGER
@@ -102,19 +102,19 @@ def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -
     assert "hidden_size behaves differently from transformers: outputs: .logits differs" in result.output
 
 
-def test_the_files_are_those_of_the_registered_families() -> None:
+def test_ledger_files_match_registered_families() -> None:
     assert {path.stem for path in record_ledger.FOLDER.glob("*.json")} == set(registry.FAMILIES)
     assert recorded().keys() <= set(registry.architectures(aliases=False))
 
 
-def test_every_key_of_every_architecture_was_tried() -> None:
+def test_no_key_is_untried() -> None:
     registered = registry.architectures(aliases=False)
     ledgers = {name: recorded().get(name) for name in registered if not registry.unmet_requirement(name)}
     untried = [name for name, ledger in ledgers.items() if ledger is None or ledger.count(KeyKind.UNTRIED)]
     assert not untried, "run `python -m tools.ledger` and commit tools/ledger/recorded"
 
 
-def test_the_table_in_the_package_is_that_of_the_ledger() -> None:
+def test_packaged_table_matches_ledger() -> None:
     table = json.loads(FILE.read_text())
     assert table == loading_table(recorded()), "run `python -m tools.ledger` and commit nrl_models/families"
     assert table["outputs"]["logit_scale"] == "CohereForCausalLM"
