@@ -21,7 +21,7 @@ from nrl_models.families.llama.model import LlamaForCausalLM
 TRAINERS = ("automodel", "prime_rl", "trl", "verl")
 
 
-def test_none_is_imported_unless_asked_for() -> None:
+def test_adapters_are_imported_lazily() -> None:
     code = """
 import sys, nrl_models
 from nrl_models import *
@@ -33,7 +33,7 @@ print([name for name in sys.modules if name.startswith("nrl_models.adapters")])
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_each_is_short(trainer: str) -> None:
+def test_adapter_modules_are_short(trainer: str) -> None:
     assert len((Path(hub_stream.__file__).parent / f"{trainer}.py").read_text().splitlines()) < 150
 
 
@@ -42,7 +42,7 @@ def missing(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("call", "wanted"),
+    ("call", "requirement"),
     [
         (automodel.register, r"nemo_automodel<0\.8,>=0\.7"),
         (prime_rl.register, r"prime-rl<0\.9,>=0\.8"),
@@ -51,19 +51,19 @@ def missing(name: str) -> str:
     ],
     ids=TRAINERS,
 )
-def test_a_trainer_that_is_not_there_is_named(call: Any, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trainer_raises(call: Any, requirement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl_models.registry.version", missing)
     monkeypatch.delitem(sys.modules, "nrl_models.adapters.verl", raising=False)
-    with pytest.raises(TrainerError, match=f"needs {wanted}, which is not installed"):
+    with pytest.raises(TrainerError, match=f"needs {requirement}, which is not installed"):
         call()
 
 
-def test_what_has_no_model_inside_is_refused() -> None:
+def test_module_without_transformers_model_raises() -> None:
     with pytest.raises(UnknownArgumentError, match="Sequential has no transformers model inside"):
         hub_stream.HubStream(nn.Sequential(nn.Linear(2, 2)))
 
 
-def test_a_class_registered_with_transformers_loads(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_registered_with_transformers_loads(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, LlamaConfig, LlamaForCausalLM)
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.float32)
     assert type(model) is LlamaForCausalLM

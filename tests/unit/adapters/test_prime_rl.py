@@ -88,7 +88,7 @@ def installs(monkeypatch: pytest.MonkeyPatch, prime: str) -> None:
     monkeypatch.setattr(registry, "version", lambda name: prime if name == "prime-rl" else version(name))
 
 
-def made(models: Any, name: str) -> tuple[FamilyCase, Any]:
+def registered_model(models: Any, name: str) -> tuple[FamilyCase, Any]:
     """Build a tiny model of the class that prime-rl receives for an architecture, with the reference's weights."""
     assert prime_rl.register(name) == [name]
     case = FamilyCase(registry.model_class(name))
@@ -105,54 +105,54 @@ def made(models: Any, name: str) -> tuple[FamilyCase, Any]:
 @pytest.mark.parametrize(
     "name", [EXPERTS, "Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", JOINED, IMAGES, DENSE]
 )
-def test_the_chain_converts_both_ways(name: str, models: Any) -> None:
-    case, model = made(models, name)
-    own, expected = model.state_dict(), model.state_dict_adapter.to_hf(model.state_dict())
-    differs = expected.keys() != own.keys()
-    converted = dict(own)
+def test_conversion_chain_round_trip(name: str, models: Any) -> None:
+    case, model = registered_model(models, name)
+    tensors, expected = model.state_dict(), model.state_dict_adapter.to_hf(model.state_dict())
+    differs = expected.keys() != tensors.keys()
+    converted = dict(tensors)
     assert model.convert_to_hf(converted) is converted
     assert_same(converted, expected)
-    assert (model.is_prime_state_dict(dict.fromkeys(own)), model.is_hf_state_dict(dict.fromkeys(own))) == (
+    assert (model.is_prime_state_dict(dict.fromkeys(tensors)), model.is_hf_state_dict(dict.fromkeys(tensors))) == (
         differs,
         not differs,
     )
     assert (model.is_prime_state_dict(converted), model.is_hf_state_dict(converted)) == (False, True)
     assert model.convert_to_prime(converted) is converted
-    assert_same(converted, own)
+    assert_same(converted, tensors)
     (table,) = type(model).conversion_chain(case.config)  # also available on the class, with only a configuration
     assert table.parts == model.conversion_chain(model.config)[0].parts
     assert model.conversion_chain(model.config)[0] is model.conversion_chain(model.config)[0]
 
 
 @pytest.mark.parametrize("name", [EXPERTS, JOINED])
-def test_layer_by_layer_is_the_whole(name: str, models: Any) -> None:
-    _, model = made(models, name)
-    own = model.state_dict()
-    layers = {key.split(".")[2] if key.startswith("model.layers.") else "" for key in own}
+def test_conversion_per_layer_matches_complete_conversion(name: str, models: Any) -> None:
+    _, model = registered_model(models, name)
+    tensors = model.state_dict()
+    layers = {key.split(".")[2] if key.startswith("model.layers.") else "" for key in tensors}
     sent: dict[str, Any] = {}
     for layer in layers:
         part = {
             key: tensor
-            for key, tensor in own.items()
+            for key, tensor in tensors.items()
             if layer == (key.split(".")[2] if key.startswith("model.layers.") else "")
         }
         sent |= model.convert_to_hf(part)
-    assert_same(sent, model.state_dict_adapter.to_hf(own))
+    assert_same(sent, model.state_dict_adapter.to_hf(tensors))
 
 
-def test_what_lacks_parts_is_left(models: Any) -> None:
-    _, model = made(models, JOINED)
+def test_incomplete_tensors_are_not_converted(models: Any) -> None:
+    _, model = registered_model(models, JOINED)
     part = "model.layers.0.self_attn.k_proj.weight"
-    own = model.state_dict()
-    converted = model.convert_to_hf({name: tensor for name, tensor in own.items() if name != part})
+    tensors = model.state_dict()
+    converted = model.convert_to_hf({name: tensor for name, tensor in tensors.items() if name != part})
     assert "model.layers.0.self_attn.W_pack.weight" not in converted
     assert "model.layers.0.self_attn.q_proj.weight" in converted
-    assert model.convert_to_prime({"model.norm.weight": own["model.norm.weight"]}).keys() == {"model.norm.weight"}
+    assert model.convert_to_prime({"model.norm.weight": tensors["model.norm.weight"]}).keys() == {"model.norm.weight"}
 
 
-def test_a_naming_error_is_found(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = made(models, EXPERTS)
-    own, expected = model.state_dict(), model.state_dict_adapter.to_hf(model.state_dict())
+def test_naming_error_is_detected(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = registered_model(models, EXPERTS)
+    original, expected = model.state_dict(), model.state_dict_adapter.to_hf(model.state_dict())
     right = HubTable.prime_to_hf
 
     def wrong(self: HubTable, state_dict: dict[str, Any]) -> None:
@@ -162,11 +162,11 @@ def test_a_naming_error_is_found(models: Any, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(HubTable, "prime_to_hf", wrong)
     with pytest.raises(AssertionError):
-        assert_same(model.convert_to_hf(dict(own)), expected)
+        assert_same(model.convert_to_hf(dict(original)), expected)
 
 
-def test_it_computes_what_transformers_does(models: Any) -> None:
-    case, model = made(models, EXPERTS)
+def test_logits_match_transformers(models: Any) -> None:
+    case, model = registered_model(models, EXPERTS)
     inputs = case.inputs()
     with torch.no_grad():
         expected = case.reference()(**inputs).logits
@@ -178,7 +178,7 @@ def test_it_computes_what_transformers_does(models: Any) -> None:
 
 
 def test_buffers_are_computed_after_meta(models: Any) -> None:
-    case, model = made(models, EXPERTS)
+    case, model = registered_model(models, EXPERTS)
     with torch.device("meta"):
         empty = type(model)(case.config)
     empty.to_empty(device="cpu")
@@ -188,15 +188,15 @@ def test_buffers_are_computed_after_meta(models: Any) -> None:
     assert_same(dict(empty.named_buffers()), dict(case.reference().named_buffers()))
 
 
-def test_routers_kept_in_fp32_are_sent_so(models: Any) -> None:
-    _, model = made(models, "DeepseekV3ForCausalLM")
-    kept = [name for name in model.state_dict() if model.keep_in_fp32_for_weight_transfer(name)]
+def test_fp32_routers_are_transferred_in_fp32(models: Any) -> None:
+    _, model = registered_model(models, "DeepseekV3ForCausalLM")
+    fp32_names = [name for name in model.state_dict() if model.keep_in_fp32_for_weight_transfer(name)]
     patterns = model._keep_in_fp32_modules_strict  # since transformers 5.24 also the router's weight
-    assert any("e_score_correction_bias" in name for name in kept)
-    assert kept == [name for name in model.state_dict() if any(pattern in name for pattern in patterns)]
+    assert any("e_score_correction_bias" in name for name in fp32_names)
+    assert fp32_names == [name for name in model.state_dict() if any(pattern in name for pattern in patterns)]
 
 
-def test_classes_of_prime_rl_stay_unless_they_are_named(models: Any) -> None:
+def test_prime_rl_classes_are_replaced_only_if_named(models: Any) -> None:
     registered = prime_rl.register()
     assert {EXPERTS, IMAGES} <= set(registered)
     assert DENSE not in registered
@@ -206,7 +206,7 @@ def test_classes_of_prime_rl_stay_unless_they_are_named(models: Any) -> None:
     assert issubclass(models._CUSTOM_CAUSAL_LM_BY_MODEL_TYPE["llama"], registry.model_class(DENSE))
 
 
-def test_the_guides_hook(models: Any) -> None:
+def test_documented_hook(models: Any) -> None:
     page = Path(__file__).parents[3] / "docs" / "trainers.md"
     (code,) = [
         block for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S) if "prime_rl" in block
@@ -215,13 +215,13 @@ def test_the_guides_hook(models: Any) -> None:
     assert issubclass(models._CUSTOM_CAUSAL_LM_BY_MODEL_TYPE["mixtral"], registry.model_class(EXPERTS))
 
 
-def test_what_is_no_language_model_is_refused(models: Any) -> None:
+def test_unsupported_architectures_raise(models: Any) -> None:
     with pytest.raises(UnknownArchitectureError, match="LlamaForSequenceClassification, NovaForCausalLM"):
         prime_rl.register(EXPERTS, "LlamaForSequenceClassification", "NovaForCausalLM")
     assert {"llama": Base} == models._CUSTOM_CAUSAL_LM_BY_MODEL_TYPE
 
 
-def test_another_version_is_refused(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_prime_rl_version_raises(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     installs(monkeypatch, "0.9.0")
     with pytest.raises(TrainerError, match=r"needs prime-rl<0\.9,>=0\.8; 0\.9\.0 is installed"):
         prime_rl.register()
