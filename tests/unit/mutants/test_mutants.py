@@ -65,7 +65,7 @@ def llama() -> FamilyCase:
 
 
 @pytest.mark.parametrize("mutant", CATALOG, ids=lambda mutant: mutant.name)
-def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
+def test_mutant_is_killed_by_expected_test(mutant: Mutant) -> None:
     inert = []
     for architecture in STAND_FOR_ALL:
         if registry.unmet_requirement(architecture):
@@ -81,12 +81,12 @@ def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
     pytest.fail(f"of {', '.join(STAND_FOR_ALL)} none in which {', '.join(mutant.killers)} finds it")
 
 
-def test_the_catalog_names_each_once_and_tests_that_there_are() -> None:
+def test_catalog_names_are_unique_and_tests_exist() -> None:
     assert len({mutant.name for mutant in CATALOG}) == len(CATALOG) >= 25
     assert {name for mutant in CATALOG for name in mutant.killers} <= set(generated_tests())
 
 
-def test_every_generated_test_is_among_the_checks() -> None:
+def test_checks_include_every_generated_test() -> None:
     assert {check.function for check in checks()} == set(generated_tests())
     names = {check.name for check in checks()}
     assert {"test_logits_equivalence[bfloat16]", "test_packing[padded]", "test_lora"} <= names
@@ -109,7 +109,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("kind", BUGS)
-def test_a_bug_is_in_our_models_alone_and_only_while_planted(kind: str, llama: FamilyCase, tmp_path: Path) -> None:
+def test_planted_bug_affects_only_nrl_models(kind: str, llama: FamilyCase, tmp_path: Path) -> None:
     ours, theirs = llama.model(), llama.reference()
     right = logits(ours, llama)
     ours.save_pretrained(tmp_path)
@@ -133,28 +133,28 @@ def verdict(bug: object, case: FamilyCase) -> Outcome:
     return Hunt(case, only=QUICK).run([Mutant("one", "a test", bug, ())])
 
 
-def test_what_no_test_finds_survives(llama: FamilyCase) -> None:
+def test_undetected_mutant_survives(llama: FamilyCase) -> None:
     assert verdict(in_code(lambda case: True, lambda case: []), llama).survived == ["one"]
 
 
-def test_what_changes_nothing_is_inert_and_not_counted(llama: FamilyCase) -> None:
+def test_mutant_without_effect_is_inert(llama: FamilyCase) -> None:
     same = in_modules(lambda name, module: "Norm" in type(module).__name__, lambda module: {"weight": weight})
     weight = reads("weight", lambda weight: weight.clone())
     outcome = verdict(same, llama)
     assert (outcome.inert, outcome.applicable) == (["one"], 0)
 
 
-def test_what_a_model_lacks_is_not_tried(llama: FamilyCase) -> None:
+def test_inapplicable_mutant_is_impossible(llama: FamilyCase) -> None:
     bug = misread(lambda key, value: 1 if key == "no_such_key" else value)
     assert verdict(bug, llama) == Outcome(impossible=["one"])
 
 
-def test_what_fails_without_the_bug_kills_nothing(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_failing_without_bug_do_not_kill(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hunt, "_passes_clean", lambda self, check: False)
     assert Hunt(llama, only=QUICK).killer(CATALOG[0], checks()) is None
 
 
-def test_tests_of_what_a_family_lacks_are_not_run(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_of_limited_features_are_skipped(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.model_class, "limits", {"layers": "for a test"})
     assert verdict(BUGS["in code"], llama).killed == {"one": "test_logits_equivalence[float32]"}
 
@@ -162,7 +162,7 @@ def test_tests_of_what_a_family_lacks_are_not_run(llama: FamilyCase, monkeypatch
 # Runs
 
 
-def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def fake_run(self: Hunt, mutants: list[Mutant], progress: object) -> Outcome:
@@ -186,20 +186,22 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
     assert read_outcomes(read_records(tmp_path))["Qwen3ForCausalLM"].not_run == [third.name]
 
 
-def test_outcomes_of_other_versions_stay_until_their_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcomes_of_other_versions_are_kept_until_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [mutant.name for mutant in CATALOG]
-    found = Outcome({}, [], [], names)
+    outcome = Outcome({}, [], [], names)
     older = Record({"torch": "1"}, Outcome({names[0]: "test_lora"}, [], [], names[1:]).to_json())
     for name in ("LlamaForCausalLM", "LlamaForTokenClassification"):
         write_record(tmp_path, Kind.MUTANTS, name, older)
-    monkeypatch.setattr(Hunt, "run", lambda self, mutants, progress: found if list(mutants) == list(CATALOG) else None)
-    assert dict(run_mutants(["LlamaForCausalLM"], tmp_path)) == {"LlamaForCausalLM": found}
+    monkeypatch.setattr(
+        Hunt, "run", lambda self, mutants, progress: outcome if list(mutants) == list(CATALOG) else None
+    )
+    assert dict(run_mutants(["LlamaForCausalLM"], tmp_path)) == {"LlamaForCausalLM": outcome}
     records = read_records(tmp_path)[Kind.MUTANTS]
     assert records["LlamaForTokenClassification"] == older
     assert records["LlamaForCausalLM"].versions["torch"] == version("torch")
 
 
-def test_one_of_each_family_comes_first() -> None:
+def test_architectures_in_order_start_with_one_per_family() -> None:
     order = architectures_in_order()
     assert set(order) == set(registry.architectures()) - set(registry.ALIASES)
     assert len(order) == len(set(order))
@@ -209,7 +211,7 @@ def test_one_of_each_family_comes_first() -> None:
         architectures_in_order(["LamaForCausalLM"])
 
 
-def test_progress_has_a_line_for_each_mutant(llama: FamilyCase) -> None:
+def test_progress_prints_line_per_mutant(llama: FamilyCase) -> None:
     lines: list[str] = []
     mutants = [
         Mutant("one", "a test", BUGS["in code"], ()),
@@ -219,7 +221,7 @@ def test_progress_has_a_line_for_each_mutant(llama: FamilyCase) -> None:
     assert lines == ["one: found by test_layer_equivalence[float32]", "two: not applicable"]
 
 
-def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_fail_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hunt, "run", lambda self, mutants, progress: Outcome({"a": "test_lora"}, ["b"]))
     result = CliRunner().invoke(app, ["LlamaForCausalLM", "--out", str(tmp_path)])
     assert result.exit_code == 1
@@ -227,7 +229,7 @@ def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "survived: b" in result.output
 
 
-def test_no_bug_survives_in_the_committed_results() -> None:
+def test_no_mutant_survives_in_committed_results() -> None:
     outcomes = read_outcomes(read_records(PAGES))
     registered = registry.architectures(aliases=False)
     expected = {name for name in registered if not registry.unmet_requirement(name)}
