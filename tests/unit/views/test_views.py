@@ -53,7 +53,7 @@ def view(request: pytest.FixtureRequest) -> View:
     return VIEWS[request.param]
 
 
-def test_place_is_where_torch_puts_the_view(view: View) -> None:
+def test_place_matches_torch_strides_and_offset(view: View) -> None:
     tensor = numbered(*SHAPE)
     region, place = view.of(tensor), view.place_in(SHAPE)
     assert place.shape == tuple(region.shape)
@@ -63,14 +63,14 @@ def test_place_is_where_torch_puts_the_view(view: View) -> None:
         assert place.strides is None
 
 
-def test_a_block_is_a_run_of_elements(view: View) -> None:
+def test_block_is_contiguous_range_of_elements(view: View) -> None:
     tensor = numbered(*SHAPE)
     values, place = view.of(tensor).reshape(-1), view.place_in(SHAPE)
     run = tensor.view(-1)[place.offset : place.offset + len(values)]
     assert place.is_block is torch.equal(values, run)
 
 
-def test_a_row_of_one_is_a_block_whatever_its_stride() -> None:
+def test_single_row_is_a_block() -> None:
     assert View("w").then("narrow", 0, 2, 1).place_in(SHAPE).is_block
     assert View("w").then("narrow", 0, 0, 1).then("narrow", 1, 1, 2).place_in(SHAPE).is_block
     assert not View("w").then("narrow", 1, 1, 2).place_in(SHAPE).is_block
@@ -83,14 +83,14 @@ def test_writing_is_the_inverse_of_reading(view: View) -> None:
     assert (tensor < 0).sum() == value.numel()  # no other element was written
 
 
-def test_writing_casts_to_the_parameters_dtype() -> None:
+def test_writing_casts_to_parameter_dtype() -> None:
     tensor = torch.zeros(4, 2, dtype=torch.float32)
     View("w").then("narrow", 0, 1, 2).write(tensor, torch.full((2, 2), 1.5, dtype=torch.bfloat16))
     assert tensor[1:3].eq(1.5).all()
     assert tensor.dtype == torch.float32
 
 
-def test_after_a_reshape_that_copies_a_view_is_read_but_not_written() -> None:
+def test_writing_after_copying_reshape_raises() -> None:
     view = VIEWS["rows in another order"].then("narrow", 0, 0, 1)
     tensor = torch.arange(torch.Size(SHAPE).numel()).view(SHAPE)
     row = view.of(tensor)
@@ -100,12 +100,12 @@ def test_after_a_reshape_that_copies_a_view_is_read_but_not_written() -> None:
         view.write(tensor, row)
 
 
-def test_an_unknown_step_is_refused() -> None:
+def test_unknown_step_raises() -> None:
     with pytest.raises(ValueError, match="unknown step flip"):
         View("w").then("flip", 0).place_in(SHAPE)
 
 
-def test_a_view_prints_as_what_it_does() -> None:
+def test_view_str() -> None:
     assert str(View("a.weight").then("narrow", 0, 2, 3)) == "a.weight.narrow(0, 2, 3)"
 
 
@@ -183,7 +183,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_tracing_records_what_torch_does(operation: Callable[[torch.Tensor], Any]) -> None:
+def test_tracing_matches_torch(operation: Callable[[torch.Tensor], Any]) -> None:
     tensor = numbered(*SHAPE)
     expected, actual = operation(tensor), operation(traced())
     if isinstance(expected, torch.Tensor):
@@ -211,12 +211,12 @@ def test_tracing_records_what_torch_does(operation: Callable[[torch.Tensor], Any
         lambda t: t.repeat(2, 1, 1),
     ],
 )
-def test_tracing_refuses_what_is_no_view(operation: Callable[[torch.Tensor], Any]) -> None:
+def test_tracing_unsupported_operations_raises(operation: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises(NotAViewError, match="view"):
         operation(traced())
 
 
-def test_an_index_outside_the_tensor_is_refused() -> None:
+def test_index_out_of_bounds_raises() -> None:
     for index in (6, -7):
         with pytest.raises(IndexError, match=f"index {index} is out of bounds for dimension 0 with size 6"):
             traced()[index]
@@ -228,7 +228,7 @@ def test_an_index_outside_the_tensor_is_refused() -> None:
         traced().split([1, 2])
 
 
-def test_parts_side_by_side_in_one_parameter_join_to_one_view() -> None:
+def test_cat_of_contiguous_views_is_one_view() -> None:
     parts = traced().split([1, 2, 3], dim=0)
     assert torch.cat(parts).pieces == (Piece(View("w").then("narrow", 0, 0, 6)),)
     assert torch.cat(parts[1:]).pieces == (Piece(View("w").then("narrow", 0, 1, 5)),)
@@ -236,7 +236,7 @@ def test_parts_side_by_side_in_one_parameter_join_to_one_view() -> None:
     assert len(torch.cat([traced("a")[:2], traced("b")[2:]]).pieces) == 2  # adjacent, but not contiguous
 
 
-def test_a_tensor_joined_from_two_parameters() -> None:
+def test_tensor_of_two_parameters() -> None:
     left, right = numbered(2, 3), -numbered(4, 3)
     joined = torch.cat([traced("left", (2, 3)), traced("right", (4, 3))])
     tensor = HFTensor("t", (6, 3), joined.pieces)
@@ -254,6 +254,6 @@ def test_a_tensor_joined_from_two_parameters() -> None:
     assert torch.equal(target, right)
 
 
-def test_a_whole_tensor_reads_as_itself() -> None:
+def test_complete_view_reads_same_tensor() -> None:
     tensor = numbered(*SHAPE)
     assert HFTensor("t", SHAPE, (Piece(View("w")),)).read({"w": tensor}) is tensor
