@@ -99,14 +99,14 @@ def unedited(which: str, dtype: torch.dtype) -> Outcome:
     return step(Subject("transformers", which, dtype, Path()))
 
 
-def test_table() -> None:
+def test_edit_table() -> None:
     assert len(EDITS) >= 150
     assert len(DOCUMENTED) <= 4
     assert set(DOCUMENTED) <= {edit.id for edit in EDITS}
     assert not [name for name, count in Counter(edit.id for edit in EDITS).items() if count > 1]
 
 
-def test_differences_are_found() -> None:
+def test_differences_detect_changes() -> None:
     """The comparison detects a different value, flag, key, order, missing gradient or NaN."""
     one = {"a": torch.ones(2), "b": None, "c": ["x", 1.0]}
     assert not list(differences({**one, "a": torch.ones(2) + 1e-6}, one))
@@ -135,14 +135,14 @@ OTHER_TUNERS = {
 }
 
 
-def test_every_tuner_of_peft() -> None:
+def test_every_peft_tuner_is_covered() -> None:
     made = {of_config.func for of_config in (*TUNERS.values(), *PROMPTS.values())}
     others = {tuner.value for tuner, of_config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if of_config not in made}
     assert others == set(OTHER_TUNERS)
 
 
 @pytest.mark.parametrize("which", CONFIGS)
-def test_untouched(which: str, tmp_path: Path) -> None:
+def test_unedited_models_are_equal(which: str, tmp_path: Path) -> None:
     """Without an edit, both are the same model, and our groups run as one matmul."""
     untouched = Edit("nothing", "", step, which=which)
     expected, actual = (outcome_of(untouched, library, tmp_path / library) for library in BUILDERS)
