@@ -44,7 +44,7 @@ def differ(actual: torch.Tensor, expected: torch.Tensor, by: float = LOGITS_DIFF
 
 
 @torch.no_grad()
-def documents_meet(model: PreTrainedModel, inputs: Inputs, *, mask: bool) -> bool:
+def documents_share_attention(model: PreTrainedModel, inputs: Inputs, *, mask: bool) -> bool:
     """Return True if a document's logits depend on one packed before it, with positions that restart.
 
     Args:
@@ -71,7 +71,7 @@ def text_raises(model: PreTrainedModel, inputs: Inputs) -> bool:
     return False
 
 
-def unrepaired(case: FamilyCase) -> PreTrainedModel:
+def transformers_model(case: FamilyCase) -> PreTrainedModel:
     """Return a model of transformers' own class with the case's weights."""
     upstream = next(base for base in case.reference_class.__mro__ if "forward" in vars(base))
     model = upstream(case.config).eval()
@@ -154,7 +154,7 @@ def mtp_weights_are_dropped(load: Callable[[Path], PreTrainedModel], reference: 
         return mtp.keys().isdisjoint(load_file(again / "model.safetensors"))
 
 
-def a_new_row_explodes(model: PreTrainedModel, inputs: Inputs) -> bool:
+def untrained_row_gradient_explodes(model: PreTrainedModel, inputs: Inputs) -> bool:
     """Return True if an embedding row of zeros has a gradient ten times larger than any other row."""
     model = copy.deepcopy(model)
     tokens = inputs["input_ids"]
@@ -169,7 +169,7 @@ def a_new_row_explodes(model: PreTrainedModel, inputs: Inputs) -> bool:
     return bool(sizes[row] > 10 * torch.cat([sizes[:row], sizes[row + 1 :]]).max())
 
 
-def whole_logits_are_made(model: PreTrainedModel, inputs: Inputs) -> bool:
+def full_logits_are_allocated(model: PreTrainedModel, inputs: Inputs) -> bool:
     """Return True if log-probabilities from the model's own forward allocate a `(tokens, vocabulary)` tensor."""
     tokens = inputs["input_ids"]
     vocabulary = model.config.get_text_config().vocab_size
@@ -186,10 +186,10 @@ def new_tensors(width: int) -> Iterator[list[int]]:
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+            inputs = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
             for output in result if isinstance(result, (tuple, list)) else (result,):
                 is_wide = isinstance(output, torch.Tensor) and output.ndim > 0 and output.shape[-1] == width
-                if is_wide and output.untyped_storage().data_ptr() not in given:
+                if is_wide and output.untyped_storage().data_ptr() not in inputs:
                     sizes.append(output.numel())
             return result
 
@@ -206,7 +206,7 @@ def small_updates_vanish(dtype: torch.dtype) -> bool:
     return torch.equal(weight.detach(), torch.ones(4, dtype=dtype))
 
 
-def an_integer_is_refused(read: Callable[[Path], Any], values: dict[str, Any], key: str) -> bool:
+def integer_for_float_raises(read: Callable[[Path], Any], values: dict[str, Any], key: str) -> bool:
     """Return True if a `config.json` with `key: 0` for a float of zero cannot be read.
 
     Args:
@@ -286,11 +286,11 @@ def shared_keys_need_a_cache(case: FamilyCase) -> bool:
     return bool((with_cache - without).abs().max() > LOGITS_DIFFER)
 
 
-def integers_are_refused(case: FamilyCase) -> bool:
+def reader_rejects_integers_for_floats(case: FamilyCase) -> bool:
     """Probe transformers' reader with a key of the upstream class that must be a float."""
     config = case.config
     key = next(key for key in config.to_dict() if takes_floats_only(type(config), key))
-    return an_integer_is_refused(AutoConfig.from_pretrained, json.loads(config.to_json_string()), key)
+    return integer_for_float_raises(AutoConfig.from_pretrained, json.loads(config.to_json_string()), key)
 
 
 def transformers_has_no_configuration(case: FamilyCase) -> bool:
@@ -298,7 +298,7 @@ def transformers_has_no_configuration(case: FamilyCase) -> bool:
     return case.config.model_type not in CONFIG_MAPPING_NAMES
 
 
-def parts_are_equal(case: FamilyCase) -> bool:
+def fused_parts_revert_to_equal_sizes(case: FamilyCase) -> bool:
     """Return True if transformers reverts a concatenation of parts of different sizes into equal ones."""
     conversions = conversion_mapping._build_checkpoint_conversion_mapping()
     package = case.reference_class.__module__.split(".")[2]
@@ -342,7 +342,7 @@ def routing_flips(case: FamilyCase) -> bool:
 
 
 @contextmanager
-def pretended_mesh(ranks: int, name: str = "tp") -> Iterator[DeviceMesh]:
+def fake_mesh(ranks: int, name: str = "tp") -> Iterator[DeviceMesh]:
     """Create a one-dimensional mesh with this process as its first rank. Tensors are sharded, collectives do nothing.
 
     Raises:
@@ -359,7 +359,7 @@ def pretended_mesh(ranks: int, name: str = "tp") -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def untied_by_dividing() -> bool:
+def parallelize_module_unties_weights() -> bool:
     """Return True if torch's `parallelize_module` unties an embedding and a head that share a tensor."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -369,12 +369,12 @@ def untied_by_dividing() -> bool:
             self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
             self.head.weight = self.words.weight
 
-    with pretended_mesh(2) as mesh:
+    with fake_mesh(2) as mesh:
         model = parallelize_module(Tied(), mesh, {"words": RowwiseParallel(), "head": ColwiseParallel()})
         return model.words.weight is not model.head.weight
 
 
-def a_kernel_projects_out(case: FamilyCase) -> bool:
+def fused_kernel_bypasses_out_proj(case: FamilyCase) -> bool:
     """Return True if a mixer passes the weight of its projection to a fused kernel, bypassing the module's hooks."""
     mixers = {
         type(module)
@@ -467,25 +467,31 @@ OF_INSTALLED: dict[str, Callable[[], bool]] = {
     "frozen-parts": loading_unfreezes,
     "unreachable-parameters": optimizers_keep_no_state_without_gradients,
     "misspelled-freezing": unknown_attributes_are_accepted,
-    "tied-weights-under-tp": untied_by_dividing,
+    "tied-weights-under-tp": parallelize_module_unties_weights,
 }
 """Probes of installed packages."""
 
 OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
-    "strict-config-types": integers_are_refused,
+    "strict-config-types": reader_rejects_integers_for_floats,
     "tower-names": tower_names_are_lost,
-    "unequal-parts": parts_are_equal,
+    "unequal-parts": fused_parts_revert_to_equal_sizes,
     "own-configuration": transformers_has_no_configuration,
     "shared-kv-unused-weights": lambda case: unused_weights_are_dropped(
         case.reference_class.from_pretrained, case.reference()
     ),
     "mtp-weights": lambda case: mtp_weights_are_dropped(case.reference_class.from_pretrained, case.reference()),
     "token-types": lambda case: images_are_causal(case.reference(), case.inputs(images=True)),
-    "packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=True),
-    "masks-without-positions": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
-    "text-output-without-images": lambda case: text_raises(unrepaired(case), case.inputs(images=False)),
-    "mrope-packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
-    "layers-across-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
+    "packed-documents": lambda case: documents_share_attention(case.reference(), case.inputs(images=False), mask=True),
+    "masks-without-positions": lambda case: documents_share_attention(
+        case.reference(), case.inputs(images=False), mask=False
+    ),
+    "text-output-without-images": lambda case: text_raises(transformers_model(case), case.inputs(images=False)),
+    "mrope-packed-documents": lambda case: documents_share_attention(
+        case.reference(), case.inputs(images=False), mask=False
+    ),
+    "layers-across-documents": lambda case: documents_share_attention(
+        case.reference(), case.inputs(images=False), mask=False
+    ),
     "mrope-stale-offsets": lambda case: offsets_stay(
         case.reference(), case.inputs(images=True), case.inputs(images=False)["input_ids"]
     ),
@@ -495,9 +501,9 @@ OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
         case.reference(), case.inputs(labels=True)
     ),
     "routing-flips": routing_flips,
-    "full-vocabulary-logits": lambda case: whole_logits_are_made(case.reference(), case.inputs(images=False)),
-    "untrained-rows": lambda case: a_new_row_explodes(case.reference(), case.inputs(images=False)),
-    "fused-out-projection": a_kernel_projects_out,
+    "full-vocabulary-logits": lambda case: full_logits_are_allocated(case.reference(), case.inputs(images=False)),
+    "untrained-rows": lambda case: untrained_row_gradient_explodes(case.reference(), case.inputs(images=False)),
+    "fused-out-projection": fused_kernel_bypasses_out_proj,
     "names-on-the-hub": lambda case: predicates.has_several_names(Subject(case.reference())),
 }
 """Probes of the upstream class of a family, at tiny size."""

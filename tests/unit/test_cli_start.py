@@ -193,7 +193,7 @@ def test_json_to_stdout_contains_only_json(llama_checkpoint: Path) -> None:
     assert not Path("-").exists()
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before the command", "behind it"])
+@pytest.mark.parametrize("before", [True, False], ids=["before the command", "after the command"])
 def test_quiet(before: bool, llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY"):
         monkeypatch.setenv(name, "")  # restored after the test

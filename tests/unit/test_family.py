@@ -21,7 +21,7 @@ SERVED = [registry.model_class(name) for name in registry.architectures() if reg
 
 @pytest.fixture
 def _clear_class_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clear transformers' caches on the classes, which subclasses would inherit."""
+    """Clear transformers' caches on the classes. Subclasses would inherit the cached values."""
     for model_class in SERVED:
         for base in model_class.__mro__:
             for attribute in [f"{method}_cached_value" for method in METHODS]:

@@ -186,7 +186,7 @@ def test_interrupted_run_keeps_finished_sections(results: Results) -> None:
         pytest.param(["parity"], "other sources", {}, id="other sources"),
         pytest.param(["parity"], digest(), {"fresh": True}, id="fresh"),
         pytest.param(["parity"], digest(), {"again": True}, id="named sections"),
-        pytest.param(["parity", "rl"], digest(), {}, id="a finished run"),
+        pytest.param(["parity", "rl"], digest(), {}, id="finished run"),
     ],
 )
 def test_resume_discards_stale_outcomes(

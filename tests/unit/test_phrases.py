@@ -21,9 +21,9 @@ from tools import phrases
     ],
 )
 def test_findings_name_file_line_and_phrase(name: str, text: str, expected: list[str]) -> None:
-    found = [*phrases.findings(name, text)]
-    assert len(found) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
+    findings = [*phrases.findings(name, text)]
+    assert len(findings) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(findings, expected, strict=True))
 
 
 def test_no_files_to_check_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,20 +18,20 @@ RIGHT = dict.fromkeys(NAMES, "1")
 class Swept:
     """A sweep over three architectures that records which ones ran."""
 
-    def __init__(self, pages: Path, found: dict[str, str], version: str = "1", more: tuple[Kind, ...] = ()) -> None:
+    def __init__(self, pages: Path, statuses: dict[str, str], version: str = "1", more: tuple[Kind, ...] = ()) -> None:
         self.ran: list[str] = []
         self.pages = 0
-        self.found = found
+        self.statuses = statuses
         self.kinds = (Kind.TP, *more)
         versions = {kind: {"torch": version} for kind in self.kinds}
         self.sweep = Sweep(pages, NAMES, versions, self.run, self.worsened, self.write_page, frozenset({Kind.EP}))
 
     def run(self, names: list[str]) -> Iterator[tuple[str, Outcomes]]:
         for name in names:
-            if self.found[name] == "crash":
+            if self.statuses[name] == "crash":
                 raise KeyboardInterrupt
             self.ran.append(name)
-            yield name, {kind: {"status": self.found[name]} for kind in self.kinds if kind != Kind.EP}
+            yield name, {kind: {"status": self.statuses[name]} for kind in self.kinds if kind != Kind.EP}
 
     def worsened(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return "worse" if now["status"] > before["status"] else ""

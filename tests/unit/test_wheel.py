@@ -1,4 +1,4 @@
-"""The wheel: what it contains, and that it works where the checkout is not."""
+"""The contents of the wheel, and its use outside of the checkout."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def wheel(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, folder: Path) -> Path:
-    """A new environment with the wheel, which finds the packages it requires in this one, but nrl_models first in its
-    own."""
+    """A new environment with the wheel. Other packages are imported from the environment of the tests."""
     environment = folder / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     python = environment / "bin" / "python"

@@ -219,7 +219,7 @@ def test_training_resumes_from_saved_state(llama_checkpoint: Path, input_ids: to
 
 
 WRAPPED: dict[str, Callable[[Any], torch.nn.Module]] = {
-    "itself": lambda model: model,
+    "unwrapped": lambda model: model,
     "LoRA": lambda model: peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])),
     "inside a module": lambda model: torch.nn.ModuleDict({"pretrained_model": model, "v_head": torch.nn.Linear(4, 1)}),
 }

@@ -20,7 +20,7 @@ NEW = 12
 OPTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 1.3},
     "sampling, top k and top p": {"do_sample": True, "top_k": 20, "top_p": 0.9},
-    "several samples of each prompt": {"do_sample": True, "num_return_sequences": 3},
+    "several samples per prompt": {"do_sample": True, "num_return_sequences": 3},
     "beams": {"do_sample": False, "num_beams": 3},
     "sampled beams": {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
     "static cache": {"do_sample": False, "cache_implementation": "static"},
@@ -82,11 +82,11 @@ def test_left_padded_prompts_match_transformers(
     assert torch.equal(actual[0, 5:], alone[0])
 
 
-@pytest.mark.parametrize("assistant", ["another model", "prompt lookup"])
+@pytest.mark.parametrize("assistant", ["assistant model", "prompt lookup"])
 def test_assisted_generation_matches_greedy_decoding(
     assistant: str, models: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    if assistant == "another model":
+    if assistant == "assistant model":
         new_model(tiny_config(LlamaConfig, {"num_hidden_layers": 1})).save_pretrained(tmp_path)
         options: dict[str, Any] = {"assistant_model": AutoModelForCausalLM.from_pretrained(tmp_path)}
     else:

@@ -40,15 +40,15 @@ CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "DoRA": (DENSE, lambda: lora(use_dora=True)),
     "LoHa": (DENSE, lambda: peft.LoHaConfig(r=4, target_modules=TARGETS, init_weights=False)),
     "IA3": (DENSE, lambda: peft.IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"])),
-    "a whole part": (DENSE, lambda: lora(target_modules=["v_proj"], modules_to_save=["q_proj"])),
-    "a whole layer": (DENSE, lambda: lora(target_modules=["v_proj"], modules_to_save=["mlp"])),
-    "a new head": (DENSE, lambda: lora(modules_to_save=["lm_head"])),
-    "biases": (DENSE, lambda: lora(bias="all")),
+    "modules_to_save linear": (DENSE, lambda: lora(target_modules=["v_proj"], modules_to_save=["q_proj"])),
+    "modules_to_save layer": (DENSE, lambda: lora(target_modules=["v_proj"], modules_to_save=["mlp"])),
+    "modules_to_save head": (DENSE, lambda: lora(modules_to_save=["lm_head"])),
+    "bias all": (DENSE, lambda: lora(bias="all")),
     "embeddings": (DENSE, lambda: lora(target_modules=["embed_tokens"])),
-    "tokens": (DENSE, lambda: lora(trainable_token_indices={"embed_tokens": [3, 5]})),
-    "a weight": (DENSE, lambda: lora(target_parameters=["self_attn.k_proj.weight"])),
+    "trainable tokens": (DENSE, lambda: lora(trainable_token_indices={"embed_tokens": [3, 5]})),
+    "target_parameters": (DENSE, lambda: lora(target_parameters=["self_attn.k_proj.weight"])),
     "experts": (MIXTURE, lambda: lora(target_modules=["q_proj"], target_parameters=EXPERTS)),
-    "experts of GPT-OSS": ("GptOssForCausalLM", lambda: lora(target_modules=["q_proj"], target_parameters=EXPERTS)),
+    "GPT-OSS experts": ("GptOssForCausalLM", lambda: lora(target_modules=["q_proj"], target_parameters=EXPERTS)),
     "latents": (
         "DeepseekV3ForCausalLM",
         lambda: lora(target_modules=["kv_a_proj_with_mqa"], target_parameters=EXPERTS),
@@ -124,7 +124,9 @@ def test_export_follows_active_adapter() -> None:
     model.unmerge_adapter()
 
 
-@pytest.mark.parametrize("name", ["LoRA", "DoRA", "IA3", "a whole part", "embeddings", "tokens", "experts"])
+@pytest.mark.parametrize(
+    "name", ["LoRA", "DoRA", "IA3", "modules_to_save linear", "embeddings", "trainable tokens", "experts"]
+)
 def test_disabled_adapters_are_not_exported(name: str) -> None:
     """PEFT unmerges adapters that are merged in place in the next forward."""
     architecture, config = CONFIGS[name]
@@ -208,14 +210,14 @@ def test_refit_without_merging_raises() -> None:
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 BOTH = ["embed_tokens", "lm_head"]
 ON_TIED: dict[str, tuple[dict[str, Any], bool]] = {
-    "copies of both": ({"modules_to_save": BOTH}, True),
-    "a copy of the head": ({"modules_to_save": ["lm_head"]}, True),
-    "one copy of both": ({"modules_to_save": BOTH, "ensure_weight_tying": True}, False),
-    "LoRA on both": ({"target_modules": BOTH}, True),
-    "one LoRA on both": ({"target_modules": BOTH, "ensure_weight_tying": True}, False),
-    "tokens": ({"trainable_token_indices": {"embed_tokens": [3, 5]}}, False),
-    "other tokens": ({"trainable_token_indices": {"embed_tokens": [3, 5], "lm_head": [4]}}, True),
-    "neither": ({}, False),
+    "copies of embeddings and head": ({"modules_to_save": BOTH}, True),
+    "copy of head": ({"modules_to_save": ["lm_head"]}, True),
+    "shared copy of embeddings and head": ({"modules_to_save": BOTH, "ensure_weight_tying": True}, False),
+    "LoRA on embeddings and head": ({"target_modules": BOTH}, True),
+    "shared LoRA on embeddings and head": ({"target_modules": BOTH, "ensure_weight_tying": True}, False),
+    "trainable tokens": ({"trainable_token_indices": {"embed_tokens": [3, 5]}}, False),
+    "different trainable tokens": ({"trainable_token_indices": {"embed_tokens": [3, 5], "lm_head": [4]}}, True),
+    "neither embeddings nor head": ({}, False),
 }
 """Adapter options for a tied model, and whether merging unties the model."""
 
@@ -281,7 +283,7 @@ def test_export_of_unsupported_wrapper_raises(wrap: Callable[[nn.Module], nn.Mod
             call()
 
 
-@pytest.mark.parametrize("name", ["LoRA", "a whole part", "embeddings", "experts"])
+@pytest.mark.parametrize("name", ["LoRA", "modules_to_save linear", "embeddings", "experts"])
 def test_views_exclude_merged_weights(name: str) -> None:
     architecture, config = CONFIGS[name]
     model = adapted(architecture, config())
@@ -404,12 +406,12 @@ def test_merge_error_of_peft_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
         export_adapter(model)
 
 
-# Bugs that these tests must find
+# Planted bugs
 
 
-@pytest.mark.parametrize("bug", ["the base is sent", "the model is merged"])
+@pytest.mark.parametrize("bug", ["base weights are exported", "model is merged"])
 def test_export_checks_detect_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if bug == "the base is sent":
+    if bug == "base weights are exported":
         monkeypatch.setattr(merged, "is_disabled", lambda wrapper: True)
     else:
         monkeypatch.setattr(merged, "copy", SimpleNamespace(deepcopy=lambda module, _: module))

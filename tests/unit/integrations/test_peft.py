@@ -35,12 +35,14 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "OLoRA": lambda: LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="olora"),
     "LoHa": lambda: LoHaConfig(r=4, target_modules=TARGETS),
     "IA3": lambda: IA3Config(target_modules=["k_proj", "v_proj", "up_proj"], feedforward_modules=["up_proj"]),
-    "with a new head": lambda: LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"]),
-    "with a whole part": lambda: LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["q_proj"]),
-    "with a whole layer": lambda: LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["mlp"]),
-    "with biases": lambda: LoraConfig(r=4, target_modules=TARGETS, bias="all"),
-    "with their biases": lambda: LoraConfig(r=4, target_modules=TARGETS, bias="lora_only"),
-    "of a weight": lambda: LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["self_attn.k_proj.weight"]),
+    "modules_to_save head": lambda: LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"]),
+    "modules_to_save linear": lambda: LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["q_proj"]),
+    "modules_to_save layer": lambda: LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["mlp"]),
+    "bias all": lambda: LoraConfig(r=4, target_modules=TARGETS, bias="all"),
+    "bias lora_only": lambda: LoraConfig(r=4, target_modules=TARGETS, bias="lora_only"),
+    "target_parameters": lambda: LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["self_attn.k_proj.weight"]
+    ),
 }
 
 Load = Callable[[Path], PreTrainedModel]
@@ -275,7 +277,7 @@ def test_disabled_adapter_matches_base_model(adapter: Path, llama_checkpoint: Pa
 def test_disabled_modules_to_save_matches_base_model(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
     base = ours(llama_checkpoint)
     expected = logits(base, input_ids)
-    model = trained(get_peft_model(base, ADAPTERS["with a whole part"]()), input_ids)
+    model = trained(get_peft_model(base, ADAPTERS["modules_to_save linear"]()), input_ids)
     assert not torch.allclose(logits(model, input_ids), expected, atol=0.01)
     with model.disable_adapter():
         assert_close(logits(model, input_ids), expected)
@@ -347,7 +349,7 @@ def test_merged_model_saves_same_weights_as_transformers(
 def test_modules_to_save_is_merged_into_saved_weights(
     llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    model = trained(get_peft_model(ours(llama_checkpoint), ADAPTERS["with a whole part"]()), input_ids)
+    model = trained(get_peft_model(ours(llama_checkpoint), ADAPTERS["modules_to_save linear"]()), input_ids)
     expected = logits(model, input_ids)
     merged = model.merge_and_unload()
     assert_close(logits(merged, input_ids), expected)

@@ -57,8 +57,8 @@ ADDED: dict[str, tuple[str, Callable[[], Any]]] = {
     "LoHa": (DENSE, lambda: peft.LoHaConfig(r=4, target_modules=TARGETS)),
     "IA3": (DENSE, lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["up_proj"])),
     "BOFT": (DENSE, lambda: peft.BOFTConfig(boft_block_size=4, target_modules=TARGETS)),
-    "rotations that commute": (DENSE, lambda: OFTConfig(oft_block_size=2, target_modules=TARGETS)),
-    "a weight": (DENSE, lambda: LoraConfig(r=4, target_parameters=["self_attn.k_proj.weight"])),
+    "commuting rotations": (DENSE, lambda: OFTConfig(oft_block_size=2, target_modules=TARGETS)),
+    "target_parameters": (DENSE, lambda: LoraConfig(r=4, target_parameters=["self_attn.k_proj.weight"])),
     "experts": (MIXTURE, lambda: LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)),
 }
 

@@ -247,21 +247,21 @@ def test_symlinks_leaving_source_all_raise(full: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("blobs", ["of the repository", "of somebody else"])
+@pytest.mark.parametrize("blobs", ["same repository", "other directory"])
 def test_convert_hub_cache_snapshot(full: Path, tmp_path: Path, blobs: str) -> None:
     repository = tmp_path / "models--someone--model"
     snapshot = repository / "snapshots" / "0123abc"
     snapshot.parent.mkdir(parents=True)
     full.rename(snapshot)
     (tmp_path / "elsewhere").mkdir()
-    if blobs == "of somebody else":
+    if blobs == "other directory":
         (repository / "blobs").symlink_to(tmp_path / "elsewhere")
     else:
         (repository / "blobs").mkdir()
     for number, name in enumerate(sorted(files_of(snapshot))):
         (snapshot / name).rename(repository / "blobs" / str(number))
         (snapshot / name).symlink_to(repository / "blobs" / str(number))
-    if blobs == "of somebody else":
+    if blobs == "other directory":
         with pytest.raises(CheckpointError, match="leaves the directory"):
             convert(snapshot, tmp_path / "out")
         return
@@ -278,10 +278,10 @@ def test_copy_of_read_only_folder_is_writable(full: Path, tmp_path: Path) -> Non
     assert (tmp_path / "out").stat().st_mode & 0o200
 
 
-@pytest.mark.parametrize("way", ["itself", "through a link", "another spelling"])
+@pytest.mark.parametrize("way", ["same path", "symlink", "other spelling"])
 def test_converting_in_place_raises(way: str, folder: Path, tmp_path: Path) -> None:
-    target = {"itself": folder, "another spelling": folder / ".." / folder.name}.get(way, tmp_path / "link")
-    if way == "through a link":
+    target = {"same path": folder, "other spelling": folder / ".." / folder.name}.get(way, tmp_path / "link")
+    if way == "symlink":
         target.symlink_to(folder)
     before = stored(folder)
     with pytest.raises(CheckpointError, match="cannot be written in place") as caught:

@@ -69,7 +69,7 @@ def results(
     ("trained", "bias"),
     [("all", True), ("all", False), ("input", True), ("input", False), ("weights", True), ("biases", True)],
 )
-@pytest.mark.parametrize("shape", [(2, 3, SIZE), (SIZE,), (0, SIZE)], ids=["rows", "one", "none"])
+@pytest.mark.parametrize("shape", [(2, 3, SIZE), (SIZE,), (0, SIZE)], ids=["batch", "vector", "empty"])
 def test_fused_matmul_matches_separate_matmuls(trained: str, bias: bool, shape: tuple[int, ...]) -> None:
     tensors_ = weights, biases = parameters(bias)
     for name, tensors in {"weights": weights, "biases": biases}.items():

@@ -1,4 +1,4 @@
-"""Fused weights share one buffer: when it is created, and when not because other code holds the weights."""
+"""Fused weights share one buffer, unless other code holds the weights."""
 
 from __future__ import annotations
 

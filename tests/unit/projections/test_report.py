@@ -135,7 +135,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "pruned": (lambda module: prune.l1_unstructured(module.q_proj, "weight", 0.5), "q_proj does not own its weight"),
     "weight norm": (lambda module: nn.utils.parametrizations.weight_norm(module.v_proj), "v_proj is a Param"),
     "no parameter": (_no_parameter, "q_proj does not own its weight"),
-    "parameter of a type": (_typed, "the weight of k_proj is a Traced"),
+    "parameter subclass": (_typed, "the weight of k_proj is a Traced"),
     "shared": (_share, "linears share a parameter"),
     "bias removed": (_one_bias, "disagree in having a bias: q_proj True, k_proj True, v_proj False"),
     "transposed": (_transposed, "the weight of k_proj is not contiguous"),
@@ -144,7 +144,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "forward": (_replaced_forward, "the forward of v_proj was replaced"),
     "compiled": (_compiled, "the forward of q_proj was replaced"),
     "hook": (lambda module: module.q_proj.register_forward_hook(lambda *_: None), "q_proj has forward hooks"),
-    "hook that edits": (
+    "forward hook that edits": (
         lambda module: module.k_proj.register_forward_hook(lambda module, args, output: output * 2),
         "k_proj has forward hooks",
     ),

@@ -1,4 +1,4 @@
-"""Linears that read the same input and cannot be combined, or are called again, elsewhere, or never."""
+"""Linears with the same input that cannot be fused: mixed types, repeated or missing calls, calls by other modules."""
 
 from __future__ import annotations
 

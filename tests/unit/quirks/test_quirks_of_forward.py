@@ -27,7 +27,7 @@ NEEDS_IMAGE_OUTPUTS = issubclass(LLAMA4.reference_class, ImageOutputs)
 
 
 def meet(case: FamilyCase, *, mask: bool) -> bool:
-    return probes.documents_meet(case.model(), case.inputs(images=False), mask=mask)
+    return probes.documents_share_attention(case.model(), case.inputs(images=False), mask=mask)
 
 
 def test_symptom_of_packed_documents() -> None:

@@ -66,12 +66,12 @@ def moe_config() -> dict:
 
 def test_symptom_of_strict_config_types(moe_config: dict) -> None:
     with quirks_off("strict-config-types"):
-        assert probes.an_integer_is_refused(read_config, moe_config, "router_aux_loss_coef")
-    assert probes.an_integer_is_refused(AutoConfig.from_pretrained, moe_config, "router_aux_loss_coef")
+        assert probes.integer_for_float_raises(read_config, moe_config, "router_aux_loss_coef")
+    assert probes.integer_for_float_raises(AutoConfig.from_pretrained, moe_config, "router_aux_loss_coef")
 
 
 def test_cure_of_strict_config_types(moe_config: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not probes.an_integer_is_refused(read_config, moe_config, "router_aux_loss_coef")
+    assert not probes.integer_for_float_raises(read_config, moe_config, "router_aux_loss_coef")
     (tmp_path / "config.json").write_text(json.dumps(moe_config | {"router_aux_loss_coef": 0}))
     assert type(read_config(tmp_path).router_aux_loss_coef) is float
     moe_config["num_hidden_layers"] = "2"
@@ -201,7 +201,7 @@ def test_cure_of_frozen_parts() -> None:
 
 @since("5.15")
 def test_symptom_of_unequal_parts() -> None:
-    assert probes.parts_are_equal(case_of("OlmoHybridForCausalLM"))
+    assert probes.fused_parts_revert_to_equal_sizes(case_of("OlmoHybridForCausalLM"))
 
 
 @since("5.15")

@@ -62,7 +62,7 @@ def test_cure_of_misspelled_freezing() -> None:
 
 
 def test_symptom_of_tied_weights_under_tp() -> None:
-    assert probes.untied_by_dividing()
+    assert probes.parallelize_module_unties_weights()
 
 
 def test_cure_of_tied_weights_under_tp() -> None:
@@ -70,7 +70,7 @@ def test_cure_of_tied_weights_under_tp() -> None:
     assert ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in model_class.flags
     model = model_class.from_config(FamilyCase(model_class).config)
     assert model.config.tie_word_embeddings
-    with probes.pretended_mesh(2) as mesh:
+    with probes.fake_mesh(2) as mesh:
         divide_model(model, mesh, plan_for(model, mesh))
         words, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         assert words is head
@@ -120,7 +120,7 @@ def _chosen(model: nn.Module, inputs: dict) -> dict:
 
 
 def test_symptom_of_full_vocabulary_logits() -> None:
-    assert probes.whole_logits_are_made(PLAIN.model(), PLAIN.inputs())
+    assert probes.full_logits_are_allocated(PLAIN.model(), PLAIN.inputs())
 
 
 def test_cure_of_full_vocabulary_logits() -> None:

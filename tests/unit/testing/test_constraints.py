@@ -94,12 +94,12 @@ def test_constraints_are_read_from_validators() -> None:
         pytest.param(
             {"vocab_size": 512, "tower_config": TowerConfig(codebook_size=64)},
             {"audio_offset": 448, "image_offset": 384},
-            id="ranges of codes in a small vocabulary",
+            id="code ranges in small vocabulary",
         ),
-        pytest.param({"chunk_size": 21}, {"chunk_size": 16}, id="a multiple of a part's property"),
-        pytest.param({"loop_start": 4}, {"loop_start": 4, "block": 2}, id="a divisor"),
-        pytest.param({"is_wide": True}, {"is_wide": False}, id="a switch"),
-        pytest.param({"num_hidden_layers": 10}, {"num_hidden_layers": 12}, id="a sum"),
+        pytest.param({"chunk_size": 21}, {"chunk_size": 16}, id="multiple of nested property"),
+        pytest.param({"loop_start": 4}, {"loop_start": 4, "block": 2}, id="divisor"),
+        pytest.param({"is_wide": True}, {"is_wide": False}, id="fixed flag"),
+        pytest.param({"num_hidden_layers": 10}, {"num_hidden_layers": 12}, id="sum"),
     ],
 )
 def test_satisfy_changes_values_to_meet_constraints(shrunk: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ def test_tensors_changed_by_transformers_after_loading(
         ({"a": torch.ones(2)}, False),
         ({"a": torch.ones(3), "b": torch.zeros(2)}, False),
     ],
-    ids=["only the known tensor", "another tensor", "a missing tensor", "another shape"],
+    ids=["known tensor", "other tensor", "missing tensor", "other shape"],
 )
 def test_only_known_tensors_explain_errors(
     actual: dict[str, torch.Tensor], is_known: bool, monkeypatch: pytest.MonkeyPatch

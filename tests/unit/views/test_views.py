@@ -32,14 +32,14 @@ def read(result: TracedTensor, **tensors: torch.Tensor) -> torch.Tensor:
 
 
 VIEWS = {
-    "whole": View("w"),
+    "complete": View("w"),
     "narrow": View("w").then("narrow", 0, 2, 3),
     "narrow inner": View("w").then("narrow", 2, 1, 4),
     "select": View("w").then("select", 1, 2),
     "transpose": View("w").then("transpose", 0, 2),
     "reshape": View("w").then("reshape", 24, 10),
     "block of rows": View("w").then("select", 0, 3).then("narrow", 0, 1, 2),
-    "all of them": View("w")
+    "all operations": View("w")
     .then("narrow", 0, 1, 4)
     .then("transpose", 0, 1)
     .then("select", 0, 3)
@@ -133,7 +133,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "iteration": lambda t: tuple(t),
     "squeeze": lambda t: t.narrow(1, 2, 1).squeeze(1),
     "squeeze, negative": lambda t: t.narrow(2, 2, 1).squeeze(-1),
-    "squeeze what is no row of one": lambda t: t.squeeze(1),
+    "squeeze larger dim": lambda t: t.squeeze(1),
     "squeeze after reshape": lambda t: t.reshape(6, 1, 40).squeeze(1),
     "squeeze after reshape, negative": lambda t: t.reshape(6, 40, 1).squeeze(-1),
     "squeeze after select": lambda t: t.narrow(0, 1, 1).select(1, 2).squeeze(0),
@@ -175,7 +175,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "joined, transposed": lambda t: torch.cat([t[4:], t[:3]]).transpose(0, 2),
     "joined, flattened": lambda t: torch.cat([t[:, 3:], t[:, :1]], dim=1).flatten(0, 1),
     "joined, flattened whole": lambda t: torch.cat([t[:, 3:], t[:, :1]], dim=1).flatten(),
-    "joined, split where it is filled": lambda t: torch.cat([t[4:], t[:3]]).unflatten(2, (2, 5)),
+    "joined, unflattened": lambda t: torch.cat([t[4:], t[:3]]).unflatten(2, (2, 5)),
     "joined, integer indexing": lambda t: t[:, [0, 3]].flatten(0, 1),
     "empty, reshaped": lambda t: t[:0].reshape(0, 40),
     "padded, flattened": lambda t: torch.cat([t, t.new_zeros(6, 1, 10)], dim=1).flatten(0, 1),
